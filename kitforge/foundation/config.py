@@ -1,0 +1,136 @@
+"""From a plain dict to a frozen dataclass, strictly: an unknown key, a wrong type or a wrong range is a ConfigError."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union
+
+from kitforge.foundation.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    """Build the dataclass `cls` from `values`; `path` is the option's name so far, for the messages.
+
+    Raises ConfigError for an unknown key (the nearest one is named), a missing one, or a value of the wrong type.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            raise ConfigError(f"unknown option {_join(path, str(key))!r}", fix=nearest(str(key), fields))
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"option {_join(path, missing[0])!r} has no value", expected=_words(hints[missing[0]]))
+    return cls(**{key: convert(hints[key], value, _join(path, key)) for key, value in values.items()})
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The plain dict of a dataclass, ready for YAML or JSON (tuples become lists)."""
+    return {
+        field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init
+    }
+
+
+def convert(hint: Any, value: Any, path: str) -> Any:
+    """`value` as the type `hint` asks for, or a ConfigError naming the option `path`."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _convert_union(args, value, path)
+    if origin is Literal:
+        if value in args and type(value) in {type(arg) for arg in args}:
+            return value
+        raise _wrong(path, value, f"one of {', '.join(map(str, args))}", nearest(str(value), map(str, args)))
+    if origin in (tuple, list):
+        if not isinstance(value, (list, tuple)):
+            raise _wrong(path, value, "a list, for example [1,2]")
+        return origin(convert(args[0], item, f"{path}[{place}]") for place, item in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise _wrong(path, value, "a mapping of names to values")
+        return {str(key): convert(args[1], item, f"{path}.{key}") for key, item in value.items()}
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, hint):  # type: ignore[arg-type]
+            return value
+        if not isinstance(value, Mapping):
+            raise _wrong(path, value, "a group of options")
+        return from_dict(hint, value, path)  # type: ignore[arg-type]
+    return _convert_plain(hint, value, path)
+
+
+def check(condition: bool, path: str, got: object, expected: str, fix: str | None = None) -> None:
+    """Raise a ConfigError about the option `path` unless `condition` holds. For `__post_init__` of options."""
+    if not condition:
+        raise ConfigError(f"option {path!r} cannot be", got=got, expected=expected, fix=fix)
+
+
+def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
+    if value is None and type(None) in args:
+        return None
+    members = [arg for arg in args if arg is not type(None)]
+    for member in members:
+        try:
+            return convert(member, value, path)
+        except ConfigError:
+            if len(members) == 1:
+                raise
+    raise _wrong(path, value, " or ".join(_words(member) for member in members))
+
+
+def _convert_plain(hint: Any, value: Any, path: str) -> Any:
+    if hint is Any:
+        return value
+    if hint is float:
+        return _number(value, path)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    # A bool is an int to Python, but `batch_size=true` is a slip of the hand.
+    if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    raise _wrong(path, value, _words(hint))
+
+
+def _number(value: Any, path: str) -> float:
+    """YAML 1.1 reads 1e-3 as text, so text that is a number is taken as one."""
+    if isinstance(value, bool):
+        raise _wrong(path, value, "a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise _wrong(path, value, "a number") from None
+
+
+def _wrong(path: str, value: Any, expected: str, fix: str | None = None) -> ConfigError:
+    return ConfigError(f"option {path!r} has the wrong value", got=repr(value), expected=expected, fix=fix)
+
+
+def _words(hint: Any) -> str:
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
+    if hint in plain:
+        return plain[hint]
+    args = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, args))
+    return " or ".join(map(_words, args)) if args else getattr(hint, "__name__", str(hint))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_dict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

@@ -1,0 +1,116 @@
+"""Where tensors live. The only file that names a vendor's own module; everyone else calls what stands here."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import resource
+import sys
+from functools import cache
+
+import torch
+
+from kitforge.foundation.errors import DeviceError
+
+KINDS = ("cpu", "cuda", "mps", "npu")
+
+
+def available() -> list[str]:
+    """The kinds of device that this machine can run on, the best one last."""
+    kinds = ["cpu"]
+    if torch.backends.mps.is_available():
+        kinds.append("mps")
+    if torch.cuda.is_available():
+        kinds.append("cuda")
+    if _npu_available():
+        kinds.append("npu")
+    return kinds
+
+
+def pick(name: str = "auto") -> torch.device:
+    """The device called `name`; "auto" is the best one here. Raises DeviceError when it is absent."""
+    kind = available()[-1] if name == "auto" else name
+    if kind.split(":")[0] not in available():
+        raise DeviceError(f"no {kind!r} device here", got=name, expected=" or ".join(["auto", *available()]))
+    return torch.device(kind)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def describe(device: torch.device) -> str:
+    """A person's name of the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    return device.type
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held so far: of the device, or of this process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of torch's own generators, for what draws from them (our own layers do not)."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Put back what `random_state` gave; a state of another kind of device is left out."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def set_deterministic(enabled: bool) -> None:
+    """Ask torch for bitwise repeatable kernels (always so on CPU; on CUDA they cost speed)."""
+    torch.use_deterministic_algorithms(enabled)
+    torch.backends.cudnn.benchmark = not enabled
+
+
+def is_bf16_fast(device: torch.device) -> bool:
+    """Whether bfloat16 arithmetic is native on the device."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Let the C allocator keep what is freed instead of handing it back to the system at once.
+
+    On Linux a training step frees and asks for the same hundreds of megabytes again; handed back, each page is
+    zeroed and mapped anew. Returns whether the allocator took the advice (only glibc has these words).
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    trim_threshold, mmap_max = -1, -4
+    return bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, 2**31 - 1))
+
+
+def _npu_available() -> bool:
+    """Huawei's adapter registers `torch.npu` when it is imported; without it there is no such device."""
+    return hasattr(torch, "npu") and bool(torch.npu.is_available())
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

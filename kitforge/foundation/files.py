@@ -1,0 +1,70 @@
+"""Files that are whole or absent: written beside their place, flushed to the disk, renamed into it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """A binary file to write to; it appears at `path` complete when the block ends, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        with open(draft, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` atomically, as UTF-8."""
+    with atomic_file(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A draft folder to fill; it becomes `path` when the block ends, replacing what was there, or vanishes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        yield draft
+        sync_folder(draft)
+        if path.exists():
+            old = path.with_name(f".{path.name}.{os.getpid()}.old")
+            os.replace(path, old)
+            os.replace(draft, path)
+            shutil.rmtree(old)
+        else:
+            os.replace(draft, path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames within `path` survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
