@@ -35,9 +35,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """The plain dict of a dataclass, ready for YAML or JSON (tuples become lists)."""
-    return {
-        field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init
-    }
+    return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init}
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
@@ -46,24 +44,16 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_union(args, value, path)
     if origin is Literal:
-        if value in args and type(value) in {type(arg) for arg in args}:
-            return value
-        raise _wrong(path, value, f"one of {', '.join(map(str, args))}", nearest(str(value), map(str, args)))
-    if origin in (tuple, list):
-        if not isinstance(value, (list, tuple)):
-            raise _wrong(path, value, "a list, for example [1,2]")
-        return origin(convert(args[0], item, f"{path}[{place}]") for place, item in enumerate(value))
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise _wrong(path, value, "a mapping of names to values")
-        return {str(key): convert(args[1], item, f"{path}.{key}") for key, item in value.items()}
-    if dataclasses.is_dataclass(hint):
-        if isinstance(value, hint):  # type: ignore[arg-type]
-            return value
-        if not isinstance(value, Mapping):
-            raise _wrong(path, value, "a group of options")
-        return from_dict(hint, value, path)  # type: ignore[arg-type]
-    return _convert_plain(hint, value, path)
+        return _convert_literal(args, value, path)
+    if origin in (tuple, list, dict):
+        return _convert_container(hint, value, path)
+    if not dataclasses.is_dataclass(hint):
+        return _convert_plain(hint, value, path)
+    if isinstance(value, hint):  # type: ignore[arg-type]
+        return value
+    if not isinstance(value, Mapping):
+        raise _wrong(path, value, "a group of options")
+    return from_dict(hint, value, path)  # type: ignore[arg-type]
 
 
 def check(condition: bool, path: str, got: object, expected: str, fix: str | None = None) -> None:
@@ -83,6 +73,23 @@ def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
             if len(members) == 1:
                 raise
     raise _wrong(path, value, " or ".join(_words(member) for member in members))
+
+
+def _convert_literal(args: tuple[Any, ...], value: Any, path: str) -> Any:
+    if any(value == arg and type(value) is type(arg) for arg in args):
+        return value
+    raise _wrong(path, value, f"one of {', '.join(map(str, args))}", nearest(str(value), map(str, args)))
+
+
+def _convert_container(hint: Any, value: Any, path: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise _wrong(path, value, "a mapping of names to values")
+        return {str(key): convert(args[1], item, f"{path}.{key}") for key, item in value.items()}
+    if not isinstance(value, (list, tuple)):
+        raise _wrong(path, value, "a list, for example [1,2]")
+    return origin(convert(args[0], item, f"{path}[{place}]") for place, item in enumerate(value))
 
 
 def _convert_plain(hint: Any, value: Any, path: str) -> Any:

@@ -79,11 +79,16 @@ def set_deterministic(enabled: bool) -> None:
     torch.backends.cudnn.benchmark = not enabled
 
 
-def is_bf16_fast(device: torch.device) -> bool:
-    """Whether bfloat16 arithmetic is native on the device."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
-    return device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+@cache
+def multiplies_natively(dtype: torch.dtype, kind: str = "cpu") -> bool:
+    """Whether the device has matrix arithmetic in `dtype`, rather than an emulation that is slower than fp32."""
+    if kind == "cuda":
+        return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
+    if kind != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return True
+    if dtype == torch.bfloat16:
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_amx_fp16_supported()
 
 
 @cache

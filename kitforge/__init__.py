@@ -1,0 +1,1 @@
+"""Kitforge: training kits for PyTorch."""

@@ -1,0 +1,140 @@
+"""What a checkpoint folder holds and how its manifest is spelled. Knows names and numbers, no tensor's values.
+
+checkpoints/
+└── step_120/
+    ├── model-00001-of-00001.safetensors
+    ├── optimizer-00001-of-00001.safetensors
+    ├── state.json
+    └── manifest.json          what the others must hold; written last, and signed by its own checksum
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kitforge.foundation.config import from_dict, to_dict
+from kitforge.foundation.errors import CheckpointError, ConfigError
+from kitforge.foundation.files import write_text
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+# An empty file beside the manifest: this step is not deleted when newer ones come.
+KEEP = "keep"
+
+Part = Literal["model", "optimizer"]
+PARTS: tuple[Part, ...] = ("model", "optimizer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One stored slice of a named global tensor."""
+
+    name: str
+    dtype: str  # as safetensors spells it, e.g. "BF16"
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]  # where the slice starts in the global tensor, one number a dim
+    shape: tuple[int, ...]  # of the slice
+    file: str
+    alias_of: str | None = None  # the name under which the same memory is stored, for tied tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One file of the folder, as it was written."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything that a reader must know before it opens a tensor."""
+
+    format_version: int
+    package_version: str
+    kind: str  # what was saved, in words for people, e.g. "training"
+    step: int
+    model: tuple[TensorEntry, ...]
+    optimizer: tuple[TensorEntry, ...]
+    files: tuple[FileEntry, ...]
+
+    def entries(self, part: Part) -> tuple[TensorEntry, ...]:
+        """The tensors of one part, in the order in which they were saved."""
+        return self.model if part == "model" else self.optimizer
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is published."""
+    return root / f"step_{step}"
+
+
+def steps(root: Path) -> list[int]:
+    """The steps with a published folder below `root`, ascending; none when `root` is absent."""
+    if not root.is_dir():
+        return []
+    matches = (re.fullmatch(r"step_(0|[1-9]\d*)", path.name) for path in root.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write manifest.json, signed so that a change of any of its values is noticed."""
+    values = to_dict(manifest)
+    write_text(folder / MANIFEST, json.dumps({**values, "sha256": _signature(values)}, indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read manifest.json strictly. Raises CheckpointError when it is absent, damaged or of another version."""
+    path = folder / MANIFEST
+    values = _read_json(path)
+    version = values.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} is of an unknown format version",
+            got=version,
+            expected=FORMAT_VERSION,
+            fix="open it with the version of kitforge that wrote it",
+        )
+    if values.pop("sha256", None) != _signature(values):
+        raise CheckpointError(f"{path} is damaged", got="values that do not match their checksum")
+    try:
+        manifest = from_dict(Manifest, values)
+    except ConfigError as cause:
+        raise CheckpointError(f"{path} is not a manifest of this format", got=cause) from cause
+    _check_file_names(path, manifest)
+    return manifest
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.parent.is_dir():
+        raise CheckpointError(f"there is no checkpoint folder {path.parent}")
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing", expected="a checkpoint folder with its manifest") from None
+    # A flipped byte can break the UTF-8 as well as the JSON; both are a ValueError.
+    except ValueError as cause:
+        raise CheckpointError(f"{path} is damaged", got=cause, expected="JSON") from cause
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is damaged", got=type(values).__name__, expected="a JSON object")
+    return values
+
+
+def _check_file_names(path: Path, manifest: Manifest) -> None:
+    """A manifest speaks of files beside it and of no others on the machine."""
+    listed = {file.name for file in manifest.files}
+    used: Iterable[str] = {entry.file for part in PARTS for entry in manifest.entries(part)}
+    for name in sorted(listed.union(used)):
+        if name not in listed or Path(name).name != name:
+            raise CheckpointError(f"{path} names a file that is not its own", got=name, expected=sorted(listed))
+
+
+def _signature(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Operations with a reference that defines them and faster implementations that must equal it."""

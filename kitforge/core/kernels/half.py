@@ -1,0 +1,25 @@
+"""How half precision is computed on the device at hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kitforge.foundation import device
+
+
+def compute_dtype(input: Tensor) -> torch.dtype:
+    """The dtype that products of `input` are wanted in: autocast's where it is on, else the input's own."""
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return input.dtype
+
+
+def storage_dtype(input: Tensor) -> torch.dtype | None:
+    """The half format that `input` should be stored in while products are taken in fp32; None where the device
+    multiplies in the wanted format itself."""
+    wanted = compute_dtype(input)
+    if input.device.type != "cpu" or wanted not in (torch.bfloat16, torch.float16):
+        return None
+    return None if device.multiplies_natively(wanted) else wanted

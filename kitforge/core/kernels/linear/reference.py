@@ -1,0 +1,11 @@
+"""The definition of `linear`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`input [..., in] @ weight [out, in].T + bias`."""
+    return functional.linear(input, weight, bias)

@@ -1,0 +1,92 @@
+"""`linear_cross_entropy` in chunks of rows, with the gradients found in the forward pass.
+
+The logits of a whole batch are the largest tensor of a training step; here only one chunk of them exists at a time,
+and it is turned in place into softmax minus target, which is the gradient. The backward pass scales what is ready.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.half import compute_dtype, storage_dtype
+
+# Bytes of logits held at once: large enough for full speed of the products, small enough to stay near the caches.
+CHUNK_BYTES = 16 * 2**20
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """See `dispatch.LinearCrossEntropy`."""
+    result: Tensor = _Chunked.apply(hidden, weight, targets, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_gradients: bool) -> Tensor:
+        rounded, matrix = _operands(hidden, weight)
+        exact = torch.promote_types(rounded.dtype, torch.float32)
+        wants_hidden = with_gradients and ctx.needs_input_grad[0]
+        wants_weight = with_gradients and ctx.needs_input_grad[1]
+        grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wants_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if wants_weight else None
+        total = torch.zeros((), dtype=exact, device=hidden.device)
+        rows = max(1, CHUNK_BYTES // (weight.shape[0] * exact.itemsize))
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, hidden.shape[0], rows):
+                part = slice(start, start + rows)
+                logits = (rounded[part] @ matrix.t()).to(exact)
+                total += _loss_into_gradient(logits, targets[part])
+                gradient = logits.to(rounded.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[part] = gradient @ matrix
+                if grad_weight is not None:
+                    _add_product(grad_weight, gradient, rounded[part])
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        # The sum is used once in a step, so its gradients are scaled in place.
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scale = grad.to(torch.float32) if grad.dtype in (torch.bfloat16, torch.float16) else grad
+        return (
+            None if grad_hidden is None else grad_hidden.mul_(scale),
+            None if grad_weight is None else grad_weight.mul_(scale),
+            None,
+            None,
+        )
+
+
+def _operands(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both factors in the dtype that products are taken in on this device."""
+    half = storage_dtype(hidden)
+    if half is not None:
+        return hidden.to(half).to(weight.dtype), weight
+    dtype = compute_dtype(hidden)
+    return hidden.to(dtype), weight.to(dtype)
+
+
+def _loss_into_gradient(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the losses of logits [rows, vocab]; the logits become their gradient, zero where ignored."""
+    counted = targets != -100
+    index = targets.clamp(min=0).unsqueeze(1)
+    logits -= logits.amax(dim=1, keepdim=True)
+    target_logits = logits.gather(1, index)
+    sums = logits.exp_().sum(dim=1, keepdim=True)
+    losses = (sums.log() - target_logits).squeeze(1)
+    logits *= counted.unsqueeze(1) / sums
+    logits.scatter_add_(1, index, -counted.to(logits.dtype).unsqueeze(1))
+    return torch.where(counted, losses, 0).sum()
+
+
+def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """`total += gradient.T @ hidden`, in one call where the dtypes allow."""
+    if gradient.dtype == total.dtype:
+        total.addmm_(gradient.t(), hidden)
+    else:
+        total += gradient.t() @ hidden

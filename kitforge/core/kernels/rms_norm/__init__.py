@@ -1,0 +1,1 @@
+"""The operation `rms_norm`."""

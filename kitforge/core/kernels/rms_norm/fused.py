@@ -1,0 +1,40 @@
+"""`rms_norm` with one number a row kept for the backward pass instead of the intermediate tensors.
+
+With r = 1 / sqrt(mean(x²) + eps) and g = grad * weight, the input's gradient is r * (g - x * r² * mean(g * x)).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `dispatch.RMSNorm`."""
+    result: Tensor = _RMSNorm.apply(input, weight, eps)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, eps: float) -> Tensor:
+        exact = input.to(torch.promote_types(input.dtype, torch.float32))
+        norm = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
+        scale: Tensor = norm.square_().div_(input.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(input, weight, scale)
+        output: Tensor = (exact * scale).to(input.dtype) * weight
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        input, weight, scale = ctx.saved_tensors
+        normal = input * scale
+        weighted = grad * weight
+        grad_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None
+        share = torch.linalg.vecdot(weighted.to(normal.dtype), normal).div_(input.shape[-1]).unsqueeze_(-1)
+        grad_input = normal.mul_(share).neg_().add_(weighted).mul_(scale)
+        return grad_input.to(input.dtype), grad_weight, None

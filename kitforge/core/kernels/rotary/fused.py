@@ -1,0 +1,43 @@
+"""`rotary` that keeps nothing but the angles: the gradient of a rotation is the rotation back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.rotary import reference
+
+
+def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """See `dispatch.Rotary`."""
+    result: Tensor = _Rotary.apply(input, cos, sin, interleaved)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _turn(input, cos, sin, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, -sin, ctx.interleaved), None, None, None
+
+
+def _turn(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Writes both halves into one output, with no tensor in between."""
+    if interleaved or input.dtype != cos.dtype:
+        return reference.rotary(input, cos, sin, interleaved)
+    pairs = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    output = torch.empty_like(input)
+    first, second = input[..., :pairs], input[..., pairs : 2 * pairs]
+    torch.mul(first, cos, out=output[..., :pairs]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=output[..., pairs : 2 * pairs]).addcmul_(first, sin)
+    output[..., 2 * pairs :] = input[..., 2 * pairs :]
+    return output

@@ -1,0 +1,19 @@
+"""The definition of `rotary`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """See `dispatch.Rotary`. Angles are fp32; the products are taken in fp32 at least and cast back."""
+    turned, rest = input[..., : 2 * cos.shape[-1]], input[..., 2 * cos.shape[-1] :]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+        pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        pairs = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((pairs.to(input.dtype), rest), dim=-1)

@@ -1,0 +1,1 @@
+"""Layers that every family of networks is built from."""

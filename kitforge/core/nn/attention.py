@@ -1,0 +1,89 @@
+"""The attention half of a block. How keys are kept and who may look at whom is the `Attend` that it is handed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor, nn
+
+from kitforge.core.kernels.attention.reference import probabilities
+from kitforge.core.kernels.dispatch import Kernels
+from kitforge.core.nn.context import AttentionSpec, Context, DropoutKey, dropout
+from kitforge.core.nn.linear import Linear
+from kitforge.core.nn.norm import Norm
+from kitforge.foundation.config import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """Shape and options of one attention layer."""
+
+    dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm_eps: float | None = None  # RMSNorm of every query and key head before rotation; None: none
+    scale: float | None = None  # None: head_dim ** -0.5
+    window: int | None = None
+    dropout: float = 0.0  # of the attention weights
+    interleaved_rotary: bool = False
+
+    def __post_init__(self) -> None:
+        grouped = self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads == 0
+        check(grouped, "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads={self.num_heads}")
+
+
+@final
+class Attention(nn.Module):
+    """Multi-head attention with grouped keys (Ainslie et al., 2023) over input [B, T, dim]."""
+
+    def __init__(self, config: AttentionConfig, layer: int, kernels: Kernels) -> None:
+        super().__init__()
+        self.config = config
+        query_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.query = Linear(config.dim, query_dim, bias=config.qkv_bias, kernels=kernels)
+        self.key = Linear(config.dim, kv_dim, bias=config.qkv_bias, kernels=kernels)
+        self.value = Linear(config.dim, kv_dim, bias=config.qkv_bias, kernels=kernels)
+        self.out = Linear(query_dim, config.dim, bias=config.out_bias, kernels=kernels)
+        eps = config.qk_norm_eps
+        self.query_norm = None if eps is None else Norm("rms", config.head_dim, eps, kernels)
+        self.key_norm = None if eps is None else Norm("rms", config.head_dim, eps, kernels)
+        scale = config.head_dim**-0.5 if config.scale is None else config.scale
+        self.spec = AttentionSpec(layer=layer, kernel=kernels.attention, scale=scale, window=config.window)
+        self._rotary = kernels.rotary
+
+    def forward(self, input: Tensor, rotary: tuple[Tensor, Tensor] | None, context: Context) -> Tensor:
+        """[B, T, dim] -> [B, T, dim]; `rotary` is cos and sin [B or 1, T, pairs], or None without rotation."""
+        query, key, value = (self._heads(layer(input)) for layer in (self.query, self.key, self.value))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if rotary is not None:
+            query = self._rotary(query, *rotary, self.config.interleaved_rotary)
+            key = self._rotary(key, *rotary, self.config.interleaved_rotary)
+        mixed = context.attend(query, key, value, self._spec(context.dropout))
+        output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return output
+
+    def _heads(self, features: Tensor) -> Tensor:
+        """[B, T, heads * head_dim] -> [B, heads, T, head_dim]; the count is read off the weights, which may be a
+        shard's."""
+        batch, length, _ = features.shape
+        return features.view(batch, length, -1, self.config.head_dim).transpose(1, 2)
+
+    def _spec(self, noise: DropoutKey | None) -> AttentionSpec:
+        """The layer's own spec, or one whose kernel drops attention weights."""
+        if self.config.dropout == 0.0 or noise is None:
+            return self.spec
+        name, rate = f"attention.{self.spec.layer}", self.config.dropout
+
+        def kernel(
+            query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+        ) -> Tensor:
+            weights = probabilities(query, key, mask=mask, causal=causal, scale=scale)
+            kept = dropout(weights, rate, name, noise)
+            return kept @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+        return AttentionSpec(layer=self.spec.layer, kernel=kernel, scale=self.spec.scale, window=self.spec.window)

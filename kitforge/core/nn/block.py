@@ -1,0 +1,58 @@
+"""One layer of a decoder: attention and a feed-forward half, each normalised, each added to the stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor, nn
+
+from kitforge.core.kernels.dispatch import Kernels
+from kitforge.core.nn.attention import Attention, AttentionConfig
+from kitforge.core.nn.context import Context, dropout
+from kitforge.core.nn.mlp import MLP, MLPConfig
+from kitforge.core.nn.norm import Norm, NormKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig:
+    """One pre-norm layer; with `sandwich` each branch is normalised on its way out as well (GLM-4-0414)."""
+
+    attention: AttentionConfig
+    mlp: MLPConfig
+    norm: NormKind
+    norm_eps: float
+    sandwich: bool = False
+    dropout: float = 0.0  # of each branch's output
+
+
+@final
+class Block(nn.Module):
+    """`x += attention(norm(x)); x += mlp(norm(x))` over x [B, T, dim]."""
+
+    def __init__(self, config: BlockConfig, layer: int, kernels: Kernels) -> None:
+        super().__init__()
+        dim = config.attention.dim
+
+        def norm() -> Norm:
+            return Norm(config.norm, dim, config.norm_eps, kernels)
+
+        self.attention_norm = norm()
+        self.attention = Attention(config.attention, layer, kernels)
+        self.attention_out_norm = norm() if config.sandwich else None
+        self.mlp_norm = norm()
+        self.mlp = MLP(config.mlp, kernels)
+        self.mlp_out_norm = norm() if config.sandwich else None
+        self._rate = config.dropout
+        self._layer = layer
+
+    def forward(self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, context: Context) -> Tensor:
+        """[B, T, dim] -> [B, T, dim]."""
+        branch = self.attention(self.attention_norm(stream), rotary, context)
+        stream = stream + self._finish(branch, self.attention_out_norm, "attention_out", context)
+        branch = self.mlp(self.mlp_norm(stream))
+        return stream + self._finish(branch, self.mlp_out_norm, "mlp_out", context)
+
+    def _finish(self, branch: Tensor, norm: Norm | None, name: str, context: Context) -> Tensor:
+        branch = branch if norm is None else norm(branch)
+        return dropout(branch, self._rate, f"{name}.{self._layer}", context.dropout)

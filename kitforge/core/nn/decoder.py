@@ -1,0 +1,142 @@
+"""The decoder that the families share: embeddings, blocks, a norm and a head.
+
+A family is a configuration that says what of this it uses (`models/<family>/model.py`). Written unsharded; layers
+read local sizes from their weights. B batch, T length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.nn.block import Block, BlockConfig
+from kitforge.core.nn.causal_lm import Geometry
+from kitforge.core.nn.context import Context, dropout
+from kitforge.core.nn.norm import Norm
+from kitforge.core.nn.rotary import RotaryAngles, RotaryConfig, document_lengths
+from kitforge.foundation.config import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """A whole decoder, layer by layer."""
+
+    vocab_size: int
+    max_length: int
+    blocks: tuple[BlockConfig, ...]
+    rotary: RotaryConfig | None  # None: learned positions
+    tie_embeddings: bool
+    embedding_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self.vocab_size > 0, "model.vocab_size", self.vocab_size, "a positive whole number")
+        check(len(self.blocks) > 0, "model.num_layers", len(self.blocks), "a positive whole number")
+
+
+class FamilyConfig(Protocol):
+    """A family's own dataclass of options."""
+
+    @property
+    def family(self) -> str:
+        """The family's name in the catalog."""
+        ...
+
+    def decoder(self) -> DecoderConfig:
+        """The decoder that these options stand for."""
+        ...
+
+
+@final
+class Decoder(nn.Module):
+    """A causal language model: tokens [B, T] -> logits [B, T, vocab]."""
+
+    def __init__(self, config: FamilyConfig, kernels: Kernels = REFERENCE) -> None:
+        super().__init__()
+        shape = config.decoder()
+        block = shape.blocks[0]
+        dim = block.attention.dim
+        self.config = config
+        self.kernels = kernels
+        self.geometry = Geometry(
+            vocab_size=shape.vocab_size,
+            dim=dim,
+            num_layers=len(shape.blocks),
+            num_heads=block.attention.num_heads,
+            num_kv_heads=block.attention.num_kv_heads,
+            head_dim=block.attention.head_dim,
+            max_length=shape.max_length,
+        )
+        self.embedding = nn.Embedding(shape.vocab_size, dim)
+        self.position = nn.Embedding(shape.max_length, dim) if shape.rotary is None else None
+        self.blocks = nn.ModuleList(Block(each, layer, kernels) for layer, each in enumerate(shape.blocks))
+        self.norm = Norm(block.norm, dim, block.norm_eps, kernels)
+        self.output = None if shape.tie_embeddings else nn.Parameter(torch.empty(shape.vocab_size, dim))
+        self.recompute = False
+        self._angles = None if shape.rotary is None else RotaryAngles(shape.rotary)
+        self._embedding_dropout = shape.embedding_dropout
+        self._run: list[Callable[..., Tensor]] | None = None
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The matrix [vocab, dim] of the head; the embedding's own when they are tied."""
+        return self.embedding.weight if self.output is None else self.output
+
+    def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
+        """Normalised output [B, T, dim] of the last block for tokens [B, T]."""
+        context = Context() if context is None else context
+        positions = self._positions(tokens, context)
+        stream = functional.embedding(tokens, self.embedding.weight)
+        if self.position is not None:
+            stream = stream + self.position(positions)
+        stream = dropout(stream, self._embedding_dropout, "embedding", context.dropout)
+        rotary = self._rotary(positions, context)
+        for block in self._run or self.blocks:
+            if self.recompute and torch.is_grad_enabled():
+                stream = checkpoint(block, stream, rotary, context, use_reentrant=False, preserve_rng_state=False)
+            else:
+                stream = block(stream, rotary, context)
+        hidden: Tensor = self.norm(stream)
+        return hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., vocab] of hidden [..., dim]."""
+        return self.kernels.linear(hidden, self.head_weight)
+
+    def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
+        """Logits [B, T, vocab]."""
+        return self.head(self.hidden(tokens, context))
+
+    def compile_blocks(self) -> None:
+        """Let torch compile each block (level O2); the weights stay where they are."""
+        self._run = [torch.compile(block, dynamic=False) for block in self.blocks]
+
+    def _positions(self, tokens: Tensor, context: Context) -> Tensor:
+        length = tokens.shape[1]
+        if context.positions is not None:
+            return context.positions
+        check(
+            length <= self.geometry.max_length or self.position is None,
+            "data.sequence_length",
+            length,
+            f"at most the model's max_length={self.geometry.max_length}",
+        )
+        return torch.arange(length, device=tokens.device)
+
+    def _rotary(self, positions: Tensor, context: Context) -> tuple[Tensor, Tensor] | None:
+        if self._angles is None:
+            return None
+        lengths = context.lengths
+        if lengths is None and context.documents is not None and self._angles.depends_on_length:
+            lengths = document_lengths(positions, context.documents)
+        return self._angles(positions, lengths)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Compiled blocks are made anew where they are wanted; they do not travel."""
+        return {**self.__dict__, "_run": None}

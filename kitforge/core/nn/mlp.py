@@ -1,0 +1,47 @@
+"""The feed-forward half of a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, final
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kitforge.core.kernels.dispatch import Kernels
+from kitforge.core.nn.linear import Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLPConfig:
+    """Width and kind of the feed-forward half."""
+
+    dim: int
+    hidden_dim: int
+    kind: Literal["gelu_tanh", "swiglu"]
+    bias: bool = False
+
+
+@final
+class MLP(nn.Module):
+    """`down(gelu(up(x)))`, or `down(silu(gate(x)) * up(x))`, over input [..., dim]."""
+
+    def __init__(self, config: MLPConfig, kernels: Kernels) -> None:
+        super().__init__()
+        self.gate = (
+            Linear(config.dim, config.hidden_dim, bias=config.bias, kernels=kernels)
+            if config.kind == "swiglu"
+            else None
+        )
+        self.up = Linear(config.dim, config.hidden_dim, bias=config.bias, kernels=kernels)
+        self.down = Linear(config.hidden_dim, config.dim, bias=config.bias, kernels=kernels)
+        self._swiglu = kernels.swiglu
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim]."""
+        if self.gate is None:
+            hidden: Tensor = functional.gelu(self.up(input), approximate="tanh")
+        else:
+            hidden = self._swiglu(self.gate(input), self.up(input))
+        output: Tensor = self.down(hidden)
+        return output

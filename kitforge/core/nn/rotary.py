@@ -1,0 +1,175 @@
+"""Angles of rotary position embeddings under every scaling that published checkpoints use.
+
+Sources: Su et al. 2021 (rotary); Chen et al. 2023 (linear); bloc97 2023 (dynamic NTK); Peng et al. 2023 (yarn);
+Ding et al. 2024 (longrope); the LLaMA 3.1 release (llama3). Angles are fp32 from end to end: bfloat16 cannot tell
+position 257 from 256.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kitforge.foundation.config import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """How the frequencies of a longer context derive from those that a model was trained with."""
+
+    kind: Literal["linear", "dynamic", "yarn", "longrope", "llama3"]
+    factor: float | None = None
+    original_length: int | None = None  # positions seen before scaling; None: the model's max_length
+    low_frequency_factor: float = 1.0  # llama3
+    high_frequency_factor: float = 4.0  # llama3
+    attention_factor: float | None = None  # yarn, longrope: multiplies cos and sin
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn
+    short_factor: tuple[float, ...] | None = None  # longrope
+    long_factor: tuple[float, ...] | None = None  # longrope
+
+    def __post_init__(self) -> None:
+        if self.kind in ("linear", "dynamic", "llama3"):
+            check(self.factor is not None, "rope_scaling.factor", self.factor, f"a number, for {self.kind}")
+        if self.kind == "longrope":
+            both = self.short_factor is not None and self.long_factor is not None
+            check(both, "rope_scaling.short_factor", self.short_factor, "short_factor and long_factor, for longrope")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryConfig:
+    """Rotary positions over the first `dim` features of a head."""
+
+    dim: int
+    theta: float
+    max_length: int
+    interleaved: bool = False  # pairs are (2i, 2i + 1) instead of (i, i + dim / 2)
+    scaling: RopeScaling | None = None
+
+
+class RotaryAngles:
+    """Turns positions into cosines and sines. Holds no parameter and no buffer, so no cast can reach it."""
+
+    def __init__(self, config: RotaryConfig) -> None:
+        self.config = config
+        scaling = config.scaling
+        self.attention_factor = 1.0 if scaling is None else _attention_factor(config, scaling)
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies change with the length of the text."""
+        return self.config.scaling is not None and self.config.scaling.kind in ("dynamic", "longrope")
+
+    def __call__(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Cos and sin [B or 1, T, dim / 2] in fp32 for positions [B, T] or [T]; `lengths` broadcasts with them."""
+        positions = positions if positions.dim() == 2 else positions.unsqueeze(0)
+        with torch.autocast(positions.device.type, enabled=False):
+            frequencies = self._frequencies(positions, lengths)
+            angles = positions.unsqueeze(-1).float() * frequencies
+            return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+    def _frequencies(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
+        """[dim / 2], or [B, T, dim / 2] where they depend on the length of the text around a token."""
+        config, scaling = self.config, self.config.scaling
+        if scaling is None:
+            return _plain(config.theta, config.dim, positions.device)
+        if scaling.kind == "dynamic":
+            return _dynamic(config, scaling, _lengths(positions, lengths))
+        if scaling.kind == "longrope":
+            return _longrope(config, scaling, _lengths(positions, lengths))
+        plain = _plain(config.theta, config.dim, positions.device)
+        return {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[scaling.kind](plain, config, scaling)
+
+
+def document_lengths(positions: Tensor, documents: Tensor) -> Tensor:
+    """[B, T]: the length of the document that each token stands in, from positions and documents [B, T]."""
+    index = documents.long()
+    longest = torch.zeros_like(positions).scatter_reduce(1, index, positions + 1, reduce="amax", include_self=True)
+    return longest.gather(1, index)
+
+
+def _lengths(positions: Tensor, lengths: Tensor | None) -> Tensor:
+    return (positions.amax(dim=1, keepdim=True) + 1 if lengths is None else lengths).unsqueeze(-1)
+
+
+def _plain(theta: float, dim: int, device: torch.device) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, dim, 2, device=device).float() / dim)
+
+
+def _original(config: RotaryConfig, scaling: RopeScaling) -> int:
+    return scaling.original_length or config.max_length
+
+
+def _factor(config: RotaryConfig, scaling: RopeScaling) -> float:
+    return scaling.factor if scaling.factor is not None else config.max_length / _original(config, scaling)
+
+
+def _linear(plain: Tensor, config: RotaryConfig, scaling: RopeScaling) -> Tensor:
+    return plain / _factor(config, scaling)
+
+
+def _dynamic(config: RotaryConfig, scaling: RopeScaling, lengths: Tensor) -> Tensor:
+    """The base grows once a text is longer than the model was trained for."""
+    factor, trained = _factor(config, scaling), config.max_length
+    stretched = factor * lengths.clamp(min=trained).float() / trained - (factor - 1)
+    base = config.theta * stretched ** (config.dim / (config.dim - 2))
+    exponents = torch.arange(0, config.dim, 2, device=lengths.device).float() / config.dim
+    return 1.0 / base**exponents
+
+
+def _longrope(config: RotaryConfig, scaling: RopeScaling, lengths: Tensor) -> Tensor:
+    """One set of factors for texts within the original length, another beyond it."""
+    assert scaling.short_factor is not None and scaling.long_factor is not None
+    plain = _plain(config.theta, config.dim, lengths.device)
+    short = plain / torch.tensor(scaling.short_factor, device=lengths.device)
+    long = plain / torch.tensor(scaling.long_factor, device=lengths.device)
+    return torch.where(lengths > _original(config, scaling), long, short)
+
+
+def _llama3(plain: Tensor, config: RotaryConfig, scaling: RopeScaling) -> Tensor:
+    """Long wavelengths are stretched, short ones kept, those between blended."""
+    wavelength = 2 * math.pi / plain
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    blend = ((_original(config, scaling) / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - blend) * plain / _factor(config, scaling) + blend * plain
+
+
+def _yarn(plain: Tensor, config: RotaryConfig, scaling: RopeScaling) -> Tensor:
+    """A ramp over the dims from frequencies that are kept to frequencies that are interpolated."""
+
+    def dim_of(rotations: float) -> float:
+        """The dim whose wave turns `rotations` times over the original length."""
+        turned = _original(config, scaling) / (rotations * 2 * math.pi)
+        return config.dim * math.log(turned) / (2 * math.log(config.theta))
+
+    low, high = dim_of(scaling.beta_fast), dim_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.dim - 1)
+    high = high + 0.001 if low == high else high
+    ramp = ((torch.arange(config.dim // 2, device=plain.device).float() - low) / (high - low)).clamp(0, 1)
+    return plain / _factor(config, scaling) * ramp + plain * (1 - ramp)
+
+
+def _attention_factor(config: RotaryConfig, scaling: RopeScaling) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    factor = _factor(config, scaling) if scaling.kind in ("yarn", "longrope") else 1.0
+    if factor <= 1.0:
+        return 1.0
+    if scaling.kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(_original(config, scaling)))
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _yarn_scale(factor, scaling.mscale) / _yarn_scale(factor, scaling.mscale_all_dim)
+    return _yarn_scale(factor, 1.0)
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0

@@ -1,0 +1,184 @@
+"""One optimizer for a whole model: parameters in groups, states by name. It knows no schedule, no clipping, no files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.optim.groups import ParameterGroup
+from kitforge.core.optim.muon import Muon
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import CheckpointError, ConfigError, ModelError
+
+# Names in one line of an error; the rest is counted.
+LISTED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """How parameters move."""
+
+    # adamw: decoupled decay. muon: Muon for the matrices, AdamW for the rest. sgd: torch's, decay added to the gradient.
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    learning_rate: float = 3e-4  # the peak; the schedule scales it
+    weight_decay: float = 0.1  # for `decay_groups`; a group then carries its own
+    betas: tuple[float, ...] = (0.9, 0.95)  # AdamW: decay of the mean and of the mean square of gradients
+    eps: float = 1e-8  # AdamW: added to the root of the mean square
+    momentum: float = 0.95  # Muon and SGD
+    matrix_learning_rate: float | None = None  # Muon's own peak; None: `learning_rate`, which its update is scaled for
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        rates = {
+            "learning_rate": self.learning_rate,
+            "matrix_learning_rate": self.matrix_learning_rate,
+            "eps": self.eps,
+        }
+        for name, value in rates.items():
+            check(value is None or 0 < value < math.inf, f"optimizer.{name}", value, "a number above 0")
+        check(0 <= self.weight_decay < math.inf, "optimizer.weight_decay", self.weight_decay, "0 or more")
+        check(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "from 0 to below 1")
+        is_pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        check(is_pair, "optimizer.betas", list(self.betas), "two numbers from 0 to below 1, for example [0.9,0.95]")
+
+
+def build_optimizer(groups: Sequence[ParameterGroup], config: OptimizerConfig) -> Optimizer:
+    """The optimizer of `config` over `groups`.
+
+    Raises ModelError when nothing is to be trained or a name comes twice, ConfigError for Muon without a matrix.
+    """
+    names = [name for group in groups for name in group.names]
+    if not names:
+        raise ModelError("no parameter is to be trained", fix="leave at least one parameter with requires_grad=True")
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ModelError("a parameter's name comes twice in the groups", got=_listed(twice))
+    matrices = [group for group in groups if group.matrix] if config.name == "muon" else []
+    if config.name == "muon" and not matrices:
+        raise ConfigError("Muon has nothing to move: no hidden 2-D weight", fix="optimizer.name=adamw")
+    others = [group for group in groups if group not in matrices]
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        rate = config.matrix_learning_rate or config.learning_rate
+        optimizers.append(Muon(_as_torch(matrices), lr=rate, momentum=config.momentum))
+    if others:
+        optimizers.append(_torch_optimizer(_as_torch(others), config))
+    return Optimizer(groups, optimizers)
+
+
+@final
+class Optimizer:
+    """One or two torch optimizers that act as one. `build_optimizer` makes it.
+
+    State tensors are named "<parameter name>.<state key>": exp_avg, exp_avg_sq and step (a float32 of its own for
+    each parameter) for AdamW, momentum for Muon, momentum_buffer for SGD.
+    """
+
+    def __init__(self, groups: Sequence[ParameterGroup], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._named = [pair for group in groups for pair in zip(group.names, group.parameters, strict=True)]
+        self._optimizers = tuple(optimizers)
+        self._rates = [(group, float(group["lr"])) for inner in optimizers for group in inner.param_groups]
+        self._owners = {
+            parameter: inner for inner in optimizers for group in inner.param_groups for parameter in group["params"]
+        }
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters, in the order of their groups."""
+        return (parameter for _, parameter in self._named)
+
+    def step(self, scale: float) -> None:
+        """Move every parameter that has a gradient, each at its group's learning rate times `scale`."""
+        for group, rate in self._rates:
+            group["lr"] = rate * scale
+        for inner in self._optimizers:
+            inner.step()
+
+    def zero_grad(self) -> None:
+        """Let go of all gradients."""
+        for _, parameter in self._named:
+            parameter.grad = None
+
+    def materialise(self) -> None:
+        """Create every state that the first step would create, with the values it would start from.
+
+        torch creates states lazily and offers a step with zero gradients at learning rate 0 instead, which counts as
+        a step; here the states are put in directly, so that parameters and counters stay as they are.
+        """
+        for _, parameter in self._named:
+            owner = self._owners[parameter]
+            if not owner.state[parameter]:
+                owner.state[parameter] = _fresh_state(owner, parameter)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and state tensor (not a copy), in the order of the groups, then of the keys; always all of them."""
+        self.materialise()
+        for name, parameter in self._named:
+            for key, tensor in sorted(self._owners[parameter].state[parameter].items()):
+                yield f"{name}.{key}", tensor
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the values of `tensors` into the state.
+
+        Raises CheckpointError, before anything is changed, when a name is missing or unexpected or when a shape or
+        dtype differs.
+        """
+        own = dict(self.tensors())
+        _check_fit(own, tensors)
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+def _as_torch(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
+    return [{"params": list(group.parameters), "weight_decay": group.weight_decay} for group in groups]
+
+
+def _torch_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+    betas = (config.betas[0], config.betas[1])
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
+
+
+def _fresh_state(owner: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    if isinstance(owner, torch.optim.AdamW):
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+    if isinstance(owner, Muon):
+        return {"momentum": torch.zeros_like(parameter)}
+    has_momentum = owner.defaults["momentum"] > 0
+    return {"momentum_buffer": torch.zeros_like(parameter)} if has_momentum else {}
+
+
+def _check_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    misshapen = [
+        f"{name} ({_form(given[name])}, not {_form(tensor)})"
+        for name, tensor in own.items()
+        if name in given and _form(given[name]) != _form(tensor)
+    ]
+    problems = {
+        "missing": sorted(own.keys() - given.keys()),
+        "unexpected": sorted(given.keys() - own.keys()),
+        "misshapen": misshapen,
+    }
+    if any(problems.values()):
+        raise CheckpointError(
+            "the optimizer's state does not fit",
+            got="; ".join(f"{len(names)} {problem}: {_listed(names)}" for problem, names in problems.items() if names),
+            expected=f"the {len(own)} tensors of this optimizer over this model",
+            fix="resume with the optimizer and the model that were saved, or start from the weights alone",
+        )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown, left = ", ".join(names[:LISTED]), len(names) - LISTED
+    return f"{shown} and {left} more" if left > 0 else shown

@@ -1,0 +1,75 @@
+"""Which parameters decay and which Muon may take: one explicit rule, read from dims and names, never from classes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from kitforge.foundation.errors import ModelError, nearest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ParameterGroup:
+    """Parameters that are updated by one rule; `names[i]` is the name of `parameters[i]`."""
+
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    weight_decay: float
+    matrix: bool  # hidden 2-D weights, which Muon may take
+
+
+def decay_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    weight_decay: float,
+    no_decay: Collection[str] = (),
+    heads: Collection[str] = (),
+) -> list[ParameterGroup]:
+    """Sort parameters into groups, at most three, in the order matrices, other decayed weights, the rest.
+
+    - Weights with two or more dims decay, unless `no_decay` lists them (the kit lists its embeddings there).
+    - Biases, norm weights and everything else with fewer than two dims do not decay.
+    - `matrix` marks the decayed 2-D weights that are not output heads; `heads` lists those.
+    - A tied parameter comes once, under its first name, and obeys a list that holds any of its names; pass
+      `model.named_parameters(remove_duplicate=False)` so that all of them are seen.
+    - Frozen parameters are left out.
+
+    Raises ModelError when a listed name is no parameter's, since a slip there would decay an embedding unnoticed.
+    """
+    aliases: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in named_parameters:
+        aliases.setdefault(parameter, []).append(name)
+    _check_listed({*no_decay, *heads}, {name for names in aliases.values() for name in names})
+
+    members: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {
+        (True, True): [],
+        (True, False): [],
+        (False, False): [],
+    }
+    for parameter, names in aliases.items():
+        if parameter.requires_grad:
+            decays = parameter.ndim >= 2 and not any(name in no_decay for name in names)
+            is_matrix = decays and parameter.ndim == 2 and not any(name in heads for name in names)
+            members[decays, is_matrix].append((names[0], parameter))
+    return [
+        ParameterGroup(
+            names=tuple(name for name, _ in group),
+            parameters=tuple(parameter for _, parameter in group),
+            weight_decay=weight_decay if decays else 0.0,
+            matrix=is_matrix,
+        )
+        for (decays, is_matrix), group in members.items()
+        if group
+    ]
+
+
+def _check_listed(listed: set[str], known: set[str]) -> None:
+    for name in sorted(listed - known):
+        raise ModelError(
+            f"no parameter is called {name!r}",
+            got=f"{name!r} in no_decay or heads",
+            expected="names of the model's parameters (all names of a tied one: remove_duplicate=False)",
+            fix=nearest(name, known),
+        )

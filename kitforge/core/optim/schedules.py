@@ -1,0 +1,134 @@
+"""The learning rate's course: pure functions of the step, and the one schedule with a memory, Plateau.
+
+Everything here is a factor in [0, 1] that multiplies a base learning rate; the optimizer's own rates stay elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """The course of the learning rate, as fractions of its peak."""
+
+    name: Literal["constant", "linear", "cosine", "wsd", "plateau"] = "cosine"
+    warmup_steps: int | None = None  # steps of linear warmup; None: `warmup_fraction` of all steps, rounded
+    warmup_fraction: float = 0.02
+    decay_fraction: float = 0.2  # wsd: the part of all steps, at the end, in which the rate falls
+    final_fraction: float = 0.1  # linear, cosine, wsd: the scale of the last step; plateau: the lowest factor
+    plateau_factor: float = 0.5  # plateau: what the rate is multiplied by when the value stops improving
+    plateau_patience: int = 3  # plateau: observations in a row without improvement before that
+    plateau_threshold: float = 1e-3  # plateau: the relative fall that counts as improvement
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        for name, value in (
+            ("warmup_fraction", self.warmup_fraction),
+            ("decay_fraction", self.decay_fraction),
+            ("final_fraction", self.final_fraction),
+        ):
+            check(0 <= value <= 1, f"schedule.{name}", value, "a number from 0 to 1")
+        steps = self.warmup_steps
+        check(steps is None or steps >= 0, "schedule.warmup_steps", steps, "0 or more steps")
+        check(0 < self.plateau_factor < 1, "schedule.plateau_factor", self.plateau_factor, "between 0 and 1")
+        check(self.plateau_patience >= 1, "schedule.plateau_patience", self.plateau_patience, "1 or more")
+        check(
+            0 <= self.plateau_threshold < 1, "schedule.plateau_threshold", self.plateau_threshold, "from 0 to below 1"
+        )
+
+
+def scale(config: ScheduleConfig, step: int, max_steps: int) -> float:
+    """The factor in [0, 1] of the learning rate at `step`, counted from 0, of `max_steps`.
+
+    With w warmup steps, steps 0 .. w-1 have (step + 1) / w: the first is not 0 and step w-1 is the peak. From the
+    peak (step 0 without warmup) to the last step, p runs from 0 to 1, and with f = `final_fraction` the scale is
+
+    - constant, plateau: 1 (the factor of a `Plateau` is multiplied on top)
+    - linear: f + (1 - f) (1 - p)
+    - cosine: f + (1 - f) (1 + cos(pi p)) / 2
+    - wsd (warmup, stable, decay): 1, then over the last d = round(decay_fraction * max_steps) steps linearly to f
+
+    so that the last step has f exactly (1 where warmup takes all steps or d = 0). Steps after the last keep its scale.
+    WSD is from Hu et al., MiniCPM (arXiv 2404.06395). Raises ConfigError when the warmup is longer than the run.
+    """
+    warmup = config.warmup_steps
+    if warmup is None:
+        warmup = round(config.warmup_fraction * max_steps)
+    check(
+        warmup <= max_steps,
+        "schedule.warmup_steps",
+        warmup,
+        f"at most the {max_steps} steps of the run",
+        "lower it, or set schedule.warmup_fraction instead",
+    )
+    peak, last = max(warmup - 1, 0), max_steps - 1
+    step = min(step, last)
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.name == "wsd":
+        peak = max(peak, last - round(config.decay_fraction * max_steps))
+    done = (step - peak) / (last - peak) if step > peak else 0.0
+    match config.name:
+        case "constant" | "plateau":
+            left = 1.0
+        case "linear" | "wsd":
+            left = 1.0 - done
+        case "cosine":
+            left = (1.0 + math.cos(math.pi * done)) / 2
+    return config.final_fraction + (1.0 - config.final_fraction) * left
+
+
+@final
+class Plateau:
+    """Lowers a factor when an observed value, of which less is better, stops falling.
+
+    A value improves when it lies below the best by more than `plateau_threshold` times the best's size (so values
+    may be negative); one that is not a number never does. After `plateau_patience` observations in a row without
+    improvement the factor is multiplied by `plateau_factor`, but never falls below `final_fraction`.
+    """
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        self._config = config
+        self._best: float | None = None
+        self._num_stale = 0
+        self._factor = 1.0
+
+    @property
+    def factor(self) -> float:
+        """The factor as it stands."""
+        return self._factor
+
+    def observe(self, value: float) -> float:
+        """Take one observation and give the factor that holds from now on."""
+        if self._improves(value):
+            self._best, self._num_stale = value, 0
+            return self._factor
+        self._num_stale += 1
+        if self._num_stale >= self._config.plateau_patience:
+            self._num_stale = 0
+            self._factor = max(self._factor * self._config.plateau_factor, self._config.final_fraction)
+        return self._factor
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a resume needs, as plain JSON values."""
+        return {"best": self._best, "num_stale": self._num_stale, "factor": self._factor}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` gave. Raises CheckpointError when its keys are others."""
+        if set(state) != set(self.state()):
+            raise CheckpointError(
+                "the plateau schedule's state does not fit", got=sorted(state), expected=[*self.state()]
+            )
+        self._best, self._num_stale, self._factor = state["best"], state["num_stale"], state["factor"]
+
+    def _improves(self, value: float) -> bool:
+        if self._best is None:
+            return not math.isnan(value)
+        return value < self._best - self._config.plateau_threshold * abs(self._best)

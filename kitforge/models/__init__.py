@@ -1,0 +1,1 @@
+"""Families of networks, one folder each; `catalog.py` lists them."""

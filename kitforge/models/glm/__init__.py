@@ -1,0 +1,1 @@
+"""GLM-4 and ChatGLM2/3."""

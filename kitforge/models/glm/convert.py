@@ -1,0 +1,181 @@
+"""GLM and GLM-4-0414 to and from Hugging Face folders, and ChatGLM2/3 folders in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kitforge.core.nn.rotary import RopeScaling
+from kitforge.foundation.config import from_dict, to_dict
+from kitforge.foundation.errors import ModelError
+from kitforge.models.glm.model import GLMConfig
+from kitforge.models.mapping import Family, Piece, read_rope, write_rope
+
+
+def read_config(config: Mapping[str, Any]) -> GLMConfig:
+    """Our options from a config.json."""
+    return _read_chatglm(config) if config["model_type"] == "chatglm" else _read_glm(config)
+
+
+def _read_glm(config: Mapping[str, Any]) -> GLMConfig:
+    rope = read_rope(config)
+    scaling = rope.get("scaling")
+    return GLMConfig(
+        vocab_size=config["vocab_size"],
+        dim=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config.get("head_dim"),
+        mlp_dim=config["intermediate_size"],
+        max_length=config.get("max_position_embeddings", 131072),
+        norm_eps=config.get("rms_norm_eps", 1.5625e-07),
+        rope_theta=rope.get("theta", 10000.0),
+        rope_scaling=None if scaling is None else from_dict(RopeScaling, scaling, "rope_scaling"),
+        rotary_fraction=rope.get("fraction", 0.5),
+        qkv_bias=config.get("attention_bias", config["model_type"] == "glm"),
+        sandwich_norms=config["model_type"] == "glm4",
+        tie_embeddings=config.get("tie_word_embeddings", False),
+        attention_dropout=config.get("attention_dropout", 0.0),
+    )
+
+
+def _read_chatglm(config: Mapping[str, Any]) -> GLMConfig:
+    """ChatGLM2/3 and the first release of glm-4-9b name the same network otherwise."""
+    expected = {"rmsnorm": True, "add_bias_linear": False, "post_layer_norm": True}
+    expected |= {"apply_residual_connection_post_layernorm": False}
+    for name, value in expected.items():
+        if config.get(name, value) != value:
+            raise ModelError(
+                "a ChatGLM of another architecture", got=f"{name}={config[name]}", expected=f"{name}={value}"
+            )
+    heads = config["num_attention_heads"]
+    grouped = config.get("multi_query_attention", False)
+    return GLMConfig(
+        vocab_size=config["padded_vocab_size"],
+        dim=config["hidden_size"],
+        num_layers=config["num_layers"],
+        num_heads=heads,
+        num_kv_heads=config["multi_query_group_num"] if grouped else heads,
+        head_dim=config["kv_channels"],
+        mlp_dim=config["ffn_hidden_size"],
+        max_length=config["seq_length"],
+        norm_eps=config.get("layernorm_epsilon", 1e-5),
+        rope_theta=10000.0 * config.get("rope_ratio", 1.0),
+        qkv_bias=config.get("add_qkv_bias", True),
+        tie_embeddings=config.get("tie_word_embeddings", False),
+    )
+
+
+def write_config(config: GLMConfig) -> dict[str, Any]:
+    """A config.json from our options."""
+    kind = "glm4" if config.sandwich_norms else "glm"
+    scaling = None if config.rope_scaling is None else to_dict(config.rope_scaling)
+    return {
+        "architectures": ["Glm4ForCausalLM" if config.sandwich_norms else "GlmForCausalLM"],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim or config.dim // config.num_heads,
+        "intermediate_size": config.mlp_dim,
+        "max_position_embeddings": config.max_length,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": write_rope(config.rope_theta, config.rotary_fraction, scaling),
+        "attention_bias": config.qkv_bias,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_dropout": config.attention_dropout,
+        "pad_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def pieces(config: GLMConfig, model_type: str) -> list[Piece]:
+    """Where each of our tensors lies; the layout depends on which generation the folder is of."""
+    return _chatglm_pieces(config) if model_type == "chatglm" else _glm_pieces(config)
+
+
+def _glm_pieces(config: GLMConfig) -> list[Piece]:
+    found = [
+        Piece(ours="embedding.weight", theirs="model.embed_tokens.weight"),
+        Piece(ours="norm.weight", theirs="model.norm.weight"),
+    ]
+    for layer in range(config.num_layers):
+        ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
+        found += [Piece(ours=ours + name, theirs=theirs + source) for name, source in _glm_block(config)]
+        found += _gate_and_up(ours, f"{theirs}mlp.gate_up_proj.weight", config)
+    if not config.tie_embeddings:
+        found.append(Piece(ours="output", theirs="lm_head.weight"))
+    return found
+
+
+def _glm_block(config: GLMConfig) -> list[tuple[str, str]]:
+    found = [
+        ("attention_norm.weight", "input_layernorm.weight"),
+        ("mlp_norm.weight", "post_attention_layernorm.weight"),
+        ("attention.out.weight", "self_attn.o_proj.weight"),
+        ("mlp.down.weight", "mlp.down_proj.weight"),
+    ]
+    for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+        found += [
+            (f"attention.{name}.{kind}", f"self_attn.{name[0]}_proj.{kind}") for name in ("query", "key", "value")
+        ]
+    if config.sandwich_norms:
+        found += [("attention_out_norm.weight", "post_self_attn_layernorm.weight")]
+        found += [("mlp_out_norm.weight", "post_mlp_layernorm.weight")]
+    return found
+
+
+def _chatglm_pieces(config: GLMConfig) -> list[Piece]:
+    found = [
+        Piece(ours="embedding.weight", theirs="transformer.embedding.word_embeddings.weight"),
+        Piece(ours="norm.weight", theirs="transformer.encoder.final_layernorm.weight"),
+    ]
+    for layer in range(config.num_layers):
+        found += _chatglm_block(f"blocks.{layer}.", f"transformer.encoder.layers.{layer}.", config)
+    if not config.tie_embeddings:
+        found.append(Piece(ours="output", theirs="transformer.output_layer.weight"))
+    return found
+
+
+def _chatglm_block(ours: str, theirs: str, config: GLMConfig) -> list[Piece]:
+    """Query, key and value lie one under another: all heads, then the key groups, then the value groups."""
+    names = (
+        ("attention_norm.weight", "input_layernorm.weight"),
+        ("mlp_norm.weight", "post_attention_layernorm.weight"),
+        ("attention.out.weight", "self_attention.dense.weight"),
+        ("mlp.down.weight", "mlp.dense_4h_to_h.weight"),
+    )
+    found = [Piece(ours=ours + name, theirs=theirs + source) for name, source in names]
+    head_dim = config.head_dim or config.dim // config.num_heads
+    queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+        source = f"{theirs}self_attention.query_key_value.{kind}"
+        for name, start, rows in (
+            ("query", 0, queries),
+            ("key", queries, keys),
+            ("value", queries + keys, keys),
+        ):
+            found.append(Piece(ours=f"{ours}attention.{name}.{kind}", theirs=source, start=start, rows=rows))
+    return found + _gate_and_up(ours, f"{theirs}mlp.dense_h_to_4h.weight", config)
+
+
+def _gate_and_up(ours: str, theirs: str, config: GLMConfig) -> list[Piece]:
+    return [
+        Piece(ours=f"{ours}mlp.gate.weight", theirs=theirs, start=0, rows=config.mlp_dim),
+        Piece(ours=f"{ours}mlp.up.weight", theirs=theirs, start=config.mlp_dim, rows=config.mlp_dim),
+    ]
+
+
+FAMILY = Family(
+    config=GLMConfig,
+    model_types=("glm", "glm4", "chatglm"),
+    read_config=read_config,
+    write_config=write_config,
+    pieces=pieces,
+    prefixes=("model.", "transformer."),
+    ignored=("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq"),
+)

@@ -1,0 +1,93 @@
+"""GPT-2 to and from Hugging Face folders. Their Conv1D matrices are the transposes of linear ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kitforge.foundation.errors import ModelError
+from kitforge.models.gpt2.model import GPT2Config
+from kitforge.models.mapping import Family, Piece
+
+
+def read_config(config: Mapping[str, Any]) -> GPT2Config:
+    """Our options from a config.json."""
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in ("gelu_new", "gelu_pytorch_tanh"):
+        raise ModelError("GPT-2 with another activation", got=activation, expected="gelu_new")
+    return GPT2Config(
+        vocab_size=config["vocab_size"],
+        dim=config["n_embd"],
+        num_layers=config["n_layer"],
+        num_heads=config["n_head"],
+        max_length=config.get("n_positions", 1024),
+        mlp_dim=config.get("n_inner"),
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        tie_embeddings=config.get("tie_word_embeddings", True),
+        embedding_dropout=config.get("embd_pdrop", 0.1),
+        attention_dropout=config.get("attn_pdrop", 0.1),
+        residual_dropout=config.get("resid_pdrop", 0.1),
+        scale_by_layer=config.get("scale_attn_by_inverse_layer_idx", False),
+    )
+
+
+def write_config(config: GPT2Config) -> dict[str, Any]:
+    """A config.json from our options."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config.vocab_size,
+        "n_embd": config.dim,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_positions": config.max_length,
+        "n_inner": config.mlp_dim,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": config.tie_embeddings,
+        "embd_pdrop": config.embedding_dropout,
+        "attn_pdrop": config.attention_dropout,
+        "resid_pdrop": config.residual_dropout,
+        "scale_attn_by_inverse_layer_idx": config.scale_by_layer,
+    }
+
+
+def pieces(config: GPT2Config, _model_type: str) -> list[Piece]:
+    """Where each of our tensors lies."""
+    found = [
+        Piece(ours="embedding.weight", theirs="transformer.wte.weight"),
+        Piece(ours="position.weight", theirs="transformer.wpe.weight"),
+        Piece(ours="norm.weight", theirs="transformer.ln_f.weight"),
+        Piece(ours="norm.bias", theirs="transformer.ln_f.bias"),
+    ]
+    for layer in range(config.num_layers):
+        found += _block(f"blocks.{layer}.", f"transformer.h.{layer}.", config.dim)
+    if not config.tie_embeddings:
+        found.append(Piece(ours="output", theirs="lm_head.weight"))
+    return found
+
+
+def _block(ours: str, theirs: str, dim: int) -> list[Piece]:
+    found = []
+    for kind in ("weight", "bias"):
+        matrix = kind == "weight"
+        for place, name in enumerate(("query", "key", "value")):
+            source = f"{theirs}attn.c_attn.{kind}"
+            name = f"{ours}attention.{name}.{kind}"
+            found.append(Piece(ours=name, theirs=source, transpose=matrix, start=place * dim, rows=dim))
+        for name, source in (("attention.out", "attn.c_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj")):
+            found.append(Piece(ours=f"{ours}{name}.{kind}", theirs=f"{theirs}{source}.{kind}", transpose=matrix))
+        for name, source in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
+            found.append(Piece(ours=f"{ours}{name}.{kind}", theirs=f"{theirs}{source}.{kind}"))
+    return found
+
+
+FAMILY = Family(
+    config=GPT2Config,
+    model_types=("gpt2",),
+    read_config=read_config,
+    write_config=write_config,
+    pieces=pieces,
+    prefixes=("transformer.",),
+    ignored=(".attn.bias", ".attn.masked_bias"),
+)

@@ -1,0 +1,165 @@
+"""LLaMA, Mistral, Qwen2 and Qwen3 to and from Hugging Face folders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kitforge.core.nn.rotary import RopeScaling
+from kitforge.foundation.config import from_dict, to_dict
+from kitforge.foundation.errors import ModelError
+from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.mapping import Family, Piece, read_rope, write_rope
+
+
+def read_config(config: Mapping[str, Any]) -> LlamaConfig:
+    """Our options from a config.json."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError("LLaMA with another activation", got=config["hidden_act"], expected="silu")
+    kind = config["model_type"]
+    rope = read_rope(config)
+    scaling = rope.get("scaling")
+    bias = config.get("attention_bias", kind == "qwen2")
+    return LlamaConfig(
+        vocab_size=config["vocab_size"],
+        dim=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config.get("num_key_value_heads"),
+        head_dim=config.get("head_dim") or (128 if kind == "qwen3" else None),
+        mlp_dim=config["intermediate_size"],
+        max_length=config.get("max_position_embeddings", 2048),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=rope.get("theta", 10000.0),
+        rope_scaling=None if scaling is None else from_dict(RopeScaling, scaling, "rope_scaling"),
+        tie_embeddings=config.get("tie_word_embeddings", False),
+        qkv_bias=bias,
+        out_bias=bias and kind != "qwen2",
+        mlp_bias=config.get("mlp_bias", False),
+        qk_norm=kind == "qwen3",
+        **_window(config, kind),
+        attention_dropout=config.get("attention_dropout", 0.0),
+    )
+
+
+def _window(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Mistral's window spans all layers; Qwen's, off by default, those from max_window_layers on."""
+    window = config.get("sliding_window")
+    if kind.startswith("qwen") and not config.get("use_sliding_window", False):
+        window = None
+    if window is None or kind == "llama":
+        return {}
+    layers = config["num_hidden_layers"]
+    types = config.get("layer_types") if kind != "mistral" else None
+    if types is None and kind != "mistral":
+        first = config.get("max_window_layers", 28)
+        types = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
+    if types is None or all(each == "sliding_attention" for each in types):
+        return {"sliding_window": window}
+    return {
+        "sliding_window": window,
+        "window_layers": tuple(layer for layer, each in enumerate(types) if each == "sliding_attention"),
+    }
+
+
+def model_type(config: LlamaConfig) -> str:
+    """The name under which these options are known outside. Raises ModelError where no relative has them all."""
+    if config.qk_norm:
+        kind, plain = "qwen3", config.qkv_bias == config.out_bias and not config.mlp_bias
+    elif config.qkv_bias and not config.out_bias:
+        kind, plain = "qwen2", not config.mlp_bias
+    elif config.sliding_window is not None:
+        kind, plain = "mistral", not (config.qkv_bias or config.mlp_bias or config.window_layers is not None)
+    else:
+        kind, plain = "llama", True
+    if not plain:
+        raise ModelError(
+            "no Hugging Face architecture has this mix of options", got=config, expected=f"those of {kind}"
+        )
+    return kind
+
+
+def write_config(config: LlamaConfig) -> dict[str, Any]:
+    """A config.json from our options."""
+    kind = model_type(config)
+    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    scaling = None if config.rope_scaling is None else to_dict(config.rope_scaling)
+    written: dict[str, Any] = {
+        "architectures": [f"{names[kind]}ForCausalLM"],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads or config.num_heads,
+        "head_dim": config.head_dim or config.dim // config.num_heads,
+        "intermediate_size": config.mlp_dim,
+        "max_position_embeddings": config.max_length,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": write_rope(config.rope_theta, None, scaling),
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_dropout": config.attention_dropout,
+    }
+    if kind == "mistral":
+        return written | {"sliding_window": config.sliding_window}
+    if kind.startswith("qwen"):
+        return written | _qwen_window(config) | ({"attention_bias": config.qkv_bias} if kind == "qwen3" else {})
+    return written | {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+
+
+def _qwen_window(config: LlamaConfig) -> dict[str, Any]:
+    layers = range(config.num_layers)
+    windowed = layers if config.window_layers is None else config.window_layers
+    sliding = set() if config.sliding_window is None else set(windowed)
+    return {
+        "use_sliding_window": bool(sliding),
+        "sliding_window": config.sliding_window,
+        "max_window_layers": min(sliding, default=config.num_layers),
+        "layer_types": ["sliding_attention" if layer in sliding else "full_attention" for layer in layers],
+    }
+
+
+def pieces(config: LlamaConfig, _model_type: str) -> list[Piece]:
+    """Where each of our tensors lies."""
+    found = [
+        Piece(ours="embedding.weight", theirs="model.embed_tokens.weight"),
+        Piece(ours="norm.weight", theirs="model.norm.weight"),
+    ]
+    for layer in range(config.num_layers):
+        ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
+        found += [Piece(ours=ours + name, theirs=theirs + source) for name, source in _block(config)]
+    if not config.tie_embeddings:
+        found.append(Piece(ours="output", theirs="lm_head.weight"))
+    return found
+
+
+def _block(config: LlamaConfig) -> list[tuple[str, str]]:
+    found = [
+        ("attention_norm.weight", "input_layernorm.weight"),
+        ("mlp_norm.weight", "post_attention_layernorm.weight"),
+    ]
+    biased = {"query": config.qkv_bias, "key": config.qkv_bias, "value": config.qkv_bias, "out": config.out_bias}
+    for name, has_bias in biased.items():
+        found += [(f"attention.{name}.{kind}", f"self_attn.{name[0]}_proj.{kind}") for kind in _kinds(has_bias)]
+    for name in ("gate", "up", "down"):
+        found += [(f"mlp.{name}.{kind}", f"mlp.{name}_proj.{kind}") for kind in _kinds(config.mlp_bias)]
+    if config.qk_norm:
+        found += [("attention.query_norm.weight", "self_attn.q_norm.weight")]
+        found += [("attention.key_norm.weight", "self_attn.k_norm.weight")]
+    return found
+
+
+def _kinds(has_bias: bool) -> tuple[str, ...]:
+    return ("weight", "bias") if has_bias else ("weight",)
+
+
+FAMILY = Family(
+    config=LlamaConfig,
+    model_types=("llama", "mistral", "qwen2", "qwen3"),
+    read_config=read_config,
+    write_config=write_config,
+    pieces=pieces,
+    prefixes=("model.",),
+    ignored=("rotary_emb.inv_freq",),
+)
