@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Mapping
@@ -36,6 +37,17 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
 def to_dict(config: Any) -> dict[str, Any]:
     """The plain dict of a dataclass, ready for YAML or JSON (tuples become lists)."""
     return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init}
+
+
+def to_yaml(values: Mapping[str, Any], indent: int = 0) -> str:
+    """Nested plain values as YAML: mappings in blocks, everything else as JSON, which YAML contains."""
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            lines.append(f"{' ' * indent}{name}:\n{to_yaml(value, indent + 2)}")
+        else:
+            lines.append(f"{' ' * indent}{name}: {json.dumps(value, ensure_ascii=False, default=str)}\n")
+    return "".join(lines)
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:

@@ -16,6 +16,13 @@ Sums = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Where a run takes place."""
+
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
     """How far a run has come. Data order is a pure function of it, so it is all that a resume needs."""
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.foundation.errors import ModelError
+
+
+@final
+class FolderConfig(dict[str, Any]):
+    """A config.json. Asking for a key that it lacks is a ModelError."""
+
+    def __missing__(self, key: str) -> Any:
+        raise ModelError("config.json lacks a key that this architecture needs", got=", ".join(self), expected=key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +50,8 @@ def import_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Our names and tensors from a checkpoint that holds `names`. Raises ModelError listing what is missing or left
     over."""
-    held = {_full_name(name, family, pieces): name for name in names if not name.endswith(family.ignored)}
     wanted = {piece.theirs for piece in pieces}
+    held = {_full_name(name, family, wanted): name for name in names if not name.endswith(family.ignored)}
     missing, unexpected = sorted(wanted - held.keys()), sorted(held.keys() - wanted)
     if missing or unexpected:
         raise ModelError(
@@ -52,17 +60,22 @@ def import_tensors(
             expected=f"{len(wanted)} tensors",
             fix="check that config.json belongs to these weights",
         )
+    ends: dict[str, int] = {}
+    for piece in pieces:
+        if piece.rows is not None:
+            ends[piece.theirs] = max(ends.get(piece.theirs, 0), piece.start + piece.rows)
     for piece in pieces:
         whole = read(held[piece.theirs])
         whole = whole.t() if piece.transpose else whole
-        rows = whole.shape[0] - piece.start if piece.rows is None else piece.rows
-        if piece.start + rows > whole.shape[0]:
+        rows = ends.get(piece.theirs, whole.shape[0])
+        if rows != whole.shape[0]:
             raise ModelError(
-                f"tensor {piece.theirs!r} is too small",
-                got=tuple(whole.shape),
-                expected=f">= {piece.start + rows} rows",
+                f"tensor {piece.theirs!r} is of another size",
+                got=f"{whole.shape[0]} rows",
+                expected=f"{rows} rows, by config.json",
+                fix="check that config.json belongs to these weights",
             )
-        yield piece.ours, whole[piece.start : piece.start + rows]
+        yield piece.ours, whole if piece.rows is None else whole[piece.start : piece.start + piece.rows]
 
 
 def export_tensors(pieces: Sequence[Piece], ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -77,9 +90,18 @@ def export_tensors(pieces: Sequence[Piece], ours: Mapping[str, Tensor]) -> Itera
         yield name, (whole.t() if members[0].transpose else whole).contiguous()
 
 
-def _full_name(name: str, family: Family, pieces: Sequence[Piece]) -> str:
+def require(config: Mapping[str, Any], expected: Mapping[str, Any], network: str) -> None:
+    """Raise ModelError where a config.json sets one of the keys of `expected` to another value: we have no such
+    network. An absent key counts as expected."""
+    for name, value in expected.items():
+        if config.get(name, value) != value:
+            raise ModelError(
+                f"a {network} of another architecture", got=f"{name}={config[name]}", expected=f"{name}={value}"
+            )
+
+
+def _full_name(name: str, family: Family, wanted: Collection[str]) -> str:
     """A tensor's name as a model with a head has it; checkpoints of the bare model lack the prefix."""
-    wanted = {piece.theirs for piece in pieces}
     candidates = [name, *(prefix + name for prefix in family.prefixes)]
     return next((candidate for candidate in candidates if candidate in wanted), name)
 

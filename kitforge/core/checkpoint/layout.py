@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -112,13 +112,25 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def encode_state(state: Mapping[str, Any]) -> bytes:
+    """The bytes of state.json. Raises CheckpointError for what JSON would give back as something else."""
+    return json.dumps(_plain(state, "state"), indent=1).encode()
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The state as it was saved, tuples as lists. Raises CheckpointError when it is absent or damaged."""
+    return _read_json(folder / STATE)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.parent.is_dir():
         raise CheckpointError(f"there is no checkpoint folder {path.parent}")
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing", expected="a checkpoint folder with its manifest") from None
+        raise CheckpointError(
+            f"{path} is missing", expected=f"a checkpoint folder with {MANIFEST} and {STATE}"
+        ) from None
     # A flipped byte can break the UTF-8 as well as the JSON; both are a ValueError.
     except ValueError as cause:
         raise CheckpointError(f"{path} is damaged", got=cause, expected="JSON") from cause
@@ -138,3 +150,21 @@ def _check_file_names(path: Path, manifest: Manifest) -> None:
 
 def _signature(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _plain(value: Any, path: str) -> Any:
+    """Lists for tuples, dicts for mappings; `path` names the value in the message when it is something else."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{path}[{place}]") for place, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise CheckpointError(f"{path} cannot be stored", got=f"the key {key!r}", expected="keys that are text")
+        return {key: _plain(item, f"{path}.{key}") for key, item in value.items()}
+    raise CheckpointError(
+        f"{path} cannot be stored",
+        got=type(value).__name__,
+        expected="numbers, text, true, false, None, lists and mappings; tensors go with the optimizer's",
+    )

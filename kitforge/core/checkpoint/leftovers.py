@@ -1,8 +1,8 @@
 """What an interrupted process leaves beside the checkpoints, and how it is put right.
 
-Names are those of `foundation.files.atomic_folder`: `.step_3.<process>.draft` was being written, `.step_3.<process>.old`
-was being replaced. `.step_3.<process>.trash` is ours: a folder on its way out, renamed first so that no published
-folder is ever half deleted.
+Names are those of `foundation.files.atomic_folder`: `.step_3.<process>.draft` was being written and
+`.step_3.<process>.old` was being replaced. `.step_3.<process>.trash` is ours: a folder on its way out, renamed first so
+that no published folder is ever half deleted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One safetensors file: written as a stream with its checksum, read lazily through a memory map.
 
-The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, a JSON header that gives each
-tensor's dtype, shape and byte range, then the bytes. The library's own writer wants every tensor as one dict and hashes
-nothing, so the thirty lines that write stand here; reading is the library's.
+The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, a JSON header that gives
+each tensor's dtype, shape and byte range, then the bytes. The library's own writer wants every tensor as one dict and
+hashes nothing, so the thirty lines that write stand here; reading is the library's.
 """
 
 from __future__ import annotations
@@ -85,6 +85,11 @@ def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> FileEntry:
     return FileEntry(name=path.name, bytes=size, sha256=digest.hexdigest())
 
 
+def checksum(data: bytes) -> str:
+    """The SHA-256 of `data`, as the manifest spells it."""
+    return hashlib.sha256(data).hexdigest()
+
+
 @final
 class TensorFile:
     """A safetensors file whose tensors are mapped when they are asked for.
@@ -96,7 +101,8 @@ class TensorFile:
         self._path = path
         self._error = error
         try:
-            self._handle = safe_open(str(path), framework="pt")
+            # The library's reader carries no types.
+            self._handle: Any = safe_open(str(path), framework="pt")
         except (SafetensorError, OSError) as cause:
             raise self._damaged(cause) from cause
 
@@ -120,7 +126,7 @@ def _pieces(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[bytes | memoryvie
     yield _header(tensors)
     for _, tensor in tensors:
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        view = memoryview(flat.numpy())
+        view = flat.numpy().data
         for start in range(0, len(view), PIECE_BYTES):
             yield view[start : start + PIECE_BYTES]
 

@@ -44,15 +44,17 @@ class Block(nn.Module):
         self.mlp = MLP(config.mlp, kernels)
         self.mlp_out_norm = norm() if config.sandwich else None
         self._rate = config.dropout
-        self._layer = layer
+        # Whole names, made here: a number read in `forward` would have the compiler make one graph a layer.
+        self._attention_noise = f"attention_out.{layer}"
+        self._mlp_noise = f"mlp_out.{layer}"
 
     def forward(self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, context: Context) -> Tensor:
         """[B, T, dim] -> [B, T, dim]."""
         branch = self.attention(self.attention_norm(stream), rotary, context)
-        stream = stream + self._finish(branch, self.attention_out_norm, "attention_out", context)
+        stream = stream + self._finish(branch, self.attention_out_norm, self._attention_noise, context)
         branch = self.mlp(self.mlp_norm(stream))
-        return stream + self._finish(branch, self.mlp_out_norm, "mlp_out", context)
+        return stream + self._finish(branch, self.mlp_out_norm, self._mlp_noise, context)
 
     def _finish(self, branch: Tensor, norm: Norm | None, name: str, context: Context) -> Tensor:
         branch = branch if norm is None else norm(branch)
-        return dropout(branch, self._rate, f"{name}.{self._layer}", context.dropout)
+        return dropout(branch, self._rate, name, context.dropout)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from kitforge.core.kernels.dispatch import Attention as AttentionKernel
 from kitforge.foundation import seed
@@ -45,6 +46,11 @@ class CausalAttend:
         self._documents = documents
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
+    @property
+    def isolates(self) -> bool:
+        """Whether it keeps documents apart."""
+        return self._documents is not None
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `Attend`."""
         length = query.shape[2]
@@ -77,6 +83,9 @@ class DropoutKey:
     step: int
     samples: tuple[int, ...]  # the global index of every row
 
+    # A compiler that looked inside would make one graph for each name and step. The public `torch.compiler.disable`
+    # is the same, but loads the compiler (1.5 s) as soon as this module is imported.
+    @_disable_dynamo
     def mask(self, name: str, shape: torch.Size, rate: float, like: Tensor) -> Tensor:
         """A mask of `shape` [B, ...] holding 0 with probability `rate`, else 1 / (1 - rate); row by row, so that a
         row's noise depends on the row alone."""
@@ -98,14 +107,20 @@ class Context:
     attend: Attend = field(default_factory=CausalAttend)
     dropout: DropoutKey | None = None  # None: no dropout
 
+    def __post_init__(self) -> None:
+        # Documents that are named here must be isolated, and the plain attention does not know of them.
+        if self.documents is not None and isinstance(self.attend, CausalAttend) and not self.attend.isolates:
+            object.__setattr__(self, "attend", CausalAttend(self.documents))
+
     @classmethod
     def packed(cls, positions: Tensor, documents: Tensor | None, dropout: DropoutKey | None = None) -> Context:
         """The context of packed rows, documents isolated from one another."""
-        return cls(positions=positions, documents=documents, attend=CausalAttend(documents), dropout=dropout)
+        return cls(positions=positions, documents=documents, dropout=dropout)
 
 
 def dropout(input: Tensor, rate: float, name: str, key: DropoutKey | None) -> Tensor:
     """`input` [B, ...] with each element zeroed with probability `rate` under `key`; unchanged without a key."""
     if rate == 0.0 or key is None:
         return input
-    return input * key.mask(name, input.shape, rate, input)
+    mask: Tensor = key.mask(name, input.shape, rate, input)
+    return input * mask

@@ -119,15 +119,18 @@ class Decoder(nn.Module):
 
     def _positions(self, tokens: Tensor, context: Context) -> Tensor:
         length = tokens.shape[1]
-        if context.positions is not None:
-            return context.positions
-        check(
-            length <= self.geometry.max_length or self.position is None,
-            "data.sequence_length",
-            length,
-            f"at most the model's max_length={self.geometry.max_length}",
-        )
-        return torch.arange(length, device=tokens.device)
+        if context.positions is None:
+            self._check_length(length)
+            return torch.arange(length, device=tokens.device)
+        # Elsewhere reading the values would stop the device; there the lookup itself refuses what is out of range.
+        if self.position is not None and context.positions.device.type == "cpu" and context.positions.numel():
+            self._check_length(int(context.positions.max()) + 1)
+        return context.positions
+
+    def _check_length(self, length: int) -> None:
+        """Learned positions end where the table ends; rotary ones go on."""
+        expected = f"at most the model's max_length={self.geometry.max_length}"
+        check(self.position is None or length <= self.geometry.max_length, "data.sequence_length", length, expected)
 
     def _rotary(self, positions: Tensor, context: Context) -> tuple[Tensor, Tensor] | None:
         if self._angles is None:

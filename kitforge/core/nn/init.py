@@ -30,7 +30,7 @@ def initialise(model: nn.Module, num_layers: int, seed: int) -> None:
 
 def normal_rows(seed: int, name: str, shape: torch.Size, start: int, stop: int) -> Tensor:
     """Rows start..stop-1 of the standard normal fp32 matrix called `name` of the given full shape [rows, ...]."""
-    blocks = []
+    blocks = [torch.empty(0, *shape[1:])]
     for block in range(start // ROWS_PER_BLOCK, -(-stop // ROWS_PER_BLOCK)):
         first = block * ROWS_PER_BLOCK
         rows = min(ROWS_PER_BLOCK, shape[0] - first)

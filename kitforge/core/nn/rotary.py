@@ -89,8 +89,8 @@ class RotaryAngles:
 
 
 def document_lengths(positions: Tensor, documents: Tensor) -> Tensor:
-    """[B, T]: the length of the document that each token stands in, from positions and documents [B, T]."""
-    index = documents.long()
+    """[B, T]: the length of the document that each token stands in, from positions [B, T] or [T], documents [B, T]."""
+    index, positions = documents.long(), positions.expand(documents.shape)
     longest = torch.zeros_like(positions).scatter_reduce(1, index, positions + 1, reduce="amax", include_self=True)
     return longest.gather(1, index)
 
@@ -100,7 +100,13 @@ def _lengths(positions: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _plain(theta: float, dim: int, device: torch.device) -> Tensor:
-    return 1.0 / theta ** (torch.arange(0, dim, 2, device=device).float() / dim)
+    return 1.0 / _wavelengths(theta, dim, device)
+
+
+def _wavelengths(theta: float, dim: int, device: torch.device) -> Tensor:
+    """[dim / 2]: in how many positions each pair turns by one radian. Frequencies are derived from these in the order
+    of arithmetic that the published checkpoints were trained with, so that they agree to the last bit."""
+    return theta ** (torch.arange(0, dim, 2, device=device).float() / dim)
 
 
 def _original(config: RotaryConfig, scaling: RopeScaling) -> int:
@@ -127,9 +133,9 @@ def _dynamic(config: RotaryConfig, scaling: RopeScaling, lengths: Tensor) -> Ten
 def _longrope(config: RotaryConfig, scaling: RopeScaling, lengths: Tensor) -> Tensor:
     """One set of factors for texts within the original length, another beyond it."""
     assert scaling.short_factor is not None and scaling.long_factor is not None
-    plain = _plain(config.theta, config.dim, lengths.device)
-    short = plain / torch.tensor(scaling.short_factor, device=lengths.device)
-    long = plain / torch.tensor(scaling.long_factor, device=lengths.device)
+    wavelengths = _wavelengths(config.theta, config.dim, lengths.device)
+    short = 1.0 / (torch.tensor(scaling.short_factor, device=lengths.device) * wavelengths)
+    long = 1.0 / (torch.tensor(scaling.long_factor, device=lengths.device) * wavelengths)
     return torch.where(lengths > _original(config, scaling), long, short)
 
 
@@ -155,7 +161,9 @@ def _yarn(plain: Tensor, config: RotaryConfig, scaling: RopeScaling) -> Tensor:
     low, high = max(low, 0), min(high, config.dim - 1)
     high = high + 0.001 if low == high else high
     ramp = ((torch.arange(config.dim // 2, device=plain.device).float() - low) / (high - low)).clamp(0, 1)
-    return plain / _factor(config, scaling) * ramp + plain * (1 - ramp)
+    kept = 1 - ramp
+    stretched = 1.0 / (_factor(config, scaling) * _wavelengths(config.theta, config.dim, plain.device))
+    return stretched * (1 - kept) + plain * kept
 
 
 def _attention_factor(config: RotaryConfig, scaling: RopeScaling) -> float:

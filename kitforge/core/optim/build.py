@@ -1,4 +1,4 @@
-"""One optimizer for a whole model: parameters in groups, states by name. It knows no schedule, no clipping, no files."""
+"""One optimizer for a whole model: parameters in groups, states by name. It knows no schedule, clipping or file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LISTED = 8
 class OptimizerConfig:
     """How parameters move."""
 
-    # adamw: decoupled decay. muon: Muon for the matrices, AdamW for the rest. sgd: torch's, decay added to the gradient.
+    # adamw: decay apart from the gradient. muon: Muon for matrices, AdamW for the rest. sgd: decay within the gradient.
     name: Literal["adamw", "muon", "sgd"] = "adamw"
     learning_rate: float = 3e-4  # the peak; the schedule scales it
     weight_decay: float = 0.1  # for `decay_groups`; a group then carries its own

@@ -7,17 +7,18 @@ from typing import Any
 
 from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
-from kitforge.foundation.errors import ModelError
 from kitforge.models.glm.model import GLMConfig
-from kitforge.models.mapping import Family, Piece, read_rope, write_rope
+from kitforge.models.mapping import Family, FolderConfig, Piece, read_rope, require, write_rope
 
 
 def read_config(config: Mapping[str, Any]) -> GLMConfig:
     """Our options from a config.json."""
+    config = FolderConfig(config)
     return _read_chatglm(config) if config["model_type"] == "chatglm" else _read_glm(config)
 
 
 def _read_glm(config: Mapping[str, Any]) -> GLMConfig:
+    require(config, {"hidden_act": "silu"}, "GLM")
     rope = read_rope(config)
     scaling = rope.get("scaling")
     return GLMConfig(
@@ -26,14 +27,14 @@ def _read_glm(config: Mapping[str, Any]) -> GLMConfig:
         num_layers=config["num_hidden_layers"],
         num_heads=config["num_attention_heads"],
         num_kv_heads=config["num_key_value_heads"],
-        head_dim=config.get("head_dim"),
+        head_dim=config.get("head_dim", 128),
         mlp_dim=config["intermediate_size"],
         max_length=config.get("max_position_embeddings", 131072),
         norm_eps=config.get("rms_norm_eps", 1.5625e-07),
         rope_theta=rope.get("theta", 10000.0),
         rope_scaling=None if scaling is None else from_dict(RopeScaling, scaling, "rope_scaling"),
         rotary_fraction=rope.get("fraction", 0.5),
-        qkv_bias=config.get("attention_bias", config["model_type"] == "glm"),
+        qkv_bias=config.get("attention_bias", True),
         sandwich_norms=config["model_type"] == "glm4",
         tie_embeddings=config.get("tie_word_embeddings", False),
         attention_dropout=config.get("attention_dropout", 0.0),
@@ -44,11 +45,7 @@ def _read_chatglm(config: Mapping[str, Any]) -> GLMConfig:
     """ChatGLM2/3 and the first release of glm-4-9b name the same network otherwise."""
     expected = {"rmsnorm": True, "add_bias_linear": False, "post_layer_norm": True}
     expected |= {"apply_residual_connection_post_layernorm": False}
-    for name, value in expected.items():
-        if config.get(name, value) != value:
-            raise ModelError(
-                "a ChatGLM of another architecture", got=f"{name}={config[name]}", expected=f"{name}={value}"
-            )
+    require(config, expected, "ChatGLM")
     heads = config["num_attention_heads"]
     grouped = config.get("multi_query_attention", False)
     return GLMConfig(

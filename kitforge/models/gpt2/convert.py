@@ -7,14 +7,16 @@ from typing import Any
 
 from kitforge.foundation.errors import ModelError
 from kitforge.models.gpt2.model import GPT2Config
-from kitforge.models.mapping import Family, Piece
+from kitforge.models.mapping import Family, FolderConfig, Piece, require
 
 
 def read_config(config: Mapping[str, Any]) -> GPT2Config:
     """Our options from a config.json."""
+    config = FolderConfig(config)
     activation = config.get("activation_function", "gelu_new")
     if activation not in ("gelu_new", "gelu_pytorch_tanh"):
         raise ModelError("GPT-2 with another activation", got=activation, expected="gelu_new")
+    require(config, {"scale_attn_weights": True, "add_cross_attention": False}, "GPT-2")
     return GPT2Config(
         vocab_size=config["vocab_size"],
         dim=config["n_embd"],

@@ -9,13 +9,13 @@ from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ModelError
 from kitforge.models.llama.model import LlamaConfig
-from kitforge.models.mapping import Family, Piece, read_rope, write_rope
+from kitforge.models.mapping import Family, FolderConfig, Piece, read_rope, require, write_rope
 
 
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     """Our options from a config.json."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise ModelError("LLaMA with another activation", got=config["hidden_act"], expected="silu")
+    config = FolderConfig(config)
+    require(config, {"hidden_act": "silu"}, "LLaMA")
     kind = config["model_type"]
     rope = read_rope(config)
     scaling = rope.get("scaling")
@@ -44,7 +44,7 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
 
 def _window(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Mistral's window spans all layers; Qwen's, off by default, those from max_window_layers on."""
-    window = config.get("sliding_window")
+    window = config.get("sliding_window", 4096)
     if kind.startswith("qwen") and not config.get("use_sliding_window", False):
         window = None
     if window is None or kind == "llama":
@@ -69,9 +69,9 @@ def model_type(config: LlamaConfig) -> str:
     elif config.qkv_bias and not config.out_bias:
         kind, plain = "qwen2", not config.mlp_bias
     elif config.sliding_window is not None:
-        kind, plain = "mistral", not (config.qkv_bias or config.mlp_bias or config.window_layers is not None)
+        kind, plain = "mistral", not (config.out_bias or config.mlp_bias or config.window_layers is not None)
     else:
-        kind, plain = "llama", True
+        kind, plain = "llama", config.qkv_bias == config.out_bias
     if not plain:
         raise ModelError(
             "no Hugging Face architecture has this mix of options", got=config, expected=f"those of {kind}"

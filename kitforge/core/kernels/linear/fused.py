@@ -50,8 +50,9 @@ class _StoredHalf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         stored, weight = ctx.saved_tensors
-        exact = grad.to(weight.dtype).flatten(0, -2)
+        exact = grad.to(weight.dtype).reshape(-1, grad.shape[-1])
         grad_input = (exact @ weight).view(stored.shape).to(ctx.input_dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = exact.t() @ stored.flatten(0, -2).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        rows = stored.reshape(-1, stored.shape[-1])
+        grad_weight = exact.t() @ rows.to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = exact.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return grad_input, grad_weight, grad_bias, None

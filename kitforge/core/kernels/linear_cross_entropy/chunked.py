@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kitforge.core.kernels.half import compute_dtype, storage_dtype
 
@@ -50,8 +51,9 @@ class _Chunked(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        # The sum is used once in a step, so its gradients are scaled in place.
+        # The sum is used once in a step, so its gradients are scaled in place; torch refuses to unpack them again.
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad.to(torch.float32) if grad.dtype in (torch.bfloat16, torch.float16) else grad
         return (
@@ -74,7 +76,8 @@ def _operands(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def _loss_into_gradient(logits: Tensor, targets: Tensor) -> Tensor:
     """The sum of the losses of logits [rows, vocab]; the logits become their gradient, zero where ignored."""
     counted = targets != -100
-    index = targets.clamp(min=0).unsqueeze(1)
+    # Only -100 is ignored: any other number outside the vocabulary has to fail in `gather`.
+    index = torch.where(counted, targets, 0).unsqueeze(1)
     logits -= logits.amax(dim=1, keepdim=True)
     target_logits = logits.gather(1, index)
     sums = logits.exp_().sum(dim=1, keepdim=True)

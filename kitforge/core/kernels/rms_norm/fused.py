@@ -32,7 +32,9 @@ class _RMSNorm(torch.autograd.Function):
         input, weight, scale = ctx.saved_tensors
         normal = input * scale
         weighted = grad * weight
-        grad_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = (
+            (grad * normal).reshape(-1, grad.shape[-1]).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        )
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None
         share = torch.linalg.vecdot(weighted.to(normal.dtype), normal).div_(input.shape[-1]).unsqueeze_(-1)

@@ -1,0 +1,73 @@
+# Every verb of the project; `make` alone lists them. Written for GNU make 3.81, which macOS still ships.
+
+PYTHON ?= python3
+WORKERS ?= 2
+# An index for torch alone. On a Linux machine without a GPU this saves gigabytes:
+#   make env TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+RECIPES := pyproject.toml constraints.txt
+SOURCES := kitforge tests $(wildcard benchmarks examples scripts)
+# Two test processes share the cores, so each gets one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: help env env-dev quickstart format check test prove gpu-check clean
+
+help: ## list these verbs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+env: $(VENV)/.env ## make .venv with the package and its pinned dependencies
+env-dev: $(VENV)/.env-dev ## the same with what development needs
+
+quickstart: env ## train a small LLaMA for about two minutes, then let it speak
+	$(BIN)/kitforge train recipe=quickstart
+
+format: env-dev ## put every file into the one format
+	$(BIN)/ruff check --quiet --fix $(SOURCES)
+	$(BIN)/ruff format --quiet $(SOURCES)
+
+check: env-dev ## format, lint, types, house and the fast tests: under three minutes
+	$(BIN)/ruff format --check --quiet $(SOURCES)
+	$(BIN)/ruff check --quiet $(SOURCES)
+	$(BIN)/mypy --no-error-summary
+	$(BIN)/lint-imports --no-logo
+	$(PYTEST) -q -m "not slow"
+
+test: env-dev ## every test
+	$(PYTEST)
+
+prove: env-dev ## the large products whole, not sampled; writes docs/proof.md
+	@mkdir -p build
+	KITFORGE_PROVE=1 $(PYTEST) -m prove --junitxml=build/prove.xml; status=$$?; \
+	$(BIN)/python scripts/prove_table.py build/prove.xml docs/proof.md && exit $$status
+
+gpu-check: env ## train and check the kernels on this machine's accelerator; prints a table
+	$(BIN)/python scripts/gpu_check.py
+
+clean: ## remove .venv, caches and build products; runs stay
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) here; install Python 3.11 or newer"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Kitforge needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1)."; \
+	  echo "Name another one, for example: make env PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and alone, pinned, so that nothing later can pull in another one.
+$(VENV)/.env: $(RECIPES) | $(VENV)/bin/python
+	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(PIP) install -c constraints.txt -e '.[transformers]'
+	@touch $@
+
+# The extras for trackers, servers and recommenders are left out: they are large, and their tests use stand-ins.
+$(VENV)/.env-dev: $(VENV)/.env
+	$(PIP) install -c constraints.txt -e '.[transformers,dev]'
+	@touch $@

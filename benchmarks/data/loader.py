@@ -1,0 +1,103 @@
+"""Tokens a second of a core's time that packed rows come out of the cache, in the shuffled order of training.
+
+Run: python benchmarks/data/loader.py [--date YYYY-MM-DD]; the table is written to loader.md beside this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kitforge.data.collate import split_micro_batches
+from kitforge.data.packing import PackedRows, split_documents
+from kitforge.data.sampler import order
+from kitforge.data.source import open_source
+from kitforge.data.token_cache import TokenCache, build
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.device import describe, keep_freed_memory
+from kitforge.foundation.log import console
+
+SHAPES = ((8, 256), (32, 256), (8, 2048))
+NUM_TOKENS = 40_000_000
+# Rows fetched by one call, of which each batch takes its share as a view; 1 is a call for every batch.
+BATCHES_A_CALL = (1, 16)
+REPEATS = 7
+SECONDS = 0.5
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--date", default=time.strftime("%Y-%m-%d"))
+    date = arguments.parse_args().date
+    torch.set_num_threads(1)
+    # As the trainer does.
+    keep_freed_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        cache = _cache(Path(folder))
+        train, _ = split_documents(cache, 0.05, seed=0)
+        lines = [_line(cache, train.documents, *shape) for shape in SHAPES]
+    text = _page(cache, lines, date)
+    console.print(text, markup=False, soft_wrap=True)
+    Path(__file__).with_suffix(".md").write_text(text)
+
+
+def _cache(folder: Path) -> TokenCache:
+    """Documents from a few tokens to some ten thousand, most of them a few hundred long."""
+    lengths = np.random.default_rng(0).lognormal(mean=6, sigma=1.3, size=NUM_TOKENS // 950).astype(int) + 1
+    text = "lorem ipsum dolor sit amet " * 20_000
+    source = open_source(text[:length] for length in lengths)
+    return build(source, ByteTokenizer(), folder, num_workers=1)
+
+
+def _line(cache: TokenCache, documents: NDArray[np.int64] | None, batch_size: int, length: int) -> str:
+    rows = PackedRows(cache, length=length, documents=documents, pad_id=257)
+    speeds = [_speed(rows, batch_size, batches) for batches in BATCHES_A_CALL]
+    cells = [f"{statistics.median(speed):.0f} ({min(speed):.0f} to {max(speed):.0f})" for speed in speeds]
+    return f"| {batch_size} x {length} | {' | '.join(cells)} |"
+
+
+def _speed(rows: PackedRows, batch_size: int, batches: int) -> list[float]:
+    """Million tokens a second, once for each repeat. What else the machine does meanwhile does not count."""
+    speeds, start = [], 0
+    for _ in range(REPEATS):
+        begin, tokens = time.process_time(), 0
+        while time.process_time() - begin < SECONDS:
+            found = rows.rows(order(0, rows.num_rows, start, batch_size * batches))
+            tokens += sum(batch["tokens"].numel() for batch in split_micro_batches(found, batch_size))
+            start += batch_size * batches
+        speeds.append(tokens / (time.process_time() - begin) / 1e6)
+    return speeds
+
+
+def _page(cache: TokenCache, lines: list[str], date: str) -> str:
+    machine = f"{describe(torch.device('cpu'))}; Python {platform.python_version()}, numpy {np.__version__}"
+    head = " | ".join("one batch a call" if batches == 1 else f"{batches} batches a call" for batches in BATCHES_A_CALL)
+    return "\n".join(
+        [
+            "# Packed rows out of the token cache",
+            "",
+            "Million tokens a second of one core's time, order and rows together (`tokens`, `targets`, `positions`,",
+            f"`documents`), with the batches taken as views: the median of {REPEATS} runs and their range. The cache",
+            f"holds {cache.num_tokens:,} tokens in {cache.num_documents:,} documents of mixed length, of which a",
+            "twentieth is taken out for validation.",
+            "",
+            f"{machine}, torch {torch.__version__}; {date}. Made by `python benchmarks/data/loader.py`.",
+            "",
+            f"| rows x length | {head} |",
+            "|---|---|---|",
+            *lines,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Documents that the caller hands over as Python objects: any iterable of rows, or a datasets.Dataset."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+from kitforge.data.shard import SHARD_BYTES, EncodingErrors, digest, document_of, missing_column
+from kitforge.foundation.errors import DataError
+
+_DATASET_ROWS = 20_000
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryShard:
+    """Documents held in memory."""
+
+    texts: tuple[str, ...]
+    fingerprint: str
+    size: int
+
+    def documents(self) -> Iterator[str]:
+        """The texts as they are."""
+        return iter(self.texts)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetShard:
+    """A range of the rows of a datasets.Dataset."""
+
+    rows: Any
+    column: str
+    encoding_errors: EncodingErrors
+    start: int
+
+    @property
+    def fingerprint(self) -> str:
+        """The one that the dataset carries, with the options that decide what is read of it."""
+        return digest("dataset", self.rows._fingerprint, self.start, self.size, self.column, self.encoding_errors)
+
+    @property
+    def size(self) -> int:
+        """Bytes in memory, as the dataset's own tables count them."""
+        return int(self.rows.data.nbytes)
+
+    def documents(self) -> Iterator[str]:
+        """The column's texts, the empty ones left out."""
+        number = self.start
+        for batch in self.rows.iter(batch_size=1000):
+            for value in batch[self.column]:
+                number += 1
+                place = f"the dataset's row {number}"
+                text = document_of({self.column: value}, self.column, self.encoding_errors, place)
+                if text:
+                    yield text
+
+
+def memory_shards(rows: Iterable[object], column: str, errors: EncodingErrors) -> list[MemoryShard]:
+    """Read an iterable once, to its end, and keep its documents."""
+    shards: list[MemoryShard] = []
+    texts: list[str] = []
+    size = 0
+    for number, row in enumerate(rows, start=1):
+        text = document_of(row, column, errors, f"row {number} of the data")
+        if text:
+            texts.append(text)
+            size += len(text)
+        if size >= SHARD_BYTES:
+            shards.append(MemoryShard(texts=tuple(texts), fingerprint=digest("memory", *texts), size=size))
+            texts, size = [], 0
+    if texts:
+        shards.append(MemoryShard(texts=tuple(texts), fingerprint=digest("memory", *texts), size=size))
+    return shards
+
+
+def is_dataset(spec: object) -> bool:
+    """Whether it is a datasets.Dataset. Nobody can hold one without having imported its package."""
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(spec, datasets.Dataset)
+
+
+def dataset_shards(dataset: Any, column: str, errors: EncodingErrors) -> list[DatasetShard]:
+    """Ranges of a dataset's rows. DataError when it lacks the column or has no rows."""
+    if column not in dataset.column_names:
+        raise missing_column(column, dataset.column_names, "the dataset")
+    if len(dataset) == 0:
+        raise DataError("the dataset is empty", got="no rows", expected="at least one")
+    texts = dataset.select_columns([column])
+    return [
+        DatasetShard(
+            rows=texts.select(range(start, min(start + _DATASET_ROWS, len(texts)))),
+            column=column,
+            encoding_errors=errors,
+            start=start,
+        )
+        for start in range(0, len(texts), _DATASET_ROWS)
+    ]

@@ -1,0 +1,113 @@
+"""Work ahead in a background thread. Knows nothing of what the items are."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Generator, Iterable
+from types import TracebackType
+from typing import Generic, Self, TypeVar, final
+
+from kitforge.foundation.config import check
+
+T = TypeVar("T")
+
+# How long `close` waits for an item that is being made; the thread ends after it in any case.
+_PATIENCE_SECONDS = 5.0
+
+
+@final
+class _Shelf(Generic[T]):
+    """What the two threads share. Does not know the Prefetcher, so that a forgotten one is collected and closed."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.items: deque[T] = deque()
+        self.changed = threading.Condition()
+        self.is_closed = False
+        self.is_finished = False
+        self.error: BaseException | None = None
+
+    def put(self, item: T) -> bool:
+        """Wait for room; False when nobody wants more."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.is_closed or len(self.items) < self.depth)
+            if not self.is_closed:
+                self.items.append(item)
+                self.changed.notify_all()
+            return not self.is_closed
+
+    def take(self) -> T:
+        """Wait for an item; after the last one raise what ended the producer, then StopIteration."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.is_closed or self.is_finished or bool(self.items))
+            if self.items and not self.is_closed:
+                self.changed.notify_all()
+                return self.items.popleft()
+            error, self.error = self.error, None
+        if error is not None and not self.is_closed:
+            raise error
+        raise StopIteration
+
+    def finish(self, error: BaseException | None) -> None:
+        """The producer has ended."""
+        with self.changed:
+            self.is_finished, self.error = True, error
+            self.changed.notify_all()
+
+    def close(self, thread: threading.Thread) -> None:
+        """Nobody wants more: wake the producer and wait for it to end."""
+        with self.changed:
+            self.is_closed = True
+            self.items.clear()
+            self.changed.notify_all()
+        if thread is not threading.current_thread():
+            thread.join(_PATIENCE_SECONDS)
+
+
+@final
+class Prefetcher(Generic[T]):
+    """An iterator that has up to `depth` items of another one ready. Order and exceptions are those of the other one.
+
+    Close it, use it as a context, or drop it: the thread then ends, also when it waits for room.
+    """
+
+    def __init__(self, items: Iterable[T], depth: int = 2) -> None:
+        check(depth >= 1, "data.prefetch", depth, "at least 1")
+        self._shelf: _Shelf[T] = _Shelf(depth)
+        # A daemon, because the interpreter waits for other threads before anybody could tell them to stop.
+        self._thread = threading.Thread(target=_produce, args=(items, self._shelf), name="prefetch", daemon=True)
+        self._close = weakref.finalize(self, self._shelf.close, self._thread)
+        self._thread.start()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        return self._shelf.take()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the thread; items that were ready are dropped. May be called again."""
+        self._close()
+
+
+def _produce(items: Iterable[T], shelf: _Shelf[T]) -> None:
+    error: BaseException | None = None
+    try:
+        for item in items:
+            if not shelf.put(item):
+                break
+        if isinstance(items, Generator):
+            items.close()
+    except BaseException as caught:  # noqa: BLE001 (the consumer raises it, whatever it is)
+        error = caught
+    shelf.finish(error)

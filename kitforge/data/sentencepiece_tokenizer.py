@@ -1,0 +1,157 @@
+"""Sentencepiece vocabularies: used as they are, or trained on a corpus. Knows no cache of tokens and no model."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from kitforge.data.extras import load_extra
+from kitforge.data.shard import digest
+from kitforge.data.source import Source
+from kitforge.data.tokens import Tokens, decode_known, read_tokenizer_file, without_end
+from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.files import atomic_file
+
+SENTENCEPIECE_FILE = "tokenizer.model"
+
+# Sentencepiece writes a space with this letter, so the letter itself has to be spelled in bytes.
+_SPACE_LETTER = "\u2581"
+# Training takes about a third of a second for a million characters and learns little from more text than this.
+_TRAINING_CHARACTERS = 20_000_000
+_LINE_CHARACTERS = 4000
+_OPTIONS = {
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "character_coverage": 0.9995,
+    # Every text must come back as it was: no letter is replaced, no space added or removed.
+    "normalization_rule_name": "identity",
+    "add_dummy_prefix": False,
+    "remove_extra_whitespaces": False,
+    "allow_whitespace_only_pieces": True,
+    "split_digits": True,
+    "unk_surface": "\ufffd",
+    "pad_id": 3,
+    # In bytes of UTF-8; longer sentences would be left out without a word.
+    "max_sentence_length": 4 * _LINE_CHARACTERS,
+    # More threads would make the pieces depend on the machine.
+    "num_threads": 1,
+    "minloglevel": 2,
+}
+
+
+@final
+class SentencePieceTokenizer:
+    """A sentencepiece model, from a file or from its bytes."""
+
+    def __init__(self, model: str | Path | bytes) -> None:
+        sentencepiece = load_extra("sentencepiece", needed_for="a sentencepiece tokenizer", extra="transformers")
+        self._model = model if isinstance(model, bytes) else read_tokenizer_file(Path(model))
+        try:
+            pieces = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+        except RuntimeError as error:
+            place = "the bytes" if isinstance(model, bytes) else model
+            raise DataError(f"{place} hold no sentencepiece model", got=error) from None
+        if pieces.eos_id() < 0:
+            raise without_end("the sentencepiece model")
+        self._pieces = pieces
+        self.vocab_size = int(pieces.vocab_size())
+        self.bos_id: int | None = pieces.bos_id() if pieces.bos_id() >= 0 else None
+        self.eos_id = int(pieces.eos_id())
+        self.pad_id = int(pieces.pad_id()) if pieces.pad_id() >= 0 else self.eos_id
+        self.eos_ids = (self.eos_id,)
+        self.fingerprint = hashlib.sha256(self._model).hexdigest()
+        self._space_letter = self._spelled_space_letter()
+
+    def __reduce__(self) -> tuple[type[SentencePieceTokenizer], tuple[bytes]]:
+        return SentencePieceTokenizer, (self._model,)
+
+    def encode(self, text: str) -> list[int]:
+        """The pieces of the text."""
+        if not self._space_letter or _SPACE_LETTER not in text:
+            return list(self._pieces.encode(text))
+        first, *others = text.split(_SPACE_LETTER)
+        ids = list(self._pieces.encode(first))
+        for part in others:
+            ids += self._space_letter
+            ids += self._pieces.encode(part)
+        return ids
+
+    def encode_array(self, text: str) -> Tokens:
+        """The pieces of the text, [pieces] of uint32."""
+        return np.array(self.encode(text), dtype=np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the pieces."""
+        return decode_known(ids, self.vocab_size, self._decode)
+
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer.model`."""
+        with atomic_file(folder / SENTENCEPIECE_FILE) as file:
+            file.write(self._model)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._pieces.decode(ids))
+
+    def _spelled_space_letter(self) -> list[int]:
+        """The byte pieces of the letter, or none where the model has none or puts a space before every text."""
+        spelled = [self._pieces.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_LETTER.encode()]
+        has_bytes = all(self._pieces.is_byte(token) for token in spelled)
+        begins_with_space = self._pieces.id_to_piece(self._pieces.encode("a")[0]).startswith(_SPACE_LETTER)
+        return spelled if has_bytes and not begins_with_space else []
+
+
+def trained(source: Source, vocab_size: int, cache_folder: Path) -> SentencePieceTokenizer:
+    """The vocabulary of a corpus: trained once, deterministically, then kept in `cache_folder`.
+
+    Raises ConfigError when no vocabulary of this size can be made of the corpus.
+    """
+    # The name is made of everything that decides the bytes, so two processes that race write the same file.
+    name = digest(source.fingerprint, vocab_size, sorted(_OPTIONS.items()), _TRAINING_CHARACTERS)
+    path = cache_folder / f"sentencepiece-{name}.model"
+    if not path.is_file():
+        model = _train(source, vocab_size)
+        with atomic_file(path) as file:
+            file.write(model)
+    return SentencePieceTokenizer(path)
+
+
+def _train(source: Source, vocab_size: int) -> bytes:
+    sentencepiece = load_extra("sentencepiece", needed_for="training a vocabulary", extra="transformers")
+    model = io.BytesIO()
+    # Read first, because the trainer would wrap an error of the corpus into one of its own.
+    lines = list(_sample(source))
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, **_OPTIONS
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"no sentencepiece vocabulary can be trained on {source.name}",
+            got=f"tokenizer.vocab_size={vocab_size}: {str(error).split('] ')[-1]}",
+            expected="at least a token for each byte and frequent letter, at most as many as the corpus has pieces",
+            fix="change tokenizer.vocab_size, or tokenizer=byte",
+        ) from None
+    return model.getvalue()
+
+
+def _sample(source: Source) -> Iterator[str]:
+    """Lines of the corpus; of a large one, some from everywhere, always the same."""
+    total = max(_TRAINING_CHARACTERS, sum(shard.size for shard in source.shards()))
+    due = 0
+    for text in source.documents():
+        for line in _lines(text):
+            due += _TRAINING_CHARACTERS
+            if due >= total:
+                due -= total
+                yield line
+
+
+def _lines(text: str) -> Iterator[str]:
+    for line in text.splitlines(keepends=True):
+        for start in range(0, len(line), _LINE_CHARACTERS):
+            yield line[start : start + _LINE_CHARACTERS]

@@ -1,0 +1,196 @@
+"""Where text comes from. Finds files and rows and yields documents in a fixed order; knows no tokens."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from kitforge.data.formats import file_shards, is_known
+from kitforge.data.memory import dataset_shards, is_dataset, memory_shards
+from kitforge.data.shard import EncodingErrors, Shard, digest
+from kitforge.data.standard_library import standard_library_shards
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import DataError
+
+STANDARD_LIBRARY = "python_stdlib"
+
+# A longer text, or one of several lines, is a document and never a path.
+_PATH_CHARACTERS = 1024
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceConfig:
+    """How documents are read out of files and rows."""
+
+    # Of jsonl, json, csv, tsv, parquet, datasets and mappings: the column that holds the text.
+    column: str = "text"
+    # What stands between two documents of a text file, taken literally; None makes a file one document.
+    separator: str | None = None
+    # What to do about bytes that are not UTF-8: refuse, mark with U+FFFD, or leave out.
+    encoding_errors: EncodingErrors = "strict"
+
+    def __post_init__(self) -> None:
+        check(self.separator != "", "data.separator", "empty text", "text between documents, or null")
+
+
+_DEFAULT = SourceConfig()
+
+
+@final
+class Source:
+    """A corpus: shards of documents in a fixed order."""
+
+    def __init__(self, name: str, shards: Sequence[Shard]) -> None:
+        self.name = name
+        self._shards = list(shards)
+        self.fingerprint = digest("source", *(shard.fingerprint for shard in shards))
+
+    def shards(self) -> list[Shard]:
+        """The parts that can be read apart; together, and in this order, they are the corpus."""
+        return list(self._shards)
+
+    def documents(self) -> Iterator[str]:
+        """Every document that is not empty. Raises DataError when there is none, or when one cannot be read."""
+        is_empty = True
+        for shard in self._shards:
+            for text in shard.documents():
+                is_empty = False
+                yield text
+        if is_empty:
+            raise empty(self.name)
+
+
+def empty(name: str) -> DataError:
+    """The error about a corpus without text."""
+    return DataError(f"there is no text in {name}", got="no documents", expected="at least one that is not empty")
+
+
+def open_source(spec: object, config: SourceConfig = _DEFAULT) -> Source:
+    """The corpus that `spec` names.
+
+    A spec is "python_stdlib" (the sources of this Python's standard library), a file, a folder (all files below it of
+    a known format, hidden ones left out, sorted), a pattern such as "data/*.jsonl", a list of these, a
+    datasets.Dataset, or an iterable of texts or of rows (mappings), which is read once and kept in memory. A list of
+    texts is a list of paths when they look like paths. Raises DataError for what is missing, empty or unreadable.
+    """
+    if isinstance(spec, (str, os.PathLike)):
+        return Source(str(spec), _path_shards(spec, config))
+    if is_dataset(spec):
+        return Source("dataset", dataset_shards(spec, config.column, config.encoding_errors))
+    if isinstance(spec, Mapping) or not isinstance(spec, Iterable) or isinstance(spec, (bytes, bytearray)):
+        raise _unusable(spec)
+    if isinstance(spec, (list, tuple)) and _are_paths(spec):
+        shards = [shard for item in spec for shard in _path_shards(item, config)]
+        return Source(", ".join(map(str, spec)), shards)
+    shards = list(memory_shards(spec, config.column, config.encoding_errors))
+    if not shards:
+        raise empty("the rows that were given")
+    return Source("rows", shards)
+
+
+def _unusable(spec: object) -> DataError:
+    fix = None
+    if isinstance(spec, Mapping):
+        fix = f"hand over one of its values, named {', '.join(map(str, list(spec)[:8]))}, or a list of rows"
+    return DataError(
+        "this is no corpus",
+        got=type(spec).__name__,
+        expected=f"{STANDARD_LIBRARY}, a file, a folder, a pattern, a list of these, a datasets.Dataset, or rows",
+        fix=fix,
+    )
+
+
+def _are_paths(items: Sequence[object]) -> bool:
+    """Whether a list holds paths rather than documents. A list that holds both is refused: one is a slip."""
+    flags = [_is_path_like(item) for item in items]
+    if any(flags) and not all(flags):
+        raise DataError(
+            "the list holds both paths and texts",
+            got=f"path {items[flags.index(True)]!r} beside {str(items[flags.index(False)])[:60]!r}",
+            expected="paths that exist, or documents",
+            fix="correct the path; or pass documents as rows: [{'text': ...}, ...]",
+        )
+    return bool(flags) and all(flags)
+
+
+def _is_path_like(item: object) -> bool:
+    if isinstance(item, os.PathLike) or item == STANDARD_LIBRARY:
+        return True
+    # pathlib raises about a name that is too long; os.path says that there is no such file.
+    return isinstance(item, str) and _may_be_path(item) and (is_known(Path(item)) or os.path.exists(item))
+
+
+def _may_be_path(text: str) -> bool:
+    return 0 < len(text) <= _PATH_CHARACTERS and "\n" not in text and "\0" not in text
+
+
+def _path_shards(spec: str | os.PathLike[str], config: SourceConfig) -> list[Shard]:
+    if spec == STANDARD_LIBRARY:
+        return list(standard_library_shards())
+    if not _may_be_path(os.fspath(spec)):
+        raise DataError(
+            "this text is no path", got=f"{os.fspath(spec)[:60]!r}", fix="pass a document in a list: [text]"
+        )
+    path = Path(spec).expanduser()
+    shards = [
+        shard
+        for file in _files(path)
+        for shard in file_shards(file, config.column, config.separator, config.encoding_errors)
+        if shard.size > 0
+    ]
+    if not shards:
+        raise DataError(f"{path} is empty", got="0 bytes", expected="text")
+    return list(shards)
+
+
+def _files(path: Path) -> list[Path]:
+    """The files that a path or pattern names, in the order of reading."""
+    if os.path.isdir(path):
+        return _files_below(path)
+    if os.path.isfile(path):
+        return [path]
+    if os.path.exists(path):
+        raise DataError(f"cannot read {path}", got="neither a file nor a folder", expected="a file or a folder")
+    if glob.has_magic(str(path)):
+        found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+        if found:
+            return found
+        raise DataError(
+            f"no file matches {path}", got=f"in {Path.cwd()}", fix="check the pattern, and quote it in a shell"
+        )
+    raise _missing(path)
+
+
+def _files_below(folder: Path) -> list[Path]:
+    found = [
+        path
+        for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix())
+        if is_known(path)
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and path.is_file()
+    ]
+    if not found:
+        raise DataError(
+            f"the folder {folder} holds no files that can be read",
+            got=", ".join(sorted(os.listdir(folder))[:8]) or "nothing",
+            expected=".txt .py .md .jsonl .json .csv .tsv .parquet, at any depth",
+        )
+    return found
+
+
+def _missing(path: Path) -> DataError:
+    name, folder = path.name, path.parent
+    while not os.path.isdir(folder):
+        name, folder = folder.name, folder.parent
+    present = sorted(os.listdir(folder))
+    close = difflib.get_close_matches(name, [*present, STANDARD_LIBRARY], n=1, cutoff=0.5)
+    fix = f"{folder} holds {', '.join(present[:8]) or 'nothing'}"
+    if close:
+        fix = f"did you mean {STANDARD_LIBRARY if close[0] == STANDARD_LIBRARY else folder / close[0]}?"
+    return DataError(f"{path} does not exist", got=path.absolute(), expected="a file, a folder or a pattern", fix=fix)

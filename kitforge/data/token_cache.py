@@ -1,0 +1,181 @@
+"""A corpus as tokens on the disk, built once and mapped into memory. Knows nothing of rows and batches.
+
+A cache is a folder named by the fingerprint of corpus and tokenizer, with `tokens.bin` (all documents end to end),
+`documents.npy` (where each begins) and `cache.json`, which is written last and makes the others valid. While it is
+built, `parts` holds a file for each finished shard, so a build that was killed goes on where it stopped; a lock that
+the system releases when its holder dies lets one process build while others wait for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kitforge.data.shard import digest
+from kitforge.data.source import Source, empty
+from kitforge.data.tokenise import Job, read_job, token_dtype, tokenise
+from kitforge.data.tokens import Tokenizer
+from kitforge.foundation.errors import DataError
+from kitforge.foundation.files import atomic_file, write_text
+
+FORMAT = 1
+_TOKENS, _DOCUMENTS, _MANIFEST, _PARTS = "tokens.bin", "documents.npy", "cache.json", "parts"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenCache:
+    """The tokens of a corpus. Document i is `tokens[offsets[i]:offsets[i + 1]]` and ends with the end token."""
+
+    folder: Path
+    fingerprint: str
+    tokens: NDArray[np.unsignedinteger]  # [num_tokens], mapped from the disk
+    offsets: NDArray[np.int64]  # [num_documents + 1]
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of the corpus."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the corpus, one end token a document included."""
+        return int(self.offsets[-1])
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenCache:
+        """Map a finished cache. Raises DataError when it is missing, or damaged as far as sizes can tell."""
+        manifest = _manifest(folder)
+        tokens = _mapped(folder / _TOKENS, np.dtype(manifest["dtype"]), manifest["num_tokens"])
+        try:
+            offsets = np.load(folder / _DOCUMENTS, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise _damaged(folder / _DOCUMENTS, error, "a whole file") from None
+        if offsets.shape != (manifest["num_documents"] + 1,) or offsets[-1] != len(tokens):
+            expected = f"{manifest['num_documents'] + 1} offsets up to {len(tokens)}"
+            raise _damaged(folder / _DOCUMENTS, f"shape {offsets.shape} up to {offsets[-1:]}", expected)
+        return cls(folder=folder, fingerprint=manifest["fingerprint"], tokens=tokens, offsets=np.asarray(offsets))
+
+
+def default_root() -> Path:
+    """The folder that holds all caches: $KITFORGE_CACHE or ~/.cache/kitforge."""
+    return Path(os.environ.get("KITFORGE_CACHE") or Path.home() / ".cache" / "kitforge")
+
+
+def build(
+    source: Source,
+    tokenizer: Tokenizer,
+    root: Path,
+    *,
+    num_workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> TokenCache:
+    """The cache of a corpus below `root`, built if it is not there yet; its bytes do not depend on `num_workers`.
+
+    `progress` is told bytes done and bytes in all. Raises DataError for what is wrong with the corpus or the disk.
+    """
+    fingerprint = digest("token_cache", FORMAT, source.fingerprint, tokenizer.fingerprint)
+    folder = root / fingerprint
+    if (folder / _MANIFEST).exists():
+        return TokenCache.open(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(folder):
+            # Whoever held the lock before may have built it.
+            if not (folder / _MANIFEST).exists():
+                jobs = _tokenise(source, tokenizer, folder, num_workers, progress)
+                manifest = {"format": FORMAT, "fingerprint": fingerprint, **_assemble(jobs, tokenizer, folder, source)}
+                shutil.rmtree(folder / _PARTS)
+                write_text(folder / _MANIFEST, json.dumps(manifest, indent=1))
+    except OSError as error:
+        raise DataError(
+            f"cannot write the token cache {folder}",
+            got=error.strerror or error,
+            fix="free some room, or choose another place with the environment variable KITFORGE_CACHE",
+        ) from None
+    return TokenCache.open(folder)
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _tokenise(
+    source: Source,
+    tokenizer: Tokenizer,
+    folder: Path,
+    num_workers: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> list[Job]:
+    parts = folder / _PARTS
+    parts.mkdir(exist_ok=True)
+    for draft in [*folder.glob(".*.draft"), *parts.glob(".*.draft")]:
+        draft.unlink(missing_ok=True)
+    jobs = [Job(shard=shard, path=parts / f"{number:06d}.part") for number, shard in enumerate(source.shards())]
+    total = sum(job.shard.size for job in jobs)
+    ready = sum(job.shard.size for job in jobs if job.path.exists())
+
+    def done(size: int) -> None:
+        nonlocal ready
+        ready += size
+        if progress is not None:
+            progress(ready, total)
+
+    done(0)
+    tokenise([job for job in jobs if not job.path.exists()], tokenizer, num_workers, done)
+    return jobs
+
+
+def _assemble(jobs: Sequence[Job], tokenizer: Tokenizer, folder: Path, source: Source) -> dict[str, Any]:
+    """Write the two large files out of the parts; gives what the manifest says about them."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    lengths = np.concatenate([read_job(job.path, dtype)[0] for job in jobs])
+    if len(lengths) == 0:
+        raise empty(source.name)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    with atomic_file(folder / _TOKENS) as file:
+        for job in jobs:
+            file.write(read_job(job.path, dtype)[1].data)
+    with atomic_file(folder / _DOCUMENTS) as file:
+        np.save(file, offsets, allow_pickle=False)
+    return {"dtype": dtype.name, "num_documents": len(lengths), "num_tokens": int(offsets[-1])}
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / _MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error, "the JSON that ends a finished cache") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise _damaged(path, str(manifest)[:60], f"format {FORMAT}")
+    return manifest
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[np.unsignedinteger]:
+    size = path.stat().st_size if path.exists() else None
+    if size != count * dtype.itemsize:
+        raise _damaged(path, "no file" if size is None else f"{size} bytes", f"{count * dtype.itemsize} bytes")
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+
+
+def _damaged(path: Path, got: object, expected: str) -> DataError:
+    return DataError(
+        f"the token cache file {path} is damaged",
+        got=got,
+        expected=expected,
+        fix=f"delete the folder {path.parent}; it is built anew",
+    )

@@ -1,0 +1,139 @@
+"""From options or a folder to a tokenizer, and the one that needs no files. Knows no cache of tokens and no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from kitforge.data.huggingface_tokenizer import HUGGINGFACE_FILE, HuggingFaceTokenizer
+from kitforge.data.sentencepiece_tokenizer import SENTENCEPIECE_FILE, SentencePieceTokenizer, trained
+from kitforge.data.source import Source
+from kitforge.data.tokens import Tokenizer, Tokens, decode_known, parse_object, read_tokenizer_file
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import ConfigError, DataError, nearest
+from kitforge.foundation.files import write_text
+
+__all__ = [
+    "ByteTokenizer",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "Tokenizer",
+    "TokenizerConfig",
+    "load_tokenizer",
+    "make_tokenizer",
+]
+
+_MARKER = "kitforge_tokenizer.json"
+
+
+@final
+class ByteTokenizer:
+    """The bytes of UTF-8: 256 tokens, one more that ends a document and one that fills rows. Needs no files."""
+
+    vocab_size = 258
+    bos_id: int | None = None
+    eos_id = 256
+    pad_id = 257
+    eos_ids = (256,)
+    fingerprint = "byte"
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of the text."""
+        return list(text.encode("utf-8"))
+
+    def encode_array(self, text: str) -> Tokens:
+        """The bytes of the text, [bytes] of uint16."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the bytes; an incomplete or impossible sequence becomes U+FFFD."""
+        return decode_known(ids, self.vocab_size, self._decode)
+
+    def save(self, folder: Path) -> None:
+        """Write the file that says that there is nothing to load."""
+        write_text(folder / _MARKER, json.dumps({"kind": "byte"}))
+
+    def _decode(self, ids: list[int]) -> str:
+        return bytes(token for token in ids if token < self.eos_id).decode("utf-8", "replace")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerConfig:
+    """Which tokenizer."""
+
+    # "byte", "sentencepiece", or a folder with a tokenizer.
+    name: str = "byte"
+    # Of a sentencepiece vocabulary that is trained on the corpus.
+    vocab_size: int = 4096
+    # A sentencepiece model, or a folder with a tokenizer, instead of training one.
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        check(self.vocab_size >= 1, "tokenizer.vocab_size", self.vocab_size, "a positive number")
+        check(
+            self.path is None or self.name == "sentencepiece",
+            "tokenizer.path",
+            f"{self.path} with tokenizer.name={self.name}",
+            "a path with tokenizer.name=sentencepiece only",
+            "tokenizer=FOLDER reads the tokenizer of a folder",
+        )
+
+
+def make_tokenizer(config: TokenizerConfig, source: Source | None, cache_folder: Path) -> Tokenizer:
+    """The tokenizer that the options ask for; one to be trained is trained on `source` once and then kept.
+
+    Raises ConfigError for an unknown name, a vocabulary that cannot be made, or a missing corpus to train on.
+    """
+    if config.name == "byte":
+        return ByteTokenizer()
+    if config.name == "sentencepiece":
+        if config.path is None:
+            return trained(_required(source), config.vocab_size, cache_folder)
+        path = Path(config.path)
+        return load_tokenizer(path) if path.is_dir() else SentencePieceTokenizer(path)
+    if Path(config.name).is_dir():
+        return load_tokenizer(config.name)
+    raise ConfigError(
+        f"unknown tokenizer {config.name!r}",
+        expected="byte, sentencepiece, or a folder with a tokenizer",
+        fix=nearest(config.name, ["byte", "sentencepiece"]),
+    )
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer that lies in a folder: our own marker, `tokenizer.json` or `tokenizer.model`, in this order.
+
+    Of the two foreign files `tokenizer.json` comes first because it also holds tokens that were added later.
+    """
+    folder = Path(folder)
+    if (folder / _MARKER).is_file():
+        marker = parse_object(folder / _MARKER, read_tokenizer_file(folder / _MARKER))
+        if marker.get("kind") != "byte":
+            raise DataError(f"{folder / _MARKER} names an unknown tokenizer", got=marker.get("kind"), expected="byte")
+        return ByteTokenizer()
+    if (folder / HUGGINGFACE_FILE).is_file():
+        return HuggingFaceTokenizer(folder)
+    if (folder / SENTENCEPIECE_FILE).is_file():
+        return SentencePieceTokenizer(folder / SENTENCEPIECE_FILE)
+    present = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
+    raise DataError(
+        f"there is no tokenizer in {folder}",
+        got=present or "an empty folder",
+        expected=f"{_MARKER}, {HUGGINGFACE_FILE} or {SENTENCEPIECE_FILE}",
+    )
+
+
+def _required(source: Source | None) -> Source:
+    if source is None:
+        raise ConfigError(
+            "a sentencepiece vocabulary can only be trained on a corpus",
+            got="no training data",
+            fix="tokenizer.path=MODEL, or name a corpus: data.train=FILE",
+        )
+    return source

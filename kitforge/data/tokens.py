@@ -1,0 +1,106 @@
+"""What every tokenizer is, and the little that the foreign ones share. Knows no corpus, no cache and no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kitforge.foundation.errors import DataError
+
+# What stands for numbers that are no token, as Unicode has it for bytes that are no text.
+_UNREADABLE = "\ufffd"
+
+Tokens = NDArray[np.unsignedinteger[Any]]
+
+
+class Tokenizer(Protocol):
+    """Text to numbers below `vocab_size` and back. Can be sent to another process."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token."""
+        ...
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text, where the vocabulary has one."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends a document."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """What fills a row; `eos_id` in a vocabulary without a token of its own for it."""
+        ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every token that ends a generated text."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give equal tokens."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of the text alone: nothing is put before or after it, and no text becomes a special token."""
+        ...
+
+    def encode_array(self, text: str) -> Tokens:
+        """`encode` as an array of [length]."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the tokens without the special ones; what is no text or no token becomes U+FFFD."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write files that `load_tokenizer` reads."""
+        ...
+
+
+def decode_known(ids: Sequence[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:
+    """A model's vocabulary may be padded beyond the tokenizer's; such numbers must neither vanish nor raise."""
+    plain = [int(token) for token in ids]
+    if all(0 <= token < vocab_size for token in plain):
+        return decode(plain)
+    runs = groupby(plain, key=lambda token: 0 <= token < vocab_size)
+    return "".join(decode(list(run)) if is_known else _UNREADABLE * len(list(run)) for is_known, run in runs)
+
+
+def without_end(owner: str) -> DataError:
+    """The error about a vocabulary that cannot tell documents apart."""
+    return DataError(
+        f"{owner} has no token that ends a document",
+        got="no eos token",
+        expected="eos_token in tokenizer_config.json, or eos_token_id in generation_config.json",
+    )
+
+
+def read_tokenizer_file(path: Path) -> bytes:
+    """The bytes of one of a tokenizer's files."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer {path}", got=error.strerror) from None
+
+
+def parse_object(name: str | Path, content: bytes) -> dict[str, Any]:
+    """The JSON object that a file holds; `name` is the file's, for the message."""
+    try:
+        value = json.loads(content)
+    except ValueError as error:
+        raise DataError(f"{name} is not JSON", got=error) from None
+    if not isinstance(value, dict):
+        raise DataError(f"{name} is not what it should be", got=type(value).__name__, expected="a JSON object")
+    return value

@@ -1,0 +1,1 @@
+"""Running trained networks: the attention cache, sampling and the decoding loop."""

@@ -1,0 +1,1 @@
+"""Domain kits: where the rooms below meet. Kits do not know one another."""

@@ -1,0 +1,1 @@
+"""Language models: pretraining, finetuning, evaluation and generation."""

@@ -1,0 +1,281 @@
+"""The wiring of the language-model kit: from options and objects to a run, and from a folder to a pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kitforge.core.kernels.dispatch import CompileLevel
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.decoder import Decoder, FamilyConfig
+from kitforge.data.source import Source
+from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from kitforge.foundation import device as devices
+from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
+from kitforge.foundation.errors import DataError, ModelError
+from kitforge.kits.transformers.config import TextGenerationOptions
+from kitforge.kits.transformers.data import Corpus, load_corpus, open_text, tokenizer_for
+from kitforge.kits.transformers.pipeline import TextGenerationPipeline
+from kitforge.kits.transformers.progress import tokenising
+from kitforge.kits.transformers.samples import Samples
+from kitforge.kits.transformers.task import TextGenerationTask
+from kitforge.models import folder as model_folder
+from kitforge.models.catalog import config_of
+from kitforge.trainer.callbacks.callback import Callback
+from kitforge.trainer.loop import Loop
+from kitforge.trainer.precision import autocast
+from kitforge.trainer.run import default_folder, make_loop
+
+OPTIONS = TextGenerationOptions
+TOKENIZER_FOLDER = "tokenizer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Objects that a caller hands over instead of naming them in the options."""
+
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    model: nn.Module | None = None
+    tokenizer: Tokenizer | None = None
+    callbacks: Sequence[Callback] = ()
+    model_name: str = "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """A run ready to start."""
+
+    loop: Loop
+    folder: Path
+    tokenizer: Tokenizer
+    options: TextGenerationOptions
+    config_text: str
+
+
+def read_options(values: Mapping[str, Any]) -> TextGenerationOptions:
+    """The options of the task from a plain dict; raises ConfigError."""
+    return from_dict(TextGenerationOptions, values)
+
+
+def assemble(options: TextGenerationOptions, inputs: Inputs) -> Assembly:
+    """Everything that a run needs, in the order in which mistakes are cheapest to find."""
+    device = devices.pick(options.device)
+    train = _source(inputs.train_dataset, options.data.train, options)
+    evaluation = _source(inputs.eval_dataset, options.data.eval, options)
+    tokenizer = _tokenizer(options, inputs, train or evaluation)
+    config = _network_config(options, inputs, tokenizer)
+    if config is not None:
+        _check_fit(config, options, tokenizer)
+    with tokenising(options.trainer.progress) as progress:
+        corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed, progress)
+
+    def build(where: torch.device) -> nn.Module:
+        return _prepare(_network(options, inputs, config, where), options)
+
+    recorded = to_dict(options)
+    if config is not None:
+        recorded["model"] = {"family": config.family, **to_dict(config)}
+    folder = default_folder(options, inputs.model_name)
+    tokenizer.save(folder / TOKENIZER_FOLDER)
+    prompts = _prompts(options, corpus, tokenizer)
+    samples = Samples(prompts, tokenizer, _short(options, config))
+    loop = make_loop(
+        TextGenerationTask(options, corpus, build),
+        dataclasses.replace(options, device=str(device)),
+        folder,
+        config=recorded,
+        callbacks=[*inputs.callbacks, samples],
+    )
+    return Assembly(loop=loop, folder=folder, tokenizer=tokenizer, options=options, config_text=to_yaml(recorded))
+
+
+def load(folder: Path, device: torch.device, level: CompileLevel = "O1") -> Decoder:
+    """The model of a run folder, a step folder or a Hugging Face folder."""
+    return model_folder.load(folder, device=device, level=level)
+
+
+def find_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that lies with a run, a step or a Hugging Face folder."""
+    places = [folder / TOKENIZER_FOLDER, folder.parent.parent / TOKENIZER_FOLDER, folder]
+    return load_tokenizer(next((place for place in places[:2] if place.is_dir()), folder))
+
+
+def save(model: nn.Module, folder: Path, tokenizer: Tokenizer | None) -> None:
+    """Write a Hugging Face folder that `transformers` and we can load."""
+    if not isinstance(model, Decoder):
+        raise ModelError("only the families can be exported", got=type(model).__name__, expected="a gpt2, llama or glm")
+    ids: dict[str, Any] = {}
+    if tokenizer is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(folder)
+        ends = list(tokenizer.eos_ids)
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+        ids["pad_token_id"] = tokenizer.pad_id if tokenizer.pad_id < model.geometry.vocab_size else None
+    model_folder.save(model, folder, extra=ids)
+
+
+def open_pipeline(model: nn.Module, tokenizer: Tokenizer, options: TextGenerationOptions) -> TextGenerationPipeline:
+    """What continues texts."""
+    return TextGenerationPipeline(model, tokenizer, options.inference)
+
+
+def _source(dataset: Any, named: Any, options: TextGenerationOptions) -> Source | None:
+    spec = named if dataset is None else dataset
+    return None if spec is None else open_text(spec, options.data)
+
+
+def _tokenizer(options: TextGenerationOptions, inputs: Inputs, source: Source | None) -> Tokenizer:
+    """The one handed over, else the one that lies with the weights, else the one that the options name."""
+    if inputs.tokenizer is not None:
+        return inputs.tokenizer
+    if options.checkpoint is not None:
+        try:
+            return find_tokenizer(Path(options.checkpoint))
+        except DataError:
+            if options.tokenizer == type(options.tokenizer)():
+                raise
+    return tokenizer_for(options.tokenizer, source, options.data)
+
+
+def _network_config(options: TextGenerationOptions, inputs: Inputs, tokenizer: Tokenizer) -> FamilyConfig | None:
+    """The options of the network to be built; None for a network of the caller's own making."""
+    if inputs.model is not None:
+        if not isinstance(inputs.model, CausalLM):
+            raise ModelError(
+                "this network cannot be trained on text_generation",
+                got=type(inputs.model).__name__,
+                expected="a network with geometry, hidden(), head() and head_weight (kitforge.core.nn.causal_lm)",
+                fix="or give it its own loss in a Task of your own (docs/tasks.md)",
+            )
+        return _decoder_config(inputs.model)
+    if options.checkpoint is not None:
+        found = load(Path(options.checkpoint), torch.device("cpu"))
+        return found.config
+    values = dict(options.model)
+    if values.get("vocab_size") is None:
+        values["vocab_size"] = tokenizer.vocab_size
+    return config_of(values)
+
+
+def _decoder_config(model: nn.Module) -> FamilyConfig | None:
+    return model.config if isinstance(model, Decoder) else None
+
+
+def _check_fit(config: FamilyConfig, options: TextGenerationOptions, tokenizer: Tokenizer) -> None:
+    shape = config.decoder()
+    check(
+        shape.vocab_size >= tokenizer.vocab_size,
+        "model.vocab_size",
+        shape.vocab_size,
+        f"at least the tokenizer's {tokenizer.vocab_size}",
+        "model.vocab_size=null takes the tokenizer's",
+    )
+    check(
+        options.data.sequence_length <= shape.max_length,
+        "data.sequence_length",
+        options.data.sequence_length,
+        f"at most the model's max_length={shape.max_length}",
+    )
+
+
+def _network(
+    options: TextGenerationOptions, inputs: Inputs, config: FamilyConfig | None, device: torch.device
+) -> nn.Module:
+    if inputs.model is not None:
+        return inputs.model.to(device)
+    if options.checkpoint is not None:
+        return load(Path(options.checkpoint), device, options.compile_level)
+    assert config is not None
+    return model_folder.build(config, device=device, level=options.compile_level, seed=options.seed)
+
+
+def _prepare(model: nn.Module, options: TextGenerationOptions) -> nn.Module:
+    if isinstance(model, Decoder):
+        model.recompute = options.trainer.recompute
+        if options.compile_level == "O2":
+            model.compile_blocks()
+    return model
+
+
+def _prompts(options: TextGenerationOptions, corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
+    """What the samples of the report continue: the prompts given, else how two evaluation rows begin."""
+    if options.prompt is not None:
+        return [options.prompt] if isinstance(options.prompt, str) else list(options.prompt)
+    rows = corpus.eval or corpus.train
+    if rows is None:
+        return []
+    first = rows.rows(_spread(rows.num_rows))["tokens"]
+    length = min(32, max(1, options.data.sequence_length // 4))
+    return [text for text in (tokenizer.decode(row[:length].tolist()) for row in first) if tokenizer.encode(text)]
+
+
+def _spread(num_rows: int) -> Any:
+    return torch.tensor(sorted({0, num_rows // 2})).numpy()
+
+
+def _short(options: TextGenerationOptions, config: FamilyConfig | None) -> Any:
+    """Samples of a report are short enough for the model."""
+    limit = options.data.sequence_length if config is None else config.decoder().max_length
+    longest = max(1, min(options.inference.max_new_tokens, limit // 2))
+    return dataclasses.replace(options.inference, max_new_tokens=longest)
+
+
+def evaluate(options: TextGenerationOptions, inputs: Inputs) -> dict[str, float]:
+    """Loss and perplexity of the evaluation text, for a model in memory or under `options.checkpoint`."""
+    device = devices.pick(options.device)
+    train = _source(inputs.train_dataset, options.data.train, options)
+    evaluation = _source(inputs.eval_dataset, options.data.eval, options)
+    tokenizer = _tokenizer(options, inputs, evaluation or train)
+    corpus = load_corpus(None if evaluation is not None else train, evaluation, tokenizer, options.data, options.seed)
+    model = inputs.model or load(_required(options.checkpoint), device, options.compile_level)
+    task = TextGenerationTask(options, corpus, lambda _device: model)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), autocast(device, options.precision):
+            return task.evaluate(model)
+    finally:
+        model.train(was_training)
+
+
+def _required(checkpoint: str | None) -> Path:
+    if checkpoint is None:
+        raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
+    return Path(checkpoint)
+
+
+def resolved(options: TextGenerationOptions) -> dict[str, Any]:
+    """The whole tree of options, the model's own defaults among them."""
+    values = to_dict(options)
+    network = dict(options.model)
+    if network.get("vocab_size") is None:
+        # What the tokenizer will have; a folder's is not read for this.
+        trained = options.tokenizer.name != "byte"
+        network["vocab_size"] = options.tokenizer.vocab_size if trained else ByteTokenizer.vocab_size
+    config = config_of(network)
+    return values | {"model": {"family": config.family, **to_dict(config)}}
+
+
+def describe_presets(presets: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A row for every preset: name, family, parameters, layers, width, length; built on meta, so nothing is held."""
+    rows: list[tuple[str, ...]] = []
+    for name, values in presets.items():
+        config = config_of({**values, "vocab_size": values.get("vocab_size") or ByteTokenizer.vocab_size})
+        with torch.device("meta"):
+            model = Decoder(config)
+        size = sum(parameter.numel() for parameter in model.parameters())
+        shape = model.geometry
+        row = (name, config.family, _count(size), str(shape.num_layers), str(shape.dim), f"{shape.max_length:,}")
+        rows.append(row)
+    return rows
+
+
+def _count(size: int) -> str:
+    return f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.1f} M"

@@ -1,0 +1,75 @@
+"""The options of the task `text_generation`. Built from a plain dict, without Hydra."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kitforge.data.tokenizer import TokenizerConfig
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import ConfigError
+from kitforge.inference.sampling import SamplingOptions
+from kitforge.trainer.options import RunOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions:
+    """Which text, and how it is cut into batches."""
+
+    train: Any = None  # python_stdlib, a file, a folder, a glob, or a list of them
+    eval: Any = None  # None: a share of the training documents
+    batch_size: int = 8  # rows of a step
+    sequence_length: int = 256  # tokens of a row
+    validation: float = 0.1  # share of the training documents kept for evaluation where data.eval is not given
+    column: str = "text"  # of jsonl, csv and parquet
+    separator: str | None = None  # text that parts the documents of a txt file; None: a file is one document
+    encoding_errors: Literal["strict", "replace", "ignore"] = "strict"  # what to do with bytes that are not UTF-8
+    shuffle: bool = True
+    prefetch: int = 2  # batches made ready ahead
+    num_workers: int | None = None  # processes that tokenise; None: one per core
+    cache: str | None = None  # folder of token caches; None: $KITFORGE_CACHE or ~/.cache/kitforge
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "sequence_length", "prefetch"):
+            check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
+        check(0 <= self.validation < 1, "data.validation", self.validation, "at least 0, below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelOptions:
+    """Degrees of parallelism: world = data x shard x tensor x context x pipeline."""
+
+    data: int = 1
+    shard: int = 1
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        degrees = {name: getattr(self, name) for name in ("data", "shard", "tensor", "context", "pipeline", "expert")}
+        for name, degree in degrees.items():
+            check(degree >= 1, f"parallel.{name}", degree, "a whole number of at least 1")
+        world = self.data * self.shard * self.tensor * self.context * self.pipeline
+        if world * self.expert > 1:
+            product = " x ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1)
+            raise ConfigError(
+                "this version trains in one process",
+                got=f"{product}, a world of {world}",
+                expected="every degree of parallel.* to be 1",
+                fix="leave parallel.* out",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextGenerationOptions(RunOptions):
+    """All options of the task."""
+
+    task: str = "text_generation"
+    model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DataOptions = field(default_factory=DataOptions)
+    inference: SamplingOptions = field(default_factory=SamplingOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    checkpoint: str | None = None  # weights to start from, to evaluate or to generate with
+    prompt: Any = None  # text, or a list of texts, to continue; also for the samples of a report

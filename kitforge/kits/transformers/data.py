@@ -1,0 +1,79 @@
+"""From what the options name to packed rows for training and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kitforge.data.packing import PackedRows, Part, split_documents
+from kitforge.data.source import Source, SourceConfig, open_source
+from kitforge.data.token_cache import TokenCache, build, default_root
+from kitforge.data.tokenizer import Tokenizer, TokenizerConfig, make_tokenizer
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.transformers.config import DataOptions
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Rows to train on and rows to evaluate on; either may be absent."""
+
+    train: PackedRows | None
+    eval: PackedRows | None
+    fingerprint: str
+
+
+def open_text(spec: object, options: DataOptions) -> Source:
+    """The source that `data.train` or `data.eval` names, or an object with the documents itself."""
+    config = SourceConfig(column=options.column, separator=options.separator, encoding_errors=options.encoding_errors)
+    return open_source(spec, config)
+
+
+def tokenizer_for(config: TokenizerConfig, source: Source | None, options: DataOptions) -> Tokenizer:
+    """The tokenizer that the options name, trained on the source where they ask for that."""
+    return make_tokenizer(config, source, cache_root(options))
+
+
+def cache_root(options: DataOptions) -> Path:
+    """Where token caches and trained tokenizers lie."""
+    return default_root() if options.cache is None else Path(options.cache)
+
+
+def load_corpus(
+    train: Source | None,
+    evaluation: Source | None,
+    tokenizer: Tokenizer,
+    options: DataOptions,
+    seed: int,
+    progress: Progress | None = None,
+) -> Corpus:
+    """Tokenise once, split, pack. Raises DataError for a corpus shorter than one row."""
+    if train is None and evaluation is None:
+        raise ConfigError(
+            "there is nothing to train on",
+            got="data.train=null",
+            expected="python_stdlib, a file, a folder or a glob",
+            fix="add data.train=YOUR_FILE, or pass train_dataset= to Trainer",
+        )
+
+    def tokens(source: Source) -> TokenCache:
+        return build(source, tokenizer, cache_root(options), num_workers=options.num_workers, progress=progress)
+
+    def pack(cache: TokenCache, part: Part | None) -> PackedRows:
+        documents, bounds = (None, None) if part is None else (part.documents, part.bounds)
+        return PackedRows(
+            cache, length=options.sequence_length, pad_id=tokenizer.pad_id, documents=documents, bounds=bounds
+        )
+
+    given = None if evaluation is None else tokens(evaluation)
+    given_rows = None if given is None else pack(given, None)
+    if train is None:
+        assert given is not None
+        return Corpus(train=None, eval=given_rows, fingerprint=given.fingerprint)
+    cache = tokens(train)
+    if given_rows is not None or options.validation == 0:
+        return Corpus(train=pack(cache, None), eval=given_rows, fingerprint=cache.fingerprint)
+    kept, held_out = split_documents(cache, options.validation, seed)
+    return Corpus(train=pack(cache, kept), eval=pack(cache, held_out), fingerprint=cache.fingerprint)

@@ -1,0 +1,35 @@
+"""Continuations of a few prompts, written at every evaluation for people to read in the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import final
+
+from kitforge.data.tokenizer import Tokenizer
+from kitforge.foundation.files import write_text
+from kitforge.inference.generate import generate
+from kitforge.inference.sampling import SamplingOptions
+from kitforge.trainer.callbacks.callback import Callback, Event, Run
+
+
+@final
+class Samples(Callback):
+    """Writes samples/step_N.json."""
+
+    def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, options: SamplingOptions) -> None:
+        self._prompts = list(prompts)
+        self._tokenizer = tokenizer
+        self._options = options
+
+    def on_event(self, event: Event, run: Run) -> None:
+        """Generate after an evaluation."""
+        if event.kind != "evaluate" or run.folder is None or not self._prompts:
+            return
+        prompts = [self._tokenizer.encode(prompt) for prompt in self._prompts]
+        outputs = generate(run.model, prompts, self._options, self._tokenizer.eos_ids)
+        texts = [self._tokenizer.decode(output) for output in outputs]
+        samples = [{"prompt": prompt, "text": text} for prompt, text in zip(self._prompts, texts, strict=True)]
+        step = run.state.cursor.step
+        page = json.dumps({"step": step, "samples": samples}, ensure_ascii=False, indent=1)
+        write_text(run.folder / "samples" / f"step_{step}.json", page)

@@ -1,0 +1,111 @@
+"""Which charts the metrics of some runs make: pairing of training with evaluation, order, units, events to mark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kitforge.report.curves import NUM_TONES, Chart, Line, Mark
+from kitforge.report.metrics import Event, RunRecord, Series
+from kitforge.report.numerals import memory_unit
+from kitforge.report.summary import PROGRESS, title
+
+# These come first, in this order; whatever else a run logs follows by name.
+_ORDER = (
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "time/tokens_per_second",
+    "time/samples_per_second",
+    "time/memory_bytes",
+    "time/step_seconds",
+)
+_UNITS = {
+    "time/tokens_per_second": "tokens per second",
+    "time/samples_per_second": "samples per second",
+    "time/step_seconds": "seconds",
+}
+_MAY_BE_LOG = frozenset({"loss", "grad_norm", "perplexity"})
+_MEMORY = "time/memory_bytes"
+_BAD_WORDS = ("skip", "rollback", "interrupt", "error", "fail", "damage", "finite", "overflow", "spike")
+_QUIET_WORDS = ("checkpoint", "evaluat", "sample", "report")
+_MOST_MARKS = 60
+
+
+def charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
+    """The charts of `runs`, which are called `labels`."""
+    names = {_short(name) for run in runs for name, _ in _all(run) if _short(name) not in PROGRESS}
+    ordered = [name for name in _ORDER if name in names] + sorted(names - set(_ORDER))
+    return [_chart(name, runs, labels) for name in ordered]
+
+
+def is_bad(event: Event) -> bool:
+    """Whether the event is one that a person should look at."""
+    return any(word in event.name.lower() for word in _BAD_WORDS)
+
+
+def _chart(name: str, runs: Sequence[RunRecord], labels: Sequence[str]) -> Chart:
+    divisor, unit = 1.0, _UNITS.get(name, "")
+    if name == _MEMORY:
+        sizes = [value for run in runs for key, series in _all(run) if key == name for _, value in series.finite()]
+        divisor, unit = memory_unit(max(sizes, default=0.0))
+    is_first = name == "loss"
+    return Chart(
+        title=title(name),
+        unit=unit,
+        lines=tuple(line for number in range(len(runs)) for line in _lines(name, number, runs, labels, divisor)),
+        marks=_marks(runs, labels) if is_first else (),
+        is_wide=is_first,
+        may_be_log=name in _MAY_BE_LOG,
+    )
+
+
+def _lines(name: str, run: int, runs: Sequence[RunRecord], labels: Sequence[str], divisor: float) -> list[Line]:
+    is_alone = len(runs) == 1
+    lines: list[Line] = []
+    for is_evaluation, group in ((False, runs[run].train), (True, runs[run].eval)):
+        word = "evaluation" if is_evaluation else "training"
+        lines.extend(
+            Line(
+                label=word if is_alone else labels[run] + (" (evaluation)" if is_evaluation else ""),
+                series=_divided(series, divisor),
+                run=run,
+                # A run of its own may spend a second colour on its evaluation.
+                tone=int(is_evaluation) if is_alone else run % NUM_TONES,
+                is_evaluation=is_evaluation,
+            )
+            for key, series in group.items()
+            if _short(key) == name
+        )
+    return lines
+
+
+def _marks(runs: Sequence[RunRecord], labels: Sequence[str]) -> tuple[Mark, ...]:
+    """The latest events worth a mark; all of them stand in the list of events."""
+    marks = [
+        Mark(
+            step=event.step,
+            label=f"{'' if len(runs) == 1 else label + ': '}{event.name} at step {event.step:,}",
+            is_bad=is_bad(event),
+        )
+        for run, label in zip(runs, labels, strict=True)
+        for event in _marked(run)[-_MOST_MARKS // len(runs) :]
+    ]
+    return tuple(marks)
+
+
+def _marked(run: RunRecord) -> list[Event]:
+    return [event for event in run.events if not any(word in event.name.lower() for word in _QUIET_WORDS)]
+
+
+def _divided(series: Series, divisor: float) -> Series:
+    if divisor == 1.0:
+        return series
+    return Series(steps=series.steps, values=tuple(value / divisor for value in series.values))
+
+
+def _all(run: RunRecord) -> list[tuple[str, Series]]:
+    return [*run.train.items(), *run.eval.items()]
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("eval/")

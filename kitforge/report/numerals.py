@@ -1,0 +1,74 @@
+"""Numbers in people's writing: short, with units, never more digits than a reader can use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+_MULTIPLES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def number(value: float) -> str:
+    """Four significant digits: 3.214, 12,345, 0.0003, 1.5e-5; from a million on 1.234 M."""
+    if not math.isfinite(value):
+        return "not finite"
+    if abs(value) >= 1e15:
+        return _scientific(f"{value:.3e}")
+    if abs(value) >= 1e6:
+        return count(value)
+    if abs(value) >= 1e3:
+        return f"{value:,.0f}"
+    return _scientific(f"{value:.4g}")
+
+
+def count(value: float) -> str:
+    """A count with a letter for its thousands: 950, 12.3 k, 4.1 M, 7 B."""
+    for multiple, letter in _MULTIPLES:
+        # A hair below the multiple would be rounded up to "1000".
+        if abs(value) >= multiple * 0.9995:
+            return f"{value / multiple:.3g}\N{NO-BREAK SPACE}{letter}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """A stretch of time in its two largest units: 0.42 s, 2 min 14 s, 3 h 5 min, 2 d 4 h."""
+    if not math.isfinite(seconds):
+        return number(seconds)
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    for unit, name, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= unit:
+            rest = whole % unit // below
+            return f"{whole // unit} {name}" + (f" {rest} {small}" if rest else "")
+    return f"{whole} s"
+
+
+def memory_unit(largest: float) -> tuple[float, str]:
+    """Bytes in one unit, and its name, fit for values up to `largest` bytes."""
+    units = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
+    return next(((size, name) for size, name in units if largest >= size), (1.0, "B"))
+
+
+def memory(size: float) -> str:
+    """A number of bytes: 1.21 GiB."""
+    unit, name = memory_unit(size)
+    return f"{size / unit:.3g} {name}"
+
+
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Labels of evenly spaced ticks, all with the same letter and as many decimals as their spacing needs."""
+    largest = max((abs(tick) for tick in ticks), default=0.0)
+    unit, suffix = next(((size, letter) for size, letter in _MULTIPLES if largest >= size * 10), (1.0, ""))
+    if 0 < largest < 1e-2 or largest >= 1e15:
+        exponent = math.floor(math.log10(largest) + 1e-9)
+        unit, suffix = 10.0**exponent, f"e{exponent}"
+    spacing = min((after - before for before, after in zip(ticks, ticks[1:], strict=False)), default=largest) / unit
+    decimals = max(0, -math.floor(math.log10(spacing) + 1e-9)) if spacing > 0 else 0
+    return [f"{tick / unit:.{decimals}f}{suffix}" if tick else "0" for tick in ticks]
+
+
+def _scientific(text: str) -> str:
+    """Without the padding that Python gives to exponents."""
+    mantissa, mark, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}" if mark else text

@@ -1,0 +1,44 @@
+"""The options in a config.yaml as flat names and texts, enough to say where two runs differ. This is no YAML parser.
+
+The files are written by a dumper, so lines and indentation carry the structure; a line that is no option by itself
+(an item of a list, more of a long text) belongs to the option above it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_OPTION = re.compile(r"""^("[^"]*"|'[^']*'|[^\s#:'"-][^:#]*|-[^\s:#][^:#]*):(?:\s+(.*))?$""")
+
+
+def options(text: str) -> dict[str, str]:
+    """Every option of `text` that has a value, by its dotted name."""
+    found: dict[str, list[str]] = {}
+    parents: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        content = line.strip()
+        if not content or content.startswith(("#", "---")):
+            continue
+        item = content.removeprefix("- ").lstrip()
+        match = _OPTION.match(item)
+        if match:
+            # An option in an item of a list stands as deep as its first letter.
+            indent = len(line.rstrip()) - len(item)
+            while parents and parents[-1][0] >= indent:
+                parents.pop()
+            parents.append((indent, match[1].strip().strip("\"'")))
+        value = (match[2] or "") if match else item
+        # A name that comes again (items of a list) adds to the value, so that no difference is lost.
+        found.setdefault(".".join(key for _, key in parents), []).append(value)
+    joined = {name: " ".join(value for value in values if value) for name, values in found.items()}
+    return {name: value for name, value in joined.items() if value}
+
+
+def differences(texts: Sequence[str]) -> tuple[dict[str, list[str | None]], int]:
+    """The options in which `texts` differ, with their values in every text (None: absent), and how many agree."""
+    trees = [options(text) for text in texts]
+    names = sorted({name for tree in trees for name in tree})
+    rows = {name: [tree.get(name) for tree in trees] for name in names}
+    differing = {name: values for name, values in rows.items() if len(set(values)) > 1}
+    return differing, len(rows) - len(differing)

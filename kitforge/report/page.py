@@ -1,0 +1,120 @@
+"""The run report as one page of HTML that needs nothing else: styles and script are inside, nothing is fetched."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+from kitforge.foundation.errors import DataError
+from kitforge.foundation.files import write_text
+from kitforge.report.charts import charts
+from kitforge.report.curves import NUM_DASHES, NUM_TONES, draw
+from kitforge.report.metrics import RunRecord, read_run
+from kitforge.report.panels import Panel, comparison, configuration, events, numbers, problems, samples, tiles
+from kitforge.report.scales import step_scale
+
+_FOLDER = Path(__file__).parent
+
+
+def write_report(folders: Sequence[Path], target: Path | None = None) -> Path:
+    """Write the report of the runs in `folders` to `target` and return where it lies.
+
+    Without a target one run's report is its own report.html; of several it is comparison.html in the first folder.
+    Raises DataError when a folder holds no run or the page cannot be written.
+    """
+    runs = [read_run(folder) for folder in folders]
+    if not runs:
+        raise DataError("no run to report", got="no folder", expected="at least one run folder")
+    if target is None:
+        target = folders[0] / ("report.html" if len(runs) == 1 else "comparison.html")
+    try:
+        write_text(target, render(runs))
+    except OSError as error:
+        raise DataError(f"the report cannot be written to {str(target)!r}", got=error.strerror) from error
+    return target
+
+
+def render(runs: Sequence[RunRecord], panels: Sequence[Panel | tuple[str, str]] = ()) -> str:
+    """The page about `runs`, with further `panels` after the curves; the same runs give the same page."""
+    labels = run_labels(runs)
+    heading = labels[0] if len(runs) == 1 else f"{len(runs)} runs"
+    style, script = (_FOLDER / "page.css").read_text("utf-8"), (_FOLDER / "page.js").read_text("utf-8")
+    body = "".join(_section(Panel(*panel)) for panel in (*_curves(runs, labels), *panels, *_records(runs, labels)))
+    top = tiles(runs[0]) if len(runs) == 1 else _chips(labels) + _section(comparison(runs, labels))
+    page = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_policy(script)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(heading)} \N{MIDDLE DOT} Kitforge report</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+        f"<header><p>Kitforge report</p><h1>{escape(heading)}</h1></header>\n"
+        f"<main>\n{problems(runs, labels)}{top}{body}</main>\n<script>{script}</script>\n</body>\n</html>\n"
+    )
+    # Text cut between two halves of a character holds lone surrogates, which no file can.
+    return page.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def run_labels(runs: Sequence[RunRecord]) -> list[str]:
+    """The runs' names, told apart by their parent folder or a number where they are equal."""
+    names = [run.name for run in runs]
+    labels = [
+        run.name if names.count(run.name) == 1 else f"{run.folder.resolve().parent.name}/{run.name}" for run in runs
+    ]
+    return [
+        label if labels.count(label) == 1 else f"{label} ({labels[: place + 1].count(label)})"
+        for place, label in enumerate(labels)
+    ]
+
+
+def _curves(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Panel]:
+    series = [series for run in runs for series in (*run.train.values(), *run.eval.values())]
+    if not series:
+        return [Panel("Curves", '<p class="note">This run has logged no numbers yet.</p>')]
+    axis = step_scale(step for one in series for step in (min(one.steps), max(one.steps)))
+    drawn = "".join(draw(chart, axis, f"chart-{place}") for place, chart in enumerate(charts(runs, labels)))
+    return [Panel("Curves", f'<div class="charts">{drawn}</div>{numbers(runs, labels)}')]
+
+
+def _records(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Panel]:
+    found = (
+        _each("Samples", samples, [(run, label) for run, label in zip(runs, labels, strict=True) if run.samples], runs),
+        _each("Events", events, [(run, label) for run, label in zip(runs, labels, strict=True) if run.events], runs),
+        configuration(runs, labels),
+    )
+    return [panel for panel in found if panel is not None]
+
+
+def _each(
+    title: str, show: Callable[[RunRecord], str], some: Sequence[tuple[RunRecord, str]], runs: Sequence[RunRecord]
+) -> Panel | None:
+    """One panel over those runs that have something to show, each under its name unless there is only one run."""
+    if not some:
+        return None
+    if len(runs) == 1:
+        return Panel(title, show(runs[0]))
+    parts = "".join(f"<div><h3>{escape(label)}</h3>{show(run)}</div>" for run, label in some)
+    return Panel(title, f'<div class="columns">{parts}</div>')
+
+
+def _section(panel: Panel) -> str:
+    return f"<section><h2>{escape(panel.title)}</h2>{panel.html}</section>\n"
+
+
+def _chips(labels: Sequence[str]) -> str:
+    """The runs with their colours; the script makes them switches."""
+    chips = "".join(
+        f'<li><button type="button" disabled aria-pressed="true" data-switch="{run}" '
+        f'class="tone-{run % NUM_TONES} dash-{run % NUM_DASHES}"><svg class="swatch" viewBox="0 0 22 8" '
+        f'aria-hidden="true"><path class="trend" d="M1 4h20"/></svg>{escape(label)}</button></li>'
+        for run, label in enumerate(labels)
+    )
+    return f'<ul class="chips" aria-label="Runs">{chips}</ul>'
+
+
+def _policy(script: str) -> str:
+    """Nothing may be fetched and no script may run but ours, even if some text found a way round the escaping."""
+    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+    return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"

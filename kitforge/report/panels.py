@@ -1,0 +1,193 @@
+"""The parts of the page around the curves, as HTML: numbers, comparison, samples, events, configuration.
+
+Everything that comes from a run passes `escape` on its way in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import groupby
+from typing import NamedTuple
+
+from kitforge.report.charts import is_bad
+from kitforge.report.metrics import Event, RunRecord, Sample, SampleSet
+from kitforge.report.numerals import number
+from kitforge.report.options import differences
+from kitforge.report.summary import PROGRESS, Figure, headline, last_values
+
+# Above these the page says how much more there is and where it lies.
+_MOST_SAMPLE_SETS, _MOST_SAMPLES, _MOST_CHARACTERS = 8, 8, 3000
+_MOST_EVENTS = 200
+# So many events of one name in a row are folded into one line.
+_FOLDED_EVENTS = 4
+
+
+class Panel(NamedTuple):
+    """A part of the page. The title is escaped; `html` is trusted: whoever makes it escapes what comes from data."""
+
+    title: str
+    html: str
+
+
+def tiles(run: RunRecord) -> str:
+    """The headline numbers of one run."""
+    items = "".join(
+        f"<div><dt>{escape(figure.label)}</dt><dd><b>{escape(figure.text)}</b>{_detail(figure)}</dd></div>"
+        for figure in headline(run)
+    )
+    return f'<dl class="tiles">{items}</dl>'
+
+
+def comparison(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel:
+    """The final numbers of several runs, a row a number, the best in bold."""
+    columns = [{figure.label: figure for figure in (*headline(run), *last_values(run))} for run in runs]
+    rows = []
+    for name in dict.fromkeys(name for column in columns for name in column):
+        figures = [column.get(name) for column in columns]
+        rows.append((escape(name), [_cell(figure, _is_best(figure, figures)) for figure in figures]))
+    return Panel("Final numbers", _table("", [escape(label) for label in labels], rows))
+
+
+def numbers(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
+    """Every curve as numbers: first, last, lowest and highest value."""
+    rows = []
+    for run, label in zip(runs, labels, strict=True):
+        prefix = "" if len(runs) == 1 else f"{label}: "
+        for name, series in (*sorted(run.train.items()), *sorted(run.eval.items())):
+            points = series.finite()
+            if points and name.removeprefix("eval/") not in PROGRESS:
+                kept = (points[0], points[-1], min(points, key=_value), max(points, key=_value))
+                cells = [f"{number(value)} <small>at {step:,}</small>" for step, value in kept]
+                rows.append((f"{escape(prefix)}<code>{escape(name)}</code>", cells))
+    table = _table("Metric", ["First", "Last", "Lowest", "Highest"], rows)
+    return f"<details><summary>The curves as a table</summary>{table}</details>"
+
+
+def samples(run: RunRecord) -> str:
+    """The samples of one run, the latest step first and unfolded."""
+    shown = run.samples[:_MOST_SAMPLE_SETS]
+    parts = [_sample_set(samples, is_open=place == 0) for place, samples in enumerate(shown)]
+    if len(run.samples) > len(shown):
+        left = len(run.samples) - len(shown)
+        parts.append(f'<p class="note">{left:,} earlier steps are not shown here; they lie in the folder samples.</p>')
+    return "".join(parts)
+
+
+def events(run: RunRecord) -> str:
+    """What happened during one run, in order."""
+    shown = run.events[-_MOST_EVENTS:]
+    items = []
+    for (name, _), group in groupby(shown, key=lambda event: (event.name, is_bad(event))):
+        found = list(group)
+        items.append(_folded(name, found) if len(found) >= _FOLDED_EVENTS else "".join(map(_event, found)))
+    left = len(run.events) - len(shown)
+    note = f'<p class="note">{left:,} earlier events are not shown here; they stand in metrics.jsonl.</p>'
+    return (note if left else "") + f'<ol class="events">{"".join(items)}</ol>'
+
+
+def configuration(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel | None:
+    """The configuration as it is written, or only the differences where there are several runs."""
+    texts = [run.config_text for run in runs]
+    if not any(texts):
+        return None
+    if len(runs) == 1:
+        # A parser drops the first line break after <pre>.
+        text = f"<details><summary>config.yaml</summary><pre>\n{escape(texts[0])}</pre></details>"
+        return Panel("Configuration", text)
+    differing, num_equal = differences(texts)
+    rows = [(f"<code>{escape(name)}</code>", [_option(value) for value in row]) for name, row in differing.items()]
+    note = f'<p class="note">{num_equal:,} other options are the same.</p>'
+    table = _table("Option", [escape(label) for label in labels], rows) if rows else ""
+    return Panel("Differences of configuration", table + note)
+
+
+def problems(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
+    """What could not be read, or nothing."""
+    prefixes = [""] if len(runs) == 1 else [f"{label}: " for label in labels]
+    found = [prefix + problem for run, prefix in zip(runs, prefixes, strict=True) for problem in run.problems]
+    if not found:
+        return ""
+    left = len(found) - 12
+    more = f"<li>and {left:,} more of the kind</li>" if left > 0 else ""
+    items = "".join(f"<li>{escape(problem)}</li>" for problem in found[:12])
+    return f'<aside class="problems" aria-label="Problems"><ul>{items}{more}</ul></aside>'
+
+
+def _detail(figure: Figure) -> str:
+    return f" <small>{escape(figure.detail)}</small>" if figure.detail else ""
+
+
+def _cell(figure: Figure | None, is_best: bool) -> str:
+    if figure is None:
+        return "\N{EM DASH}"
+    text = escape(figure.text)
+    return (f"<strong>{text}</strong>" if is_best else text) + _detail(figure)
+
+
+def _is_best(figure: Figure | None, figures: Iterable[Figure | None]) -> bool:
+    """Whether no other figure is better and at least one is worse."""
+    if figure is None or figure.goal is None or not math.isfinite(figure.value):
+        return False
+    values = [other.value for other in figures if other is not None and math.isfinite(other.value)]
+    best = min(values) if figure.goal == "lower" else max(values)
+    return figure.value == best and len(set(values)) > 1
+
+
+def _option(value: str | None) -> str:
+    return "\N{EM DASH}" if value is None else escape(value)
+
+
+def _table(corner: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """A table of HTML cells that scrolls within itself where the screen is narrow."""
+    head = "".join(f'<th scope="col">{column}</th>' for column in columns)
+    body = "".join(
+        f'<tr><th scope="row">{name}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>' for name, cells in rows
+    )
+    first = f'<th scope="col">{corner}</th>' if corner else "<td></td>"
+    return (
+        '<div class="scroll" tabindex="0" role="region" aria-label="Table"><table>'
+        f"<thead><tr>{first}{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _sample_set(samples: SampleSet, *, is_open: bool) -> str:
+    shown = samples.samples[:_MOST_SAMPLES]
+    left = len(samples.samples) - len(shown)
+    note = f'<p class="note">{left:,} more samples lie in samples/step_{samples.step}.json.</p>' if left else ""
+    body = "".join(_sample(sample) for sample in shown)
+    return (
+        f"<details{' open' if is_open else ''}><summary>Step {samples.step:,}</summary>"
+        f'<div class="samples">{body}</div>{note}</details>'
+    )
+
+
+def _sample(sample: Sample) -> str:
+    """The prompt, set off, and its continuation."""
+    left = len(sample.text) - _MOST_CHARACTERS
+    note = f" <em>({left:,} more characters)</em>" if left > 0 else ""
+    prompt = f'<span class="unseen">Prompt: </span><mark>{escape(sample.prompt)}</mark>' if sample.prompt else ""
+    return (
+        f'<blockquote>{prompt}<span class="unseen"> Continuation: </span>'
+        f"{escape(sample.text[:_MOST_CHARACTERS])}{note}</blockquote>"
+    )
+
+
+def _event(event: Event) -> str:
+    mood = ' class="bad"' if is_bad(event) else ""
+    name = f"<b>{escape(event.name)}</b>"
+    return f"<li{mood}><span>step {event.step:,}</span> {name} <span>{escape(event.message)}</span></li>"
+
+
+def _folded(name: str, group: Sequence[Event]) -> str:
+    mood = ' class="bad"' if is_bad(group[0]) else ""
+    items = "".join(map(_event, group))
+    return (
+        f"<li{mood}><span>steps {group[0].step:,} to {group[-1].step:,}</span> <details><summary><b>{escape(name)}</b> "
+        f'{len(group):,} times</summary><ol class="events">{items}</ol></details></li>'
+    )
+
+
+def _value(point: tuple[int, float]) -> float:
+    return point[1]

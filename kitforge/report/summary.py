@@ -1,0 +1,183 @@
+"""The few numbers that tell how a run went, and which way is better. It knows metrics by name and writes no HTML."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from kitforge.report.metrics import RunRecord, Series
+from kitforge.report.numerals import count, duration, memory, number
+
+Goal = Literal["lower", "higher"] | None
+
+# What tells how far a run has come: shown as numbers, not drawn as curves.
+PROGRESS = frozenset({"epoch", "tokens", "samples", "skipped", "time/seconds"})
+
+_TITLES = {
+    "grad_norm": "Gradient norm",
+    "time/tokens_per_second": "Throughput",
+    "time/samples_per_second": "Throughput",
+    "time/memory_bytes": "Memory",
+    "time/step_seconds": "Step time",
+}
+_THROUGHPUTS = (("time/tokens_per_second", "tokens/s"), ("time/samples_per_second", "samples/s"))
+_LOWER = frozenset({"loss", "nll", "perplexity", "ppl", "error", "rmse", "mse", "mae", "bytes", "seconds"})
+_HIGHER = frozenset(
+    {
+        "accuracy",
+        "acc",
+        "auc",
+        "gauc",
+        "f1",
+        "precision",
+        "recall",
+        "ndcg",
+        "mrr",
+        "map",
+        "hit",
+        "hits",
+        "bleu",
+        "second",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A number with its label, as text and as a value to compare by (nan when it cannot be compared)."""
+
+    label: str
+    text: str
+    detail: str = ""
+    value: float = math.nan
+    goal: Goal = None
+
+
+def title(name: str) -> str:
+    """A metric's name for people: "grad_norm" is "Gradient norm"."""
+    if name in _TITLES:
+        return _TITLES[name]
+    words = name.removeprefix("time/").replace("_", " ").replace("/", " / ").strip()
+    return words[:1].upper() + words[1:]
+
+
+def goal(name: str) -> Goal:
+    """Which way a metric is better, judged by the words of its name; None when they do not tell."""
+    words = set(re.split(r"[^a-z0-9]+", name.rpartition("/")[2].lower()))
+    if words & _LOWER:
+        return "lower"
+    return "higher" if words & _HIGHER else None
+
+
+def headline(run: RunRecord) -> list[Figure]:
+    """Loss, best evaluation, steps, data seen, time, throughput and peak memory, as far as the run tells them."""
+    figures = (_loss(run), best_evaluation(run), _steps(run), _seen(run), _time(run), _throughput(run), _memory(run))
+    return [figure for figure in figures if figure is not None]
+
+
+def last_values(run: RunRecord) -> list[Figure]:
+    """The last value of every metric that the headline leaves out."""
+    train = {name: series for name, series in run.train.items() if not name.startswith("time/")}
+    left_out = PROGRESS | {"loss", "learning_rate"}
+    return [
+        Figure(
+            label=_last_label(name, word),
+            text=number(series.values[-1]),
+            value=series.values[-1],
+            goal=None if name == "grad_norm" else goal(name),
+        )
+        for word, group in (("evaluation ", run.eval), ("", train))
+        for name, series in sorted(group.items())
+        if name not in left_out and not name.startswith("time/")
+    ]
+
+
+def best_evaluation(run: RunRecord) -> Figure | None:
+    """The best value of the evaluation loss, or of the first evaluation metric whose better way is known."""
+    known = sorted(
+        (name for name in run.eval if goal(name) and run.eval[name].finite()),
+        key=lambda name: (name != "eval/loss", name),
+    )
+    if not known:
+        return None
+    name = known[0]
+    way = goal(name)
+    pick = min if way == "lower" else max
+    step, value = pick(run.eval[name].finite(), key=lambda point: point[1])
+    label = f"Best evaluation {title(name.removeprefix('eval/')).lower()}"
+    return Figure(label=label, text=number(value), detail=f"at step {step:,}", value=value, goal=way)
+
+
+def num_steps(run: RunRecord) -> int:
+    """The highest step that the run's lines name."""
+    series = (*run.train.values(), *run.eval.values())
+    return max((*(max(one.steps) for one in series), *(event.step for event in run.events)), default=0)
+
+
+def num_skipped(run: RunRecord) -> int:
+    """Steps that were skipped: `skipped` counts them from the start of the run."""
+    return int(max((value for _, value in _finite(run, "skipped")), default=0))
+
+
+def seconds(run: RunRecord) -> float:
+    """Time spent training, summed over the pieces of a run whose clock started anew when it was resumed."""
+    times = [value for _, value in _finite(run, "time/seconds")]
+    ends = [before for before, after in pairwise(times) if after < before]
+    return sum(ends) + (times[-1] if times else 0.0)
+
+
+def _finite(run: RunRecord, name: str) -> list[tuple[int, float]]:
+    return run.train.get(name, Series(steps=(), values=())).finite()
+
+
+def _last_label(name: str, word: str) -> str:
+    short = title(name.removeprefix("eval/"))
+    return f"Last {word}{short[:1].lower()}{short[1:]}"
+
+
+def _loss(run: RunRecord) -> Figure | None:
+    series = run.train.get("loss")
+    if series is None:
+        return None
+    first, last = series.values[0], series.values[-1]
+    detail = f"from {number(first)}"
+    return Figure(label="Loss", text=number(last), detail=detail, value=last, goal="lower")
+
+
+def _steps(run: RunRecord) -> Figure:
+    skipped = num_skipped(run)
+    return Figure(label="Steps", text=f"{num_steps(run):,}", detail=f"{skipped:,} skipped" if skipped else "")
+
+
+def _seen(run: RunRecord) -> Figure | None:
+    name = "tokens" if "tokens" in run.train else "samples"
+    points, epochs = _finite(run, name), _finite(run, "epoch")
+    if not points:
+        return None
+    detail = f"{number(epochs[-1][1])} epochs" if epochs else ""
+    return Figure(label=title(name), text=count(max(value for _, value in points)), detail=detail)
+
+
+def _time(run: RunRecord) -> Figure | None:
+    spent = seconds(run)
+    return Figure(label="Time", text=duration(spent), value=spent, goal="lower") if spent > 0 else None
+
+
+def _throughput(run: RunRecord) -> Figure | None:
+    for name, unit in _THROUGHPUTS:
+        values = [value for _, value in _finite(run, name)]
+        if values:
+            median = statistics.median(values)
+            return Figure(label="Throughput", text=count(median), detail=f"{unit}, median", value=median, goal="higher")
+    return None
+
+
+def _memory(run: RunRecord) -> Figure | None:
+    values = [value for _, value in _finite(run, "time/memory_bytes")]
+    if not values:
+        return None
+    return Figure(label="Peak memory", text=memory(max(values)), value=max(values), goal="lower")

@@ -1,0 +1,1 @@
+"""The training loop: it knows tasks, never what they are about."""

@@ -1,0 +1,1 @@
+"""What watches a run and acts at its events, one file each."""

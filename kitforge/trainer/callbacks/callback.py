@@ -1,0 +1,66 @@
+"""What a callback is: one method that hears of every event, and a state if it has one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torch import nn
+
+from kitforge.trainer.options import TrainerOptions
+from kitforge.trainer.state import TrainingState
+
+EventKind = Literal["start", "step", "log", "evaluate", "checkpoint", "note", "end"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened.
+
+    start: before the first step. step: after every step. log, evaluate: `record` is a line of metrics.jsonl.
+    checkpoint: one is due now. note: `record` has `event` and `message` (skip, resume, rollback, interrupt, ...).
+    end: after the last step, also after an interruption.
+    """
+
+    kind: EventKind
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+class Run(Protocol):
+    """What a callback may see of the loop, and ask of it."""
+
+    model: nn.Module
+    state: TrainingState
+    options: TrainerOptions
+    folder: Path | None
+    max_steps: int
+    stop_reason: str | None
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step."""
+        ...
+
+    def note(self, event: str, message: str) -> None:
+        """Tell all callbacks that something happened."""
+        ...
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The whole of state.json."""
+        ...
+
+
+class Callback(ABC):
+    """Hears every event, in the order in which the callbacks were given."""
+
+    @abstractmethod
+    def on_event(self, event: Event, run: Run) -> None:
+        """Act on the event, or let it pass."""
+
+    def state(self) -> dict[str, Any]:
+        """What a resume needs, ready for JSON."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what `state` gave."""

@@ -1,0 +1,48 @@
+"""Saves checkpoints: at the interval, at every new best, at the end; keeps the last few and the best."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import final
+
+from kitforge.core.checkpoint.save import CheckpointWriter
+from kitforge.trainer.callbacks.callback import Callback, Event, Run
+
+
+@final
+class Checkpointing(Callback):
+    """Writes to `root`/step_N in the background. Give it after every callback whose state should be inside."""
+
+    def __init__(self, root: Path, *, keep_last: int) -> None:
+        self._writer = CheckpointWriter(root, keep_last=keep_last)
+        self._saved = 0
+        self._best: int | None = None
+
+    def on_event(self, event: Event, run: Run) -> None:
+        """Save when due. A failure to write in the background is raised at the next save or at the end."""
+        if event.kind == "start":
+            self._best = run.state.best_step
+        is_new_best = event.kind == "evaluate" and run.state.best_step == run.state.cursor.step
+        if event.kind in ("checkpoint", "end") or is_new_best:
+            self._save(run)
+        if event.kind == "end":
+            self._writer.close()
+
+    def _save(self, run: Run) -> None:
+        """Save the step unless it is saved already; a new best takes the protection of the one before."""
+        step, best = run.state.cursor.step, run.state.best_step
+        if step == self._saved:
+            return
+        self._saved = step
+        self._writer.save(
+            step,
+            model=run.state.model_tensors(),
+            optimizer=run.state.optimizer.tensors(),
+            state=run.checkpoint_state(),
+            keep=step == best,
+        )
+        if best == step:
+            if self._best not in (None, step):
+                assert self._best is not None
+                self._writer.release(self._best)
+            self._best = step

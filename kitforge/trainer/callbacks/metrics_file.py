@@ -1,0 +1,49 @@
+"""Writes metrics.jsonl: one JSON object a line, flushed at once, cut back to the checkpoint when a run resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, final
+
+from kitforge.foundation.files import write_text
+from kitforge.trainer.callbacks.callback import Callback, Event, Run
+
+
+@final
+class MetricsFile(Callback):
+    """Appends every log line, evaluation and note to `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_event(self, event: Event, run: Run) -> None:
+        """Write the event's record, if it has one."""
+        if event.kind == "start":
+            _truncate(self.path, run.state.cursor.step)
+        if event.record:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            line = json.dumps({name: _finite(value) for name, value in event.record.items()})
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+
+def _truncate(path: Path, step: int) -> None:
+    """Drop what was written after `step`, and a line that a kill cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if record.get("step", 0) <= step:
+            kept.append(line + "\n")
+    write_text(path, "".join(kept))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for infinity; None stands for it, never a zero."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,22 @@
+"""Feeds the monitored metric to the plateau schedule, which lowers the learning rate when it stalls."""
+
+from __future__ import annotations
+
+from typing import final
+
+from kitforge.trainer.callbacks.callback import Callback, Event, Run
+
+
+@final
+class PlateauWatch(Callback):
+    """For `schedule.name=plateau`. The factor itself lives in the training state, so that a resume finds it."""
+
+    def on_event(self, event: Event, run: Run) -> None:
+        """Observe an evaluation."""
+        if event.kind != "evaluate" or run.options.monitor not in event.record:
+            return
+        value = event.record[run.options.monitor]
+        before = run.state.plateau.factor
+        after = run.state.plateau.observe(value if run.options.monitor_mode == "min" else -value)
+        if after != before:
+            run.note("plateau", f"{run.options.monitor} stalls at {value:.5g}: learning rate times {after:g}")

@@ -1,0 +1,62 @@
+"""Shows a run while it goes on: one live line on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import final
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from kitforge.foundation.log import console
+from kitforge.trainer.callbacks.callback import Callback, Event, Run
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@final
+class ProgressDisplay(Callback):
+    """A bar with loss, rate of learning and throughput; notes and evaluations are printed above it."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._last_line = 0.0
+
+    def on_event(self, event: Event, run: Run) -> None:
+        """Draw what the event says."""
+        if event.kind == "start" and console.is_terminal:
+            self._start(run)
+        elif event.kind == "log":
+            self._show(event, run)
+        elif event.kind == "evaluate":
+            metrics = {name: value for name, value in event.record.items() if name.startswith("eval/")}
+            words = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            console.print(f"step {event.record['step']}  {words}", markup=False, highlight=False)
+        elif event.kind == "note":
+            message = f"{event.record['event']}: {event.record['message']}"
+            console.print(message, markup=False, highlight=False, style="yellow")
+        elif event.kind == "end" and self._bar is not None:
+            self._bar.stop()
+
+    def _start(self, run: Run) -> None:
+        columns = (
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=console)
+        self._task = self._bar.add_task("", total=run.max_steps, completed=run.state.cursor.step)
+        self._bar.start()
+
+    def _show(self, event: Event, run: Run) -> None:
+        record = event.record
+        rate = record.get("time/tokens_per_second") or record.get("time/samples_per_second") or 0.0
+        unit = "tokens/s" if "time/tokens_per_second" in record else "samples/s"
+        words = f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  {rate:,.0f} {unit}"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=record["step"], description=words)
+        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or record["step"] == run.max_steps:
+            self._last_line = time.monotonic()
+            console.print(f"step {record['step']}/{run.max_steps}  {words}", markup=False, highlight=False)

@@ -1,0 +1,340 @@
+"""The training loop. A step is: accumulate, agree whether it is finite, clip, update, tell the callbacks."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, final
+
+import torch
+
+from kitforge.core.checkpoint.layout import step_folder
+from kitforge.core.checkpoint.load import Checkpoint, newest, open_checkpoint
+from kitforge.core.optim.build import build_optimizer
+from kitforge.core.optim.norm import clip_, global_norm
+from kitforge.core.optim.schedules import Plateau, scale
+from kitforge.foundation import device as devices
+from kitforge.foundation.errors import ConfigError, TrainingError
+from kitforge.foundation.types import MicroBatch, Sums, World
+from kitforge.trainer.callbacks.callback import Callback, Event
+from kitforge.trainer.options import RunOptions
+from kitforge.trainer.precision import LossScaler, autocast
+from kitforge.trainer.resume import check_changes
+from kitforge.trainer.state import TrainingState
+from kitforge.trainer.task import Task
+
+
+@final
+class Loop:
+    """Trains a task. `config` is the whole nested configuration, kept in every checkpoint."""
+
+    def __init__(
+        self,
+        task: Task,
+        options: RunOptions,
+        world: World,
+        *,
+        folder: Path | None = None,
+        callbacks: Sequence[Callback] = (),
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        devices.keep_freed_memory()
+        devices.set_deterministic(options.deterministic)
+        torch.manual_seed(options.seed)
+        self.task = task
+        self.options = options.trainer
+        self.folder = folder
+        self.callbacks = list(callbacks)
+        self.stop_reason: str | None = None
+        self.max_steps = _max_steps(task, options)
+        self._run_options = options
+        self._world = world
+        self._config = dict(config or {})
+        self._interrupted = False
+        self.model = task.build(world)
+        groups = task.parameter_groups(self.model, options.optimizer.weight_decay)
+        self.state = TrainingState(
+            model=self.model,
+            optimizer=build_optimizer(groups, options.optimizer),
+            scaler=LossScaler(options.precision),
+            plateau=Plateau(options.schedule),
+            device=world.device,
+        )
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether a signal ended the run."""
+        return self._interrupted
+
+    def train(self, resume: Checkpoint | None = None) -> dict[str, float]:
+        """Train to the end and return the last metrics. Ctrl-C ends the run after the step, saved and reported."""
+        if resume is not None:
+            self._resume(resume)
+        metrics: dict[str, float] = {}
+        self._emit("start")
+        if resume is not None:
+            self.note("resume", f"goes on after step {self.state.cursor.step} of {resume.folder}")
+        try:
+            with _signals(self._interrupt):
+                if self.options.evaluate_first and self.state.cursor.step == 0:
+                    metrics |= self._evaluate()
+                metrics |= self._run()
+        finally:
+            self._emit("end")
+        self._restore_best()
+        return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """The task's metrics of the evaluation set."""
+        self.model.eval()
+        try:
+            with torch.no_grad(), autocast(self._world.device, self._run_options.precision):
+                return self.task.evaluate(self.model)
+        finally:
+            self.model.train()
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step."""
+        self.stop_reason = reason
+
+    def note(self, event: str, message: str) -> None:
+        """Tell all callbacks that something happened."""
+        record = {"kind": "event", "step": self.state.cursor.step, "event": event, "message": message}
+        self._emit("note", record)
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The whole of state.json."""
+        return {
+            "training": self.state.plain(),
+            "task": self.task.state(),
+            "callbacks": {type(callback).__name__: callback.state() for callback in self.callbacks},
+            "config": self._config,
+        }
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        changes = check_changes(checkpoint.state["config"], self._config, allowed=self.options.allow_changes)
+        self.state.load(checkpoint)
+        self.task.load_state(checkpoint.state["task"])
+        for callback in self.callbacks:
+            callback.load_state(checkpoint.state["callbacks"].get(type(callback).__name__, callback.state()))
+        for change in changes:
+            self.note("changed", change)
+
+    def _run(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        evaluated = -1
+        self.model.train()
+        steps = self.task.steps(self.model, self.state.cursor) if self.state.cursor.step < self.max_steps else iter(())
+        started = time.perf_counter()
+        for step in steps:
+            record = self._step(step)
+            elapsed = time.perf_counter() - started
+            self.state.seconds += elapsed
+            self._collect(record, elapsed)
+            self._emit("step")
+            number = self.state.cursor.step
+            last = number >= self.max_steps or self.stop_reason is not None
+            if number % self.options.log_every == 0 or last:
+                metrics |= self._log(record)
+            if _is_due(self.options.evaluate_every, number):
+                metrics |= self._evaluate()
+                evaluated = number
+            if _is_due(self.options.checkpoint_every, number) and not last:
+                self._emit("checkpoint")
+            if last or self.stop_reason is not None:
+                break
+            started = time.perf_counter()
+        if self.state.cursor.step == 0:
+            raise TrainingError("the task gave no step", expected="at least one", fix="check its data and cursor")
+        if self._interrupted:
+            self.note("interrupt", f"stopped after step {self.state.cursor.step}; resume=auto goes on from here")
+        elif evaluated != self.state.cursor.step:
+            metrics |= self._evaluate()
+        if self.stop_reason is not None and not self._interrupted:
+            self.note("stop", self.stop_reason)
+        return metrics
+
+    def _step(self, step: Sequence[MicroBatch]) -> dict[str, Any]:
+        """One step of the weights, or a skip. Returns sums, counts, and what was done."""
+        state = self.state
+        counts = self.task.count(step)
+        sums = self._accumulate(step, counts)
+        gradients = [parameter.grad for parameter in state.optimizer.parameters() if parameter.grad is not None]
+        if state.scaler.scale != 1.0:
+            torch._foreach_mul_(gradients, 1.0 / state.scaler.scale)
+        norm = global_norm(gradients)
+        finite = math.isfinite(norm)
+        rate = scale(self._run_options.schedule, state.updates, self.max_steps) * state.plateau.factor
+        if finite:
+            if self.options.gradient_clip > 0:
+                clip_(gradients, norm, self.options.gradient_clip)
+            state.optimizer.step(rate)
+            state.updates += 1
+            state.consecutive_skips = 0
+        else:
+            state.skipped += 1
+            state.consecutive_skips += 1
+        state.optimizer.zero_grad()
+        state.scaler.update(finite)
+        samples, tokens = int(counts.get("samples", 0)), int(counts.get("tokens", 0))
+        state.cursor = state.cursor.advance(samples=samples, tokens=tokens)
+        if not finite:
+            self._skipped(float(norm))
+        return {
+            "sums": sums,
+            "counts": counts,
+            "grad_norm": float(norm),
+            "learning_rate": rate * self._run_options.optimizer.learning_rate,
+        }
+
+    def _accumulate(self, step: Sequence[MicroBatch], counts: Sums) -> Sums:
+        """Gradients of loss / count, summed over the micro-batches; returns the sums by name."""
+        totals: Sums = {}
+        weight = self.state.scaler.scale / max(float(counts["loss"]), 1.0)
+        for micro_batch in step:
+            with autocast(self._world.device, self._run_options.precision):
+                sums = self.task.loss(self.model, micro_batch)
+            (sums["loss"] * weight).backward()
+            for name, value in sums.items():
+                totals[name] = totals[name] + value.detach() if name in totals else value.detach()
+        return totals
+
+    def _skipped(self, norm: float) -> None:
+        state = self.state
+        self.note("skip", f"gradient norm {norm} at step {state.cursor.step}: weights left as they were")
+        if state.consecutive_skips < self.options.max_consecutive_skips:
+            return
+        problem = f"{state.consecutive_skips} steps in a row had gradients that are not finite"
+        if not self.options.rollback:
+            raise TrainingError(
+                problem, fix="lower optimizer.learning_rate, use precision=bf16, or set trainer.rollback=true"
+            )
+        root = None if self.folder is None else self.folder / "checkpoints"
+        found = None if root is None else newest(root, on_damaged=lambda error: self.note("damaged", str(error)))
+        if found is None:
+            raise TrainingError(problem, got="no checkpoint to go back to", fix="set trainer.checkpoint_every")
+        state.load_weights(found)
+        state.consecutive_skips = 0
+        self.note("rollback", f"weights of step {found.step}; the data go on")
+
+    def _collect(self, record: dict[str, Any], elapsed: float) -> None:
+        """Add the step to the sums since the last log line."""
+        window = self.state.window
+        for name, value in record["sums"].items():
+            count = record["counts"].get(name, record["counts"]["loss"])
+            window[name] = window.get(name, 0.0) + float(value)
+            window[f"{name}/count"] = window.get(f"{name}/count", 0.0) + float(count)
+        for name in ("samples", "tokens"):
+            if name in record["counts"]:
+                window[f"time/{name}"] = window.get(f"time/{name}", 0.0) + float(record["counts"][name])
+        window["time/seconds"] = window.get("time/seconds", 0.0) + elapsed
+        window["steps"] = window.get("steps", 0.0) + 1
+
+    def _log(self, record: dict[str, Any]) -> dict[str, float]:
+        """Emit a line of means over the window, then empty it."""
+        state, window = self.state, self.state.window
+        names = [name for name in record["sums"] if f"{name}/count" in window]
+        means = {name: _ratio(window[name], window[f"{name}/count"]) for name in names}
+        seconds = max(window["time/seconds"], 1e-9)
+        line = {
+            "kind": "train",
+            "step": state.cursor.step,
+            **({} if (per_epoch := self.task.num_steps(1.0)) is None else {"epoch": state.cursor.step / per_epoch}),
+            **({"tokens": state.cursor.tokens} if state.cursor.tokens else {"samples": state.cursor.samples}),
+            **means,
+            "learning_rate": record["learning_rate"],
+            "grad_norm": record["grad_norm"],
+            "skipped": state.skipped,
+            "time/seconds": state.seconds,
+            "time/step_seconds": seconds / window["steps"],
+            "time/memory_bytes": devices.peak_memory(self._world.device),
+        }
+        for name in ("tokens", "samples"):
+            if f"time/{name}" in window:
+                line[f"time/{name}_per_second"] = window[f"time/{name}"] / seconds
+        state.window = {}
+        self._emit("log", line)
+        return {name: float(value) for name, value in means.items()}
+
+    def _evaluate(self) -> dict[str, float]:
+        started = time.perf_counter()
+        metrics = self.evaluate()
+        if not metrics:
+            return {}
+        state, monitor = self.state, self.options.monitor
+        if monitor not in metrics:
+            raise ConfigError(
+                "the monitored metric does not exist", got=monitor, expected=f"one of {', '.join(sorted(metrics))}"
+            )
+        sign = 1 if self.options.monitor_mode == "min" else -1
+        if math.isfinite(metrics[monitor]) and (state.best is None or sign * metrics[monitor] < sign * state.best):
+            state.best, state.best_step = metrics[monitor], state.cursor.step
+        line = {"kind": "eval", "step": state.cursor.step, **metrics}
+        line["time/evaluation_seconds"] = time.perf_counter() - started
+        self._emit("evaluate", line)
+        return metrics
+
+    def _restore_best(self) -> None:
+        """After early stopping the weights of the best evaluation are the result."""
+        stopped_early = self.stop_reason is not None and not self._interrupted
+        if not stopped_early or self.options.early_stopping is None or self.folder is None:
+            return
+        if self.state.best_step not in (None, self.state.cursor.step):
+            assert self.state.best_step is not None
+            folder = step_folder(self.folder / "checkpoints", self.state.best_step)
+            self.state.load_weights(open_checkpoint(folder))
+
+    def _emit(self, kind: Any, record: dict[str, Any] | None = None) -> None:
+        event = Event(kind=kind, record=record or {})
+        for callback in self.callbacks:
+            callback.on_event(event, self)
+
+    def _interrupt(self) -> None:
+        self._interrupted = True
+        self.stop("interrupted")
+
+
+def _max_steps(task: Task, options: RunOptions) -> int:
+    given, epochs = options.trainer.max_steps, options.trainer.epochs
+    if given is not None and epochs is None:
+        return given
+    steps = task.num_steps(1.0 if epochs is None else epochs)
+    if steps is None and given is None:
+        raise ConfigError("how long to train is not known", got="trainer.max_steps=null", expected="a number of steps")
+    return min(value for value in (steps, given) if value is not None)
+
+
+def _is_due(interval: int | None, step: int) -> bool:
+    return interval is not None and step % interval == 0
+
+
+def _ratio(total: float, count: float) -> float:
+    return total / count if count else math.nan
+
+
+@contextmanager
+def _signals(interrupt: Any) -> Iterator[None]:
+    """SIGINT and SIGTERM end the run after the step; a second one ends it at once."""
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        for number, former in before.items():
+            signal.signal(number, former)
+        interrupt()
+
+    before: dict[signal.Signals, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, handle)
+    except ValueError:
+        # Only the main thread may set handlers; a run inside another thread is stopped by its owner.
+        before.clear()
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)

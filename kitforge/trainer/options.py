@@ -1,0 +1,68 @@
+"""The options of a run that every kit shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kitforge.core.kernels.dispatch import CompileLevel
+from kitforge.core.optim.build import OptimizerConfig
+from kitforge.core.optim.schedules import ScheduleConfig
+from kitforge.foundation.config import check
+from kitforge.foundation.dtype import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """How long to train, how often to look, and when to stop."""
+
+    max_steps: int | None = None  # optimizer steps, skipped ones included; None: from epochs
+    epochs: float | None = None  # passes over the data; None: from max_steps
+    micro_batch_size: int | None = None  # samples of one forward pass; None: the whole batch
+    gradient_clip: float = 1.0  # largest global norm of the gradients; 0: no clipping
+    recompute: bool = False  # keep no activations within a block, compute them again in the backward pass
+    log_every: int = 1
+    evaluate_every: int | None = None  # steps; None: at the end only
+    evaluate_first: bool = False  # also before the first step
+    evaluate_batches: int | None = None  # None: the whole evaluation set
+    checkpoint_every: int | None = None  # steps; None: at the end only
+    keep_checkpoints: int = 3  # the last ones; the best is kept besides
+    monitor: str = "eval/loss"  # which metric says what is best
+    monitor_mode: Literal["min", "max"] = "min"
+    early_stopping: int | None = None  # evaluations without a new best before the run stops; None: never
+    max_consecutive_skips: int = 25  # non-finite steps in a row before the run gives up or rolls back
+    rollback: bool = False  # go back to the last checkpoint's weights instead of giving up
+    allow_changes: bool = False  # resume although changed options make an exact continuation impossible
+    progress: bool = True
+    profile: bool = False  # trace steps 3 to 5 and write profile/
+    wandb: str | None = None  # project to log to; works offline with WANDB_MODE=offline
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "micro_batch_size", "log_every", "evaluate_every", "checkpoint_every"):
+            value = getattr(self, name)
+            check(value is None or value > 0, f"trainer.{name}", value, "a whole number of at least 1")
+        for name in ("evaluate_batches", "keep_checkpoints", "early_stopping", "max_consecutive_skips"):
+            value = getattr(self, name)
+            check(value is None or value > 0, f"trainer.{name}", value, "a whole number of at least 1")
+        check(self.epochs is None or self.epochs > 0, "trainer.epochs", self.epochs, "a number above 0")
+        check(self.gradient_clip >= 0, "trainer.gradient_clip", self.gradient_clip, "a number of at least 0")
+        if self.early_stopping is not None:
+            regular = self.evaluate_every is not None
+            check(regular, "trainer.early_stopping", self.early_stopping, "trainer.evaluate_every beside it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """The options at the top level of every task; a kit's own options extend them."""
+
+    task: str = "custom"
+    seed: int = 0
+    output_dir: str | None = None  # None: runs/<time>-<task>-<model>
+    resume: str | None = None  # auto, a run folder or a step folder
+    device: str = "auto"
+    precision: Precision = "fp32"
+    compile_level: CompileLevel = "O1"
+    deterministic: bool = False
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

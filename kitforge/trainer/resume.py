@@ -1,0 +1,89 @@
+"""Where a run goes on from, and whether the options it goes on with are still those it began with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kitforge.core.checkpoint.layout import steps
+from kitforge.core.checkpoint.load import Checkpoint, newest, open_checkpoint
+from kitforge.foundation.errors import CheckpointError, ConfigError
+
+# Options that change how a run is watched or how far it goes, never what a step computes.
+HARMLESS = (
+    "output_dir",
+    "resume",
+    "recipe",
+    "checkpoint",
+    "inference.",
+    "trainer.log_every",
+    "trainer.evaluate_every",
+    "trainer.evaluate_first",
+    "trainer.evaluate_batches",
+    "trainer.checkpoint_every",
+    "trainer.keep_checkpoints",
+    "trainer.early_stopping",
+    "trainer.max_consecutive_skips",
+    "trainer.rollback",
+    "trainer.allow_changes",
+    "trainer.progress",
+    "trainer.profile",
+    "trainer.wandb",
+    "data.prefetch",
+    "data.num_workers",
+)
+
+
+def find(resume: str | Path | None, folder: Path | None, note: Callable[[str, str], None]) -> Checkpoint | None:
+    """The checkpoint that `resume` means: None for a fresh run, "auto" for the newest good one of `folder`, else a
+    run folder or a step folder. A damaged checkpoint is named through `note` and the one before it is used."""
+    root = None if folder is None else folder / "checkpoints"
+    if resume is None:
+        if root is not None and steps(root):
+            raise ConfigError(
+                "the output folder belongs to another run",
+                got=f"{folder} with checkpoints up to step {steps(root)[-1]}",
+                expected="an empty or new folder",
+                fix="add resume=auto to go on with that run, or choose another output_dir",
+            )
+        return None
+    if resume != "auto":
+        return _named(Path(resume), note)
+    return None if root is None else newest(root, on_damaged=lambda error: note("damaged", str(error)))
+
+
+def _named(path: Path, note: Callable[[str, str], None]) -> Checkpoint:
+    if (path / "manifest.json").exists():
+        return open_checkpoint(path)
+    found = newest(path / "checkpoints", on_damaged=lambda error: note("damaged", str(error)))
+    if found is None:
+        raise CheckpointError("no checkpoint to resume from", got=path, expected="a run folder or a step folder")
+    return found
+
+
+def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bool) -> list[str]:
+    """What changed between two nested configurations, as lines to show. Raises ConfigError when a change makes an
+    exact continuation impossible, unless it is allowed."""
+    old, new = _flat(before), _flat(now)
+    changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    lines = [f"{name}: {old.get(name)!r} -> {new.get(name)!r}" for name in changed]
+    breaking = [line for name, line in zip(changed, lines, strict=True) if not name.startswith(HARMLESS)]
+    if breaking and not allowed:
+        raise ConfigError(
+            "the options differ from those the run was started with, so it cannot go on exactly",
+            got="; ".join(breaking),
+            expected="the same options",
+            fix="put them back, or add trainer.allow_changes=true to go on all the same",
+        )
+    return lines
+
+
+def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            result |= _flat(value, f"{path}{name}.")
+        else:
+            result[path + name] = value
+    return result

@@ -1,0 +1,98 @@
+"""A run: a folder, the loop, and the callbacks that every run has."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from kitforge.foundation import device as devices
+from kitforge.foundation.files import write_text
+from kitforge.foundation.log import console
+from kitforge.foundation.types import World
+from kitforge.trainer.callbacks.callback import Callback
+from kitforge.trainer.callbacks.checkpointing import Checkpointing
+from kitforge.trainer.callbacks.early_stopping import EarlyStopping
+from kitforge.trainer.callbacks.metrics_file import MetricsFile
+from kitforge.trainer.callbacks.plateau import PlateauWatch
+from kitforge.trainer.callbacks.profiler import Profiler
+from kitforge.trainer.callbacks.progress import ProgressDisplay
+from kitforge.trainer.callbacks.report_page import ReportPage
+from kitforge.trainer.callbacks.tracking import Tracking
+from kitforge.trainer.loop import Loop
+from kitforge.trainer.options import RunOptions
+from kitforge.trainer.resume import find
+from kitforge.trainer.task import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a finished run leaves behind; accepted wherever a model is."""
+
+    folder: Path
+    model: nn.Module
+    tokenizer: Any
+    metrics: dict[str, float]
+    was_interrupted: bool = False
+
+
+def default_folder(options: RunOptions, model_name: str) -> Path:
+    """The folder that the options name, or a new one below runs/."""
+    if options.output_dir is not None:
+        return Path(options.output_dir)
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{options.task}-{model_name}"
+
+
+def make_loop(
+    task: Task, options: RunOptions, folder: Path, *, config: Mapping[str, Any], callbacks: Sequence[Callback]
+) -> Loop:
+    """The loop of a run with its standing callbacks; those handed in are told first."""
+    standing = _standing_callbacks(options, folder, dict(config))
+    world = World(device=devices.pick(options.device))
+    return Loop(task, options, world, folder=folder, callbacks=[*callbacks, *standing], config=config)
+
+
+def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> dict[str, float]:
+    """Train in `folder`, from where `options.resume` says."""
+    found = find(options.resume, folder, lambda event, message: console.print(f"{event}: {message}", markup=False))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "config.yaml", config_text)
+    _point_latest(folder)
+    return loop.train(found)
+
+
+def _standing_callbacks(options: RunOptions, folder: Path, config: dict[str, Any]) -> list[Callback]:
+    """In the order in which they must hear of an event: what decides, what writes, what saves, what draws."""
+    trainer = options.trainer
+    chosen: list[Callback] = []
+    if options.schedule.name == "plateau":
+        chosen.append(PlateauWatch())
+    if trainer.early_stopping is not None:
+        chosen.append(EarlyStopping(trainer.early_stopping))
+    if trainer.profile:
+        chosen.append(Profiler(folder / "profile"))
+    chosen.append(MetricsFile(folder / "metrics.jsonl"))
+    chosen.append(Checkpointing(folder / "checkpoints", keep_last=trainer.keep_checkpoints))
+    if trainer.wandb is not None:
+        chosen.append(Tracking(trainer.wandb, config))
+    if trainer.progress:
+        chosen.append(ProgressDisplay())
+    chosen.append(ReportPage())
+    return chosen
+
+
+def _point_latest(folder: Path) -> None:
+    """Let `latest` beside the run point to it; where links cannot be made there is none."""
+    link = folder.parent / "latest"
+    draft = folder.parent / f".latest.{os.getpid()}"
+    try:
+        draft.unlink(missing_ok=True)
+        draft.symlink_to(folder.name)
+        os.replace(draft, link)
+    except OSError:
+        draft.unlink(missing_ok=True)

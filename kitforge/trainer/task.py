@@ -1,0 +1,58 @@
+"""What a run is about: the loop asks a task, never a model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from kitforge.core.optim.groups import ParameterGroup, decay_groups
+from kitforge.foundation.types import Cursor, MicroBatch, Sums, World
+
+
+class Task(ABC):
+    """A network, its data and its loss. Three methods are needed; the others have defaults that a task may replace.
+
+    All that the loop divides is handed to it as sums: `loss` gives sums over a micro-batch, `count` the denominators
+    of a whole step, known before its first forward pass. So k micro-batches equal one batch exactly.
+    """
+
+    @abstractmethod
+    def build(self, world: World) -> nn.Module:
+        """The network, on the world's device, ready to train."""
+
+    @abstractmethod
+    def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of each step from `cursor` on, on any device. Ends when the data do."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+        """Sums over the micro-batch: "loss", which is differentiated, and any further metrics by name."""
+
+    def count(self, step: Sequence[MicroBatch]) -> Sums:
+        """Denominators of the step. "loss" divides every sum without one of its own; "samples" and "tokens" move the
+        cursor. Default: the loss is a mean over the samples, the first dim of the first tensor of a micro-batch."""
+        samples = sum(len(next(iter(micro_batch.values()))) for micro_batch in step)
+        return {"loss": torch.tensor(samples), "samples": torch.tensor(samples)}
+
+    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
+        """Which parameters decay. Default: those with two dims or more."""
+        return decay_groups(model.named_parameters(), weight_decay=weight_decay)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Metrics of the evaluation set by name, "eval/loss" among them. Default: none."""
+        return {}
+
+    def num_steps(self, epochs: float) -> int | None:
+        """Steps in that many passes over the data; None where the task cannot know."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What a resume needs besides the cursor, ready for JSON."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what `state` gave."""

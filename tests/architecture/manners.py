@@ -1,0 +1,138 @@
+"""The bars of manner: names, comments, docstrings, classes, and what is never called."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.architecture.source import Findings, Source, decorators, dotted, imports, public
+
+ATTICS = {"util", "utils", "common", "helper", "helpers", "misc", "base", "manager", "tools"}
+VERSION_SUFFIX = re.compile(r"_(v\d+|new|old|ex)$")
+BANNER = re.compile(r"^\s*#\s*[-=#*~]{3,}")
+UNNUMBERED_TODO = re.compile(r"#.*\b(TODO|FIXME|XXX|HACK)\b(?!.*#\d)")
+VENDORS = re.compile(r"(torch\.(cuda|npu)|torch_npu)\b")
+# What can run code that came with data, or writes files that only such a reader can read.
+EXECUTING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+EXECUTING_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.unsafe_load", "yaml.full_load", "os.system"}
+
+
+def module_names(sources: list[Source]) -> Findings:
+    """No attic, no version suffix."""
+    for source in sources:
+        for part in source.module.split("."):
+            if part in ATTICS or VERSION_SUFFIX.search(part):
+                yield f"{source.path}: a module is named after what it holds, not {part!r}"
+
+
+def comments(sources: list[Source]) -> Findings:
+    """No banners, and no promise without the number of its issue."""
+    for source in sources:
+        for number, line in enumerate(source.text.splitlines(), 1):
+            if BANNER.search(line) or UNNUMBERED_TODO.search(line):
+                yield f"{source.path}:{number} {line.strip()}"
+
+
+def docstrings(sources: list[Source]) -> Findings:
+    for source in sources:
+        if not ast.get_docstring(source.tree):
+            yield f"{source.path} says nothing of its borders"
+        for node in public(source.tree.body):
+            if not ast.get_docstring(node):
+                yield f"{source.at(node)} {node.name} has no docstring"
+
+
+def options(sources: list[Source]) -> Findings:
+    """Options are frozen, slotted, keyword-only dataclasses (or the protocol of such)."""
+    wanted = {"frozen", "slots", "kw_only"}
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef) and node.name.endswith(("Config", "Options")) and not is_abstract(node):
+                call = decorators(node).get("dataclass")
+                given = call.keywords if isinstance(call, ast.Call) else []
+                true = {item.arg for item in given if isinstance(item.value, ast.Constant) and item.value.value is True}
+                if not wanted <= true:
+                    yield f"{source.at(node)} {node.name} is not a frozen, slotted, keyword-only dataclass"
+
+
+def inheritance(sources: list[Source]) -> Findings:
+    """A class of ours is abstract or final: nothing inherits from one that can be made.
+
+    Errors are a drawn tree, and a dataclass that is not final may be extended: it has fields, no behaviour to override.
+    """
+    concrete = {
+        f"{source.module}.{node.name}"
+        for source in sources
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef)
+        if not (node.name.endswith("Error") or is_abstract(node) or is_record(node))
+    }
+    for source in sources:
+        ours = {name.rsplit(".", 1)[-1]: name for name, _ in imports(source.tree) if name in concrete}
+        for node in (item for item in ast.walk(source.tree) if isinstance(item, ast.ClassDef)):
+            for base in map(dotted, node.bases):
+                if ours.get(base) or f"{source.module}.{base}" in concrete:
+                    yield f"{source.at(node)} {node.name} inherits from {base}, which is not abstract"
+
+
+def is_abstract(node: ast.ClassDef) -> bool:
+    """Whether it says so: by its base, or by a method that is left to others."""
+    bases = {dotted(base.value if isinstance(base, ast.Subscript) else base).rsplit(".", 1)[-1] for base in node.bases}
+    methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+    return bool(bases & {"ABC", "Protocol"}) or any("abstractmethod" in decorators(item) for item in methods)
+
+
+def is_record(node: ast.ClassDef) -> bool:
+    """Whether it is a dataclass that may be extended."""
+    return "dataclass" in decorators(node) and "final" not in decorators(node)
+
+
+def pass_through(sources: list[Source]) -> Findings:
+    """`**kwargs` is handed on whole or not taken at all; anything else is a hidden parameter."""
+    for source in sources:
+        for node in source.functions():
+            name = node.args.kwarg and node.args.kwarg.arg
+            uses = [item for item in ast.walk(node) if isinstance(item, ast.Name) and item.id == name]
+            calls = [item for item in ast.walk(node) if isinstance(item, ast.Call)]
+            handed_on = [part for call in calls for part in (*call.args, *(item.value for item in call.keywords))]
+            if name and (not uses or not all(use in handed_on for use in uses)):
+                yield f"{source.at(node)} {node.name} reads **{name}"
+
+
+def prints(sources: list[Source]) -> Findings:
+    for source in sources:
+        for name, node in source.calls():
+            if name in {"print", "rich.print", "pprint", "pprint.pprint"}:
+                yield f"{source.at(node)} {name}()"
+
+
+def vendor_modules(sources: list[Source]) -> Findings:
+    """`torch.cuda` and `torch_npu` are named in one file; everyone else calls what it offers."""
+    for source in sources:
+        if source.module == "kitforge.foundation.device":
+            continue
+        named = [(dotted(node), node) for node in ast.walk(source.tree) if isinstance(node, (ast.Attribute, ast.Name))]
+        for name, node in (*named, *imports(source.tree)):
+            if VENDORS.match(name):
+                yield f"{source.at(node)} {name}"
+
+
+def executed_data(sources: list[Source]) -> Findings:
+    """Nothing that comes with data is executed: no pickle in any dress, no unsafe YAML, no eval."""
+    for source in sources:
+        for name, imported in imports(source.tree):
+            if name.split(".")[0] in EXECUTING_MODULES or name in EXECUTING_CALLS:
+                yield f"{source.at(imported)} import of {name}"
+        for name, call in source.calls():
+            keywords = {item.arg: ast.unparse(item.value) for item in call.keywords}
+            unsafe_yaml = name == "yaml.load" and "Safe" not in keywords.get("Loader", "")
+            if name in EXECUTING_CALLS or unsafe_yaml or keywords.get("allow_pickle") == "True":
+                yield f"{source.at(call)} {name}()"
+
+
+def local_tensors(sources: list[Source]) -> Findings:
+    """DTensors become plain tensors and back in one gate, the only place where a gradient could go silent."""
+    gates = {"to_local", "from_local"}
+    places = [(source, node) for source in sources for name, node in source.calls() if name.rsplit(".", 1)[-1] in gates]
+    if len({source.path for source, _ in places}) > 1:
+        yield from (f"{source.at(node)} is a second gate" for source, node in places)

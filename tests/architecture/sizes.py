@@ -1,0 +1,70 @@
+"""The bars of size: how long a file and a function may be, how deep, and how much it may be handed."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.architecture.source import Findings, Function, Source
+
+FILE_LINES = 400
+KERNEL_FILE_LINES = 500
+FUNCTION_LINES = 40
+PARAMETERS = 6
+NESTING = 3
+# What opens a branch or a loop. A `with` opens neither, so it does not count.
+BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.TryStar, ast.Match)
+
+
+def file_length(sources: list[Source]) -> Findings:
+    for source in sources:
+        lines, wall = len(source.text.splitlines()), KERNEL_FILE_LINES if source.is_kernel else FILE_LINES
+        if lines > wall:
+            yield f"{source.path} has {lines} lines, over {wall}"
+
+
+def function_length(sources: list[Source]) -> Findings:
+    """Lines from `def` to the end, the docstring left out."""
+    for source in sources:
+        for node in () if source.is_kernel or source.is_front_door else source.functions():
+            first = node.body[0]
+            doc = last_line(first) - first.lineno + 1 if ast.get_docstring(node) else 0
+            lines = last_line(node) - node.lineno + 1 - doc
+            if lines > FUNCTION_LINES:
+                yield f"{source.at(node)} {node.name} has {lines} lines, over {FUNCTION_LINES}"
+
+
+def parameters(sources: list[Source]) -> Findings:
+    """A seventh parameter means that a dataclass is missing; `self` and `cls` do not count."""
+    for source in sources:
+        for node in () if source.is_kernel or source.is_front_door else source.functions():
+            given = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            num = len(given) - (given[:1] in (["self"], ["cls"]))
+            if num > PARAMETERS:
+                yield f"{source.at(node)} {node.name} takes {num} parameters, over {PARAMETERS}"
+
+
+def nesting(sources: list[Source]) -> Findings:
+    for source in sources:
+        for node in source.functions():
+            depth = max(map(block_depth, node.body))
+            if depth > NESTING:
+                yield f"{source.at(node)} {node.name} is nested {depth} deep, over {NESTING}"
+
+
+def block_depth(node: ast.AST) -> int:
+    """Blocks within blocks below `node`, itself counted. A function inside a function has a count of its own."""
+    if isinstance(node, (Function, ast.ClassDef)):
+        return 0
+    # An `elif` is, to Python, an `if` alone in the `else`, though no deeper to a reader.
+    inner = list(ast.iter_child_nodes(node))
+    beside = [node.orelse[0]] if isinstance(node, ast.If) and is_chain(node) else []
+    depth = max((block_depth(child) for child in inner if child not in beside), default=0)
+    return max(depth + isinstance(node, BLOCKS), *map(block_depth, beside), 0)
+
+
+def is_chain(node: ast.If) -> bool:
+    return len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If)
+
+
+def last_line(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno

@@ -1,0 +1,17 @@
+"""What every test shares: repeatable examples from Hypothesis, and a skip where there is no accelerator."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+# No deadline, since cores are shared; no database, since a run must not depend on the one before.
+settings.register_profile("kitforge", deadline=None, derandomize=True, database=None)
+settings.load_profile("kitforge")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.accelerator.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no accelerator here"))

@@ -1,0 +1,30 @@
+"""Processors with and without half-precision arithmetic, on whatever processor there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kitforge.foundation import device
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tensors are too small to share out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=[True, False], ids=["native_half", "stored_half"])
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the processor says that it multiplies bfloat16 itself; torch emulates it where that is not so."""
+
+    def answer(_dtype: torch.dtype, _kind: str = "cpu") -> bool:
+        return bool(request.param)
+
+    monkeypatch.setattr(device, "multiplies_natively", answer)
+    return bool(request.param)

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.linear_cross_entropy import chunked
+from kitforge.core.kernels.linear_cross_entropy.chunked import linear_cross_entropy
+from kitforge.core.kernels.linear_cross_entropy.reference import linear_cross_entropy as reference
+from tests.core.kernels.comparison import TOLERANCE, Call, autocast, distance, poison, random, relative, results
+
+VOCAB, DIM = 11, 6
+
+
+def operands(rows: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> list[Tensor]:
+    return [random(rows, DIM, dtype=dtype) * scale, random(VOCAB, DIM, dtype=dtype)]
+
+
+def targets_of(rows: int, *ignored: int) -> Tensor:
+    targets = torch.randint(0, VOCAB, (rows,), generator=torch.Generator().manual_seed(rows))
+    targets[list(ignored)] = -100
+    return targets
+
+
+@pytest.fixture
+def rows_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of so many rows of float64 logits."""
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", request.param * VOCAB * 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_it_is_its_reference(rows: int, dtype: torch.dtype) -> None:
+    targets = targets_of(rows, *range(2, rows, 3))
+    kernel, exact = partial(linear_cross_entropy, targets=targets), partial(reference, targets=targets)
+    assert distance(kernel, exact, operands(rows, dtype)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("rows_at_once", [0, 1, 2, 3, 6, 7, 100], indirect=True)
+@pytest.mark.parametrize("ignored", [(), (6,), (0, 1, 2), range(7)])
+def test_chunks_need_not_divide_the_rows(ignored: tuple[int, ...], rows_at_once: None) -> None:
+    targets = targets_of(7, *ignored)
+    kernel, exact = partial(linear_cross_entropy, targets=targets), partial(reference, targets=targets)
+    assert distance(kernel, exact, operands(7)) < 1e-12
+
+
+@pytest.mark.parametrize("kernel", [linear_cross_entropy, reference])
+def test_no_targets_at_all_give_zero_loss_and_zero_gradients(kernel: Call) -> None:
+    found = results(partial(kernel, targets=targets_of(7, *range(7))), operands(7))
+    assert all(torch.equal(each, torch.zeros_like(each)) for each in found)
+
+
+def test_an_ignored_row_has_no_gradient_and_no_influence() -> None:
+    targets = targets_of(7, 3)
+    first, grad_hidden, grad_weight = results(partial(linear_cross_entropy, targets=targets), operands(7))
+    assert torch.equal(grad_hidden[3], torch.zeros(DIM, dtype=torch.float64))
+    inputs = operands(7)
+    inputs[0][3] = 1e3
+    second, _, other_weight = results(partial(linear_cross_entropy, targets=targets), inputs)
+    assert relative(second, first) < 1e-12
+    assert relative(other_weight, grad_weight) < 1e-12
+
+
+@pytest.mark.parametrize("rows_at_once", [2], indirect=True)
+@pytest.mark.parametrize("wants", [0, 1])
+def test_only_gradients_that_are_wanted_are_found(wants: int, rows_at_once: None) -> None:
+    found = []
+    for kernel in (linear_cross_entropy, reference):
+        inputs = operands(5)
+        inputs[wants].requires_grad_()
+        poison()
+        kernel(*inputs, targets_of(5)).backward()
+        assert inputs[1 - wants].grad is None
+        found.append(inputs[wants].grad)
+    assert relative(found[0], found[1]) < 1e-12
+
+
+def test_evaluation_finds_the_same_loss_and_no_gradient() -> None:
+    inputs = [each.requires_grad_() for each in operands(5)]
+    with torch.no_grad():
+        loss = linear_cross_entropy(*inputs, targets_of(5))
+    assert not loss.requires_grad
+    assert relative(loss, reference(*inputs, targets_of(5)).detach()) < 1e-12
+
+
+def test_the_gradient_is_that_of_a_scaled_loss() -> None:
+    def scaled(kernel: Call) -> Call:
+        return lambda hidden, weight: kernel(hidden, weight, targets_of(5)) * 65536.0 / 3
+
+    assert distance(scaled(linear_cross_entropy), scaled(reference), operands(5)) < 1e-12
+
+
+def test_gradients_of_several_micro_batches_add_up() -> None:
+    found = []
+    for kernel in (linear_cross_entropy, reference):
+        weight = operands(5)[1].requires_grad_()
+        for rows in (5, 3):
+            kernel(operands(rows)[0], weight, targets_of(rows)).backward()
+        found.append(weight.grad)
+    assert relative(found[0], found[1]) < 1e-12
+
+
+def test_one_graph_may_use_it_more_than_once() -> None:
+    def twice(kernel: Call) -> Call:
+        return lambda hidden, weight: kernel(hidden, weight, targets_of(5)) + 2 * kernel(-hidden, weight, targets_of(5))
+
+    assert distance(twice(linear_cross_entropy), twice(reference), operands(5)) < 1e-12
+
+
+def test_a_second_backward_pass_is_refused_rather_than_wrong() -> None:
+    hidden, weight = (each.requires_grad_() for each in operands(5))
+    loss = linear_cross_entropy(hidden, weight, targets_of(5))
+    (3 * loss).backward(retain_graph=True)
+    assert hidden.grad is not None
+    before = hidden.grad.clone()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert torch.equal(hidden.grad, before)
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
+    hidden, weight = (each.requires_grad_() for each in operands(5))
+    loss = linear_cross_entropy(hidden, weight, targets_of(5))
+    (gradient,) = torch.autograd.grad(loss.square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("scale", [30.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_tails_that_underflow_are_as_good_as_the_reference(dtype: torch.dtype, scale: float) -> None:
+    targets = targets_of(7, 2)
+    kernel, exact = partial(linear_cross_entropy, targets=targets), partial(reference, targets=targets)
+    assert distance(kernel, exact, operands(7, dtype, scale)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("target", [-1, -101, VOCAB])
+@pytest.mark.parametrize("kernel", [linear_cross_entropy, reference])
+def test_a_target_outside_of_the_vocabulary_is_refused(kernel: Call, target: int) -> None:
+    targets = targets_of(5)
+    targets[2] = target
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
+        kernel(*operands(5), targets)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7])
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_it_is_near_the_exact_result(hidden_dtype: torch.dtype, rows: int, native: bool) -> None:
+    targets = targets_of(rows, *range(2, rows, 3))
+    hidden, weight = operands(rows, torch.float32)
+    found = results(autocast(partial(linear_cross_entropy, targets=targets)), [hidden.to(hidden_dtype), weight])
+    assert found[0].dtype == torch.float32
+    wanted = results(partial(reference, targets=targets), [hidden, weight])
+    assert max(map(relative, found, wanted)) < TOLERANCE[torch.bfloat16]
+
+
+def test_a_model_held_in_half_precision_is_near_the_exact_result(native: bool) -> None:
+    targets = targets_of(7, 2)
+    inputs = operands(7, torch.bfloat16)
+    found = results(partial(linear_cross_entropy, targets=targets), inputs)
+    assert found[0].dtype == torch.float32
+    wanted = results(partial(reference, targets=targets), [each.float() for each in inputs])
+    assert max(map(relative, found, wanted)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("rows_at_once", [2], indirect=True)
+def test_a_chunk_that_is_left_out_shows(rows_at_once: None) -> None:
+    targets = targets_of(7)
+
+    def faulty(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden[:6], weight, targets[:6])
+
+    assert distance(faulty, partial(reference, targets=targets), operands(7)) > 1e-11

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.context import Context, DropoutKey
+from kitforge.core.nn.decoder import Decoder, FamilyConfig
+from kitforge.foundation.errors import ConfigError
+from tests.core.nn.networks import CONFIGS, GPT2, LLAMA, VOCAB, build, distance, documents_of, gradients, packed
+
+
+def tokens(length: int = 7) -> Tensor:
+    return torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_decoder_is_a_causal_language_model(name: str) -> None:
+    model = build(CONFIGS[name])
+    assert isinstance(model, CausalLM)
+    hidden = model.hidden(tokens())
+    assert hidden.shape == (2, 7, model.geometry.dim)
+    assert torch.equal(model(tokens()), model.head(hidden))
+    assert torch.equal(model.head(hidden), hidden @ model.head_weight.t())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_token_does_not_see_those_after_it(name: str) -> None:
+    model, ids = build(CONFIGS[name]), tokens()
+    before = model(ids)
+    ids[:, 5] = (ids[:, 5] + 1) % VOCAB
+    after = model(ids)
+    assert torch.equal(after[:, :5], before[:, :5])
+    assert not torch.equal(after[:, 5:], before[:, 5:])
+
+
+@pytest.mark.parametrize("name", ["dynamic", "llama", "glm"])
+def test_rotary_positions_go_on_beyond_the_trained_length(name: str) -> None:
+    assert torch.isfinite(build(CONFIGS[name])(tokens(40))).all()
+
+
+def test_learned_positions_end_with_their_table() -> None:
+    model = build(GPT2)
+    assert model(tokens(16)).shape == (2, 16, VOCAB)
+    with pytest.raises(ConfigError, match=r"got: +17\n.*max_length=16"):
+        model(tokens(17))
+
+
+def test_given_positions_end_with_the_table_too() -> None:
+    model = build(GPT2)
+    assert model(tokens(1), Context(positions=torch.tensor([15]))).shape == (2, 1, VOCAB)
+    with pytest.raises(ConfigError, match=r"got: +17\n.*max_length=16"):
+        model(tokens(1), Context(positions=torch.tensor([16])))
+
+
+def test_a_row_may_be_longer_than_the_table_when_its_documents_are_not() -> None:
+    model, documents = build(GPT2), documents_of(12, 11)
+    ids, context = packed(documents)
+    assert torch.isfinite(model(ids, context)).all()
+
+
+@pytest.mark.parametrize("config", [replace(GPT2, vocab_size=0), replace(LLAMA, num_layers=0)])
+def test_a_network_of_nothing_is_refused(config: FamilyConfig) -> None:
+    with pytest.raises(ConfigError, match="a positive whole number"):
+        Decoder(config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_half_precision_stays_near_the_exact_logits(name: str, dtype: torch.dtype) -> None:
+    wanted = build(CONFIGS[name])(tokens())
+    model = build(CONFIGS[name], dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        logits = model(tokens())
+    assert logits.dtype == torch.bfloat16
+    assert distance(logits.double(), wanted) < 5e-2
+
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler"
+)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.filterwarnings("default")
+def test_compiled_blocks_equal_eager_ones_and_share_their_code(fresh_compiler: Callable[[], int]) -> None:
+    config = replace(LLAMA, num_layers=12)
+    compiled, eager = build(config, "O2", torch.float32), build(config, "O0", torch.float32)
+    compiled.compile_blocks()
+    ids, context = packed(documents_of(5, 2, 8))
+    found, wanted = compiled(ids, context), eager(ids, context)
+    assert distance(found, wanted) < 1e-5
+    assert distance(gradients(compiled, found.square().sum()), gradients(eager, wanted.square().sum())) < 1e-5
+    # One for the layer that makes the mask, one for those that find it made.
+    assert fresh_compiler() == 2
+    assert compiled.state_dict().keys() == eager.state_dict().keys()
+    assert torch.equal(copy.deepcopy(compiled).hidden(ids, context), compiled_off(compiled).hidden(ids, context))
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.filterwarnings("default")
+def test_compiled_blocks_drop_what_eager_ones_drop_and_are_not_compiled_for_each_step(
+    fresh_compiler: Callable[[], int],
+) -> None:
+    config = replace(GPT2, residual_dropout=0.2)
+    compiled, eager = build(config, "O2", torch.float32), build(config, "O0", torch.float32)
+    compiled.compile_blocks()
+    counts = []
+    for step in range(3):
+        context = Context(dropout=DropoutKey(seed=0, step=step, samples=(2 * step, 2 * step + 1)))
+        assert distance(compiled(tokens(), context), eager(tokens(), context)) < 1e-5
+        counts.append(fresh_compiler())
+    assert counts[0] == counts[2]
+
+
+@pytest.fixture
+def fresh_compiler() -> Callable[[], int]:
+    """The number of graphs compiled since the test began."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    return lambda: int(counters["stats"]["unique_graphs"])
+
+
+def compiled_off(model: Decoder) -> Decoder:
+    """The same parameters in a network that compiles nothing."""
+    plain = Decoder(model.config, model.kernels)
+    plain.load_state_dict(model.state_dict())
+    return plain

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kitforge.core.kernels.dispatch import CompileLevel, select
+from kitforge.core.nn.norm import Norm, NormKind
+
+
+def norm_of(kind: NormKind, level: CompileLevel = "O1") -> Norm:
+    norm = Norm(kind, 6, 1e-3, select(level))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    return norm
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_norms_are_torch_s_own(level: CompileLevel) -> None:
+    input = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    rms, layer = norm_of("rms", level).double(), norm_of("layer", level).double()
+    assert (rms(input) - functional.rms_norm(input, (6,), rms.weight, 1e-3)).abs().max() < 1e-12
+    assert (layer(input) - functional.layer_norm(input, (6,), layer.weight, layer.bias, 1e-3)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_keeps_its_input_s_dtype_under_autocast(kind: NormKind, dtype: torch.dtype) -> None:
+    norm = norm_of(kind)
+    input = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = norm(input)
+    assert output.dtype == dtype
+    assert (output.float() - norm(input.float())).abs().max() < 5e-2

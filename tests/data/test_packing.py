@@ -1,0 +1,241 @@
+"""Rows hold every token once, predict every one but the first of a document once, and keep documents apart."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kitforge.data.packing import IGNORED, PackedRows, Part, split_documents
+from kitforge.data.token_cache import TokenCache
+from kitforge.foundation.errors import ConfigError, DataError
+
+PAD = 65535
+
+
+def cache_of(lengths: Sequence[int]) -> TokenCache:
+    """Documents of these lengths in which every token is another number."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return TokenCache(
+        folder=Path(), fingerprint="", tokens=np.arange(offsets[-1], dtype=np.uint16) + np.uint16(7), offsets=offsets
+    )
+
+
+def plain_rows(documents: list[list[int]], length: int) -> list[dict[str, list[int]]]:
+    """The definition, token by token: the token, its successor in the document, and where both stand."""
+    stream = [
+        (token, document[place + 1] if place + 1 < len(document) else IGNORED, number)
+        for number, document in enumerate(documents)
+        for place, token in enumerate(document)
+    ]
+    rows = []
+    for begin in range(0, len(stream) - 1, length):
+        row = stream[begin : begin + length]
+        row += [(PAD, IGNORED, -1)] * (length - len(row))
+        numbers = list(dict.fromkeys(number for _, _, number in row))
+        own = [numbers.index(number) for _, _, number in row]
+        rows.append(
+            {
+                "tokens": [token for token, _, _ in row],
+                "targets": [target for _, target, _ in row],
+                "positions": [place - own.index(number) for place, number in enumerate(own)],
+                "documents": own,
+            }
+        )
+    return rows
+
+
+def as_lists(rows: dict[str, Tensor]) -> list[dict[str, list[int]]]:
+    return [{name: tensor[row].tolist() for name, tensor in rows.items()} for row in range(len(rows["tokens"]))]
+
+
+def all_rows(packed: PackedRows) -> dict[str, Tensor]:
+    return packed.rows(np.arange(packed.num_rows))
+
+
+CORPORA = st.tuples(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 9)).filter(
+    lambda drawn: sum(drawn[0]) > drawn[1] and max(drawn[0]) > 1
+)
+
+
+@given(CORPORA)
+def test_rows_equal_their_definition(drawn: tuple[list[int], int]) -> None:
+    lengths, length = drawn
+    cache = cache_of(lengths)
+    documents = [cache.tokens[a:b].tolist() for a, b in zip(cache.offsets, cache.offsets[1:], strict=False)]
+    packed = PackedRows(cache, length=length, pad_id=PAD)
+    assert as_lists(all_rows(packed)) == plain_rows(documents, length)
+
+
+@given(CORPORA, st.data())
+def test_rows_of_chosen_documents_equal_their_definition(drawn: tuple[list[int], int], data: st.DataObject) -> None:
+    lengths, length = drawn
+    cache = cache_of(lengths)
+    longest = int(np.argmax(lengths))
+    others = [number for number in range(len(lengths)) if number != longest]
+    chosen = [longest, *(data.draw(st.lists(st.sampled_from(others), unique=True)) if others else [])]
+    documents = [cache.tokens[cache.offsets[number] : cache.offsets[number + 1]].tolist() for number in chosen]
+    packed = PackedRows(cache, length=length, pad_id=PAD, documents=np.array(chosen))
+    assert as_lists(all_rows(packed)) == plain_rows(documents, length)
+
+
+@given(CORPORA)
+def test_every_token_but_a_documents_first_is_a_target_once(drawn: tuple[list[int], int]) -> None:
+    lengths, length = drawn
+    cache = cache_of(lengths)
+    packed = PackedRows(cache, length=length, pad_id=PAD)
+    targets = all_rows(packed)["targets"]
+    wanted = set(cache.tokens.tolist()) - set(cache.tokens[cache.offsets[:-1]].tolist())
+    found = targets[targets != IGNORED].tolist()
+    assert sorted(found) == sorted(wanted)
+    assert packed.num_targets == len(found)
+
+
+@given(CORPORA)
+def test_no_target_crosses_into_another_document(drawn: tuple[list[int], int]) -> None:
+    lengths, length = drawn
+    cache = cache_of(lengths)
+    rows = all_rows(PackedRows(cache, length=length, pad_id=PAD))
+    is_target = rows["targets"] != IGNORED
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    inputs, targets = rows["tokens"][is_target].numpy() - 7, rows["targets"][is_target].numpy() - 7
+    assert (targets == inputs + 1).all()
+    assert (owner[targets] == owner[inputs]).all()
+
+
+@given(CORPORA, st.data())
+def test_a_row_does_not_depend_on_those_asked_for_with_it(drawn: tuple[list[int], int], data: st.DataObject) -> None:
+    lengths, length = drawn
+    packed = PackedRows(cache_of(lengths), length=length, pad_id=PAD)
+    indices = data.draw(st.lists(st.integers(0, packed.num_rows - 1), max_size=6))
+    together = as_lists(packed.rows(np.array(indices, dtype=np.int64)))
+    assert together == [as_lists(packed.rows(np.array([index])))[0] for index in indices]
+
+
+def test_rows_have_the_types_and_shapes_that_models_take() -> None:
+    rows = PackedRows(cache_of([9, 9]), length=4, pad_id=PAD).rows(np.array([0, 2, 4]))
+    assert {name: tensor.dtype for name, tensor in rows.items()} == {
+        "tokens": torch.int64,
+        "targets": torch.int64,
+        "positions": torch.int64,
+        "documents": torch.int32,
+    }
+    assert {tensor.shape for tensor in rows.values()} == {(3, 4)}
+
+
+def test_no_rows_are_no_rows() -> None:
+    rows = PackedRows(cache_of([9]), length=4, pad_id=PAD).rows(np.array([], dtype=np.int64))
+    assert {tensor.shape for tensor in rows.values()} == {(0, 4)}
+
+
+def test_tokens_of_large_vocabularies_keep_their_value() -> None:
+    tokens = np.array([2**31, 2**32 - 1, 5], dtype=np.uint32)
+    cache = TokenCache(folder=Path(), fingerprint="", tokens=tokens, offsets=np.array([0, 3]))
+    rows = PackedRows(cache, length=2, pad_id=0).rows(np.array([0]))
+    assert rows["tokens"].tolist() == [[2**31, 2**32 - 1]]
+    assert rows["targets"].tolist() == [[2**32 - 1, 5]]
+
+
+@pytest.mark.parametrize("index", [-1, 3])
+def test_a_row_that_is_none_is_refused(index: int) -> None:
+    packed = PackedRows(cache_of([9]), length=3, pad_id=PAD)
+    with pytest.raises(IndexError, match="rows are numbered 0 to 2"):
+        packed.rows(np.array([0, index]))
+
+
+def test_a_corpus_shorter_than_a_row_is_refused() -> None:
+    with pytest.raises(DataError, match=r"(?s)shorter than one row.*8 tokens.*at least 9.*data\.sequence_length"):
+        PackedRows(cache_of([8]), length=8, pad_id=PAD)
+    assert PackedRows(cache_of([9]), length=8, pad_id=PAD).num_rows == 1
+
+
+def test_a_part_shorter_than_a_row_is_filled() -> None:
+    rows = all_rows(PackedRows(cache_of([9, 2]), length=5, pad_id=PAD, documents=np.array([1])))
+    assert rows["targets"].tolist() == [[17, IGNORED, IGNORED, IGNORED, IGNORED]]
+
+
+def test_a_part_with_nothing_to_predict_is_refused() -> None:
+    with pytest.raises(DataError, match="nothing to predict"):
+        PackedRows(cache_of([9, 1]), length=5, pad_id=PAD, documents=np.array([1]))
+
+
+def test_a_length_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.sequence_length"):
+        PackedRows(cache_of([9]), length=0, pad_id=PAD)
+
+
+def tokens_of(cache: TokenCache, part: Part) -> list[int]:
+    packed = PackedRows(cache, length=3, pad_id=PAD, documents=part.documents, bounds=part.bounds)
+    tokens = all_rows(packed)
+    return tokens["tokens"][tokens["tokens"] != PAD].tolist()
+
+
+def test_a_large_corpus_is_split_by_document() -> None:
+    cache = cache_of([10] * 1000)
+    train, validation = split_documents(cache, 0.1, seed=1)
+    assert validation is not None
+    assert train.documents is not None
+    assert validation.documents is not None
+    assert train.rule == validation.rule == "documents"
+    assert sorted([*train.documents, *validation.documents]) == list(range(1000))
+    assert 70 < len(validation.documents) < 130
+
+
+def test_the_split_depends_on_the_seed_alone_and_not_on_later_documents() -> None:
+    few, many = (split_documents(cache_of([5] * count), 0.2, seed=3)[1] for count in (500, 1000))
+    other = split_documents(cache_of([5] * 500), 0.2, seed=4)[1]
+    assert few is not None
+    assert many is not None
+    assert other is not None
+    assert few.documents is not None
+    assert many.documents is not None
+    assert few.documents.tolist() == many.documents[many.documents < 500].tolist()
+    assert few.documents.tolist() != other.documents.tolist()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.999999])
+def test_neither_part_of_a_split_is_empty(fraction: float) -> None:
+    train, validation = split_documents(cache_of([5] * 20), fraction, seed=0)
+    assert validation is not None
+    assert train.documents is not None
+    assert validation.documents is not None
+    assert min(len(train.documents), len(validation.documents)) == 1
+
+
+def test_a_corpus_of_few_documents_is_split_at_the_end_of_each() -> None:
+    cache = cache_of([10] * 19)
+    train, validation = split_documents(cache, 0.2, seed=1)
+    assert validation is not None
+    assert train.rule == validation.rule == "tail"
+    assert train.bounds is not None
+    assert validation.bounds is not None
+    assert train.bounds[:2].tolist() == [[0, 8], [10, 18]]
+    assert validation.bounds[:2].tolist() == [[8, 10], [18, 20]]
+
+
+@pytest.mark.parametrize("count", [1, 7, 19, 20, 300])
+def test_no_token_is_in_both_parts_and_none_is_lost(count: int) -> None:
+    cache = cache_of([7 + number % 5 for number in range(count)])
+    train, validation = split_documents(cache, 0.3, seed=0)
+    assert validation is not None
+    found = tokens_of(cache, train) + tokens_of(cache, validation)
+    assert len(found) == len(set(found))
+    # The very last token of a part is no input when a row ends before it, for nothing follows it.
+    assert len(found) >= cache.num_tokens - 2
+
+
+def test_without_a_fraction_everything_is_trained_on() -> None:
+    train, validation = split_documents(cache_of([5] * 30), 0, seed=0)
+    assert validation is None
+    assert train.documents is not None
+    assert train.documents.tolist() == list(range(30))
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0])
+def test_a_fraction_that_cannot_be_is_refused(fraction: float) -> None:
+    with pytest.raises(ConfigError, match=r"data\.validation_fraction"):
+        split_documents(cache_of([5]), fraction, seed=0)

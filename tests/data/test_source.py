@@ -1,0 +1,252 @@
+"""Where text comes from: what can be named, in which order it is read, and what is said about what cannot."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kitforge.data.source import Source, SourceConfig, open_source
+from kitforge.foundation.errors import ConfigError, DataError
+
+
+def texts(spec: object, **options: str) -> list[str]:
+    return list(open_source(spec, SourceConfig(**options)).documents())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    files = {
+        "b.txt": "two",
+        "a/z.md": "one",
+        "c.jsonl": '{"text": "three"}\n',
+        "notes.xyz": "not read",
+        ".git/x.txt": "nor this",
+        "d.txt": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_a_folder_is_read_to_any_depth_in_the_order_of_its_names(folder: Path) -> None:
+    assert texts(folder) == ["one", "two", "three"]
+
+
+def test_a_pattern_is_read_in_the_order_of_names(folder: Path) -> None:
+    assert texts(str(folder / "*.[tj]*")) == ["two", "three"]
+
+
+def test_a_recursive_pattern_reaches_below(folder: Path) -> None:
+    assert texts(str(folder / "**" / "*.md")) == ["one"]
+
+
+def test_a_list_of_paths_is_read_in_its_own_order(folder: Path) -> None:
+    assert texts([str(folder / "c.jsonl"), folder / "b.txt", str(folder / "a")]) == ["three", "two", "one"]
+
+
+def test_a_file_whose_name_is_a_pattern_is_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a[1].txt").write_text("brackets")
+    assert texts(tmp_path / "a[1].txt") == ["brackets"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [["first document", "", "second"], ({"text": text} for text in ("first document", "", "second"))],
+    ids=["texts", "mappings"],
+)
+def test_rows_in_memory_are_documents_without_the_empty_ones(rows: object) -> None:
+    source = open_source(rows)
+    assert list(source.documents()) == ["first document", "second"]
+    assert list(source.documents()) == ["first document", "second"], "an iterator must be readable more than once"
+
+
+def test_the_shards_together_are_the_documents(folder: Path) -> None:
+    source = open_source(folder)
+    assert [text for shard in source.shards() for text in shard.documents()] == list(source.documents())
+
+
+def test_opening_twice_gives_one_fingerprint(folder: Path) -> None:
+    assert open_source(folder).fingerprint == open_source(folder).fingerprint
+
+
+@pytest.mark.parametrize("options", [{"column": "other"}, {"separator": "|"}, {"encoding_errors": "replace"}])
+def test_every_option_is_in_the_fingerprint(folder: Path, options: dict[str, str]) -> None:
+    assert open_source(folder, SourceConfig(**options)).fingerprint != open_source(folder).fingerprint
+
+
+def test_a_changed_file_has_another_fingerprint(folder: Path) -> None:
+    before = open_source(folder).fingerprint
+    os.utime(folder / "b.txt", ns=(1, 1))
+    assert open_source(folder).fingerprint != before
+
+
+def test_a_file_that_changes_after_opening_is_refused(folder: Path) -> None:
+    source = open_source(folder / "b.txt")
+    (folder / "b.txt").write_text("other")
+    with pytest.raises(DataError, match="has changed"):
+        list(source.documents())
+
+
+def test_other_rows_have_another_fingerprint() -> None:
+    assert open_source(["ab", "c"]).fingerprint != open_source(["a", "bc"]).fingerprint
+
+
+def test_a_missing_file_names_the_nearest(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"(?s)bb\.txt does not exist.*did you mean .*b\.txt"):
+        open_source(folder / "bb.txt")
+
+
+def test_a_missing_folder_names_the_nearest(folder: Path) -> None:
+    (folder / "corpora").mkdir()
+    with pytest.raises(DataError, match=r"(?s)did you mean .*corpora\?"):
+        open_source(folder / "corpra" / "b.txt")
+
+
+def test_a_misspelled_standard_library_is_named() -> None:
+    with pytest.raises(DataError, match=r"did you mean python_stdlib\?"):
+        open_source("python_stdlb")
+
+
+def test_a_pattern_that_matches_nothing_is_refused(folder: Path) -> None:
+    with pytest.raises(DataError, match="no file matches"):
+        open_source(str(folder / "*.csv"))
+
+
+def test_a_folder_without_known_files_lists_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "a.xyz").write_text("text")
+    with pytest.raises(DataError, match=r"(?s)holds no files.*a\.xyz.*\.jsonl"):
+        open_source(tmp_path)
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(DataError, match="is empty"):
+        open_source(tmp_path / "a.txt")
+
+
+def test_files_with_nothing_but_empty_documents_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n\n')
+    with pytest.raises(DataError, match="there is no text in"):
+        list(open_source(tmp_path / "a.jsonl").documents())
+
+
+@pytest.mark.parametrize("rows", [[], ["", ""]])
+def test_rows_without_text_are_refused(rows: list[str]) -> None:
+    with pytest.raises(DataError, match="there is no text"):
+        open_source(rows)
+
+
+@pytest.mark.parametrize("spec", [None, 3, b"bytes", {"text": ["a"]}])
+def test_what_is_no_corpus_is_refused(spec: object) -> None:
+    with pytest.raises(DataError, match="this is no corpus"):
+        open_source(spec)
+
+
+def test_the_splits_of_a_mapping_are_named() -> None:
+    with pytest.raises(DataError, match="train, test"):
+        open_source({"train": ["a"], "test": ["b"]})
+
+
+def test_paths_and_documents_in_one_list_are_refused(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"(?s)both paths and texts.*b\.txt.*corpus of mine"):
+        open_source([str(folder / "b.txt"), "corpus of mine"])
+
+
+@pytest.mark.parametrize("text", ["", "a line\nand another", "x" * 5000, "a\0b"])
+def test_a_single_text_is_no_path(text: str) -> None:
+    with pytest.raises(DataError, match=r"(?s)no path.*in a list"):
+        open_source(text)
+
+
+def test_texts_too_long_for_a_name_are_documents() -> None:
+    assert texts(["x" * 500, "y" * 5000]) == ["x" * 500, "y" * 5000]
+
+
+def test_a_device_is_no_corpus() -> None:
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        open_source("/dev/null")
+
+
+def test_an_empty_separator_is_refused() -> None:
+    with pytest.raises(ConfigError, match="data.separator"):
+        SourceConfig(separator="")
+
+
+def test_rows_must_be_text_or_mappings() -> None:
+    with pytest.raises(DataError, match=r"(?s)row 2 of the data holds no text.*int"):
+        open_source(iter(["a", 2]))
+
+
+def test_half_a_surrogate_pair_is_refused_or_marked() -> None:
+    with pytest.raises(DataError, match=r"(?s)row 1 of the data.*U\+D83D at character 1"):
+        open_source([{"text": "a\ud83d"}])
+    config = SourceConfig(encoding_errors="ignore")
+    assert list(open_source([{"text": "a\ud83db"}], config).documents()) == ["ab"]
+
+
+def test_a_dataset_is_read_by_column() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"body": ["one", "", "two"], "label": [1, 2, 3]})
+    assert texts(rows, column="body") == ["one", "two"]
+
+
+def test_a_dataset_without_the_column_names_those_it_has() -> None:
+    datasets = pytest.importorskip("datasets")
+    with pytest.raises(DataError, match=r"(?s)no column 'text'.*columns body"):
+        open_source(datasets.Dataset.from_dict({"body": ["one"]}))
+
+
+def test_a_dataset_of_numbers_is_refused_by_row() -> None:
+    datasets = pytest.importorskip("datasets")
+    source = open_source(datasets.Dataset.from_dict({"text": [1, 2]}))
+    with pytest.raises(DataError, match="the dataset's row 1 holds no text"):
+        list(source.documents())
+
+
+def test_equal_datasets_have_one_fingerprint_and_others_another() -> None:
+    datasets = pytest.importorskip("datasets")
+    one, same, other = (open_source(datasets.Dataset.from_dict({"text": [text]})) for text in "aab")
+    assert one.fingerprint == same.fingerprint != other.fingerprint
+
+
+def test_the_splits_of_a_dataset_dict_are_named() -> None:
+    datasets = pytest.importorskip("datasets")
+    with pytest.raises(DataError, match="train, test"):
+        rows = datasets.Dataset.from_dict({"text": ["a"]})
+        open_source(datasets.DatasetDict({"train": rows, "test": rows}))
+
+
+def test_the_standard_library_reads_the_same_every_time() -> None:
+    first, second = open_source("python_stdlib"), open_source("python_stdlib")
+    assert first.fingerprint == second.fingerprint
+    assert sum(shard.size for shard in first.shards()) > 2_000_000
+
+
+def test_the_standard_library_has_its_modules_and_no_tests() -> None:
+    names = [name for shard in open_source("python_stdlib").shards() for name, _ in shard.files]  # type: ignore[attr-defined]
+    assert "argparse.py" in names
+    assert "json/decoder.py" in names
+    assert names == sorted(names)
+    assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
+
+
+def test_files_of_the_standard_library_that_are_not_utf8_are_left_out(tmp_path: Path) -> None:
+    from kitforge.data.standard_library import StandardLibraryShard
+
+    (tmp_path / "good.py").write_text("x = 1")
+    (tmp_path / "old.py").write_bytes(b"# \xe9")
+    shard = StandardLibraryShard(folder=tmp_path, files=(("good.py", 5), ("old.py", 3)))
+    assert list(shard.documents()) == ["x = 1"]
+
+
+def test_tiny_shakespeare_is_one_document() -> None:
+    path = Path(__file__).parents[3] / "shared/data/tinyshakespeare/input.txt"
+    if not path.exists():
+        pytest.skip("the corpus is not here")
+    assert [text[:14] for text in open_source(path).documents()] == ["First Citizen:"]
+
+
+def test_a_source_can_be_made_of_any_shards() -> None:
+    first, second = open_source(["a"]).shards(), open_source(["b"]).shards()
+    assert list(Source("both", [*first, *second]).documents()) == ["a", "b"]

@@ -1,0 +1,63 @@
+"""The catalog turns plain options into a family's own, strictly."""
+
+from __future__ import annotations
+
+import pytest
+
+from kitforge.foundation.errors import ConfigError
+from kitforge.models.catalog import FAMILIES, config_of
+from kitforge.models.glm.model import GLMConfig
+from kitforge.models.llama.model import LlamaConfig
+
+TINY = {"vocab_size": 97, "dim": 64, "num_layers": 2, "num_heads": 4}
+
+
+def test_options_become_the_family_s_own() -> None:
+    config = config_of({"family": "llama", "mlp_dim": 96, **TINY})
+    assert config == LlamaConfig(vocab_size=97, dim=64, num_layers=2, num_heads=4, mlp_dim=96)
+
+
+def test_every_family_is_listed_under_its_own_name() -> None:
+    assert {name: family.config.family for name, family in FAMILIES.items()} == {name: name for name in FAMILIES}
+
+
+def test_no_two_families_claim_one_model_type() -> None:
+    types = [kind for family in FAMILIES.values() for kind in family.model_types]
+    assert len(types) == len(set(types))
+
+
+def test_an_unknown_family_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"got: +lama\n.*did you mean 'llama'"):
+        config_of({"family": "lama", **TINY})
+
+
+def test_options_without_a_family_are_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown model family"):
+        config_of(TINY)
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"model.mlp_dims.*\n.*did you mean 'mlp_dim'"):
+        config_of({"family": "llama", "mlp_dims": 96, **TINY})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_that_do_not_divide_the_width_are_refused(family: str) -> None:
+    values = {"family": family, **TINY, "num_heads": 5} | ({} if family == "gpt2" else {"mlp_dim": 96})
+    values |= {"num_kv_heads": 1} if family == "glm" else {}
+    with pytest.raises(ConfigError, match="model.num_heads"):
+        config_of(values)
+
+
+def test_key_heads_that_do_not_divide_the_heads_are_refused() -> None:
+    config = config_of({"family": "llama", "mlp_dim": 96, "num_kv_heads": 3, **TINY})
+    with pytest.raises(ConfigError, match="num_kv_heads"):
+        config.decoder()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.5])
+def test_a_rotated_fraction_outside_of_a_head_is_refused(fraction: float) -> None:
+    with pytest.raises(ConfigError, match="rotary_fraction"):
+        GLMConfig(
+            vocab_size=97, dim=64, num_layers=1, num_heads=4, num_kv_heads=2, mlp_dim=96, rotary_fraction=fraction
+        )

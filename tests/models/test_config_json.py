@@ -1,0 +1,157 @@
+"""config.json is read in both generations, completely or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kitforge.core.nn.rotary import RopeScaling
+from kitforge.foundation.errors import ConfigError, KitforgeError, ModelError
+from kitforge.models.catalog import family_of_type
+from kitforge.models.llama.model import LlamaConfig
+from tests.models.conftest import GetPeer
+from tests.models.variants import VARIANTS, family_of
+
+# What the first files of LLaMA 3.2 looked like.
+LLAMA32: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+
+def test_a_published_file_of_the_fourth_generation_is_read() -> None:
+    assert read(LLAMA32) == LlamaConfig(
+        vocab_size=128256,
+        dim=2048,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        mlp_dim=8192,
+        max_length=131072,
+        norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling(kind="llama3", factor=32.0, original_length=8192),
+        tie_embeddings=True,
+    )
+
+
+@pytest.mark.parametrize("word", ["type", "rope_type"])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if not name.startswith("gpt2")])
+def test_both_generations_say_the_same(name: str, word: str, peer: GetPeer) -> None:
+    family, config = family_of(peer(name))
+    assert config["rope_parameters"]
+    assert family.read_config(of_the_fourth_generation(config, word)) == family.read_config(config)
+
+
+def of_the_fourth_generation(config: dict[str, Any], word: str) -> dict[str, Any]:
+    """The file as it was before rope_parameters and dtype, with the scaling's kind under the key `word`."""
+    old = dict(config)
+    old["torch_dtype"] = old.pop("dtype")
+    rope = dict(old.pop("rope_parameters"))
+    old["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    kind = rope.pop("rope_type")
+    old["rope_scaling"] = None if kind == "default" else {word: kind, **rope}
+    return old
+
+
+def test_the_original_length_may_stand_outside_of_the_scaling() -> None:
+    scaling = {key: value for key, value in LLAMA32["rope_scaling"].items() if not key.startswith("original")}
+    assert read(LLAMA32 | {"rope_scaling": scaling, "original_max_position_embeddings": 8192}) == read(LLAMA32)
+
+
+def test_a_window_of_qwen_is_off_unless_switched_on(peer: GetPeer) -> None:
+    _, config = family_of(peer("qwen2"))
+    config = config | {"sliding_window": 8, "layer_types": None, "max_window_layers": 0}
+    assert read(config | {"use_sliding_window": False}).sliding_window is None
+    assert read(config | {"use_sliding_window": True}).sliding_window == 8
+
+
+@pytest.mark.parametrize("max_window_layers", [0, 1, 2])
+def test_a_window_of_qwen_starts_at_its_layer(max_window_layers: int, peer: GetPeer) -> None:
+    _, config = family_of(peer("qwen2_window"))
+    blocks = read(config | {"layer_types": None, "max_window_layers": max_window_layers}).decoder().blocks
+    assert [block.attention.window for block in blocks] == [None] * max_window_layers + [8] * (2 - max_window_layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", {"hidden_act": "gelu"}),
+        ("glm", {"hidden_act": "relu"}),
+        ("gpt2", {"activation_function": "relu"}),
+        ("gpt2", {"scale_attn_weights": False}),
+        ("gpt2", {"add_cross_attention": True}),
+    ],
+)
+def test_a_network_that_we_do_not_compute_is_refused(name: str, change: dict[str, Any], peer: GetPeer) -> None:
+    _, config = family_of(peer(name))
+    with pytest.raises(ModelError, match=str(next(iter(change.values())))):
+        read(config | change)
+
+
+def test_an_unknown_scaling_is_refused() -> None:
+    with pytest.raises(ConfigError, match="proportional"):
+        read(LLAMA32 | {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}})
+
+
+def test_an_unknown_option_of_a_scaling_is_refused() -> None:
+    with pytest.raises(ConfigError, match="mrope_section"):
+        read(LLAMA32 | {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [8, 8]}})
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "glm"])
+def test_every_key_that_is_needed_is_named_when_it_is_missing(name: str, peer: GetPeer) -> None:
+    family, config = family_of(peer(name))
+    needed = [key for key in config if not reads(config, without=key)]
+    assert len(needed) >= 4
+    for key in needed:
+        with pytest.raises(ModelError, match=rf"expected: {key}"):
+            family.read_config({other: value for other, value in config.items() if other != key})
+
+
+def test_an_unsupported_architecture_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ModelError, match=r"got: +mamba\n.*chatglm.*gpt2.*llama.*qwen3"):
+        family_of_type("mamba")
+
+
+def read(config: dict[str, Any]) -> Any:
+    return family_of_type(config["model_type"]).read_config(config)
+
+
+def reads(config: dict[str, Any], without: str) -> bool:
+    if without == "model_type":
+        return True
+    try:
+        read({key: value for key, value in config.items() if key != without})
+    except KitforgeError:
+        return False
+    return True

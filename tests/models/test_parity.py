@@ -1,0 +1,107 @@
+"""Our networks compute what `transformers` computes: logits in fp32, gradients in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kitforge.core.kernels.dispatch import CompileLevel
+from kitforge.core.nn.decoder import Decoder
+from kitforge.models.mapping import import_tensors
+from tests.models.conftest import GetPeer
+from tests.models.variants import (
+    VARIANTS,
+    Peer,
+    family_of,
+    filled,
+    largest_difference,
+    logits_of,
+    ours_from,
+    tokens,
+)
+
+LOGITS, GRADIENTS = 1e-5, 1e-9
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_equal_those_of_transformers(name: str, level: CompileLevel, peer: GetPeer) -> None:
+    expected = logits_of(peer(name).model, tokens())
+    assert expected.abs().max() > 1
+    assert largest_difference(logits_of(ours_from(peer(name).folder, level), tokens()), expected) < LOGITS
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients_equal_those_of_transformers(name: str, level: CompileLevel, peer: GetPeer) -> None:
+    ours = ours_from(peer(name).folder, level).double()
+    assert gradient_distance(ours, peer(name)) < GRADIENTS
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("llama", {"rope_theta": 10100.0}),
+        ("llama", {"norm_eps": 1e-3}),
+        ("mistral", {"sliding_window": 7}),
+        ("qwen2_window", {"window_layers": (0,)}),
+        ("gpt2_inverse_layer", {"scale_by_layer": False}),
+        ("glm", {"rotary_fraction": 0.75}),
+    ],
+)
+def test_a_planted_fault_shows(name: str, fault: Mapping[str, Any], peer: GetPeer) -> None:
+    right = ours_from(peer(name).folder).double()
+    wrong = filled(replace(right.config, **fault), right.state_dict()).double()  # type: ignore[type-var]
+    assert largest_difference(logits_of(wrong.float(), tokens()), logits_of(peer(name).model, tokens())) > 10 * LOGITS
+    assert gradient_distance(wrong.double(), peer(name)) > 10 * GRADIENTS
+
+
+def gradient_distance(ours: Decoder, peer: Peer) -> float:
+    """How far our gradients of a summed loss are from theirs, relative to the norm of all of them together."""
+    theirs = exact(peer.model)
+    ids = tokens()
+    loss_of(theirs(input_ids=ids).logits, ids).backward()
+    hidden = ours.hidden(ids)[:, :-1].flatten(0, 1)
+    ours.kernels.linear_cross_entropy(hidden, ours.head_weight, ids[:, 1:].flatten()).backward()
+    family, config = family_of(peer)
+    named = dict(theirs.named_parameters())
+    gradients = import_tensors(
+        family, family.pieces(ours.config, config["model_type"]), named, lambda name: named[name].grad
+    )
+    parameters = dict(ours.named_parameters())
+    pairs = [(parameters[name].grad, gradient) for name, gradient in gradients]
+    assert len(pairs) == len(parameters)
+    error = sum((got - wanted).square().sum() for got, wanted in pairs if got is not None)
+    scale = sum(wanted.square().sum() for _, wanted in pairs)
+    return float(torch.sqrt(error / scale))
+
+
+def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
+    """The summed next-token loss of logits [B, T, vocab]."""
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+
+
+def exact(model: nn.Module) -> Any:
+    """A float64 copy of a peer. Its RMSNorm rounds to fp32 in any precision, so it is given one that does not. (The
+    angles of its rotary positions are fp32 too, but so are ours, bit for bit.)"""
+    copied = copy.deepcopy(model).double()
+    for module in copied.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = _Norm(module)
+    return copied
+
+
+class _Norm:
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, input: Tensor) -> Tensor:
+        scale = torch.rsqrt(input.square().mean(-1, keepdim=True) + self.module.variance_epsilon)
+        return self.module.weight * input * scale

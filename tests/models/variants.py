@@ -1,0 +1,170 @@
+"""Every variant of the families that `transformers` has too, as tiny random networks, and ours of the same weights.
+
+B batch, T length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from kitforge.core.checkpoint.hugging_face import read_folder
+from kitforge.core.kernels.dispatch import CompileLevel, select
+from kitforge.core.nn.decoder import Decoder, FamilyConfig
+from kitforge.models.catalog import family_of_type
+from kitforge.models.mapping import Family, import_tensors
+
+VOCAB, LENGTH, PAIRS = 97, 24, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A class of `transformers` and the options that make it tiny and special."""
+
+    architecture: str  # the class is <architecture>ForCausalLM or LMHeadModel
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A random network of theirs and the folder that it was saved to."""
+
+    name: str
+    model: Any
+    folder: Path
+
+
+def _gpt2(**options: Any) -> Variant:
+    sizes = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    return Variant(architecture="GPT2", options=sizes | {"bos_token_id": 0, "eos_token_id": 0} | options)
+
+
+def _modern(architecture: str, **options: Any) -> Variant:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64}
+    # A padding token would have the peer leave its row of the embedding without a gradient.
+    tokens = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}
+    return Variant(architecture=architecture, options=sizes | tokens | options)
+
+
+def _rope(kind: str, max_length: int = 64, **options: Any) -> Variant:
+    rope = {"rope_type": kind, "rope_theta": 1000.0} | options
+    return _modern("Llama", max_position_embeddings=max_length, rope_parameters=rope)
+
+
+_LONG = {
+    "short_factor": [1 + 0.1 * pair for pair in range(PAIRS)],
+    "long_factor": [2 + 0.5 * pair for pair in range(PAIRS)],
+    "factor": 3.0,
+}
+
+VARIANTS: dict[str, Variant] = {
+    "gpt2": _gpt2(),
+    "gpt2_inner": _gpt2(n_inner=100),
+    "gpt2_inverse_layer": _gpt2(scale_attn_by_inverse_layer_idx=True),
+    "gpt2_untied": _gpt2(tie_word_embeddings=False),
+    "llama": _modern("Llama"),
+    "llama_multi_query": _modern("Llama", num_key_value_heads=1),
+    "llama_multi_head": _modern("Llama", num_key_value_heads=4),
+    "llama_tied": _modern("Llama", tie_word_embeddings=True, rms_norm_eps=1e-5),
+    "llama_biased": _modern("Llama", attention_bias=True, mlp_bias=True),
+    "llama_head_dim": _modern("Llama", head_dim=24),
+    "linear": _rope("linear", factor=3.0),
+    "dynamic_within": _rope("dynamic", factor=3.0),
+    "dynamic_beyond": _rope("dynamic", 16, factor=3.0),
+    "yarn": _rope("yarn", factor=3.0, original_max_position_embeddings=16),
+    "yarn_mscale": _rope("yarn", factor=3.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.4),
+    "yarn_ramp": _rope(
+        "yarn", factor=3.0, original_max_position_embeddings=32, truncate=False, beta_fast=16.0, beta_slow=2.0
+    ),
+    "yarn_attention": _rope("yarn", factor=3.0, original_max_position_embeddings=16, attention_factor=0.8),
+    "llama3": _rope(
+        "llama3", factor=6.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+    ),
+    "longrope_short": _rope("longrope", original_max_position_embeddings=32, **_LONG),
+    "longrope_long": _rope("longrope", original_max_position_embeddings=16, **_LONG),
+    "longrope_attention": _rope("longrope", original_max_position_embeddings=16, attention_factor=1.3, **_LONG),
+    "mistral": _modern("Mistral", sliding_window=8),
+    "mistral_without_window": _modern("Mistral", sliding_window=None),
+    "qwen2": _modern("Qwen2"),
+    "qwen2_window": _modern("Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "qwen2_window_first": _modern(
+        "Qwen2",
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        tie_word_embeddings=True,
+    ),
+    "qwen3": _modern("Qwen3", head_dim=32),
+    "qwen3_biased_window": _modern(
+        "Qwen3", head_dim=16, attention_bias=True, use_sliding_window=True, sliding_window=5, max_window_layers=0
+    ),
+    "glm": _modern("Glm", head_dim=16),
+    "glm_plain": _modern(
+        "Glm",
+        head_dim=32,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+    ),
+    "glm4": _modern("Glm4", head_dim=16),
+    "glm4_unbiased": _modern("Glm4", head_dim=16, attention_bias=False),
+}
+
+
+def build_peer(variant: Variant) -> Any:
+    """A network of theirs with every parameter, biases and norms too, moved off its initial value."""
+    config = getattr(transformers, f"{variant.architecture}Config")(**variant.options)
+    head = "LMHeadModel" if variant.architecture == "GPT2" else "ForCausalLM"
+    torch.manual_seed(0)
+    model = getattr(transformers, variant.architecture + head)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def ours_from(folder: Path, level: CompileLevel = "O0") -> Decoder:
+    """Our network of the weights in a folder."""
+    source = read_folder(folder)
+    family = family_of_type(source.config["model_type"])
+    config = family.read_config(source.config)
+    pieces = family.pieces(config, source.config["model_type"])
+    return filled(config, dict(import_tensors(family, pieces, source.names(), source.tensor)), level)
+
+
+def filled(config: FamilyConfig, tensors: Mapping[str, Tensor], level: CompileLevel = "O0") -> Decoder:
+    """Our network of these tensors, which must be exactly its parameters."""
+    model = Decoder(config, select(level))
+    missing, unexpected = model.load_state_dict(tensors, strict=True)
+    assert not missing and not unexpected
+    return model.eval()
+
+
+def family_of(peer: Peer) -> tuple[Family, dict[str, Any]]:
+    """Our family of a peer, and its folder's config.json."""
+    config = read_folder(peer.folder).config
+    return family_of_type(config["model_type"]), config
+
+
+def tokens() -> Tensor:
+    """[B, T] random token ids."""
+    return torch.randint(0, VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(7))
+
+
+def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """Logits [B, T, vocab] of a network of theirs or ours."""
+    with torch.no_grad():
+        output: Any = model(ids)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    """The largest absolute difference of two tensors."""
+    return (one - other).abs().max().item()

@@ -1,0 +1,87 @@
+"""The headline numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kitforge.report.metrics import RunRecord, read_run
+from kitforge.report.summary import Figure, goal, headline, num_skipped, seconds, title
+
+
+def run_of(folder: Path, *lines: dict[str, object]) -> RunRecord:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_run(folder)
+
+
+def train(step: int, **values: object) -> dict[str, object]:
+    return {"kind": "train", "step": step, **{name.replace("__", "/"): value for name, value in values.items()}}
+
+
+def figures(run: RunRecord) -> dict[str, Figure]:
+    return {figure.label: figure for figure in headline(run)}
+
+
+def test_the_headline_of_a_whole_run(write_run) -> None:
+    found = figures(read_run(write_run(num_steps=600)))
+    assert list(found) == ["Loss", "Best evaluation loss", "Steps", "Tokens", "Time", "Throughput", "Peak memory"]
+    assert found["Steps"].text == "600"
+    assert found["Steps"].detail == "1 skipped"
+    assert found["Time"].text == "2 min 6 s"
+    assert found["Throughput"].detail == "tokens/s, median"
+
+
+def test_the_loss_goes_from_first_to_last(tmp_path) -> None:
+    found = figures(run_of(tmp_path, train(1, loss=9.0), train(2, loss=4.0), train(3, loss=5.0)))["Loss"]
+    assert (found.text, found.detail) == ("5", "from 9")
+
+
+def test_the_best_evaluation_is_where_the_loss_was_lowest(tmp_path) -> None:
+    lines = [{"kind": "eval", "step": step, "eval/loss": loss} for step, loss in ((10, 3.0), (20, 2.0), (30, 2.5))]
+    found = figures(run_of(tmp_path, *lines))["Best evaluation loss"]
+    assert (found.text, found.detail) == ("2", "at step 20")
+
+
+def test_the_best_accuracy_is_the_highest(tmp_path) -> None:
+    lines = [{"kind": "eval", "step": step, "eval/auc": auc} for step, auc in ((10, 0.6), (20, 0.8), (30, 0.7))]
+    assert figures(run_of(tmp_path, *lines))["Best evaluation auc"].text == "0.8"
+
+
+def test_the_clock_is_summed_over_resumes(tmp_path) -> None:
+    times = (1.0, 5.0, 2.0, 4.0)
+    assert seconds(run_of(tmp_path, *(train(step, time__seconds=time) for step, time in enumerate(times)))) == 9.0
+
+
+def test_skips_are_counted_so_far(tmp_path) -> None:
+    assert num_skipped(run_of(tmp_path, *(train(step, skipped=count) for step, count in enumerate((0, 1, 1, 3))))) == 3
+
+
+def test_a_run_without_numbers_has_a_headline(tmp_path) -> None:
+    assert [figure.label for figure in headline(run_of(tmp_path))] == ["Steps"]
+
+
+def test_a_last_loss_that_is_not_finite_is_said(tmp_path) -> None:
+    assert figures(run_of(tmp_path, train(1, loss=9.0), train(2, loss=None)))["Loss"].text == "not finite"
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("eval/loss", "lower"),
+        ("perplexity", "lower"),
+        ("eval/auc", "higher"),
+        ("eval/hit_at_10", "higher"),
+        ("time/tokens_per_second", "higher"),
+        ("learning_rate", None),
+        ("reward/kl", None),
+    ],
+)
+def test_which_way_is_better(name, way) -> None:
+    assert goal(name) == way
+
+
+def test_titles_are_written_for_people() -> None:
+    assert title("grad_norm") == "Gradient norm"
+    assert title("reward/chosen_mean") == "Reward / chosen mean"
