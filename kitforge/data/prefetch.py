@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Generic, Self, TypeVar, final
 
@@ -106,8 +106,6 @@ def _produce(items: Iterable[T], shelf: _Shelf[T]) -> None:
         for item in items:
             if not shelf.put(item):
                 break
-        if isinstance(items, Generator):
-            items.close()
     except BaseException as caught:  # noqa: BLE001 (the consumer raises it, whatever it is)
         error = caught
     shelf.finish(error)

@@ -44,9 +44,7 @@ def _block(seed: int, num_rows: int, epoch: int, block: int) -> NDArray[np.int64
     rows = _feistel(places, num_rows, keys)
     while len(outside := np.flatnonzero(rows >= num_rows)):
         rows[outside] = _feistel(rows[outside], num_rows, keys)
-    found = rows.astype(np.int64)
-    found.flags.writeable = False
-    return found
+    return rows.astype(np.int64)
 
 
 def _feistel(numbers: NDArray[np.uint64], num_rows: int, keys: list[int]) -> NDArray[np.uint64]:

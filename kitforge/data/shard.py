@@ -11,7 +11,7 @@ from kitforge.foundation.errors import DataError, nearest
 EncodingErrors = Literal["strict", "replace", "ignore"]
 
 # Fixed, so that a corpus is cut into the same shards on every machine; small enough to hold in memory many times over.
-SHARD_BYTES = 4 * 2**20
+SHARD_BYTES = 2 * 2**20
 
 
 class Shard(Protocol):

@@ -27,6 +27,9 @@ from kitforge.data.tokenise import Job, read_job, token_dtype, tokenise
 from kitforge.data.tokens import Tokenizer
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import atomic_file, write_text
+from kitforge.foundation.log import logger
+
+_log = logger(__name__)
 
 FORMAT = 1
 _TOKENS, _DOCUMENTS, _MANIFEST, _PARTS = "tokens.bin", "documents.npy", "cache.json", "parts"
@@ -109,7 +112,11 @@ def build(
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
     with open(folder / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.info("another process is building the token cache %s; waiting for it", folder)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -17,9 +17,14 @@ from kitforge.inference.sampling import SamplingOptions, choose
 
 @torch.no_grad()
 def stream(
-    model: nn.Module, prompts: Sequence[Sequence[int]], options: SamplingOptions, stop_ids: Collection[int]
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    options: SamplingOptions,
+    stop_ids: Collection[int],
+    first_request: int = 0,
 ) -> Iterator[list[int | None]]:
-    """Yields the next token of every prompt, None for those that have ended, until all have.
+    """Yields the next token of every prompt, None for those that have ended, until all have. `first_request` numbers
+    the first prompt; a request's number and the seed make its noise.
 
     A request ends after `max_new_tokens` or with one of `stop_ids`, which is not yielded. Raises DataError for an
     empty prompt and ConfigError for a text longer than the model's max_length.
@@ -27,7 +32,7 @@ def stream(
     network = cast(CausalLM, model)
     _check_lengths(network, prompts, options)
     cache, tokens, lengths = _start(network, prompts, options)
-    requests = list(range(len(prompts)))
+    requests = list(range(first_request, first_request + len(prompts)))
     live = [True] * len(prompts)
     was_training = model.training
     model.eval()
@@ -47,13 +52,17 @@ def stream(
 
 
 def generate(
-    model: nn.Module, prompts: Sequence[Sequence[int]], options: SamplingOptions, stop_ids: Collection[int] = ()
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    options: SamplingOptions,
+    stop_ids: Collection[int] = (),
+    first_request: int = 0,
 ) -> list[list[int]]:
     """The new tokens of every prompt, in order."""
     outputs: list[list[int]] = [[] for _ in prompts]
     if not prompts:
         return outputs
-    for tokens in stream(model, prompts, options, stop_ids):
+    for tokens in stream(model, prompts, options, stop_ids, first_request):
         for output, token in zip(outputs, tokens, strict=True):
             if token is not None:
                 output.append(token)

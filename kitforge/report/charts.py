@@ -23,6 +23,7 @@ _UNITS = {
     "time/tokens_per_second": "tokens per second",
     "time/samples_per_second": "samples per second",
     "time/step_seconds": "seconds",
+    "time/evaluation_seconds": "seconds",
 }
 _MAY_BE_LOG = frozenset({"loss", "grad_norm", "perplexity"})
 _MEMORY = "time/memory_bytes"

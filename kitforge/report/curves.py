@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
+from typing import final
 
 from kitforge.report.metrics import Series
 from kitforge.report.numerals import number, tick_labels
@@ -80,6 +81,7 @@ def draw(chart: Chart, steps: Scale, key: str) -> str:
     )
 
 
+@final
 class _Drawn:
     """A line on its two scales."""
 

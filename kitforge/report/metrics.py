@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from kitforge.foundation.errors import DataError
 
@@ -99,6 +99,7 @@ def read_run(folder: Path) -> RunRecord:
     )
 
 
+@final
 class _MetricLines:
     """Sorts the lines of metrics.jsonl into series and events as they come."""
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 from kitforge.report.charts import is_bad
 from kitforge.report.metrics import Event, RunRecord, Sample, SampleSet
@@ -24,6 +24,7 @@ _MOST_EVENTS = 200
 _FOLDED_EVENTS = 4
 
 
+@final
 class Panel(NamedTuple):
     """A part of the page. The title is escaped; `html` is trusted: whoever makes it escapes what comes from data."""
 

@@ -23,6 +23,7 @@ _TITLES = {
     "time/samples_per_second": "Throughput",
     "time/memory_bytes": "Memory",
     "time/step_seconds": "Step time",
+    "time/evaluation_seconds": "Evaluation time",
 }
 _THROUGHPUTS = (("time/tokens_per_second", "tokens/s"), ("time/samples_per_second", "samples/s"))
 _LOWER = frozenset({"loss", "nll", "perplexity", "ppl", "error", "rmse", "mse", "mae", "bytes", "seconds"})
@@ -158,7 +159,7 @@ def _seen(run: RunRecord) -> Figure | None:
     points, epochs = _finite(run, name), _finite(run, "epoch")
     if not points:
         return None
-    detail = f"{number(epochs[-1][1])} epochs" if epochs else ""
+    detail = f"{number(round(epochs[-1][1], 2))} epochs" if epochs else ""
     return Figure(label=title(name), text=count(max(value for _, value in points)), detail=detail)
 
 

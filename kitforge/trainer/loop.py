@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, final
@@ -56,6 +56,8 @@ class Loop:
         self._world = world
         self._config = dict(config or {})
         self._interrupted = False
+        self._resumed_from: Path | None = None
+        self._changes: list[str] = []
         self.model = task.build(world)
         groups = task.parameter_groups(self.model, options.optimizer.weight_decay)
         self.state = TrainingState(
@@ -71,21 +73,32 @@ class Loop:
         """Whether a signal ended the run."""
         return self._interrupted
 
-    def train(self, resume: Checkpoint | None = None) -> dict[str, float]:
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Become the run that the checkpoint was saved by; `train` then goes on from there. Raises ConfigError for
+        changes that make an exact continuation impossible."""
+        changes = check_changes(checkpoint.state["config"], self._config, allowed=self.options.allow_changes)
+        self.task.load_state(checkpoint.state["task"])
+        self.state.load(checkpoint)
+        for callback in self.callbacks:
+            callback.load_state(checkpoint.state["callbacks"].get(type(callback).__name__, callback.state()))
+        self._resumed_from = checkpoint.folder
+        self._changes = changes
+
+    def train(self) -> dict[str, float]:
         """Train to the end and return the last metrics. Ctrl-C ends the run after the step, saved and reported."""
-        if resume is not None:
-            self._resume(resume)
         metrics: dict[str, float] = {}
         self._emit("start")
-        if resume is not None:
-            self.note("resume", f"goes on after step {self.state.cursor.step} of {resume.folder}")
-        try:
-            with _signals(self._interrupt):
-                if self.options.evaluate_first and self.state.cursor.step == 0:
+        if self._resumed_from is not None:
+            self.note("resume", f"goes on after step {self.state.cursor.step} of {self._resumed_from}")
+        for change in self._changes:
+            self.note("changed", change)
+        with _signals(self._interrupt):
+            try:
+                if self.options.evaluate_first and self.state.cursor.step == 0 and self.state.evaluated is None:
                     metrics |= self._evaluate()
                 metrics |= self._run()
-        finally:
-            self._emit("end")
+            finally:
+                self._end()
         self._restore_best()
         return metrics
 
@@ -116,45 +129,48 @@ class Loop:
             "config": self._config,
         }
 
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        changes = check_changes(checkpoint.state["config"], self._config, allowed=self.options.allow_changes)
-        self.state.load(checkpoint)
-        self.task.load_state(checkpoint.state["task"])
-        for callback in self.callbacks:
-            callback.load_state(checkpoint.state["callbacks"].get(type(callback).__name__, callback.state()))
-        for change in changes:
-            self.note("changed", change)
-
     def _run(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        evaluated = -1
         self.model.train()
-        steps = self.task.steps(self.model, self.state.cursor) if self.state.cursor.step < self.max_steps else iter(())
+        has_ended = self.state.cursor.step >= self.max_steps or self.stop_reason is not None
+        steps = iter(()) if has_ended else self.task.steps(self.model, self.state.cursor)
         started = time.perf_counter()
         for step in steps:
+            self.state.is_settled = False
             record = self._step(step)
             elapsed = time.perf_counter() - started
             self.state.seconds += elapsed
             self._collect(record, elapsed)
+            self.state.is_settled = True
             self._emit("step")
             number = self.state.cursor.step
-            last = number >= self.max_steps or self.stop_reason is not None
+            # An interrupted window is not logged: the resumed run fills it and logs it whole.
+            last = number >= self.max_steps or (self.stop_reason is not None and not self._interrupted)
             if number % self.options.log_every == 0 or last:
                 metrics |= self._log(record)
+            if self.state.consecutive_skips:
+                self._skipped(record["grad_norm"])
             if _is_due(self.options.evaluate_every, number):
                 metrics |= self._evaluate()
-                evaluated = number
-            if _is_due(self.options.checkpoint_every, number) and not last:
-                self._emit("checkpoint")
             if last or self.stop_reason is not None:
                 break
+            if _is_due(self.options.checkpoint_every, number):
+                self._emit("checkpoint")
             started = time.perf_counter()
         if self.state.cursor.step == 0:
             raise TrainingError("the task gave no step", expected="at least one", fix="check its data and cursor")
+        return metrics | self._conclude(has_ended)
+
+    def _conclude(self, has_ended: bool) -> dict[str, float]:
+        """The last evaluation, unless there was one at this step, and a word on why the run ends."""
+        metrics: dict[str, float] = {}
         if self._interrupted:
             self.note("interrupt", f"stopped after step {self.state.cursor.step}; resume=auto goes on from here")
-        elif evaluated != self.state.cursor.step:
-            metrics |= self._evaluate()
+        elif self.state.evaluated != self.state.cursor.step:
+            metrics = self._evaluate()
+        elif has_ended:
+            # A finished run that is resumed has nothing to add to its files.
+            metrics = self.evaluate()
         if self.stop_reason is not None and not self._interrupted:
             self.note("stop", self.stop_reason)
         return metrics
@@ -183,8 +199,6 @@ class Loop:
         state.scaler.update(finite)
         samples, tokens = int(counts.get("samples", 0)), int(counts.get("tokens", 0))
         state.cursor = state.cursor.advance(samples=samples, tokens=tokens)
-        if not finite:
-            self._skipped(float(norm))
         return {
             "sums": sums,
             "counts": counts,
@@ -199,7 +213,7 @@ class Loop:
         for micro_batch in step:
             with autocast(self._world.device, self._run_options.precision):
                 sums = self.task.loss(self.model, micro_batch)
-            (sums["loss"] * weight).backward()
+            torch.autograd.backward(sums["loss"] * weight)
             for name, value in sums.items():
                 totals[name] = totals[name] + value.detach() if name in totals else value.detach()
         return totals
@@ -238,7 +252,7 @@ class Loop:
     def _log(self, record: dict[str, Any]) -> dict[str, float]:
         """Emit a line of means over the window, then empty it."""
         state, window = self.state, self.state.window
-        names = [name for name in record["sums"] if f"{name}/count" in window]
+        names = [name.removesuffix("/count") for name in window if name.endswith("/count")]
         means = {name: _ratio(window[name], window[f"{name}/count"]) for name in names}
         seconds = max(window["time/seconds"], 1e-9)
         line = {
@@ -274,6 +288,7 @@ class Loop:
         sign = 1 if self.options.monitor_mode == "min" else -1
         if math.isfinite(metrics[monitor]) and (state.best is None or sign * metrics[monitor] < sign * state.best):
             state.best, state.best_step = metrics[monitor], state.cursor.step
+        state.evaluated = state.cursor.step
         line = {"kind": "eval", "step": state.cursor.step, **metrics}
         line["time/evaluation_seconds"] = time.perf_counter() - started
         self._emit("evaluate", line)
@@ -293,6 +308,12 @@ class Loop:
         event = Event(kind=kind, record=record or {})
         for callback in self.callbacks:
             callback.on_event(event, self)
+
+    def _end(self) -> None:
+        """Every callback hears of the end, also when one before it fails, so that no report is lost to a full disk."""
+        with ExitStack() as stack:
+            for callback in reversed(self.callbacks):
+                stack.callback(callback.on_event, Event(kind="end"), self)
 
     def _interrupt(self) -> None:
         self._interrupted = True

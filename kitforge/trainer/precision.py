@@ -43,9 +43,11 @@ class LossScaler:
             self.scale, self._good_steps = min(self.scale * 2, LARGEST_SCALE), 0
 
     def state(self) -> dict[str, float]:
-        """What a resume needs."""
-        return {"scale": self.scale, "good_steps": self._good_steps}
+        """What a resume needs: nothing in fp32 and bf16."""
+        return {"scale": self.scale, "good_steps": self._good_steps} if self.enabled else {}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Take back what `state` gave."""
+        """Take back what `state` gave; a run that changes its precision begins with a scale of its own."""
+        if not (self.enabled and state):
+            return
         self.scale, self._good_steps = state["scale"], int(state["good_steps"])

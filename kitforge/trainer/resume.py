@@ -17,6 +17,7 @@ HARMLESS = (
     "recipe",
     "checkpoint",
     "inference.",
+    "prompt",
     "trainer.log_every",
     "trainer.evaluate_every",
     "trainer.evaluate_first",

@@ -60,10 +60,13 @@ def make_loop(
 def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> dict[str, float]:
     """Train in `folder`, from where `options.resume` says."""
     found = find(options.resume, folder, lambda event, message: console.print(f"{event}: {message}", markup=False))
+    # Whatever is refused is refused before a file of the run is touched.
+    if found is not None:
+        loop.resume(found)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "config.yaml", config_text)
     _point_latest(folder)
-    return loop.train(found)
+    return loop.train()
 
 
 def _standing_callbacks(options: RunOptions, folder: Path, config: dict[str, Any]) -> list[Callback]:

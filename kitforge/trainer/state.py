@@ -34,6 +34,8 @@ class TrainingState:
     consecutive_skips: int = 0
     best: float | None = None  # of the monitored metric
     best_step: int | None = None
+    evaluated: int | None = None  # the step of the last evaluation
+    is_settled: bool = True  # False within a step, when weights and cursor may not belong together
     seconds: float = 0.0  # of training, over all sessions
     window: dict[str, float] = field(default_factory=dict)  # sums and counts since the last log line
 
@@ -50,6 +52,7 @@ class TrainingState:
             "consecutive_skips": self.consecutive_skips,
             "best": self.best,
             "best_step": self.best_step,
+            "evaluated": self.evaluated,
             "seconds": self.seconds,
             "window": dict(self.window),
             "scaler": self.scaler.state(),
@@ -62,7 +65,7 @@ class TrainingState:
         self.load_weights(checkpoint)
         plain = checkpoint.state["training"]
         self.cursor = Cursor(**plain["cursor"])
-        for name in ("updates", "skipped", "consecutive_skips", "best", "best_step", "seconds"):
+        for name in ("updates", "skipped", "consecutive_skips", "best", "best_step", "evaluated", "seconds"):
             setattr(self, name, plain[name])
         self.window = dict(plain["window"])
         devices.set_random_state({name: _from_text(text) for name, text in plain["random"].items()}, self.device)

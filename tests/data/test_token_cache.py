@@ -79,7 +79,8 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> N
 def test_a_trained_tokenizer_works_in_processes(tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
     source = folder_of_files(tmp_path / "corpus", 2)
-    tokenizer = make_tokenizer(TokenizerConfig(name="sentencepiece", vocab_size=270), source, tmp_path)
+    config = TokenizerConfig(name="sentencepiece", vocab_size=280)
+    tokenizer = make_tokenizer(config, open_source(TEXTS * 10), tmp_path)
     assert isinstance(tokenizer, SentencePieceTokenizer)
     found = [contents(build(source, tokenizer, tmp_path / str(n), num_workers=n)) for n in (1, 2)]
     assert found[0] == found[1]

@@ -55,7 +55,9 @@ def test_buffers_of_old_folders_are_left_out(name: str, buffer: str, peer: GetPe
 def test_missing_and_unexpected_tensors_are_both_listed(peer: GetPeer) -> None:
     held = tensors_of(peer("llama"))
     held["model.layers.7.mlp.up_proj.weight"] = held.pop("model.norm.weight")
-    with pytest.raises(ModelError, match=r"1 missing \['model.norm.weight'\], 1 unexpected \['model.layers.7") as caught:
+    with pytest.raises(
+        ModelError, match=r"1 missing \['model.norm.weight'\], 1 unexpected \['model.layers.7"
+    ) as caught:
         imported(peer("llama"), held)
     assert f"expected: {len(held)} tensors" in str(caught.value)
 

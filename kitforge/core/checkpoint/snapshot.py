@@ -91,9 +91,9 @@ def _buffer(last: Tensor | None, source: Tensor) -> Tensor:
     """The buffer of the last snapshot where it fits, so that memory is mapped once."""
     # A CUDA device copies at full speed to page-locked memory only.
     is_pinned = source.device.type == "cuda"
-    if last is not None and (last.shape, last.dtype) == (source.shape, source.dtype):
-        if not is_pinned or last.is_pinned():
-            return last
+    alike = (source.shape, source.dtype)
+    if last is not None and (last.shape, last.dtype) == alike and (not is_pinned or last.is_pinned()):
+        return last
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=is_pinned)
 
 

@@ -34,7 +34,7 @@ class TextGenerationPipeline:
         for start in range(0, len(texts), self.batch_size):
             batch = texts[start : start + self.batch_size]
             prompts = [self.tokenizer.encode(text) for text in batch]
-            outputs = generate(self.model, prompts, chosen, self.tokenizer.eos_ids)
+            outputs = generate(self.model, prompts, chosen, self.tokenizer.eos_ids, start)
             joined = (text + self.tokenizer.decode(output) for text, output in zip(batch, outputs, strict=True))
             results += [[{"generated_text": text}] for text in joined]
         return results

@@ -113,8 +113,8 @@ class TextGenerationTask(Task):
         """Steps from the cursor on. Several are gathered at once where they are small."""
         options, rows = self._options, self._train_rows()
         size = options.data.batch_size
-        epochs = options.trainer.epochs if options.trainer.max_steps is None else None
-        limit = None if epochs is None and options.trainer.max_steps is not None else self._num_samples(epochs or 1.0)
+        epochs, max_steps = options.trainer.epochs, options.trainer.max_steps
+        limit = None if epochs is None and max_steps is not None else self._num_samples(epochs or 1.0)
         together = max(1, TOKENS_GATHERED // (size * options.data.sequence_length))
         sample, step = cursor.samples, cursor.step
         while limit is None or sample < limit:
@@ -133,7 +133,8 @@ class TextGenerationTask(Task):
     def _evaluation_batches(self, rows: PackedRows) -> Iterator[MicroBatch]:
         size = self._options.trainer.micro_batch_size or self._options.data.batch_size
         limit = self._options.trainer.evaluate_batches
-        stop = rows.num_rows if limit is None else min(rows.num_rows, limit * size)
+        # How a batch is split must not change what is evaluated.
+        stop = rows.num_rows if limit is None else min(rows.num_rows, limit * self._options.data.batch_size)
         for start in range(0, stop, size):
             indices = np.arange(start, min(start + size, stop))
             yield {**simplify(rows.rows(indices)), "samples": torch.from_numpy(indices), "step": 0}

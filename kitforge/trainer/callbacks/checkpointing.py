@@ -15,7 +15,7 @@ class Checkpointing(Callback):
 
     def __init__(self, root: Path, *, keep_last: int) -> None:
         self._writer = CheckpointWriter(root, keep_last=keep_last)
-        self._saved = 0
+        self._saved: int | None = None
         self._best: int | None = None
 
     def on_event(self, event: Event, run: Run) -> None:
@@ -23,10 +23,16 @@ class Checkpointing(Callback):
         if event.kind == "start":
             self._best = run.state.best_step
         is_new_best = event.kind == "evaluate" and run.state.best_step == run.state.cursor.step
-        if event.kind in ("checkpoint", "end") or is_new_best:
-            self._save(run)
-        if event.kind == "end":
-            self._writer.close()
+        # While steps are skipped there is nothing new to keep, and a rollback needs what came before them.
+        is_due = event.kind == "checkpoint" and run.state.consecutive_skips == 0
+        # A run that fails within a step ends with weights and cursor of different steps.
+        is_last = event.kind == "end" and run.state.is_settled
+        try:
+            if is_due or is_last or is_new_best:
+                self._save(run)
+        finally:
+            if event.kind == "end":
+                self._writer.close()
 
     def _save(self, run: Run) -> None:
         """Save the step unless it is saved already; a new best takes the protection of the one before."""

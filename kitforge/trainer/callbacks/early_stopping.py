@@ -16,10 +16,11 @@ class EarlyStopping(Callback):
         self._waited = 0
 
     def on_event(self, event: Event, run: Run) -> None:
-        """Count evaluations since the best one."""
-        if event.kind != "evaluate":
+        """Count evaluations since the best one. A run that had stopped before it was resumed stops again."""
+        if event.kind not in ("start", "evaluate"):
             return
-        self._waited = 0 if run.state.best_step == run.state.cursor.step else self._waited + 1
+        if event.kind == "evaluate":
+            self._waited = 0 if run.state.best_step == run.state.cursor.step else self._waited + 1
         if self._waited >= self.patience:
             best = f"{run.options.monitor} was best at step {run.state.best_step} with {run.state.best:.5g}"
             run.stop(f"early stopping after {self._waited} evaluations without a new best: {best}")

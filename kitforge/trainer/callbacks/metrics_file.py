@@ -21,7 +21,8 @@ class MetricsFile(Callback):
     def on_event(self, event: Event, run: Run) -> None:
         """Write the event's record, if it has one."""
         if event.kind == "start":
-            _truncate(self.path, run.state.cursor.step)
+            is_fresh = run.state.cursor.step == 0 and run.state.evaluated is None
+            _truncate(self.path, -1 if is_fresh else run.state.cursor.step)
         if event.record:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             line = json.dumps({name: _finite(value) for name, value in event.record.items()})

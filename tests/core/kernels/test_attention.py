@@ -31,8 +31,9 @@ def ragged(length: int) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_is_its_reference(shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
     options = {"mask": None, "causal": causal, "scale": 0.3}
-    assert distance(partial(attention, **options), partial(reference, **options), heads(*shape, dtype=dtype)) < (
-        TOLERANCE[dtype]
+    assert (
+        distance(partial(attention, **options), partial(reference, **options), heads(*shape, dtype=dtype))
+        < (TOLERANCE[dtype])
     )
 
 

@@ -96,4 +96,4 @@ def gradients(model: Decoder, loss: Tensor) -> Tensor:
 
 def distance(got: Tensor, wanted: Tensor) -> float:
     """The norm of the difference relative to the norm."""
-    return float((got - wanted).norm() / wanted.norm())
+    return float(((got - wanted).norm() / wanted.norm()).detach())

@@ -91,7 +91,7 @@ needs_compiler = pytest.mark.skipif(
 @needs_compiler
 @pytest.mark.filterwarnings("default")
 def test_compiled_blocks_equal_eager_ones_and_share_their_code(fresh_compiler: Callable[[], int]) -> None:
-    config = replace(LLAMA, num_layers=12)
+    config = replace(LLAMA, num_layers=4)
     compiled, eager = build(config, "O2", torch.float32), build(config, "O0", torch.float32)
     compiled.compile_blocks()
     ids, context = packed(documents_of(5, 2, 8))

@@ -77,6 +77,18 @@ def test_each_place_of_dropout_is_alive(place: str) -> None:
     assert distance(model(tokens(), context), model(tokens())) > 1e-3
 
 
+def test_no_two_places_of_a_network_share_their_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def spy(_: DropoutKey, name: str, shape: torch.Size, _rate: float, like: Tensor) -> Tensor:
+        names.append(name)
+        return torch.ones(shape, dtype=like.dtype)
+
+    monkeypatch.setattr(DropoutKey, "mask", spy)
+    loss_of(build(CONFIGS["gpt2"]), slice(0, 5))
+    assert len(names) == len(set(names)) == 1 + 3 * GPT2.num_layers
+
+
 @pytest.mark.parametrize("level", ["O0", "O1"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_recomputation_gives_the_same_gradients_bit_for_bit(name: str, level: CompileLevel) -> None:
@@ -90,7 +102,7 @@ def test_recomputation_runs_every_block_a_second_time() -> None:
     model = build(CONFIGS["gpt2"])
     runs: list[object] = []
     for block in model.blocks:
-        block.register_forward_hook(lambda module, *_: runs.append(module))
+        block.register_forward_pre_hook(lambda module, _: runs.append(module))
     model.recompute = True
     loss_of(model, slice(0, 5)).backward()
     assert len(runs) == 2 * len(model.blocks)
