@@ -2,8 +2,7 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
-# An index for torch alone. On a Linux machine without a GPU this saves gigabytes:
-#   make env TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# The address of an index for torch alone; on Linux without a GPU, PyTorch's index of CPU builds saves gigabytes.
 TORCH_INDEX ?=
 
 VENV := .venv

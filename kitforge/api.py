@@ -195,73 +195,174 @@ def save_model(model: Any, folder: str | Path, tokenizer: Any = None) -> None:
 
 def presets(group: str = "model") -> dict[str, Path]:
     """The YAML files of a group by name: the shipped ones and those of ./configs."""
-    found = {path.stem: path for path in sorted((CONFIGS / group).glob("*.yaml"))}
-    return found | {path.stem: path for path in sorted((OWN_CONFIGS / group).glob("*.yaml"))}
+    shipped = {path.stem: path for path in sorted((CONFIGS / group).glob("*.yaml"))}
+    own = {path.stem: path for path in sorted((OWN_CONFIGS / group).glob("*.yaml"))}
+    for name in shipped.keys() & own.keys():
+        raise ConfigError("a preset of your own has the name of a shipped one", got=own[name], fix="rename the file")
+    return shipped | own
 
 
 def preset_values(group: str = "model") -> dict[str, dict[str, Any]]:
     """The presets of a group as plain values."""
-    return {name: plain(OmegaConf.load(path)) for name, path in presets(group).items()}
+    return {name: plain(_read_yaml(path)) for name, path in presets(group).items()}
 
 
-def composed(task: str, choices: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain configuration of a task: presets chosen by name, then single values over them."""
-    values = nested(choices)
-    groups = {name: value for name, value in values.items() if isinstance(value, str) and (CONFIGS / name).is_dir()}
-    for group, name in groups.items():
-        if name not in presets(group):
-            raise ConfigError(f"unknown {group} {name!r}", fix=nearest(name, presets(group)))
-        del values[group]
-    overrides = [f"task={task}", *(f"{group}={name}" for group, name in groups.items() if group != "task")]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """The plain configuration of a task, and what its network is called: a preset, or the folder it comes from."""
+
+    values: dict[str, Any]
+    model_name: str
+
+
+def composed(task: str, choices: Mapping[str, Any]) -> Composition:
+    """Presets chosen by name, then single values over them. A choice is named `optimizer`, `optimizer.learning_rate`
+    or, as a nested mapping, both. Raises ConfigError, which names the nearest thing for one that is not known."""
+    named, single = _parted(choices)
+    for name in single:
+        check_name(name, kit_of(task).OPTIONS)
+    checkpoint = single.get("checkpoint")
+    _refuse_two_networks(checkpoint, named, single)
+    # A prompt is text for the model: `${` means nothing in it.
+    texts = {name: single.pop(name) for name in ("prompt",) if name in single}
+    overrides = [f"task={task}", *(f"{group}={name}" for group, name in named.items()), *_search_path()]
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = compose("config", [*overrides, *search_path()])
-    return plain(OmegaConf.merge(config, OmegaConf.create(values, flags={"struct": False})))
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            config = compose("config", overrides, return_hydra_config=True)
+        preset = config.hydra.runtime.choices.model
+        with open_dict(config):
+            del config["hydra"]
+        values = plain(OmegaConf.merge(config, OmegaConf.create(nested(single), flags={"struct": False})))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError("the configuration cannot be composed", got=_first_line(error)) from None
+    if checkpoint is not None:
+        values["model"] = {}
+        preset = Path(checkpoint).resolve().name
+    return Composition(values=values | texts, model_name=preset)
 
 
-def search_path() -> list[str]:
-    """The override that lets Hydra find presets in ./configs."""
-    return [f"hydra.searchpath=[file://{OWN_CONFIGS.resolve()}]"] if OWN_CONFIGS.is_dir() else []
+def check_name(name: str, options: type[Any]) -> None:
+    """Raise ConfigError unless the dotted name is an option, or lies below a free-form one."""
+    known = option_names(options)
+    free = [option for option, hint in known.items() if typing.get_origin(hint) is dict]
+    if name in known or name.startswith(tuple(f"{option}." for option in free)):
+        return
+    same = [option for option in known if option.split(".")[-1] == name.split(".")[-1]]
+    close = same or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    below = [option for option in known if option.startswith(f"{name.split('.')[0]}.")]
+    fix = f"did you mean {' or '.join(map(repr, close))}?" if close else nearest(name, below or groups())
+    raise ConfigError(f"unknown option {name!r}", fix=fix)
+
+
+def option_names(options: type[Any], path: str = "") -> dict[str, Any]:
+    """The dotted names of all options with their types."""
+    result: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(options).items():
+        if dataclasses.is_dataclass(hint):
+            result |= option_names(hint, f"{path}{name}.")  # type: ignore[arg-type]
+        else:
+            result[path + name] = hint
+    return result
+
+
+def groups() -> list[str]:
+    """The options that presets are chosen for by name."""
+    return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "task")
 
 
 def plain(config: Any) -> dict[str, Any]:
     """A composed configuration as a plain dict. Raises ConfigError for `_target_` and for resolvers that would let a
     file reach the environment or run code."""
-    assert isinstance(config, DictConfig)
-    raw = OmegaConf.to_container(config, resolve=False)
-    _refuse_code(raw, "")
+    _refuse_code(OmegaConf.to_container(config, resolve=False), "")
     values = OmegaConf.to_container(config, resolve=True)
     assert isinstance(values, dict)
     return {str(name): value for name, value in values.items()}
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"a.b": 1}` and `{"a": {"b": 1}}` alike as the latter."""
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         place = result
         *parents, last = name.split(".")
         for parent in parents:
             place = place.setdefault(parent, {})
-        if isinstance(value, Mapping) and isinstance(place.get(last), dict):
-            place[last] |= nested(value)
-        else:
-            place[last] = nested(value) if isinstance(value, Mapping) else value
+        place[last] = value
     return result
+
+
+def _parted(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """The presets by group, and single values by dotted name. A folder in a preset's place is the option it means."""
+    named: dict[str, str] = {}
+    single: dict[str, Any] = {}
+    for name, value in _dotted(choices).items():
+        if name not in groups() or not isinstance(value, str):
+            # recipe=null is the recipe that changes nothing.
+            single |= {} if name == "recipe" and value is None else {name: value}
+        elif value in (known := presets(name)):
+            named[name] = value
+        elif name in FOLDERS and Path(value).expanduser().is_dir():
+            single[FOLDERS[name]] = str(Path(value).expanduser())
+        else:
+            expected = "a preset or a folder" if name in FOLDERS else None
+            raise ConfigError(f"unknown {name} {value!r}", expected=expected, fix=nearest(value, known))
+    return named, single
+
+
+def _dotted(choices: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, value in choices.items():
+        inner = isinstance(value, Mapping) and value
+        result |= _dotted(value, f"{path}{name}.") if inner else {f"{path}{name}": value}
+    return result
+
+
+def _refuse_two_networks(checkpoint: Any, named: Mapping[str, str], single: Mapping[str, Any]) -> None:
+    described = [f"model={named['model']}"] if "model" in named else []
+    described += [f"{name}={value}" for name, value in single.items() if name.startswith("model.")]
+    if checkpoint is not None and described:
+        raise ConfigError(
+            "a checkpoint brings its own network", got=f"checkpoint={checkpoint} and {described[0]}", fix="keep one"
+        )
+
+
+def _search_path() -> list[str]:
+    """The override that lets Hydra find presets in ./configs, once nothing there would have it read the environment."""
+    for group in groups():
+        for path in (OWN_CONFIGS / group).glob("*.yaml"):
+            content = OmegaConf.to_container(_read_yaml(path), resolve=False)
+            _refuse_code(content.get("defaults") if isinstance(content, dict) else None, f"{path} defaults")
+    return [f"hydra.searchpath=['file://{OWN_CONFIGS.resolve()}']"] if OWN_CONFIGS.is_dir() else []
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        content = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} is not YAML that can be used", got=" ".join(str(error).split())) from None
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"{path} does not hold options", got="a list", expected="name: value, a line each")
+    return content
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _refuse_code(value: Any, path: str) -> None:
     if isinstance(value, dict):
         for name, item in value.items():
-            if name == "_target_":
+            if str(name).startswith("_target_"):
                 raise ConfigError(
                     "configuration cannot name code to run", got=f"{path}_target_: {item}", fix="remove it"
                 )
             _refuse_code(item, f"{path}{name}.")
+            _refuse_code(name, path)
     elif isinstance(value, list):
         for item in value:
             _refuse_code(item, path)
-    elif isinstance(value, str) and "${" in value and ":" in value.split("${", 1)[1].split("}", 1)[0]:
+    elif isinstance(value, str) and RESOLVER.search(value):
         raise ConfigError(
             "configuration cannot use resolvers", got=f"{path.rstrip('.')}: {value}", fix="write the value itself"
         )

@@ -9,6 +9,7 @@ tensor by tensor. Copies and saves alternate, nothing is being written while the
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -82,7 +83,8 @@ def table(results: dict[str, dict[str, float]], rounds: int) -> str:
     lines = [
         "# Stall of a checkpoint",
         "",
-        f"{describe(pick('cpu'))}, torch {torch.__version__}, 2026-11-21; medians of {rounds} rounds.",
+        f"{describe(pick('cpu'))}, torch {torch.__version__}, 2026-11-21; medians of {rounds} rounds; load average "
+        f"{os.getloadavg()[0]:.0f} at the end (1 is ours).",
         "The first save also maps the buffers, once a run. Writing and checking are bound by SHA-256 and the disk.",
         "",
         "| State | Size, MB | One flat copy, ms | Copy tensor by tensor, ms | Stall of save, ms "

@@ -124,9 +124,7 @@ def ours(arch: str, dtype: str, level: str = "O1") -> dict[str, float]:
 
         laps = Laps()
         run_folder = Path(place) / "run"
-        loop = make_loop(
-            TextGenerationTask(options, corpus, network), options, run_folder, config={}, callbacks=[laps]
-        )
+        loop = make_loop(TextGenerationTask(options, corpus, network), options, run_folder, config={}, callbacks=[laps])
         loop.callbacks = [laps]
         train(loop, options, run_folder, "")
         return laps.meter.result()
@@ -262,9 +260,7 @@ def rounds(workers: list[str], arch: str, dtype: str, count: int) -> Iterator[st
         for worker in workers:
             results[worker].append(measure(worker, arch, dtype))
     for worker in workers:
-        middle = {
-            name: statistics.median(each[name] for each in results[worker]) for name in results[worker][0]
-        }
+        middle = {name: statistics.median(each[name] for each in results[worker]) for name in results[worker][0]}
         pairs = zip(results["ours"], results[worker], strict=True)
         ratio = statistics.median(one["tokens_per_second"] / other["tokens_per_second"] for one, other in pairs)
         yield (

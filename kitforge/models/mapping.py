@@ -14,7 +14,7 @@ from kitforge.foundation.errors import ModelError
 
 
 @final
-class FolderConfig(dict[str, Any]):
+class ConfigFile(dict[str, Any]):
     """A config.json. Asking for a key that it lacks is a ModelError."""
 
     def __missing__(self, key: str) -> Any:

@@ -29,6 +29,10 @@ from kitforge.trainer.state import TrainingState
 from kitforge.trainer.task import Task
 
 
+# A run that was given no length ends while its owner is still watching, and says so.
+DEFAULT_STEPS = 500
+
+
 @final
 class Loop:
     """Trains a task. `config` is the whole nested configuration, kept in every checkpoint."""
@@ -92,6 +96,8 @@ class Loop:
             self.note("resume", f"goes on after step {self.state.cursor.step} of {self._resumed_from}")
         for change in self._changes:
             self.note("changed", change)
+        if self.options.max_steps is None and self.options.epochs is None:
+            self.note("length", f"{self.max_steps} steps, as none was given; trainer.epochs=1 reads the whole text once")
         with _signals(self._interrupt):
             try:
                 if self.options.evaluate_first and self.state.cursor.step == 0 and self.state.evaluated is None:
@@ -321,13 +327,15 @@ class Loop:
 
 
 def _max_steps(task: Task, options: RunOptions) -> int:
+    """Steps of the run: as many as were asked for, or at most 500 where nothing was said."""
     given, epochs = options.trainer.max_steps, options.trainer.epochs
     if given is not None and epochs is None:
         return given
     steps = task.num_steps(1.0 if epochs is None else epochs)
     if steps is None and given is None:
         raise ConfigError("how long to train is not known", got="trainer.max_steps=null", expected="a number of steps")
-    return min(value for value in (steps, given) if value is not None)
+    limit = DEFAULT_STEPS if epochs is None else None
+    return min(value for value in (steps, given, limit) if value is not None)
 
 
 def _is_due(interval: int | None, step: int) -> bool:

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from kitforge.foundation import device
 
+# Whether the processor multiplies in these itself. Asked once, here: a compiler cannot look into the question.
+NATIVE = {dtype: device.multiplies_natively(dtype) for dtype in (torch.bfloat16, torch.float16)}
+
 
 def compute_dtype(input: Tensor) -> torch.dtype:
     """The dtype that products of `input` are wanted in: autocast's where it is on, else the input's own."""
@@ -20,6 +23,6 @@ def storage_dtype(input: Tensor) -> torch.dtype | None:
     """The half format that `input` should be stored in while products are taken in fp32; None where the device
     multiplies in the wanted format itself."""
     wanted = compute_dtype(input)
-    if input.device.type != "cpu" or wanted not in (torch.bfloat16, torch.float16):
+    if input.device.type != "cpu" or NATIVE.get(wanted, True):
         return None
-    return None if device.multiplies_natively(wanted) else wanted
+    return wanted

@@ -8,12 +8,12 @@ from typing import Any
 from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.models.glm.model import GLMConfig
-from kitforge.models.mapping import Family, FolderConfig, Piece, read_rope, require, write_rope
+from kitforge.models.mapping import Family, ConfigFile, Piece, read_rope, require, write_rope
 
 
 def read_config(config: Mapping[str, Any]) -> GLMConfig:
     """Our options from a config.json."""
-    config = FolderConfig(config)
+    config = ConfigFile(config)
     return _read_chatglm(config) if config["model_type"] == "chatglm" else _read_glm(config)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from kitforge.foundation.errors import ModelError
 from kitforge.models.gpt2.model import GPT2Config
-from kitforge.models.mapping import Family, FolderConfig, Piece, require
+from kitforge.models.mapping import Family, ConfigFile, Piece, require
 
 
 def read_config(config: Mapping[str, Any]) -> GPT2Config:
     """Our options from a config.json."""
-    config = FolderConfig(config)
+    config = ConfigFile(config)
     activation = config.get("activation_function", "gelu_new")
     if activation not in ("gelu_new", "gelu_pytorch_tanh"):
         raise ModelError("GPT-2 with another activation", got=activation, expected="gelu_new")

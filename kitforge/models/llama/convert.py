@@ -9,12 +9,12 @@ from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ModelError
 from kitforge.models.llama.model import LlamaConfig
-from kitforge.models.mapping import Family, FolderConfig, Piece, read_rope, require, write_rope
+from kitforge.models.mapping import Family, ConfigFile, Piece, read_rope, require, write_rope
 
 
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     """Our options from a config.json."""
-    config = FolderConfig(config)
+    config = ConfigFile(config)
     require(config, {"hidden_act": "silu"}, "LLaMA")
     kind = config["model_type"]
     rope = read_rope(config)

@@ -79,7 +79,7 @@ def test_the_update_is_nearly_orthogonal(shape: tuple[int, int], bf16: bool, mon
     assert values.median() > 0.6
 
 
-@pytest.mark.parametrize("shape", [(24, 24), (24, 96), (96, 512)])
+@pytest.mark.parametrize("shape", [(24, 24), (24, 96)])
 @pytest.mark.parametrize(("bf16", "tolerance"), [(False, 1e-3), (True, 0.3)])
 def test_nearly_singular_matrices_stay_bounded_and_close_to_the_definition(
     shape: tuple[int, int], bf16: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch

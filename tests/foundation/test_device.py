@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kitforge.foundation import device
+from kitforge.foundation.errors import DeviceError
+
+
+def test_auto_picks_a_device_that_is_here() -> None:
+    assert device.pick("auto").type == device.available()[-1]
+    assert device.pick("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["cuda", "npu", "mps", "tpu"])
+def test_an_absent_device_says_which_are_here(name: str) -> None:
+    if name in device.available():
+        pytest.skip(f"{name} is here")
+    with pytest.raises(DeviceError, match=r"(?s)no .* device here.*expected:\s+auto or cpu"):
+        device.pick(name)
+
+
+def test_random_state_travels() -> None:
+    here = torch.device("cpu")
+    state = device.random_state(here)
+    first = torch.rand(3)
+    device.set_random_state(state, here)
+    assert torch.equal(first, torch.rand(3))
+
+
+def test_peak_memory_counts_bytes() -> None:
+    before = device.peak_memory(torch.device("cpu"))
+    block = torch.ones(64 * 2**20)
+    assert device.peak_memory(torch.device("cpu")) >= before
+    assert device.peak_memory(torch.device("cpu")) > block.nbytes
+
+
+def test_a_stand_in_for_an_npu_is_found_and_picked() -> None:
+    """Huawei's adapter registers its backend under torch.npu; a renamed private backend stands in for it."""
+    program = (
+        "import torch, types\n"
+        "torch.utils.rename_privateuse1_backend('npu')\n"
+        "torch._register_device_module('npu', types.SimpleNamespace(is_available=lambda: True))\n"
+        "from kitforge.foundation import device\n"
+        "assert device.available()[-1] == 'npu', device.available()\n"
+        "assert device.pick('auto') == torch.device('npu')\n"
+        "assert device.describe(torch.device('npu')) == 'npu'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_freed_memory_is_kept_where_the_allocator_allows() -> None:
+    assert isinstance(device.keep_freed_memory(), bool)

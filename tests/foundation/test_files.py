@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kitforge.foundation.files import atomic_file, atomic_folder, sha256, write_text
+
+
+def test_a_file_appears_whole(tmp_path: Path) -> None:
+    write_text(tmp_path / "deep" / "a.txt", "é")
+    assert (tmp_path / "deep" / "a.txt").read_text(encoding="utf-8") == "é"
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["a.txt"]
+
+
+def test_a_failure_leaves_the_old_file_and_no_draft(tmp_path: Path) -> None:
+    target = tmp_path / "a"
+    target.write_bytes(b"old")
+    with pytest.raises(RuntimeError), atomic_file(target) as file:
+        file.write(b"half")
+        raise RuntimeError
+    assert target.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_folder_replaces_the_old_one_whole(tmp_path: Path) -> None:
+    target = tmp_path / "step"
+    for content in ("one", "two"):
+        with atomic_folder(target) as draft:
+            (draft / content).write_text(content)
+    assert [path.name for path in target.iterdir()] == ["two"]
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_failed_folder_vanishes(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "step") as draft:
+        (draft / "half").write_text("")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "a"
+    target.write_text("old")
+    program = (
+        "import os, signal, sys, pathlib\n"
+        "from kitforge.foundation.files import atomic_file\n"
+        "with atomic_file(pathlib.Path(sys.argv[1])) as file:\n"
+        "    file.write(b'half'); file.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(target)], check=False)
+    assert target.read_text() == "old"
+
+
+def test_the_checksum_is_that_of_the_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    assert sha256(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

@@ -1,0 +1,129 @@
+"""Runs of a tiny language model, and what they leave behind, for comparison bit by bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kitforge.api import nested
+from kitforge.core.checkpoint.layout import step_folder, steps
+from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.kits.transformers.build import Assembly, Inputs, assemble, read_options
+from kitforge.trainer.callbacks.callback import Callback
+from kitforge.trainer.run import train
+
+WORDS = ["sun", "moon", "river", "stone", "sings", "sleeps", "over", "under", "the", "a", "old", "café", "夜"]
+LLAMA = {"family": "llama", "dim": 32, "num_layers": 2, "num_heads": 2, "mlp_dim": 48, "max_length": 128}
+GPT2 = {"family": "gpt2", "dim": 32, "num_layers": 2, "num_heads": 2, "max_length": 128}
+DROPOUT = {"embedding_dropout": 0.1, "attention_dropout": 0.1, "residual_dropout": 0.1}
+OPTIONS: dict[str, Any] = {
+    "model": LLAMA,
+    "data.sequence_length": 32,
+    "data.batch_size": 4,
+    "data.num_workers": 1,
+    "trainer.max_steps": 6,
+    "trainer.progress": False,
+    "trainer.evaluate_batches": 2,
+    "inference.max_new_tokens": 2,
+    "optimizer.learning_rate": 1e-2,
+    "device": "cpu",
+}
+# Kinds of runs whose resumption has something of its own to go wrong.
+KINDS: dict[str, dict[str, Any]] = {
+    "adamw": {"optimizer.name": "adamw"},
+    "muon in bf16": {"optimizer.name": "muon", "precision": "bf16"},
+    "gpt2 with dropout and micro-batches": {"model": GPT2 | DROPOUT, "trainer.micro_batch_size": 3},
+    "packed documents": {"data.train": "documents.jsonl", "optimizer.name": "sgd", "data.validation": 0.2},
+    "a loss scale that falls": {"precision": "fp16"},
+    "a plateau": {"schedule.name": "plateau", "schedule.plateau_patience": 1, "schedule.plateau_threshold": 0.5},
+}
+
+
+def sentence(generator: random.Random, num_words: int) -> str:
+    return " ".join(generator.choice(WORDS) for _ in range(num_words)) + "\n"
+
+
+def write_corpus(folder: Path) -> Path:
+    """A text of about 4,000 bytes in corpus.txt and 60 short documents in documents.jsonl."""
+    generator = random.Random(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "corpus.txt").write_text("".join(sentence(generator, 9) for _ in range(80)), encoding="utf-8")
+    documents = [sentence(generator, generator.randint(1, 9)) for _ in range(60)]
+    lines = (json.dumps({"text": document}) + "\n" for document in documents)
+    (folder / "documents.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def begin(
+    folder: Path, corpus: Path, choices: Mapping[str, Any] | None = None, callbacks: Sequence[Callback] = ()
+) -> Assembly:
+    """A run in `folder`, ready to start. `choices` are dotted options; `data.train` is a file of the corpus."""
+    values = OPTIONS | {"data.train": "corpus.txt", "data.cache": str(corpus / "cache")} | dict(choices or {})
+    values |= {"output_dir": str(folder), "data.train": str(corpus / values["data.train"])}
+    return assemble(read_options(nested(values)), Inputs(callbacks=callbacks))
+
+
+def finish(assembly: Assembly) -> dict[str, float]:
+    """Train to the end."""
+    return train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+
+
+def run(
+    folder: Path, corpus: Path, choices: Mapping[str, Any] | None = None, callbacks: Sequence[Callback] = ()
+) -> Assembly:
+    """Begin and finish."""
+    assembly = begin(folder, corpus, choices, callbacks)
+    finish(assembly)
+    return assembly
+
+
+def copy_up_to(source: Path, target: Path, step: int) -> Path:
+    """The run as a kill after the checkpoint of `step` leaves it: later lines are there, later checkpoints are not."""
+    shutil.copytree(source, target)
+    for later in steps(target / "checkpoints"):
+        if later > step:
+            shutil.rmtree(step_folder(target / "checkpoints", later))
+    return target
+
+
+def records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of these kinds (all but events where none is named), without the clock's."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    wanted = kinds or ("train", "eval")
+    return [without_clock(record) for record in map(json.loads, lines) if record["kind"] in wanted]
+
+
+def events(folder: Path, name: str) -> list[str]:
+    """The messages of the events of that name."""
+    return [record["message"] for record in records(folder, "event") if record["event"] == name]
+
+
+def last_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors of model and optimizer, and the state, of the newest checkpoint; without clock and paths."""
+    root = folder / "checkpoints"
+    checkpoint = open_checkpoint(step_folder(root, steps(root)[-1]))
+    tensors = dict(checkpoint.model()) | dict(checkpoint.optimizer())
+    training = checkpoint.state["training"]
+    del training["seconds"], checkpoint.state["config"]
+    training["window"] = without_clock(training["window"])
+    return tensors, checkpoint.state
+
+
+def assert_same(got: Path, wanted: Path) -> None:
+    """Two runs ended alike, bit for bit, and told the same on the way."""
+    assert records(got) == records(wanted)
+    (tensors, state), (wanted_tensors, wanted_state) = last_checkpoint(got), last_checkpoint(wanted)
+    assert state == wanted_state
+    assert list(tensors) == list(wanted_tensors)
+    different = [name for name, tensor in tensors.items() if not tensor.equal(wanted_tensors[name])]
+    assert different == []
+
+
+def without_clock(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if not name.startswith("time/")}
