@@ -1,36 +1,25 @@
-"""The command line: `kitforge VERB [option=value ...]`. Hydra composes; what is wrong is told in a person's words."""
+"""The command line: `kitforge VERB [option=value ...]`. What is wrong is told in a person's words."""
 
 from __future__ import annotations
 
-import dataclasses
+import errno
 import importlib.metadata
+import itertools
 import json
+import math
 import platform
 import sys
 import time
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
-import hydra
 import torch
-from omegaconf import DictConfig
 from rich.markup import escape
 from rich.table import Table
 
-from kitforge.api import (
-    CONFIGS,
-    KITS,
-    evaluate,
-    kit_of,
-    plain,
-    preset_values,
-    presets,
-    save_model,
-    search_path,
-    train_task,
-)
+from kitforge.api import KITS, composed, evaluate, kit_of, load_model, load_tokenizer, save_model, train_task
+from kitforge.composition import Composition, dotted, groups, option_words, parse, preset_values, presets
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import to_yaml
 from kitforge.foundation.errors import ConfigError, KitforgeError, nearest
@@ -38,32 +27,30 @@ from kitforge.foundation.log import console, errors
 from kitforge.report.page import write_report
 
 INTERRUPTED = 130
+DEFAULT_TASK = "text_generation"
 
 
 def main() -> None:
     """The console script."""
-    arguments = sys.argv[1:]
-    wants_traceback = "--traceback" in arguments
-    arguments = [argument for argument in arguments if argument != "--traceback"]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--traceback"]
+    if len(arguments) == len(sys.argv) - 1:
+        sys.excepthook = _tell
     try:
-        sys.exit(run(arguments))
-    except KitforgeError as error:
-        if wants_traceback:
-            raise
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        sys.exit(1)
+        status = run(arguments)
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    except OSError as error:
-        if wants_traceback:
-            raise
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        sys.exit(1)
+        errors.print("interrupted")
+        status = INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read us has closed the pipe, as `| head` does; what is still buffered has no reader either.
+        sys.stdout = None
+        status = 0
+    sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Carry out one command; returns the exit status."""
-    verb, rest = (arguments[0], list(arguments[1:])) if arguments else ("--help", [])
+    """Carry out one command; returns the exit status. Raises KitforgeError."""
+    verb, rest = (arguments[0], list(arguments[1:])) if arguments else ("help", [])
     if verb in ("--help", "-h", "help"):
         _help()
         return 0
@@ -73,132 +60,121 @@ def run(arguments: Sequence[str]) -> int:
     if verb in PLAIN_VERBS:
         return PLAIN_VERBS[verb](rest)
     if verb not in VERBS:
-        raise ConfigError(f"unknown command {verb!r}", fix=nearest(verb, [*VERBS, *PLAIN_VERBS]))
-    return _composed(VERBS[verb], rest)
+        raise ConfigError(f"unknown command {verb!r}", fix=nearest(verb, HELP))
+    flags = {argument for argument in rest if argument.startswith("-")}
+    for flag in flags - {"-m", "--multirun", "-h", "--help"}:
+        raise ConfigError(f"unknown flag {flag!r}", expected="-m, --help, --traceback", fix="options are name=value")
+    overrides = [argument for argument in rest if not argument.startswith("-")]
+    if flags & {"-h", "--help"}:
+        _help_options(verb)
+        return 0
+    return _run_members(VERBS[verb], _members(overrides, is_sweep=bool(flags & {"-m", "--multirun"})))
 
 
-def _composed(action: Callable[[dict[str, Any]], int], arguments: list[str]) -> int:
-    """Let Hydra read the overrides (and sweep, with -m), then act on the plain configuration."""
-    flags = [argument for argument in arguments if argument.startswith("-")]
-    overrides = [_checked(argument, arguments) for argument in arguments if not argument.startswith("-")]
-    failures: list[KitforgeError] = []
-    statuses: list[int] = []
+def _tell(kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
+    """What reaches a person in the place of a traceback."""
+    if isinstance(error, KitforgeError):
+        words = str(error)
+    elif isinstance(error, OSError):
+        words = str(error)
+        if error.errno == errno.ENOSPC:
+            words += "\n  do:       free some space, then go on with resume=auto"
+    else:
+        words = f"{kind.__name__}: {error}\n  do:       this is a mistake in Kitforge; --traceback shows where"
+    errors.print(f"[bold red]error:[/] {escape(words)}", highlight=False, soft_wrap=True)
 
-    def job(config: DictConfig) -> None:
+
+def _members(overrides: Sequence[str], *, is_sweep: bool) -> list[Composition]:
+    """What is to be run, composed and named as a whole before the first of it begins."""
+    axes = [(name, values) for name, values in map(parse, overrides)]
+    for name, values in axes:
+        if len(values) > 1 and not is_sweep:
+            raise ConfigError(
+                f"option {name!r} has several values",
+                got=", ".join(map(str, values)),
+                fix=f"-m runs one after the other; {name}=[...] is a list; {name}=\"'...'\" is text with a comma",
+            )
+    chosen = [dict(pairs) for pairs in itertools.product(*([(name, each) for each in values] for name, values in axes))]
+    members = [composed(str(choices.pop("task", DEFAULT_TASK)), choices) for choices in chosen]
+    folders = [member.values["output_dir"] for member in members if member.values.get("output_dir") is not None]
+    if len(folders) != len(set(folders)):
+        raise ConfigError(
+            "the runs of a sweep need a folder each", got=f"output_dir={folders[0]}", fix="leave output_dir out"
+        )
+    return members
+
+
+def _run_members(action: Callable[[Composition], int], members: Sequence[Composition]) -> int:
+    """Run one after the other; in a sweep one that fails is told, and the next one is run."""
+    if len(members) == 1:
+        return action(members[0])
+    worst = 0
+    for number, member in enumerate(members, 1):
+        console.print(f"{number} of {len(members)}", style="bold")
         try:
-            statuses.append(action(plain(config)))
+            status = action(member)
         except KitforgeError as error:
-            # Hydra would dress it in its own report.
-            failures.append(error)
-
-    before = sys.argv
-    sys.argv = [before[0], *flags, *overrides, *search_path(), "hydra/job_logging=none", "hydra/hydra_logging=none"]
-    try:
-        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")(job)()
-    finally:
-        sys.argv = before
-    if failures:
-        raise failures[0]
-    return max(statuses, default=0)
+            _tell(type(error), error, None)
+            status = 1
+        worst = max(worst, status)
+        if status == INTERRUPTED:
+            break
+    return worst
 
 
-def _checked(override: str, arguments: Sequence[str]) -> str:
-    """An override whose name is known, made so that Hydra accepts options that no YAML file mentions."""
-    name, found, value = override.partition("=")
-    name = name.lstrip("+~")
-    if not found:
-        raise ConfigError("this is not an option", got=override, expected="name=value")
-    if (CONFIGS / name).is_dir() and name != "task":
-        return _checked_preset(name, value)
-    task = next((each.split("=", 1)[1] for each in arguments if each.startswith("task=")), "text_generation")
-    if name == "task":
-        kit_of(value)
-        return override
-    if not name.startswith(("hydra.", "hydra/")):
-        _check_name(name, kit_of(task).OPTIONS)
-        return f"++{name}={value}"
-    return override
-
-
-def _checked_preset(group: str, value: str) -> str:
-    """`model=PRESET`, or `model=FOLDER` for the weights that lie there."""
-    known = presets(group)
-    for choice in value.split(","):
-        if group == "model" and choice not in known and Path(choice).is_dir():
-            return f"++checkpoint={choice}"
-        if group == "tokenizer" and choice not in known and Path(choice).is_dir():
-            return f"++tokenizer.name={choice}"
-        if choice not in known:
-            raise ConfigError(f"unknown {group} {choice!r}", fix=nearest(choice, known))
-    return f"{group}={value}"
-
-
-def _check_name(name: str, options: type[Any]) -> None:
-    """Raise ConfigError unless the dotted name is a field of the options, or lies below a free-form one."""
-    kind: Any = options
-    for depth, part in enumerate(name.split(".")):
-        fields = {field.name: field for field in dataclasses.fields(kind)}
-        if part not in fields:
-            known = [".".join([*name.split(".")[:depth], field]) for field in fields]
-            raise ConfigError(f"unknown option {name!r}", fix=nearest(name, known))
-        kind = typing.get_type_hints(kind)[part]
-        if not dataclasses.is_dataclass(kind):
-            return
-
-
-def _train(values: dict[str, Any]) -> int:
-    kit = kit_of(values["task"])
-    result = train_task(kit.read_options(values), kit.Inputs(model_name=_model_name(values)))
+def _train(chosen: Composition) -> int:
+    kit = kit_of(chosen.values["task"])
+    result = train_task(kit.read_options(chosen.values), kit.Inputs(model_name=chosen.model_name))
     lines = [f"checkpoint  {result.folder / 'checkpoints'}", f"report      {result.folder / 'report.html'}"]
     lines += [f"{name:<11} {value:.4f}" for name, value in result.metrics.items()]
-    console.print("\n".join(lines), markup=False, highlight=False)
     _show_sample(result.folder)
+    _say("\n".join(lines))
     if result.was_interrupted:
-        console.print(f"interrupted; go on with the same command and output_dir={result.folder} resume=auto")
+        _say(f"interrupted; go on with the same command and output_dir={result.folder} resume=auto")
         return INTERRUPTED
-    console.print(f'next: kitforge generate checkpoint={result.folder} prompt="..."', markup=False, highlight=False)
+    _say(f'next: kitforge generate checkpoint={result.folder} prompt="..."')
     return 0
 
 
-def _finetune(values: dict[str, Any]) -> int:
-    if values.get("checkpoint") is None:
+def _finetune(chosen: Composition) -> int:
+    if chosen.values.get("checkpoint") is None:
         raise ConfigError("finetuning starts from weights", got="checkpoint=null", fix="add checkpoint=FOLDER")
-    return _train(values)
+    return _train(chosen)
 
 
-def _evaluate(values: dict[str, Any]) -> int:
-    options = kit_of(values["task"]).read_options(values)
+def _evaluate(chosen: Composition) -> int:
+    options = kit_of(chosen.values["task"]).read_options(chosen.values)
     metrics = evaluate(options, kit_of(options.task).Inputs())
-    console.print_json(json.dumps({name.removeprefix("eval/"): value for name, value in metrics.items()}), indent=None)
+    # JSON has no word for infinity and none for what is not a number.
+    line = {name.removeprefix("eval/"): value if math.isfinite(value) else None for name, value in metrics.items()}
+    sys.stdout.write(json.dumps(line) + "\n")
     return 0
 
 
-def _generate(values: dict[str, Any]) -> int:
-    options = kit_of(values["task"]).read_options(values)
+def _generate(chosen: Composition) -> int:
+    options = kit_of(chosen.values["task"]).read_options(chosen.values)
     if options.checkpoint is None or options.prompt is None:
         raise ConfigError("generation needs a model and a prompt", fix='add checkpoint=RUN prompt="Once upon a time"')
-    kit = kit_of(options.task)
-    folder = Path(options.checkpoint)
-    opened = kit.open_pipeline(kit.load(folder, devices.pick(options.device)), kit.find_tokenizer(folder), options)
+    model = load_model(options.checkpoint, options.device)
+    opened = kit_of(options.task).open_pipeline(model, load_tokenizer(options.checkpoint), options)
     prompts = [options.prompt] if isinstance(options.prompt, str) else options.prompt
     for answer in opened(prompts):
         sys.stdout.write(answer[0]["generated_text"] + "\n")
     return 0
 
 
-def _export(values: dict[str, Any]) -> int:
-    if values.get("checkpoint") is None or values.get("output_dir") is None:
+def _export(chosen: Composition) -> int:
+    source, target = chosen.values.get("checkpoint"), chosen.values.get("output_dir")
+    if source is None or target is None:
         raise ConfigError("export needs a run and a folder", fix="add checkpoint=RUN output_dir=FOLDER")
-    kit = kit_of(values["task"])
-    source, target = Path(values["checkpoint"]), Path(values["output_dir"])
-    save_model(kit.load(source, torch.device("cpu")), target, kit.find_tokenizer(source))
-    console.print(f"wrote {target} for transformers", markup=False, highlight=False)
+    save_model(load_model(source, "cpu"), target, load_tokenizer(source))
+    _say(f"wrote {target} for transformers")
     return 0
 
 
-def _config(values: dict[str, Any]) -> int:
-    kit = kit_of(values["task"])
-    sys.stdout.write(to_yaml(kit.resolved(kit.read_options(values))))
+def _config(chosen: Composition) -> int:
+    kit = kit_of(chosen.values["task"])
+    sys.stdout.write(to_yaml(kit.resolved(kit.read_options(chosen.values))))
     return 0
 
 
@@ -206,22 +182,27 @@ def _report(arguments: list[str]) -> int:
     if not arguments:
         raise ConfigError("a report is of at least one run", fix="kitforge report runs/latest")
     target = write_report([Path(argument) for argument in arguments])
-    console.print(f"wrote {target}", markup=False, highlight=False)
+    _say(f"wrote {target}")
     return 0
 
 
-def _list(_arguments: list[str]) -> int:
-    table = Table(title="presets", title_justify="left")
-    for column in ("task", "preset", "family", "parameters", "layers", "width", "length"):
-        table.add_column(column, justify="left" if column in ("task", "preset", "family") else "right")
+def _list(arguments: list[str]) -> int:
+    _refuse_arguments("list", arguments)
     for task in sorted(KITS):
+        table = Table(title=f"task {task}", title_justify="left", title_style="bold")
+        for column in ("model", "family", "parameters", "layers", "width", "length"):
+            table.add_column(column, justify="left" if column in ("model", "family") else "right")
         for row in kit_of(task).describe_presets(preset_values("model")):
-            table.add_row(task, *row)
-    console.print(table)
+            table.add_row(*row)
+        console.print(table)
+    for group in groups():
+        if group != "model":
+            _say(f"{group:<10} {', '.join(presets(group))}")
     return 0
 
 
-def _doctor(_arguments: list[str]) -> int:
+def _doctor(arguments: list[str]) -> int:
+    _refuse_arguments("doctor", arguments)
     table = Table(show_header=False)
     for name, value in _facts().items():
         table.add_row(name, value)
@@ -231,6 +212,7 @@ def _doctor(_arguments: list[str]) -> int:
 
 def _facts() -> dict[str, str]:
     facts = {
+        "kitforge": importlib.metadata.version("kitforge"),
         "python": f"{platform.python_version()} on {platform.platform()}",
         "torch": torch.__version__,
         "devices": ", ".join(devices.available()),
@@ -270,21 +252,38 @@ def _show_sample(folder: Path) -> None:
         console.print(f"{sample['text']}\n", markup=False, highlight=False)
 
 
-def _model_name(values: dict[str, Any]) -> str:
-    """What the run's folder is called after."""
-    if values.get("checkpoint") is not None:
-        return Path(values["checkpoint"]).resolve().name
-    return str(values.get("model", {}).get("family", "model"))
+def _say(text: str) -> None:
+    """A message as it stands: no colours, nothing read as markup, lines as long as they are."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _refuse_arguments(verb: str, arguments: list[str]) -> None:
+    if arguments:
+        raise ConfigError(f"kitforge {verb} takes no options", got=" ".join(arguments))
 
 
 def _help() -> None:
-    lines = ["kitforge VERB [option=value ...] [-m] [--traceback]", ""]
-    lines += [f"  {verb:<10}{words}" for verb, words in HELP.items()]
-    lines += ["", "kitforge train --help lists presets and options; docs: README.md"]
-    console.print("\n".join(lines), markup=False, highlight=False)
+    lines = ["kitforge VERB [option=value ...] [-m] [--help] [--traceback]", ""]
+    lines += [f"  {verb:<9} {words}" for verb, words in HELP.items()]
+    lines += ["", "kitforge train --help lists every option."]
+    _say("\n".join(lines))
 
 
-VERBS: dict[str, Callable[[dict[str, Any]], int]] = {
+def _help_options(verb: str) -> None:
+    """Every option with its default, and what the comment beside its field says of it."""
+    kit = kit_of(DEFAULT_TASK)
+    lines = [f"kitforge {verb} [option=value ...]", HELP[verb], ""]
+    lines += ["Presets, one of each group (your own are found in ./configs/GROUP/NAME.yaml):"]
+    lines += [f"  {group}={'|'.join(presets(group))}" for group in groups()]
+    lines += ["", "Several values with commas and -m run one after the other. Options:"]
+    words = option_words(kit.OPTIONS)
+    for name, default in dotted(kit.resolved(kit.read_options(composed(DEFAULT_TASK, {}).values))).items():
+        given = f"{name}={json.dumps(default)}".replace('"', "")
+        lines.append(f"  {given:<38} {words.get(name, '').replace('None:', 'null:')}".rstrip())
+    _say("\n".join(lines))
+
+
+VERBS: dict[str, Callable[[Composition], int]] = {
     "train": _train,
     "finetune": _finetune,
     "evaluate": _evaluate,
@@ -294,13 +293,13 @@ VERBS: dict[str, Callable[[dict[str, Any]], int]] = {
 }
 PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {"report": _report, "list": _list, "doctor": _doctor}
 HELP = {
-    "train": "train a model: kitforge train model=llama_tiny data.train=corpus.txt trainer.max_steps=300",
-    "finetune": "train from weights: kitforge finetune checkpoint=FOLDER data.train=...",
+    "train": "train: kitforge train model=llama_tiny data.train=corpus.txt",
+    "finetune": "train from weights: kitforge finetune checkpoint=FOLDER data.train=FILE",
     "evaluate": "loss and perplexity: kitforge evaluate checkpoint=RUN data.eval=FILE",
     "generate": 'continue a text: kitforge generate checkpoint=RUN prompt="ROMEO:"',
-    "export": "write a Hugging Face folder: kitforge export checkpoint=RUN output_dir=FOLDER",
+    "export": "a Hugging Face folder: kitforge export checkpoint=RUN output_dir=FOLDER",
     "config": "print the resolved configuration, run nothing",
     "report": "draw one or more runs: kitforge report RUN [RUN ...]",
     "list": "tasks and presets with their sizes",
-    "doctor": "this machine, its devices and packages, a one-second speed test",
+    "doctor": "this machine: devices, packages, a one-second speed test",
 }

@@ -102,7 +102,7 @@ def table(results: dict[str, dict[str, float]], rounds: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
     results = {}
     for name, size in SIZES.items():

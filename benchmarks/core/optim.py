@@ -7,6 +7,7 @@ Every contestant gets the same parameters and gradients; rounds are interleaved 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -104,6 +105,7 @@ def table(rounds: int, date: str, device: torch.device) -> str:
         f"{date}, {describe(device)}, torch {torch.__version__}, fp32; median of {rounds} interleaved rounds.",
         f"LLaMA shapes: {LAYERS} layers x {DIM}, hidden {HIDDEN}, vocabulary {VOCABULARY}, untied head:",
         f"{count / 1e6:.1f}M parameters, {hidden / 1e6:.1f}M of them in hidden matrices.",
+        f"Load average when it began: {os.getloadavg()[0]:.1f}; above the number of threads, times are upper bounds.",
     ]
     for title, contestants in (
         ("One step of the whole model", whole_model_steps(named)),
@@ -114,14 +116,14 @@ def table(rounds: int, date: str, device: torch.device) -> str:
     exact = torch.stack([gradient.double().square().sum() for gradient in gradients_of(named)]).sum().sqrt()
     lines += ["", "| Norm of all gradients | ms | relative error |", "|---|---|---|"]
     measured = norms(named)
-    for name, value in medians(dict(measured), 5 * rounds, device).items():
+    for name, value in medians(dict(measured), 10 * rounds, device).items():
         lines.append(f"| {name} | {value:.2f} | {abs(float(measured[name]().double() / exact) - 1):.1e} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()

@@ -44,7 +44,7 @@ def split_documents(cache: TokenCache, fraction: float, seed: int) -> tuple[Part
     stays where it is when others are added. In a corpus of fewer than 20 documents the last `fraction` of each one's
     tokens is validation instead.
     """
-    check(0 <= fraction < 1, "data.validation_fraction", fraction, "a number from 0 to below 1")
+    check(0 <= fraction < 1, "data.validation", fraction, "a number from 0 to below 1")
     everything = np.arange(cache.num_documents, dtype=np.int64)
     if fraction == 0:
         return Part(rule="documents", documents=everything), None
@@ -118,7 +118,7 @@ class PackedRows:
                 "a part of the corpus holds nothing to predict",
                 got=f"{len(begins)} documents of one token",
                 expected="a document of at least two tokens",
-                fix="more text, or another data.validation_fraction",
+                fix="more text, or another data.validation",
             )
         self._tokens = np.asarray(cache.tokens)
         self._pad_id = pad_id

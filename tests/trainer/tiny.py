@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from kitforge.api import nested
 from kitforge.core.checkpoint.layout import step_folder, steps
 from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.kits.transformers.build import Assembly, Inputs, assemble, read_options
@@ -58,6 +57,18 @@ def write_corpus(folder: Path) -> Path:
     lines = (json.dumps({"text": document}) + "\n" for document in documents)
     (folder / "documents.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
+
+
+def nested(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted options as the tree that they stand for."""
+    tree: dict[str, Any] = {}
+    for name, value in choices.items():
+        *parents, last = name.split(".")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return tree
 
 
 def begin(

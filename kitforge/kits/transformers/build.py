@@ -70,14 +70,19 @@ def assemble(options: TextGenerationOptions, inputs: Inputs) -> Assembly:
     train = _source(inputs.train_dataset, options.data.train, options)
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
     tokenizer = _tokenizer(options, inputs, train or evaluation)
-    config = _network_config(options, inputs, tokenizer)
+    given = _given_network(options, inputs, device)
+    config = _network_config(options, given, tokenizer)
     if config is not None:
         _check_fit(config, options, tokenizer)
     with tokenising(options.trainer.progress) as progress:
         corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed, progress)
 
     def build(where: torch.device) -> nn.Module:
-        return _prepare(_network(options, inputs, config, where), options)
+        if given is not None:
+            return _prepare(given.to(where), options)
+        assert config is not None
+        network = model_folder.build(config, device=where, level=options.compile_level, seed=options.seed)
+        return _prepare(network, options)
 
     recorded = to_dict(options)
     if config is not None:
@@ -144,28 +149,30 @@ def _tokenizer(options: TextGenerationOptions, inputs: Inputs, source: Source | 
     return tokenizer_for(options.tokenizer, source, options.data)
 
 
-def _network_config(options: TextGenerationOptions, inputs: Inputs, tokenizer: Tokenizer) -> FamilyConfig | None:
-    """The options of the network to be built; None for a network of the caller's own making."""
-    if inputs.model is not None:
-        if not isinstance(inputs.model, CausalLM):
-            raise ModelError(
-                "this network cannot be trained on text_generation",
-                got=type(inputs.model).__name__,
-                expected="a network with geometry, hidden(), head() and head_weight (kitforge.core.nn.causal_lm)",
-                fix="or give it its own loss in a Task of your own (docs/tasks.md)",
-            )
-        return _decoder_config(inputs.model)
-    if options.checkpoint is not None:
-        found = load(Path(options.checkpoint), torch.device("cpu"))
-        return found.config
+def _given_network(options: TextGenerationOptions, inputs: Inputs, device: torch.device) -> nn.Module | None:
+    """The network handed over or the checkpoint's; None for one that is to be built from `options.model`."""
+    if inputs.model is None:
+        return None if options.checkpoint is None else load(Path(options.checkpoint), device, options.compile_level)
+    if not isinstance(inputs.model, CausalLM):
+        raise ModelError(
+            "this network cannot be trained on text_generation",
+            got=type(inputs.model).__name__,
+            expected="a network with geometry, hidden(), head() and head_weight (kitforge.core.nn.causal_lm)",
+            fix="or give it its own loss in a Task of your own (docs/tasks.md)",
+        )
+    return inputs.model
+
+
+def _network_config(
+    options: TextGenerationOptions, given: nn.Module | None, tokenizer: Tokenizer
+) -> FamilyConfig | None:
+    """The options of the network; None for one of the caller's own making."""
+    if given is not None:
+        return given.config if isinstance(given, Decoder) else None
     values = dict(options.model)
     if values.get("vocab_size") is None:
         values["vocab_size"] = tokenizer.vocab_size
     return config_of(values)
-
-
-def _decoder_config(model: nn.Module) -> FamilyConfig | None:
-    return model.config if isinstance(model, Decoder) else None
 
 
 def _check_fit(config: FamilyConfig, options: TextGenerationOptions, tokenizer: Tokenizer) -> None:
@@ -183,17 +190,6 @@ def _check_fit(config: FamilyConfig, options: TextGenerationOptions, tokenizer: 
         options.data.sequence_length,
         f"at most the model's max_length={shape.max_length}",
     )
-
-
-def _network(
-    options: TextGenerationOptions, inputs: Inputs, config: FamilyConfig | None, device: torch.device
-) -> nn.Module:
-    if inputs.model is not None:
-        return inputs.model.to(device)
-    if options.checkpoint is not None:
-        return load(Path(options.checkpoint), device, options.compile_level)
-    assert config is not None
-    return model_folder.build(config, device=device, level=options.compile_level, seed=options.seed)
 
 
 def _prepare(model: nn.Module, options: TextGenerationOptions) -> nn.Module:
@@ -233,8 +229,12 @@ def evaluate(options: TextGenerationOptions, inputs: Inputs) -> dict[str, float]
     train = _source(inputs.train_dataset, options.data.train, options)
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
     tokenizer = _tokenizer(options, inputs, evaluation or train)
+    model = _given_network(options, inputs, device)
+    if model is None:
+        raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
+    if isinstance(model, Decoder):
+        _check_fit(model.config, options, tokenizer)
     corpus = load_corpus(None if evaluation is not None else train, evaluation, tokenizer, options.data, options.seed)
-    model = inputs.model or load(_required(options.checkpoint), device, options.compile_level)
     task = TextGenerationTask(options, corpus, lambda _device: model)
     was_training = model.training
     model.eval()
@@ -245,15 +245,11 @@ def evaluate(options: TextGenerationOptions, inputs: Inputs) -> dict[str, float]
         model.train(was_training)
 
 
-def _required(checkpoint: str | None) -> Path:
-    if checkpoint is None:
-        raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
-    return Path(checkpoint)
-
-
 def resolved(options: TextGenerationOptions) -> dict[str, Any]:
-    """The whole tree of options, the model's own defaults among them."""
+    """The whole tree of options, the model's own defaults among them unless it comes with the checkpoint."""
     values = to_dict(options)
+    if options.checkpoint is not None:
+        return values
     network = dict(options.model)
     if network.get("vocab_size") is None:
         # What the tokenizer will have; a folder's is not read for this.

@@ -8,7 +8,7 @@ from typing import Any
 from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.models.glm.model import GLMConfig
-from kitforge.models.mapping import Family, ConfigFile, Piece, read_rope, require, write_rope
+from kitforge.models.mapping import ConfigFile, Family, Piece, read_rope, require, write_rope
 
 
 def read_config(config: Mapping[str, Any]) -> GLMConfig:

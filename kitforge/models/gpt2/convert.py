@@ -7,7 +7,7 @@ from typing import Any
 
 from kitforge.foundation.errors import ModelError
 from kitforge.models.gpt2.model import GPT2Config
-from kitforge.models.mapping import Family, ConfigFile, Piece, require
+from kitforge.models.mapping import ConfigFile, Family, Piece, require
 
 
 def read_config(config: Mapping[str, Any]) -> GPT2Config:

@@ -9,7 +9,7 @@ from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ModelError
 from kitforge.models.llama.model import LlamaConfig
-from kitforge.models.mapping import Family, ConfigFile, Piece, read_rope, require, write_rope
+from kitforge.models.mapping import ConfigFile, Family, Piece, read_rope, require, write_rope
 
 
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:

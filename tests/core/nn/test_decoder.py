@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import copy
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,10 +7,10 @@ import torch
 from torch import Tensor
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.core.nn.context import Context, DropoutKey
+from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.foundation.errors import ConfigError
-from tests.core.nn.networks import CONFIGS, GPT2, LLAMA, VOCAB, build, distance, documents_of, gradients, packed
+from tests.core.nn.networks import CONFIGS, GPT2, LLAMA, VOCAB, build, distance, documents_of, packed
 
 
 def tokens(length: int = 7) -> Tensor:
@@ -80,59 +77,3 @@ def test_half_precision_stays_near_the_exact_logits(name: str, dtype: torch.dtyp
         logits = model(tokens())
     assert logits.dtype == torch.bfloat16
     assert distance(logits.double(), wanted) < 5e-2
-
-
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler"
-)
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.filterwarnings("default")
-def test_compiled_blocks_equal_eager_ones_and_share_their_code(fresh_compiler: Callable[[], int]) -> None:
-    config = replace(LLAMA, num_layers=4)
-    compiled, eager = build(config, "O2", torch.float32), build(config, "O0", torch.float32)
-    compiled.compile_blocks()
-    ids, context = packed(documents_of(5, 2, 8))
-    found, wanted = compiled(ids, context), eager(ids, context)
-    assert distance(found, wanted) < 1e-5
-    assert distance(gradients(compiled, found.square().sum()), gradients(eager, wanted.square().sum())) < 1e-5
-    # One for the layer that makes the mask, one for those that find it made.
-    assert fresh_compiler() == 2
-    assert compiled.state_dict().keys() == eager.state_dict().keys()
-    assert torch.equal(copy.deepcopy(compiled).hidden(ids, context), compiled_off(compiled).hidden(ids, context))
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.filterwarnings("default")
-def test_compiled_blocks_drop_what_eager_ones_drop_and_are_not_compiled_for_each_step(
-    fresh_compiler: Callable[[], int],
-) -> None:
-    config = replace(GPT2, residual_dropout=0.2)
-    compiled, eager = build(config, "O2", torch.float32), build(config, "O0", torch.float32)
-    compiled.compile_blocks()
-    counts = []
-    for step in range(3):
-        context = Context(dropout=DropoutKey(seed=0, step=step, samples=(2 * step, 2 * step + 1)))
-        assert distance(compiled(tokens(), context), eager(tokens(), context)) < 1e-5
-        counts.append(fresh_compiler())
-    assert counts[0] == counts[2]
-
-
-@pytest.fixture
-def fresh_compiler() -> Callable[[], int]:
-    """The number of graphs compiled since the test began."""
-    from torch._dynamo.utils import counters
-
-    torch.compiler.reset()
-    counters.clear()
-    return lambda: int(counters["stats"]["unique_graphs"])
-
-
-def compiled_off(model: Decoder) -> Decoder:
-    """The same parameters in a network that compiles nothing."""
-    plain = Decoder(model.config, model.kernels)
-    plain.load_state_dict(model.state_dict())
-    return plain

@@ -1,0 +1,262 @@
+"""From presets and overrides to one plain dict. Hydra begins and ends in this file.
+
+Knows which options there are only from the dataclass that it is handed, and builds nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as compose_config
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.initialize import get_gh_backup, restore_gh_from_backup
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from kitforge.foundation.errors import ConfigError, nearest
+
+CONFIGS = Path(__file__).parent / "configs"
+OWN_CONFIGS = Path("configs")
+# The options that a folder means in the place of a preset.
+FOLDERS = {"model": "checkpoint", "tokenizer": "tokenizer.name"}
+# Options whose value is text for the model, in which neither a comma nor `${` means anything.
+TEXTS = ("prompt",)
+FIELD = re.compile(r"^((?:    # .*\n)*)    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
+REFERENCE = re.compile(r"\$\{[\w.]+\}")
+
+
+def presets(group: str = "model") -> dict[str, Path]:
+    """The YAML files of a group by name: the shipped ones and those of ./configs."""
+    shipped = {path.stem: path for path in sorted((CONFIGS / group).glob("*.yaml"))}
+    own = {path.stem: path for path in sorted((OWN_CONFIGS / group).glob("*.yaml"))}
+    for name in shipped.keys() & own.keys():
+        raise ConfigError("a preset of your own has the name of a shipped one", got=own[name], fix="rename the file")
+    return shipped | own
+
+
+def preset_values(group: str = "model") -> dict[str, dict[str, Any]]:
+    """The presets of a group as plain values."""
+    return {name: plain(_read_yaml(path)) for name, path in presets(group).items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """The plain configuration of a task, and what its network is called: a preset, or the folder it comes from."""
+
+    values: dict[str, Any]
+    model_name: str
+
+
+def compose(task: str, choices: Mapping[str, Any], options: type[Any]) -> Composition:
+    """Presets chosen by name, then single values over them. A choice is named `optimizer`, `optimizer.learning_rate`
+    or, as a nested mapping, both. Raises ConfigError, which names the nearest thing for one that is not known."""
+    named, single = _parted(choices)
+    for name in single:
+        check_name(name, options)
+    texts = {name: single.pop(name) for name in TEXTS if name in single}
+    try:
+        config, preset = _compose_presets({"task": task, **named})
+        values = plain(OmegaConf.merge(config, nested(single)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError("the configuration cannot be composed", got=_first_line(error)) from None
+    if (checkpoint := values.get("checkpoint")) is not None:
+        _refuse_two_networks(str(checkpoint), named, single)
+        values["model"] = {}
+        preset = Path(str(checkpoint)).resolve().name
+    return Composition(values=values | texts, model_name=preset)
+
+
+def parse(argument: str) -> tuple[str, list[Any]]:
+    """The name and the values of `name=value`; several values where Hydra's grammar asks for a sweep.
+
+    What that grammar cannot read (most punctuation, any script but Latin) is text as it stands.
+    """
+    name, found, text = argument.partition("=")
+    name = name.lstrip("+")
+    if not found or not name or name.startswith("~"):
+        raise ConfigError("this is not an option", got=argument, expected="name=value")
+    if name in TEXTS and not text.startswith("["):
+        return name, [text]
+    parser = OverridesParser.create()
+    try:
+        override = parser.parse_override(f"value={text}")
+        if not override.is_sweep_override():
+            return name, [override.value()]
+        return name, [parser.parse_override(f"value={each}").value() for each in override.sweep_string_iterator()]
+    except HydraException:
+        return name, [text]
+
+
+def check_name(name: str, options: type[Any]) -> None:
+    """Raise ConfigError unless the dotted name is an option, or lies below a free-form one."""
+    known = option_names(options)
+    free = [option for option, hint in known.items() if typing.get_origin(hint) is dict]
+    if name in known or name.startswith(tuple(f"{option}." for option in free)):
+        return
+    same = [option for option in known if option.split(".")[-1] == name.split(".")[-1]]
+    close = same or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    below = [option for option in known if option.startswith(f"{name.split('.')[0]}.")]
+    fix = f"did you mean {' or '.join(map(repr, close))}?" if close else nearest(name, below or groups())
+    raise ConfigError(f"unknown option {name!r}", fix=fix)
+
+
+def option_names(options: type[Any], path: str = "") -> dict[str, Any]:
+    """The dotted names of all options with their types."""
+    result: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(options).items():
+        if dataclasses.is_dataclass(hint):
+            result |= option_names(hint, f"{path}{name}.")  # type: ignore[arg-type]
+        else:
+            result[path + name] = hint
+    return result
+
+
+def option_words(options: type[Any], path: str = "") -> dict[str, str]:
+    """What the comments at the fields say of each option, by dotted name."""
+    result: dict[str, str] = {}
+    for owner in reversed(options.__mro__[:-1]):
+        source = inspect.getsource(owner)
+        for above, name, beside in FIELD.findall(source):
+            result[path + name] = beside or " ".join(above.replace("#", " ").split())
+    for name, hint in typing.get_type_hints(options).items():
+        if dataclasses.is_dataclass(hint):
+            result |= option_words(hint, f"{path}{name}.")  # type: ignore[arg-type]
+    return result
+
+
+def groups() -> list[str]:
+    """The options that presets are chosen for by name."""
+    return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "task")
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A composed configuration as a plain dict. Raises ConfigError for `_target_` and for resolvers that would let a
+    file reach the environment or run code."""
+    _refuse_code(OmegaConf.to_container(config, resolve=False), "")
+    values = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        place = result
+        *parents, last = name.split(".")
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return result
+
+
+def dotted(choices: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    result: dict[str, Any] = {}
+    for name, value in choices.items():
+        if isinstance(value, Mapping) and value:
+            result |= dotted(value, f"{path}{name}.")
+        else:
+            result[path + name] = str(value) if isinstance(value, Path) else value
+    return result
+
+
+def _compose_presets(named: Mapping[str, str]) -> tuple[DictConfig, str]:
+    """The presets as one configuration, and the name of the model's."""
+    overrides = [*(f"{group}={name}" for group, name in named.items()), *_search_path()]
+    # A program that Hydra itself runs keeps its own.
+    before = get_gh_backup()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            config = compose_config("config", overrides, return_hydra_config=True)
+    finally:
+        restore_gh_from_backup(before)
+    preset = str(config.hydra.runtime.choices.model)
+    # Most options are named in no YAML file; whether they exist is known from the dataclass.
+    OmegaConf.set_struct(config, False)
+    del config["hydra"]
+    return config, preset
+
+
+def _parted(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """The presets by group, and single values by dotted name. A folder in a preset's place is the option it means."""
+    named: dict[str, str] = {}
+    single: dict[str, Any] = {}
+    for name, value in dotted(choices).items():
+        if name not in groups():
+            single[name] = value
+        elif name == "recipe" and value is None:
+            continue
+        elif value in (known := presets(name)):
+            named[name] = value
+        elif name in FOLDERS and Path(str(value)).expanduser().is_dir():
+            single[FOLDERS[name]] = str(Path(str(value)).expanduser())
+        else:
+            expected = "a preset or a folder" if name in FOLDERS else None
+            raise ConfigError(f"unknown {name} {value!r}", expected=expected, fix=nearest(str(value), known))
+    return named, single
+
+
+def _refuse_two_networks(checkpoint: str, named: Mapping[str, str], single: Mapping[str, Any]) -> None:
+    described = [f"model={named['model']}"] if "model" in named else []
+    described += [f"{name}={value}" for name, value in single.items() if name.startswith("model.")]
+    if described:
+        raise ConfigError(
+            "a checkpoint brings its own network", got=f"checkpoint={checkpoint} and {described[0]}", fix="keep one"
+        )
+
+
+def _search_path() -> list[str]:
+    """The override that lets Hydra find presets in ./configs, once nothing there would have it read the environment."""
+    for group in groups():
+        for path in (OWN_CONFIGS / group).glob("*.yaml"):
+            content = OmegaConf.to_container(_read_yaml(path), resolve=False)
+            _refuse_code(content.get("defaults") if isinstance(content, dict) else None, f"{path} defaults")
+    return [f"hydra.searchpath=['file://{OWN_CONFIGS.resolve()}']"] if OWN_CONFIGS.is_dir() else []
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        content = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} is not YAML that can be used", got=" ".join(str(error).split())) from None
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"{path} does not hold options", got="a list", expected="name: value, a line each")
+    return content
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _refuse_code(value: Any, path: str) -> None:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if str(name).startswith("_target_"):
+                raise ConfigError(
+                    "configuration cannot name code to run", got=f"{path}_target_: {item}", fix="remove it"
+                )
+            _refuse_code(item, f"{path}{name}.")
+    elif isinstance(value, list):
+        for item in value:
+            _refuse_code(item, path)
+    elif isinstance(value, str) and "${" in REFERENCE.sub("", value):
+        raise ConfigError(
+            "configuration cannot use resolvers",
+            got=f"{path.rstrip('.')}: {value}",
+            expected="values, and references to other options such as ${seed}",
+            fix="write the value itself",
+        )

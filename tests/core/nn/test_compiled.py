@@ -1,0 +1,89 @@
+"""Level O2: compiled blocks compute what eager ones do, and few graphs serve all layers and steps."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitforge.core.nn.context import Context, DropoutKey
+from kitforge.core.nn.decoder import Decoder, FamilyConfig
+from tests.core.nn.networks import CONFIGS, GPT2, LLAMA, VOCAB, build, distance, documents_of, gradients, packed
+
+# What torch says about itself while it compiles is not ours to answer for.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Counter[str]]:
+    """What the compiler has counted since the test began. It traces as ever, but spends no time on generating code."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    return counters
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+def test_compiled_blocks_equal_eager_ones() -> None:
+    compiled, eager = both(LLAMA)
+    ids, context = packed(documents_of(5, 2, 8))
+    found, wanted = compiled(ids, context), eager(ids, context)
+    assert distance(found, wanted) < 1e-5
+    assert distance(gradients(compiled, found.square().sum()), gradients(eager, wanted.square().sum())) < 1e-5
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "glm4"])
+def test_layers_share_their_graphs_and_nothing_breaks_them(
+    name: str, half: bool, counted: Mapping[str, Counter[str]]
+) -> None:
+    compiled, eager = both(replace(CONFIGS[name], num_layers=4))  # type: ignore[type-var]
+    ids, context = packed(documents_of(5, 2, 8))
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        found = compiled(ids, context).float()
+    wanted, tolerance = eager(ids, context), 5e-2 if half else 1e-5
+    assert distance(found, wanted) < tolerance
+    assert distance(gradients(compiled, found.square().sum()), gradients(eager, wanted.square().sum())) < tolerance
+    # One for the layer that makes the mask, one for those that find it made.
+    assert counted["stats"]["unique_graphs"] == 2
+    assert not counted["graph_break"]
+
+
+def test_dropout_is_that_of_eager_blocks_and_no_step_is_compiled_anew(counted: Mapping[str, Counter[str]]) -> None:
+    compiled, eager = both(replace(GPT2, residual_dropout=0.2))
+    counts = []
+    for step in range(3):
+        context = Context(dropout=DropoutKey(seed=0, step=step, samples=(2 * step, 2 * step + 1)))
+        assert distance(compiled(tokens(), context), eager(tokens(), context)) < 1e-5
+        counts.append(counted["stats"]["unique_graphs"])
+    assert counts[0] == counts[2]
+
+
+def test_compilation_does_not_travel_with_a_copy(counted: Mapping[str, Counter[str]]) -> None:
+    compiled, eager = both(LLAMA)
+    assert compiled.state_dict().keys() == eager.state_dict().keys()
+    copied = copy.deepcopy(compiled)
+    copied(tokens())
+    assert counted["stats"]["unique_graphs"] == 0
+    compiled(tokens())
+    assert counted["stats"]["unique_graphs"] > 0
+
+
+def both(config: FamilyConfig) -> tuple[Decoder, Decoder]:
+    """The same network with compiled blocks, and as its reference."""
+    compiled, eager = build(config, "O2", torch.float32), build(config, "O0", torch.float32)
+    compiled.compile_blocks()
+    return compiled, eager
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, VOCAB, (2, 7), generator=torch.Generator().manual_seed(1))
