@@ -24,6 +24,7 @@ from kitforge.foundation import device as devices
 from kitforge.foundation.config import to_yaml
 from kitforge.foundation.errors import ConfigError, KitforgeError, nearest
 from kitforge.foundation.log import console, errors
+from kitforge.report.metrics import RunRecord, read_run
 from kitforge.report.page import write_report
 
 INTERRUPTED = 130
@@ -76,7 +77,7 @@ def _tell(kind: type[BaseException], error: BaseException, _trace: TracebackType
     if isinstance(error, KitforgeError):
         words = str(error)
     elif isinstance(error, OSError):
-        words = str(error)
+        words = f"{error.filename or 'this machine'}: {error.strerror or error}"
         if error.errno == errno.ENOSPC:
             words += "\n  do:       free some space, then go on with resume=auto"
     else:
@@ -125,14 +126,19 @@ def _run_members(action: Callable[[Composition], int], members: Sequence[Composi
 def _train(chosen: Composition) -> int:
     kit = kit_of(chosen.values["task"])
     result = train_task(kit.read_options(chosen.values), kit.Inputs(model_name=chosen.model_name))
-    lines = [f"checkpoint  {result.folder / 'checkpoints'}", f"report      {result.folder / 'report.html'}"]
-    lines += [f"{name:<11} {value:.4f}" for name, value in result.metrics.items()]
-    _show_sample(result.folder)
+    record = read_run(result.folder)
+    _show_sample(record)
+    lines = [f"{name:<15}  {value:.4f}" for name, value in result.metrics.items()]
+    losses = record.eval.get("eval/loss")
+    if losses is not None and losses.steps[0] == 0:
+        lines.append(f"before training  {losses.values[0]:.4f}  (eval/loss)")
+    lines += [f"checkpoint       {result.folder / 'checkpoints'}", f"report           {result.folder / 'report.html'}"]
     _say("\n".join(lines))
     if result.was_interrupted:
         _say(f"interrupted; go on with the same command and output_dir={result.folder} resume=auto")
         return INTERRUPTED
-    _say(f'next: kitforge generate checkpoint={result.folder} prompt="..."')
+    _say(f'try next:\n  kitforge generate checkpoint={result.folder} prompt="Once upon a time"')
+    _say(f"  kitforge evaluate checkpoint={result.folder} data.eval=FILE\n  kitforge train data.train=FILE")
     return 0
 
 
@@ -159,7 +165,8 @@ def _generate(chosen: Composition) -> int:
     opened = kit_of(options.task).open_pipeline(model, load_tokenizer(options.checkpoint), options)
     prompts = [options.prompt] if isinstance(options.prompt, str) else options.prompt
     for answer in opened(prompts):
-        sys.stdout.write(answer[0]["generated_text"] + "\n")
+        text = answer[0]["generated_text"]
+        sys.stdout.write((_shown(text) if sys.stdout.isatty() else text) + "\n")
     return 0
 
 
@@ -243,13 +250,16 @@ def _matrix_speed(device: torch.device, seconds: float = 0.5) -> float:
     return count * 2 * size**3 / (time.perf_counter() - started) / 1e9
 
 
-def _show_sample(folder: Path) -> None:
+def _show_sample(record: RunRecord) -> None:
     """The newest sample of the run, if it has any."""
-    pages = sorted((folder / "samples").glob("step_*.json"), key=lambda page: int(page.stem.split("_")[1]))
-    if pages:
-        sample = json.loads(pages[-1].read_text(encoding="utf-8"))["samples"][0]
-        console.print(f"\n{sample['prompt']}", style="bold", markup=False, highlight=False, end="")
-        console.print(f"{sample['text']}\n", markup=False, highlight=False)
+    for sample in record.samples[-1].samples[:1] if record.samples else ():
+        console.print(f"\n{_shown(sample.prompt)}", style="bold", markup=False, highlight=False, end="")
+        console.print(f"{_shown(sample.text)}\n", markup=False, highlight=False)
+
+
+def _shown(text: str) -> str:
+    """The text without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
 def _say(text: str) -> None:
@@ -272,7 +282,7 @@ def _help() -> None:
 def _help_options(verb: str) -> None:
     """Every option with its default, and what the comment beside its field says of it."""
     kit = kit_of(DEFAULT_TASK)
-    lines = [f"kitforge {verb} [option=value ...]", HELP[verb], ""]
+    lines = [f"kitforge {verb} [option=value ...]", f"  {HELP[verb]}", ""]
     lines += ["Presets, one of each group (your own are found in ./configs/GROUP/NAME.yaml):"]
     lines += [f"  {group}={'|'.join(presets(group))}" for group in groups()]
     lines += ["", "Several values with commas and -m run one after the other. Options:"]

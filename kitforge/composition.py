@@ -106,9 +106,9 @@ def check_name(name: str, options: type[Any]) -> None:
     if name in known or name.startswith(tuple(f"{option}." for option in free)):
         return
     same = [option for option in known if option.split(".")[-1] == name.split(".")[-1]]
-    close = same or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    below = [option for option in known if option.startswith(f"{name.split('.')[0]}.")]
-    fix = f"did you mean {' or '.join(map(repr, close))}?" if close else nearest(name, below or groups())
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.8) or same
+    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    fix = f"did you mean {' or '.join(map(repr, close))}?" if close else "kitforge train --help lists every option"
     raise ConfigError(f"unknown option {name!r}", fix=fix)
 
 

@@ -234,6 +234,7 @@ class Loop:
             raise TrainingError(
                 problem, fix="lower optimizer.learning_rate, use precision=bf16, or set trainer.rollback=true"
             )
+        self._emit("rollback")
         root = None if self.folder is None else self.folder / "checkpoints"
         found = None if root is None else newest(root, on_damaged=lambda error: self.note("damaged", str(error)))
         if found is None:

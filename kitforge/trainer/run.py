@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from typing import Any
 from torch import nn
 
 from kitforge.foundation import device as devices
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.files import write_text
 from kitforge.foundation.log import console
 from kitforge.foundation.types import World
@@ -43,9 +46,21 @@ class Run:
 
 def default_folder(options: RunOptions, model_name: str) -> Path:
     """The folder that the options name, or a new one below runs/."""
-    if options.output_dir is not None:
-        return Path(options.output_dir)
-    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{options.task}-{model_name}"
+    if options.output_dir is None and options.resume == "auto":
+        raise ConfigError("resume=auto goes on in a folder", got="output_dir=null", fix="add output_dir=runs/latest")
+    if options.output_dir is None:
+        return _new_folder(f"{time.strftime('%Y%m%d-%H%M%S')}-{options.task}-{model_name}")
+    folder = Path(options.output_dir)
+    for place in (folder, *folder.parents):
+        check(place.is_dir() or not place.exists(), "output_dir", options.output_dir, f"folders; {place} is a file")
+    # The run behind runs/latest, since the link itself is about to point to this run.
+    return Path(os.path.relpath(folder.resolve())) if folder.is_symlink() else folder
+
+
+def _new_folder(name: str) -> Path:
+    """Two runs may start within the same second."""
+    folders = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return next(folder for folder in folders if not folder.exists())
 
 
 def make_loop(

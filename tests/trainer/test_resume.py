@@ -57,6 +57,9 @@ def test_resuming_from_any_step_changes_nothing(
     tiny.assert_same(resumed(whole, tmp_path / "again", corpus, kind, step), whole)
 
 
+NOISY = regression.Regression(dropout=0.5)
+
+
 def forget(*_arguments: object) -> None:
     """What a resume does when somebody forgot a part of it."""
 
@@ -95,14 +98,14 @@ def test_a_resume_that_forgets_something_is_noticed(
 
 @pytest.mark.parametrize("step", [1, 3, 5])
 def test_torchs_own_dropout_goes_on_with_the_same_noise(tmp_path: Path, step: int) -> None:
-    regression.train(tmp_path / "whole", dropout=0.5)
-    regression.train(tiny.copy_up_to(tmp_path / "whole", tmp_path / "again", step), dropout=0.5, resume="auto")
+    regression.train(tmp_path / "whole", NOISY)
+    regression.train(tiny.copy_up_to(tmp_path / "whole", tmp_path / "again", step), NOISY, resume="auto")
     tiny.assert_same(tmp_path / "again", tmp_path / "whole")
 
 
 def test_a_resume_without_torchs_random_state_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    regression.train(tmp_path / "whole", dropout=0.5)
+    regression.train(tmp_path / "whole", NOISY)
     monkeypatch.setattr(devices, "set_random_state", forget)
-    regression.train(tiny.copy_up_to(tmp_path / "whole", tmp_path / "again", 3), dropout=0.5, resume="auto")
+    regression.train(tiny.copy_up_to(tmp_path / "whole", tmp_path / "again", 3), NOISY, resume="auto")
     with pytest.raises(AssertionError):
         tiny.assert_same(tmp_path / "again", tmp_path / "whole")

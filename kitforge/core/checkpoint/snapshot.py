@@ -19,7 +19,7 @@ from kitforge.foundation.errors import CheckpointError
 # Up to this size torch copies on the calling thread, and quickest of all.
 SMALL_BYTES = 2**17
 # Large enough to make the hand-over between threads cheap, small enough to give all of them equal work.
-PIECE_BYTES = 2**22
+PIECE_BYTES = 2**21
 
 Piece = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
@@ -110,9 +110,14 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
             pieces.extend(_pieces(target, source))
         else:
             target.copy_(source, non_blocking=True)
+    # All threads draw from one iterator, so that one which the system holds up leaves its share to the others.
+    shared = iter(pieces)
     num_threads = torch.get_num_threads()
     with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(_copy_pieces, (pieces[first::num_threads] for first in range(num_threads))))
+        others = [threads.submit(_copy_pieces, shared) for _ in range(num_threads - 1)]
+        _copy_pieces(shared)
+        for other in others:
+            other.result()
 
 
 def _pieces(target: Tensor, source: Tensor) -> Iterator[Piece]:
@@ -121,6 +126,6 @@ def _pieces(target: Tensor, source: Tensor) -> Iterator[Piece]:
         yield to[start : start + PIECE_BYTES], of[start : start + PIECE_BYTES]
 
 
-def _copy_pieces(pieces: Iterable[Piece]) -> None:
+def _copy_pieces(pieces: Iterator[Piece]) -> None:
     for to, of in pieces:
         np.copyto(to, of)

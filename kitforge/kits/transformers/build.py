@@ -18,12 +18,12 @@ from kitforge.data.source import Source
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
-from kitforge.foundation.errors import DataError, ModelError
+from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus, load_corpus, open_text, tokenizer_for
 from kitforge.kits.transformers.pipeline import TextGenerationPipeline
 from kitforge.kits.transformers.progress import tokenising
-from kitforge.kits.transformers.samples import Samples
+from kitforge.kits.transformers.samples import TOKENIZER_FOLDER, Samples
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.models import folder as model_folder
 from kitforge.models.catalog import config_of
@@ -33,7 +33,6 @@ from kitforge.trainer.precision import autocast
 from kitforge.trainer.run import default_folder, make_loop
 
 OPTIONS = TextGenerationOptions
-TOKENIZER_FOLDER = "tokenizer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +68,8 @@ def assemble(options: TextGenerationOptions, inputs: Inputs) -> Assembly:
     device = devices.pick(options.device)
     train = _source(inputs.train_dataset, options.data.train, options)
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
-    tokenizer = _tokenizer(options, inputs, train or evaluation)
     given = _given_network(options, inputs, device)
+    tokenizer = _tokenizer(options, inputs, train or evaluation)
     config = _network_config(options, given, tokenizer)
     if config is not None:
         _check_fit(config, options, tokenizer)
@@ -88,7 +87,6 @@ def assemble(options: TextGenerationOptions, inputs: Inputs) -> Assembly:
     if config is not None:
         recorded["model"] = {"family": config.family, **to_dict(config)}
     folder = default_folder(options, inputs.model_name)
-    tokenizer.save(folder / TOKENIZER_FOLDER)
     prompts = _prompts(options, corpus, tokenizer)
     samples = Samples(prompts, tokenizer, _short(options, config))
     loop = make_loop(
@@ -228,10 +226,12 @@ def evaluate(options: TextGenerationOptions, inputs: Inputs) -> dict[str, float]
     device = devices.pick(options.device)
     train = _source(inputs.train_dataset, options.data.train, options)
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
-    tokenizer = _tokenizer(options, inputs, evaluation or train)
+    if train is None and evaluation is None:
+        raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
     model = _given_network(options, inputs, device)
     if model is None:
         raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
+    tokenizer = _tokenizer(options, inputs, evaluation or train)
     if isinstance(model, Decoder):
         _check_fit(model.config, options, tokenizer)
     corpus = load_corpus(None if evaluation is not None else train, evaluation, tokenizer, options.data, options.seed)

@@ -73,3 +73,8 @@ class TextGenerationOptions(RunOptions):
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     checkpoint: str | None = None  # weights to start from, to evaluate or to generate with
     prompt: Any = None  # text, or a list of texts, to continue; also for the samples of a report
+
+    def __post_init__(self) -> None:
+        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        right = texts is None or (isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts))
+        check(right, "prompt", self.prompt, "text, or a list of texts", """prompt='["first","second"]'""")

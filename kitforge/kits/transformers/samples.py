@@ -1,4 +1,4 @@
-"""Continuations of a few prompts, written at every evaluation for people to read in the report."""
+"""The tokenizer beside the run, and continuations of a few prompts at every evaluation, for people to read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from kitforge.inference.generate import generate
 from kitforge.inference.sampling import SamplingOptions
 from kitforge.trainer.callbacks.callback import Callback, Event, Run
 
+TOKENIZER_FOLDER = "tokenizer"
+
 
 @final
 class Samples(Callback):
-    """Writes samples/step_N.json."""
+    """Writes tokenizer/ when the run starts, then samples/step_N.json."""
 
     def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, options: SamplingOptions) -> None:
         self._prompts = list(prompts)
@@ -23,7 +25,9 @@ class Samples(Callback):
         self._options = options
 
     def on_event(self, event: Event, run: Run) -> None:
-        """Generate after an evaluation."""
+        """Save the tokenizer at the start, generate after an evaluation."""
+        if event.kind == "start" and run.folder is not None:
+            self._tokenizer.save(run.folder / TOKENIZER_FOLDER)
         if event.kind != "evaluate" or run.folder is None or not self._prompts:
             return
         prompts = [self._tokenizer.encode(prompt) for prompt in self._prompts]

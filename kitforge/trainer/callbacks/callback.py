@@ -12,7 +12,7 @@ from torch import nn
 from kitforge.trainer.options import TrainerOptions
 from kitforge.trainer.state import TrainingState
 
-EventKind = Literal["start", "step", "log", "evaluate", "checkpoint", "note", "end"]
+EventKind = Literal["start", "step", "log", "evaluate", "checkpoint", "rollback", "note", "end"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Event:
     """Something that happened.
 
     start: before the first step. step: after every step. log, evaluate: `record` is a line of metrics.jsonl.
-    checkpoint: one is due now. note: `record` has `event` and `message` (skip, resume, rollback, interrupt, ...).
+    checkpoint: one is due now. rollback: the newest one is about to be read, so it must be on the disk. note: `record` has `event` and `message` (skip, resume, rollback, interrupt, ...).
     end: after the last step, also after an interruption.
     """
 

@@ -22,6 +22,8 @@ class Checkpointing(Callback):
         """Save when due. A failure to write in the background is raised at the next save or at the end."""
         if event.kind == "start":
             self._best = run.state.best_step
+        if event.kind == "rollback":
+            self._writer.wait()
         is_new_best = event.kind == "evaluate" and run.state.best_step == run.state.cursor.step
         # While steps are skipped there is nothing new to keep, and a rollback needs what came before them.
         is_due = event.kind == "checkpoint" and run.state.consecutive_skips == 0

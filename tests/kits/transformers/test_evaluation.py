@@ -1,0 +1,73 @@
+"""The evaluation loss is a property of model and text: no batch size, no split and no padding changes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.kits.transformers.build import Inputs, evaluate, read_options
+from kitforge.models.catalog import config_of
+from kitforge.models.folder import build
+from tests.trainer import tiny
+
+NETWORKS = {"llama": tiny.LLAMA, "gpt2": tiny.GPT2 | tiny.DROPOUT}
+
+
+def network(name: str, dtype: torch.dtype) -> nn.Module:
+    config = config_of(NETWORKS[name] | {"vocab_size": ByteTokenizer.vocab_size})
+    return build(config, device=torch.device("cpu"), seed=3).to(dtype)
+
+
+def loss(model: nn.Module, corpus: Path, file: str, **choices: Any) -> float:
+    values = {"data.eval": str(corpus / file), "data.cache": str(corpus / "cache"), "data.num_workers": 1}
+    values |= {"data.sequence_length": 32, "device": "cpu"} | {name.replace("__", "."): choices[name] for name in choices}
+    return evaluate(read_options(tiny.nested(values)), Inputs(model=model, tokenizer=ByteTokenizer()))["eval/loss"]
+
+
+@pytest.mark.parametrize("file", ["corpus.txt", "documents.jsonl"])
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_the_loss_does_not_depend_on_the_batch_size(
+    corpus: Path, name: str, file: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    model = network(name, dtype)
+    losses = [loss(model, corpus, file, data__batch_size=size) for size in (1, 2, 7, 1000)]
+    assert max(losses) - min(losses) < tolerance
+
+
+def test_the_loss_does_not_depend_on_micro_batches(corpus: Path) -> None:
+    model = network("llama", torch.float64)
+    whole = loss(model, corpus, "documents.jsonl", data__batch_size=5, trainer__evaluate_batches=3)
+    split = loss(
+        model, corpus, "documents.jsonl", data__batch_size=5, trainer__evaluate_batches=3, trainer__micro_batch_size=2
+    )
+    assert abs(split - whole) < 1e-12
+
+
+def test_the_loss_is_that_of_every_document_alone(tmp_path: Path) -> None:
+    # All of them fit in one row, so that none is cut.
+    texts = ["to be", "or not", "夜 café", "that is the question"]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "texts.jsonl").write_text(lines, encoding="utf-8")
+    model, tokenizer = network("llama", torch.float64).requires_grad_(False), ByteTokenizer()
+    total, count = 0.0, 0
+    for text in texts:
+        tokens = torch.tensor([*tokenizer.encode(text), tokenizer.eos_id])
+        total += float(functional.cross_entropy(model(tokens[None])[0, :-1], tokens[1:], reduction="sum"))
+        count += len(tokens) - 1
+    assert loss(model, tmp_path, "texts.jsonl", data__sequence_length=43) == pytest.approx(total / count, abs=1e-12)
+
+
+def test_dropout_is_off_and_the_mode_is_put_back(corpus: Path) -> None:
+    model = network("gpt2", torch.float64)
+    model.train()
+    while_training = loss(model, corpus, "corpus.txt")
+    assert model.training
+    assert while_training == loss(model.eval(), corpus, "corpus.txt")

@@ -1,0 +1,123 @@
+"""However a batch is split into micro-batches, the weights move the same; float64 shows it to the last digits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kitforge.foundation.types import Cursor, MicroBatch, Sums, World
+from kitforge.trainer.loop import Loop
+from kitforge.trainer.task import Task
+from tests.trainer import tiny
+
+BATCH = 4
+# Gradients themselves: a step of SGD at rate 1 subtracts them.
+PLAIN = {
+    "data.batch_size": BATCH,
+    "trainer.max_steps": None,
+    "optimizer.name": "sgd",
+    "optimizer.momentum": 0.0,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.learning_rate": 1.0,
+    "schedule.name": "constant",
+    "schedule.warmup_steps": 0,
+}
+NETWORKS = {"llama": tiny.LLAMA, "gpt2 with dropout": tiny.GPT2 | tiny.DROPOUT}
+
+
+class Doubled(Task):
+    """A task in float64 some of whose samples are masked. `is_faulty` divides each micro-batch by its own count."""
+
+    def __init__(self, task: Task, masked: Collection[int], is_faulty: bool) -> None:
+        self.task, self.masked, self.is_faulty = task, masked, is_faulty
+
+    def build(self, world: World) -> nn.Module:
+        return self.task.build(world).double()
+
+    def num_steps(self, epochs: float) -> int | None:
+        return self.task.num_steps(epochs)
+
+    def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
+        for step in self.task.steps(model, cursor):
+            yield [self._mask(micro_batch) for micro_batch in step]
+
+    def _mask(self, micro_batch: MicroBatch) -> MicroBatch:
+        targets = micro_batch["targets"].clone()
+        targets[[sample in self.masked for sample in micro_batch["samples"].tolist()]] = -100
+        return {**micro_batch, "targets": targets}
+
+    def count(self, step: Sequence[MicroBatch]) -> Sums:
+        counts = self.task.count(step)
+        return counts | {"loss": torch.tensor(len(step))} if self.is_faulty else counts
+
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+        sums = self.task.loss(model, micro_batch)
+        own = self.task.count([micro_batch])["loss"].clamp(min=1)
+        return {"loss": sums["loss"] / own} if self.is_faulty else sums
+
+
+def weights(folder: Path, corpus: Path, choices: dict[str, Any], *, masked: Collection[int] = (), fault: bool = False) -> Tensor:
+    """All weights after a run, laid end to end."""
+    assembly = tiny.begin(folder, corpus, PLAIN | choices)
+    options = dataclasses.replace(assembly.options, output_dir=None)
+    loop = Loop(Doubled(assembly.loop.task, masked, fault), options, World(device=torch.device("cpu")))
+    loop.train()
+    return torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])
+
+
+def distance(folder: Path, corpus: Path, choices: dict[str, Any], size: int, **how: Any) -> float:
+    """How far micro-batches of `size` lead from the whole batch, relative to the way."""
+    started = weights(folder, corpus, choices | {"trainer.max_steps": 1, "optimizer.learning_rate": 1e-30})
+    whole = weights(folder, corpus, choices, **(how | {"fault": False}))
+    split = weights(folder, corpus, choices | {"trainer.micro_batch_size": size}, **how)
+    way = float((whole - started).norm())
+    assert way > 0.01
+    return float((split - whole).norm()) / way
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_micro_batches_equal_the_batch(tmp_path: Path, corpus: Path, network: str, size: int) -> None:
+    choices = {"model": NETWORKS[network], "trainer.max_steps": 2}
+    assert distance(tmp_path, corpus, choices, size) < 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_micro_batches_of_packed_documents_equal_the_batch(tmp_path: Path, corpus: Path, size: int) -> None:
+    choices = {"data.train": "documents.jsonl", "data.validation": 0.2, "trainer.max_steps": 2}
+    assert distance(tmp_path, corpus, choices, size) < 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_last_smaller_batch_of_an_epoch_is_divided_by_what_it_holds(
+    tmp_path: Path, corpus: Path, size: int
+) -> None:
+    # 128 tokens a row: few rows, and no multiple of the batch.
+    choices = {"data.sequence_length": 128, "data.batch_size": 16, "trainer.epochs": 1.0}
+    steps = tiny.begin(tmp_path, corpus, PLAIN | choices).loop.task.steps(nn.Module(), Cursor())
+    sizes = [sum(len(part["tokens"]) for part in step) for step in steps]
+    assert sizes[:-1] == [16] * (len(sizes) - 1)
+    assert 0 < sizes[-1] < 16
+    assert distance(tmp_path, corpus, choices, size) < 1e-12
+
+
+@pytest.mark.parametrize("masked", [(1, 2), (0, 1, 2, 3), (4, 5, 6, 7)])
+def test_micro_batches_and_steps_without_a_target_add_nothing(
+    tmp_path: Path, corpus: Path, masked: tuple[int, ...]
+) -> None:
+    assert distance(tmp_path, corpus, {"trainer.max_steps": 2}, 1, masked=masked) < 1e-12
+
+
+def test_a_division_by_the_micro_batchs_own_count_is_noticed(tmp_path: Path, corpus: Path) -> None:
+    choices = {"data.train": "documents.jsonl", "data.validation": 0.2, "trainer.max_steps": 2}
+    assert distance(tmp_path, corpus, choices, 1, fault=True) > 1e-6
+
+
+def test_clipping_sees_the_whole_batch(tmp_path: Path, corpus: Path) -> None:
+    assert distance(tmp_path, corpus, {"trainer.max_steps": 2, "trainer.gradient_clip": 0.1}, 1) < 1e-12
