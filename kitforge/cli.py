@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
         _help()
         return 0
     if verb == "--version":
-        console.print(importlib.metadata.version("kitforge"), highlight=False)
+        _say(_version("kitforge"))
         return 0
     if verb in PLAIN_VERBS:
         return PLAIN_VERBS[verb](rest)
@@ -219,7 +219,7 @@ def _doctor(arguments: list[str]) -> int:
 
 def _facts() -> dict[str, str]:
     facts = {
-        "kitforge": importlib.metadata.version("kitforge"),
+        "kitforge": _version("kitforge"),
         "python": f"{platform.python_version()} on {platform.platform()}",
         "torch": torch.__version__,
         "devices": ", ".join(devices.available()),
@@ -228,12 +228,15 @@ def _facts() -> dict[str, str]:
     for kind in devices.available():
         device = torch.device(kind)
         facts[kind] = f"{devices.describe(device)}, {_matrix_speed(device):.0f} GFLOP/s in fp32"
-    for package in ("datasets", "sentencepiece", "tokenizers", "pyarrow", "numba", "wandb"):
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = "not installed"
-    return facts
+    packages = ("datasets", "sentencepiece", "tokenizers", "pyarrow", "numba", "wandb")
+    return facts | {package: _version(package) for package in packages}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _matrix_speed(device: torch.device, seconds: float = 0.5) -> float:
@@ -304,10 +307,10 @@ VERBS: dict[str, Callable[[Composition], int]] = {
 PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {"report": _report, "list": _list, "doctor": _doctor}
 HELP = {
     "train": "train: kitforge train model=llama_tiny data.train=corpus.txt",
-    "finetune": "train from weights: kitforge finetune checkpoint=FOLDER data.train=FILE",
+    "finetune": "from weights: kitforge finetune checkpoint=FOLDER data.train=FILE",
     "evaluate": "loss and perplexity: kitforge evaluate checkpoint=RUN data.eval=FILE",
     "generate": 'continue a text: kitforge generate checkpoint=RUN prompt="ROMEO:"',
-    "export": "a Hugging Face folder: kitforge export checkpoint=RUN output_dir=FOLDER",
+    "export": "for transformers: kitforge export checkpoint=RUN output_dir=FOLDER",
     "config": "print the resolved configuration, run nothing",
     "report": "draw one or more runs: kitforge report RUN [RUN ...]",
     "list": "tasks and presets with their sizes",

@@ -105,6 +105,8 @@ def check_name(name: str, options: type[Any]) -> None:
     free = [option for option, hint in known.items() if typing.get_origin(hint) is dict]
     if name in known or name.startswith(tuple(f"{option}." for option in free)):
         return
+    if below := [option for option in known if option.startswith(f"{name}.")]:
+        raise ConfigError(f"{name!r} is a group of options", expected=", ".join(below))
     same = [option for option in known if option.split(".")[-1] == name.split(".")[-1]]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.8) or same
     close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.5)

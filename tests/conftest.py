@@ -1,8 +1,12 @@
-"""What every test shares: repeatable examples from Hypothesis, and a skip where there is no accelerator."""
+"""What every test shares: repeatable examples from Hypothesis, a skip where there is no accelerator, one small run."""
+
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.small_run import write_run
 
 # No deadline, since cores are shared; no database, since a run must not depend on the one before.
 settings.register_profile("kitforge", deadline=None, derandomize=True, database=None)
@@ -15,3 +19,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no accelerator here"))
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained run, to be read and never written."""
+    return write_run(tmp_path_factory.mktemp("small"))

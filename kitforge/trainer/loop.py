@@ -56,6 +56,8 @@ class Loop:
         self.callbacks = list(callbacks)
         self.stop_reason: str | None = None
         self.max_steps = _max_steps(task, options)
+        # A schedule that does not fit the run is refused here, before the run has a folder.
+        scale(options.schedule, 0, self.max_steps)
         self._run_options = options
         self._world = world
         self._config = dict(config or {})

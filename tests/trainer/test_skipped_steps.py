@@ -85,12 +85,18 @@ def test_a_rollback_needs_a_checkpoint(tmp_path: Path) -> None:
         recorded(tmp_path, 1, 2, max_consecutive_skips=2, rollback=True, checkpoint_every=None)
 
 
-def test_the_loss_scale_halves_at_a_bad_step_and_doubles_after_many_good_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_scale_halves_at_a_bad_step_and_doubles_after_many_good_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "GROWTH_INTERVAL", 2)
-    after = recorded(tmp_path, 2, precision="fp16", max_steps=4)
-    assert list(after.scales.values()) == [2.0**16, 2.0**15, 2.0**15, 2.0**16]
+    scaler, scales = LossScaler("fp16"), []
+    for is_finite in (True, False, True, False, True, True):
+        scaler.update(is_finite)
+        scales.append(scaler.scale / 2.0**16)
+    assert scales == [1, 1 / 2, 1 / 2, 1 / 4, 1 / 4, 1 / 2]
+
+
+def test_a_bad_step_halves_the_scale_of_the_run(tmp_path: Path) -> None:
+    after = recorded(tmp_path, 3, precision="fp16")
+    assert after.scales[3] == after.scales[2] / 2
 
 
 def test_the_loss_scale_stays_between_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +120,7 @@ def test_the_loss_scale_of_fp16_does_not_reach_another_precision() -> None:
 
 @pytest.mark.parametrize("step", [2, 3, 4])
 def test_a_run_with_skips_resumes_exactly(tmp_path: Path, step: int) -> None:
-    recorded(tmp_path / "whole", 3, 4, precision="fp16")
+    train(tmp_path / "whole", Regression(broken=(3, 4)), precision="fp16")
     again = tiny.copy_up_to(tmp_path / "whole", tmp_path / "again", step)
     train(again, Regression(broken=(3, 4)), "auto", precision="fp16")
     tiny.assert_same(again, tmp_path / "whole")

@@ -20,8 +20,9 @@ class Event:
     """Something that happened.
 
     start: before the first step. step: after every step. log, evaluate: `record` is a line of metrics.jsonl.
-    checkpoint: one is due now. rollback: the newest one is about to be read, so it must be on the disk. note: `record` has `event` and `message` (skip, resume, rollback, interrupt, ...).
-    end: after the last step, also after an interruption.
+    checkpoint: one is due now. rollback: the newest one is about to be read, so it must be on the disk.
+    note: `record` has `event` and `message` (skip, resume, rollback, interrupt, ...). end: after the last step, also
+    after an interruption or a failure.
     """
 
     kind: EventKind

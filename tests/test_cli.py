@@ -1,0 +1,459 @@
+"""Every command does what its help says, and what is wrong is told in words, with nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from kitforge import cli
+from kitforge.api import load_model
+from kitforge.core.checkpoint.layout import steps
+from kitforge.foundation.config import from_dict
+from kitforge.foundation.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DependencyError,
+    DeviceError,
+    KitforgeError,
+    ModelError,
+)
+from kitforge.kits.transformers.config import TextGenerationOptions
+from tests.small_run import ARGUMENTS, TEXT, WITHOUT_MODEL
+
+ROOT = Path(__file__).parents[1]
+NO_MODEL = [f"{name}={value}" for name, value in WITHOUT_MODEL.items()]
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that holds a corpus and nothing else, 80 columns wide."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KITFORGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "80")
+    Path("corpus.txt").write_text(TEXT)
+    return tmp_path
+
+
+def train(*arguments: str) -> int:
+    return cli.run(["train", *ARGUMENTS, "data.train=corpus.txt", *arguments])
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    """The command as a person starts it, in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "kitforge", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+# What goes well
+
+
+def test_a_run_tells_where_everything_lies_and_what_to_try_next(capsys: Capture) -> None:
+    assert train("output_dir=runs/a", "trainer.evaluate_first=true", 'prompt=["ROMEO:"]') == 0
+    shown = capsys.readouterr().out
+    for words in ("ROMEO:", "before training  5.", "eval/loss", "runs/a/checkpoints", "runs/a/report.html"):
+        assert words in shown
+    assert 'kitforge generate checkpoint=runs/a prompt="' in shown
+    assert {path.name for path in Path("runs/a").iterdir()} >= {"config.yaml", "metrics.jsonl", "report.html"}
+    assert Path("runs/latest").resolve() == Path("runs/a").resolve()
+
+
+def test_a_run_without_a_name_is_called_after_time_task_and_model() -> None:
+    small = ["model.dim=32", "model.num_layers=1", *NO_MODEL]
+    cli.run(["train", "model=gpt2_tiny", *small, "data.train=corpus.txt", "trainer.max_steps=1"])
+    (folder,) = (path for path in Path("runs").iterdir() if not path.is_symlink())
+    assert folder.name.endswith("-text_generation-gpt2_tiny")
+
+
+def test_what_a_model_writes_cannot_command_a_terminal() -> None:
+    assert cli._shown("a\x1b[2Jb\x07\r\n\té你") == "a\ufffd[2Jb\ufffd\ufffd\n\té你"
+
+
+def test_a_sweep_makes_a_run_of_each_member(capsys: Capture) -> None:
+    assert train("-m", "optimizer.learning_rate=0.1,0.2", "trainer.max_steps=1") == 0
+    folders = [path for path in Path("runs").iterdir() if not path.is_symlink()]
+    configs = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in folders]
+    assert sorted(config["optimizer"]["learning_rate"] for config in configs) == [0.1, 0.2]
+
+
+def test_a_sweep_goes_on_after_a_member_that_fails(capsys: Capture) -> None:
+    assert train("-m", "data.train=missing.txt,corpus.txt", "trainer.max_steps=1") == 1
+    assert "missing.txt does not exist" in capsys.readouterr().err
+    assert len([path for path in Path("runs").iterdir() if not path.is_symlink()]) == 1
+
+
+def test_a_sweep_into_one_folder_is_refused_and_into_one_each_is_not() -> None:
+    with pytest.raises(ConfigError, match="a folder each"):
+        train("-m", "seed=1,2", "output_dir=runs/a")
+    assert train("-m", "seed=1,2", "output_dir=runs/seed-${seed}", "trainer.max_steps=1") == 0
+    assert Path("runs/seed-1/report.html").exists()
+    assert Path("runs/seed-2/report.html").exists()
+
+
+def test_a_run_goes_on_where_it_stopped_also_through_the_link_to_the_latest(here: Path, small_run: Path) -> None:
+    shutil.copytree(small_run, "runs/bard")
+    Path("runs/latest").symlink_to("bard")
+    shutil.copy(small_run.parents[1] / "corpus.txt", "corpus.txt")
+    again = ["output_dir=runs/latest", "resume=auto", "trainer.max_steps=5", "trainer.allow_changes=true"]
+    assert train(*again) == 0
+    assert steps(here / "runs" / "bard" / "checkpoints")[-1] == 5
+    assert os.readlink("runs/latest") == "bard"
+
+
+def test_generation_continues_every_prompt(small_run: Path, capsys: Capture) -> None:
+    assert cli.run(["generate", f"checkpoint={small_run}", "prompt=[ROMEO,JULIET]", "inference.max_new_tokens=1"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("ROMEO")
+    assert "\nJULIET" in shown
+
+
+def test_generation_takes_a_prompt_as_it_stands(small_run: Path, capsys: Capture) -> None:
+    prompt = 'def f(x, y): return {"${a}": 你好}'
+    cli.run(["generate", f"checkpoint={small_run}", f"prompt={prompt}", "inference.max_new_tokens=1"])
+    assert capsys.readouterr().out.startswith(prompt)
+
+
+def test_evaluation_ends_with_one_json_object(small_run: Path, capsys: Capture) -> None:
+    cli.run(["evaluate", f"checkpoint={small_run}", "data.eval=corpus.txt", "data.batch_size=8", *NO_MODEL[:1]])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert set(json.loads(line)) == {"loss", "perplexity"}
+
+
+def test_an_exported_run_has_the_same_logits_elsewhere(small_run: Path) -> None:
+    assert cli.run(["export", f"checkpoint={small_run}", "output_dir=out"]) == 0
+    tokens = torch.arange(40).reshape(2, 20) * 5
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained("out")(tokens).logits
+        torch.testing.assert_close(load_model(small_run)(tokens), theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("words", [["finetune", "checkpoint=out"], ["train", "model=out"]])
+def test_training_starts_from_the_weights_of_a_folder(words: list[str], small_run: Path) -> None:
+    cli.run(["export", f"checkpoint={small_run}", "output_dir=out"])
+    still = ["trainer.max_steps=1", "optimizer.learning_rate=1e-12", "optimizer.weight_decay=0", "output_dir=runs/a"]
+    assert cli.run([*words, *NO_MODEL, "data.train=corpus.txt", *still]) == 0
+    before, after = load_model("out").state_dict(), load_model("runs/a").state_dict()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=1e-6)
+
+
+def test_a_vocabulary_is_trained_with_the_model() -> None:
+    assert train("tokenizer=sentencepiece", "tokenizer.vocab_size=300", "output_dir=runs/a") == 0
+    assert Path("runs/a/tokenizer/tokenizer.model").exists()
+    assert cli.run(["generate", "checkpoint=runs/a", "prompt=ROMEO: line", "inference.max_new_tokens=2"]) == 0
+
+
+def test_a_preset_of_ones_own_trains_and_is_listed(capsys: Capture) -> None:
+    Path("configs/model").mkdir(parents=True)
+    Path("configs/model/mine.yaml").write_text("family: gpt2\ndim: 32\nnum_layers: 1\nnum_heads: 2\nmax_length: 64\n")
+    assert cli.run(["train", "model=mine", *NO_MODEL, "data.train=corpus.txt"]) == 0
+    cli.run(["list"])
+    assert "mine" in capsys.readouterr().out
+
+
+def test_the_list_fits_eighty_columns_and_cuts_nothing(capsys: Capture) -> None:
+    cli.run(["list"])
+    shown = capsys.readouterr().out
+    assert "text_generation" in shown
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    for words in ("llama3_2_1b", "1.2 B", "quickstart", "muon"):
+        assert words in shown
+
+
+def test_the_doctor_names_the_machine(capsys: Capture) -> None:
+    cli.run(["doctor"])
+    shown = capsys.readouterr().out
+    for words in ("torch", "GFLOP/s", "sentencepiece", "python"):
+        assert words in shown
+
+
+def test_the_configuration_that_is_printed_is_accepted_again(capsys: Capture) -> None:
+    cli.run(["config", "recipe=quickstart", "model=gpt2_tiny", "trainer.max_steps=7"])
+    tree = yaml.safe_load(capsys.readouterr().out)
+    options = from_dict(TextGenerationOptions, tree)
+    assert (options.trainer.max_steps, options.model["family"], options.prompt) == (7, "gpt2", ["def ", "import "])
+
+
+def test_a_report_is_drawn_of_one_run_and_of_several(small_run: Path, capsys: Capture) -> None:
+    shutil.copytree(small_run, "runs/one")
+    shutil.copytree(small_run, "runs/two")
+    cli.run(["report", "runs/one"])
+    cli.run(["report", "runs/one", "runs/two"])
+    assert "runs/one/report.html" in capsys.readouterr().out.splitlines()[0]
+    assert Path("runs/one/comparison.html").exists()
+
+
+def test_help_names_every_command_and_every_option(capsys: Capture) -> None:
+    cli.run([])
+    verbs = capsys.readouterr().out
+    assert all(f"  {verb} " in verbs for verb in [*cli.VERBS, *cli.PLAIN_VERBS])
+    assert max(map(len, verbs.splitlines())) <= 80
+    cli.run(["train", "--help"])
+    options = capsys.readouterr().out
+    for words in ("trainer.max_steps=null", "optimizer steps", "data.batch_size=8", "muon", "model.dim=128"):
+        assert words in options
+
+
+# What does not
+
+
+def corrupt(path: str) -> None:
+    Path(path).write_bytes(Path(path).read_bytes()[:-100])
+
+
+def unsupported(_run: Path) -> str:
+    Path("bert").mkdir()
+    Path("bert/config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 8}))
+    save_file({"weight": torch.zeros(2)}, "bert/model.safetensors")
+    return "bert"
+
+
+def truncated(run: Path) -> str:
+    cli.run(["export", f"checkpoint={run}", "output_dir=cut"])
+    corrupt("cut/model.safetensors")
+    return "cut"
+
+
+def pickled(run: Path) -> str:
+    cli.run(["export", f"checkpoint={run}", "output_dir=pickled"])
+    Path("pickled/model.safetensors").rename("pickled/pytorch_model.bin")
+    return "pickled"
+
+
+def lacking(run: Path) -> str:
+    cli.run(["export", f"checkpoint={run}", "output_dir=lacking"])
+    save_file({"model.norm.weight": torch.ones(32)}, "lacking/model.safetensors")
+    return "lacking"
+
+
+def damaged(run: Path) -> str:
+    shutil.copytree(run, "damaged")
+    for weights in Path("damaged").rglob("model-*.safetensors"):
+        corrupt(str(weights))
+    return "damaged"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (unsupported, ["bert", "llama"]),
+        (truncated, ["cut/model.safetensors", "whole"]),
+        (pickled, ["pytorch_model.bin", "safetensors"]),
+        (lacking, ["missing"]),
+        (damaged, ["checkpoint"]),
+        (lambda _run: "nowhere", ["nowhere", "no such folder"]),
+    ],
+)
+def test_weights_that_cannot_be_read_are_refused(
+    make: Callable[[Path], str], words: list[str], small_run: Path
+) -> None:
+    folder = make(small_run)
+    with pytest.raises(KitforgeError) as told:
+        cli.run(["finetune", f"checkpoint={folder}", *NO_MODEL, "data.train=corpus.txt"])
+    assert all(word in str(told.value).lower() or word in str(told.value) for word in words)
+    assert not Path("runs").exists()
+
+
+BAD_FILES = {
+    "empty.txt": b"",
+    "short.txt": b"hi there",
+    "latin.txt": b"caf\xe9 " * 99,
+    "broken.jsonl": b'{"text": "a"}\n{"text":\n',
+    "other.jsonl": b'{"txt": "a b c"}\n' * 99,
+}
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ("corpse.txt", ["does not exist", "did you mean corpus.txt?"]),
+        ("empty.txt", ["is empty"]),
+        ("short.txt", ["shorter than one row", "9 tokens", "data.sequence_length"]),
+        ("latin.txt", ["not UTF-8", "offset 3", "data.encoding_errors=replace"]),
+        ("broken.jsonl", ["broken.jsonl:2", "not JSON"]),
+        ("other.jsonl", ["no column 'text'", "did you mean 'txt'?"]),
+        ("void", ["holds no files"]),
+        ("*.csv", ["no file matches"]),
+        ("null", ["nothing to train on", "data.train"]),
+    ],
+)
+def test_data_that_cannot_be_read_is_told_by_name(named: str, words: list[str]) -> None:
+    Path("void").mkdir()
+    for name, content in BAD_FILES.items():
+        Path(name).write_bytes(content)
+    with pytest.raises((DataError, ConfigError)) as told:
+        train(f"data.train={named}")
+    assert all(word in str(told.value) for word in words)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable to root")
+def test_data_that_may_not_be_read_is_told() -> None:
+    Path("corpus.txt").chmod(0)
+    with pytest.raises(DataError, match=r"corpus\.txt"):
+        train()
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("trainer.max_steps=-3", ["-3", "at least 1"]),
+        ("trainer.max_steps=ten", ["'ten'", "a whole number"]),
+        ("trainer.max_steps=1.5", ["1.5", "a whole number"]),
+        ("trainer.max_steps=[1,", ["'[1,'", "a whole number"]),
+        ("data.batch_size=true", ["True", "a whole number"]),
+        ("optimizer.learning_rate=-1", ["-1", "above 0"]),
+        ("optimizer.learning_rate=nan", ["nan"]),
+        ("optimizer.betas=0.9", ["a list"]),
+        ("data.shuffle=maybe", ["'maybe'", "true or false"]),
+        ("data.validation=1.0", ["below 1"]),
+        ("precision=fp8", ["did you mean 'fp32'?"]),
+        ("model.vocab_size=100", ["100", "tokenizer's 258"]),
+        ("data.sequence_length=4096", ["4096", "max_length=512"]),
+        ("model.num_heads=3", ["a divisor of model.dim=32"]),
+        ("model.dmi=3", ["model.dmi", "dim"]),
+        ("parallel.tensor=2", ["tensor=2", "a world of 2", "one process"]),
+        ("parallel.data=4 parallel.tensor=2", ["data=4 x tensor=2", "a world of 8"]),
+        ("trainer.max_steps=1,2", ["1, 2", "-m"]),
+        ("tokenizer=nope", ["unknown tokenizer", "sentencepiece"]),
+        ("tokenizer=sentencepiece tokenizer.vocab_size=999999", ["999999", "tokenizer.vocab_size"]),
+        ("resume=auto", ["output_dir"]),
+        ("output_dir=corpus.txt/x", ["corpus.txt is a file"]),
+        ("trainer.early_stopping=3", ["trainer.evaluate_every"]),
+        ("prompt=[1,2]", ["a list of texts"]),
+        ("schedule.warmup_steps=100", ["100", "3 steps"]),
+        ("--model", ["unknown flag", "name=value"]),
+    ],
+)
+def test_an_option_that_cannot_be_says_what_could(argument: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as told:
+        train(*argument.split())
+    assert all(word in str(told.value) for word in words), str(told.value)
+    assert not Path("runs").exists()
+
+
+def test_a_device_that_is_not_here_is_refused() -> None:
+    with pytest.raises(DeviceError, match="tpu"):
+        train("device=tpu")
+
+
+def test_a_package_that_is_not_here_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(DependencyError, match=r"kitforge\[tracking\]"):
+        train("trainer.wandb=project")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], ["unknown command", "did you mean 'train'?"]),
+        (["generate", "prompt=x"], ["checkpoint=RUN"]),
+        (["generate", "checkpoint=RUN"], ["prompt="]),
+        (["generate", "checkpoint=RUN", "prompt="], ["empty"]),
+        (["generate", "checkpoint=RUN", "prompt=x", "inference.max_new_tokens=5000"], ["5001", "max_length=512"]),
+        (["generate", "checkpoint=llama_tiny", "prompt=x"], ["without weights"]),
+        (["evaluate", "checkpoint=RUN"], ["data.eval"]),
+        (["evaluate", "data.eval=corpus.txt"], ["checkpoint=RUN"]),
+        (["evaluate", "checkpoint=RUN", "data.eval=corpus.txt", "data.sequence_length=999"], ["999", "max_length=512"]),
+        (["finetune", "data.train=corpus.txt"], ["checkpoint=FOLDER"]),
+        (["export", "checkpoint=RUN"], ["output_dir=FOLDER"]),
+        (["report"], ["kitforge report"]),
+        (["report", "nowhere"], ["nowhere"]),
+        (["list", "model=x"], ["takes no options"]),
+    ],
+)
+def test_a_command_that_lacks_something_says_what(arguments: list[str], words: list[str], small_run: Path) -> None:
+    with pytest.raises(KitforgeError) as told:
+        cli.run([argument.replace("RUN", str(small_run)) for argument in arguments])
+    assert all(word in str(told.value) for word in words), str(told.value)
+
+
+def test_the_folder_of_another_run_is_left_alone(small_run: Path) -> None:
+    shutil.copytree(small_run, "runs/bard")
+    before = {path: path.read_bytes() for path in Path("runs/bard").rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match="another run"):
+        train("output_dir=runs/bard")
+    assert {path: path.read_bytes() for path in Path("runs/bard").rglob("*") if path.is_file()} == before
+
+
+def test_a_run_to_resume_from_must_exist() -> None:
+    with pytest.raises(CheckpointError, match="runs/none"):
+        train("resume=runs/none")
+
+
+def test_a_preset_is_no_checkpoint() -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        cli.run(["finetune", "checkpoint=llama_tiny", "data.train=corpus.txt"])
+
+
+# As a person meets it
+
+
+def test_a_mistake_is_told_without_a_traceback() -> None:
+    process = started("train", "trainer.max_step=3")
+    output, told = process.communicate(timeout=60)
+    assert (process.returncode, output) == (1, "")
+    assert told == "error: unknown option 'trainer.max_step'\n  do:       did you mean 'trainer.max_steps'?\n"
+
+
+def test_a_traceback_is_there_for_the_asking() -> None:
+    process = started("train", "trainer.max_step=3", "--traceback")
+    assert "Traceback" in process.communicate(timeout=60)[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(28, "No space left on device", "runs/a"), ["runs/a: No space left on device", "free some space"]),
+        (PermissionError(13, "Permission denied", "runs/a"), ["runs/a: Permission denied"]),
+        (ZeroDivisionError("by [zero]"), ["ZeroDivisionError: by [zero]", "--traceback"]),
+    ],
+)
+def test_what_nobody_foresaw_is_told_in_a_line(error: Exception, words: list[str], capsys: Capture) -> None:
+    cli._tell(type(error), error, None)
+    told = capsys.readouterr().err
+    assert all(word in told for word in words)
+    assert "Traceback" not in told
+
+
+def test_an_interrupted_run_is_saved_and_reported_and_goes_on(small_run: Path) -> None:
+    arguments = [*ARGUMENTS, "data.train=corpus.txt", "output_dir=runs/a", "trainer.max_steps=100000"]
+    process = started("train", *arguments)
+    metrics = Path("runs/a/metrics.jsonl")
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") > 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert "resume=auto" in output
+    assert "Traceback" not in told
+    assert Path("runs/a/report.html").exists()
+    stopped = steps(Path("runs/a/checkpoints").absolute())[-1]
+    again = ["resume=auto", f"trainer.max_steps={stopped + 2}", "trainer.allow_changes=true"]
+    assert cli.run(["train", *arguments, *again]) == 0
+
+
+def test_a_reader_that_leaves_early_is_not_an_error() -> None:
+    with started("config") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0

@@ -1,0 +1,235 @@
+"""Presets, overrides and users' own YAML become one plain dict, and nothing in them is ever run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+
+from kitforge.api import KITS, kit_of
+from kitforge.composition import CONFIGS, compose, dotted, groups, nested, option_names, option_words, parse, presets
+from kitforge.foundation.config import from_dict
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.transformers.config import TextGenerationOptions
+
+
+def values(**choices: Any) -> dict[str, Any]:
+    return composed({name.replace("__", "."): value for name, value in choices.items()})
+
+
+def composed(choices: dict[str, Any]) -> dict[str, Any]:
+    return compose("text_generation", choices, TextGenerationOptions).values
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path: str, text: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+
+
+def test_single_values_lie_over_presets() -> None:
+    model = values(model="gpt2_tiny", model__dim=64)["model"]
+    assert (model["family"], model["dim"], model["num_layers"]) == ("gpt2", 64, 4)
+
+
+def test_nested_and_dotted_choices_mean_the_same() -> None:
+    flat = composed({"optimizer": "muon", "optimizer.learning_rate": 0.5, "data.batch_size": 3})
+    assert flat == composed({"optimizer": "muon", "data": {"batch_size": 3}} | {"optimizer.learning_rate": 0.5})
+
+
+def test_a_recipe_changes_presets_and_values_and_null_is_none() -> None:
+    recipe = values(recipe="quickstart")
+    assert (recipe["optimizer"]["name"], recipe["data"]["train"]) == ("muon", "python_stdlib")
+    assert values(recipe=None) == values()
+
+
+@pytest.mark.slow
+def test_every_recipe_and_preset_is_accepted_by_its_dataclass() -> None:
+    for group in groups():
+        for name in presets(group):
+            from_dict(TextGenerationOptions, composed({group: name}))
+
+
+def test_the_run_is_called_after_its_preset_or_its_folder(here: Path) -> None:
+    (here / "weights").mkdir()
+    names = [
+        compose("text_generation", choices, TextGenerationOptions).model_name
+        for choices in ({}, {"model": "gpt2_tiny"}, {"model": "weights"}, {"checkpoint": "weights/"})
+    ]
+    assert names == ["llama_tiny", "gpt2_tiny", "weights", "weights"]
+
+
+def test_a_folder_in_the_place_of_a_preset_is_the_option_it_means(here: Path) -> None:
+    (here / "weights").mkdir()
+    chosen = values(model="weights", tokenizer=Path("weights"))
+    assert (chosen["checkpoint"], chosen["model"], chosen["tokenizer"]["name"]) == ("weights", {}, "weights")
+
+
+@pytest.mark.parametrize("choice", [{"model": "gpt2_tiny"}, {"model.dim": 64}])
+def test_a_checkpoint_and_a_described_network_are_one_too_many(choice: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="brings its own network"):
+        composed({"checkpoint": "runs/a", **choice})
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("trainer.max_step", "'trainer.max_steps'"),
+        ("learning_rate", "'optimizer.learning_rate'"),
+        ("optimzer.name", "'optimizer.name'"),
+        ("trainer.optimizer.betas", "'optimizer.betas'"),
+        ("batch_size", "'data.batch_size'"),
+        ("zzz", "--help"),
+        ("hydra.run.dir", "--help"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown option '{name}'") as told:
+        composed({name: 1})
+    assert nearest in str(told.value)
+
+
+def test_a_group_of_options_takes_no_single_value() -> None:
+    with pytest.raises(ConfigError, match=r"'trainer' is a group(.|\n)*trainer\.max_steps"):
+        composed({"trainer": 3})
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "nearest"),
+    [("model", "lama_tiny", "'llama_tiny'"), ("optimizer", "adam", "'adamw'"), ("recipe", "quick", "'quickstart'")],
+)
+def test_an_unknown_preset_names_the_nearest(group: str, name: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown {group} '{name}'") as told:
+        composed({group: name})
+    assert nearest in str(told.value)
+
+
+def test_presets_of_ones_own_lie_in_configs() -> None:
+    write("configs/model/mine.yaml", "family: gpt2\ndim: 48\nnum_layers: 1\nnum_heads: 2\n")
+    write("configs/recipe/night.yaml", "# @package _global_\ndefaults:\n  - override /model: mine\nseed: 7\n")
+    assert "mine" in presets("model")
+    assert (values(recipe="night")["model"]["dim"], values(recipe="night")["seed"]) == (48, 7)
+
+
+def test_configs_is_found_in_a_folder_with_a_difficult_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("a folder, (really) =x/configs/model/mine.yaml", "family: gpt2\ndim: 48\nnum_layers: 1\nnum_heads: 2\n")
+    monkeypatch.chdir(here / "a folder, (really) =x")
+    assert values(model="mine")["model"]["dim"] == 48
+
+
+def test_a_preset_of_ones_own_may_not_hide_a_shipped_one() -> None:
+    write("configs/model/llama_tiny.yaml", "family: gpt2\n")
+    with pytest.raises(ConfigError, match=r"configs/model/llama_tiny\.yaml"):
+        values(model="llama_tiny")
+
+
+@pytest.mark.parametrize("text", ["family: [gpt2\n", "\xff\xfe: \x00", "- a\n- b\n"])
+def test_yaml_that_cannot_be_used_is_named(text: str) -> None:
+    write("configs/model/mine.yaml", text)
+    with pytest.raises(ConfigError, match=r"configs/model/mine\.yaml"):
+        values(model="mine")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "_target_: os.system",
+        "inner: {_target_: os.system}",
+        "inner: [{_target_: os.system}]",
+        "family: ${oc.env:SECRET}",
+        "family: ${ oc.env:SECRET }",
+        "family: ${oc.${seed}:SECRET}",
+        "family: a${oc.decode:${oc.env:SECRET}}",
+        "family: ${model[${oc.env:SECRET}]}",
+        "inner: ['${oc.env:SECRET}']",
+    ],
+)
+def test_yaml_can_neither_name_code_nor_reach_the_environment(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "gpt2")
+    write("configs/model/mine.yaml", f"{line}\n")
+    with pytest.raises(ConfigError, match="cannot (name code|use resolvers)"):
+        values(model="mine")
+
+
+def test_a_defaults_list_cannot_reach_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "gpt2_tiny")
+    write(
+        "configs/recipe/night.yaml", "# @package _global_\ndefaults:\n  - override /model: ${oc.env:SECRET}\nseed: 7\n"
+    )
+    with pytest.raises(ConfigError, match="cannot use resolvers"):
+        values(recipe="night")
+
+
+@pytest.mark.parametrize("choice", [{"model._target_": "os.system"}, {"output_dir": "${oc.env:HOME}"}])
+def test_neither_can_a_single_value(choice: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="cannot (name code|use resolvers)"):
+        composed(choice)
+
+
+def test_a_value_may_refer_to_another_option() -> None:
+    assert values(output_dir="runs/seed-${seed}", seed=3)["output_dir"] == "runs/seed-3"
+    with pytest.raises(ConfigError, match="nothing"):
+        values(output_dir="${nothing}")
+
+
+def test_a_prompt_is_text_in_which_nothing_has_a_meaning() -> None:
+    assert values(prompt="${oc.env:HOME} ${x}, 1,2")["prompt"] == "${oc.env:HOME} ${x}, 1,2"
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("a.b=3", [3]),
+        ("a=1e-3", [0.001]),
+        ("a=null", [None]),
+        ("a=[x,y]", [["x", "y"]]),
+        ("a=x,2", ["x", 2]),
+        ("a=range(1,4)", [1, 2, 3]),
+        ("a='x,y'", ["x,y"]),
+        ("++a=3", [3]),
+        ("a=", [""]),
+        ("a=/d/my file (1).txt", ["/d/my file (1).txt"]),
+        ("a=~/é=x.txt", ["~/é=x.txt"]),
+        ("prompt=Hello, world", ["Hello, world"]),
+        ("prompt=42", ["42"]),
+        ("prompt=你好", ["你好"]),
+        ("prompt=[a,b]", [["a", "b"]]),
+        ("prompt=[Verse 1] it (begins)", ["[Verse 1] it (begins)"]),
+    ],
+)
+def test_an_argument_is_read_as_its_author_meant_it(argument: str, expected: list[Any]) -> None:
+    assert parse(argument)[1] == expected
+
+
+@pytest.mark.parametrize("argument", ["model", "=3", "~model", "~model=3"])
+def test_what_is_no_option_is_refused(argument: str) -> None:
+    with pytest.raises(ConfigError, match="not an option"):
+        parse(argument)
+
+
+def test_every_task_has_words_for_the_options_that_need_them() -> None:
+    for task in KITS:
+        options = kit_of(task).OPTIONS
+        words = option_words(options)
+        assert words.keys() <= option_names(options).keys() | {name.split(".")[0] for name in option_names(options)}
+        assert "optimizer steps" in words["trainer.max_steps"]
+        assert "folder with a tokenizer" in words["tokenizer.name"]
+
+
+def test_nested_undoes_dotted() -> None:
+    tree = {"a": {"b": 1, "c": {"d": [2]}}, "e": None}
+    assert nested(dotted(tree)) == tree
+
+
+def test_a_program_that_hydra_runs_keeps_its_own_hydra() -> None:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        assert values(model="gpt2_tiny")["model"]["family"] == "gpt2"
+        assert hydra_compose("config").model.family == "llama"

@@ -1,0 +1,150 @@
+"""What a resume says, uses and refuses: damaged checkpoints, changed options, changed text, another run's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kitforge.core.checkpoint.layout import steps
+from kitforge.foundation.errors import CheckpointError, ConfigError
+from kitforge.trainer.resume import check_changes, find
+from tests.trainer import tiny
+from tests.trainer.regression import train
+
+SAVED = {"trainer.max_steps": 3, "trainer.checkpoint_every": 1}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, corpus: Path) -> Path:
+    """A finished run whose last checkpoint is missing, so that it can go on."""
+    tiny.run(tmp_path / "whole", corpus, SAVED)
+    return tiny.copy_up_to(tmp_path / "whole", tmp_path / "run", 2)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00001.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
+    tmp_path: Path, damage: Callable[[Path], None], name: str
+) -> None:
+    train(tmp_path, max_steps=3)
+    damage(tmp_path / "checkpoints" / "step_3" / name)
+    said: list[tuple[str, str]] = []
+    found = find("auto", tmp_path, lambda event, message: said.append((event, message)))
+    assert found is not None
+    assert found.step == 2
+    assert [event for event, _ in said] == ["damaged"]
+    assert str(tmp_path / "checkpoints" / "step_3") in said[0][1]
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_ends_as_if_it_were_not(tmp_path: Path, corpus: Path, folder: Path) -> None:
+    flip(folder / "checkpoints" / "step_2" / "optimizer-00001-of-00001.safetensors")
+    tiny.run(folder, corpus, SAVED | {"resume": "auto"})
+    tiny.assert_same(folder, tmp_path / "whole")
+
+
+def test_harmless_changes_are_said(corpus: Path, folder: Path) -> None:
+    changes = {"trainer.log_every": 2, "trainer.keep_checkpoints": 9, "prompt": "the "}
+    tiny.run(folder, corpus, SAVED | changes | {"resume": "auto"})
+    told = tiny.events(folder, "changed")
+    for line in ("trainer.log_every: 1 -> 2", "trainer.keep_checkpoints: 3 -> 9", "prompt: None -> 'the '"):
+        assert line in told
+
+
+BREAKING: dict[str, tuple[Any, str]] = {
+    "optimizer.learning_rate": (0.5, "optimizer.learning_rate: 0.01 -> 0.5"),
+    "seed": (1, "seed: 0 -> 1"),
+    "data.batch_size": (2, "data.batch_size: 4 -> 2"),
+    "trainer.max_steps": (9, "trainer.max_steps: 3 -> 9"),
+    "precision": ("bf16", "precision: 'fp32' -> 'bf16'"),
+    "schedule.name": ("linear", "schedule.name: 'cosine' -> 'linear'"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKING)
+def test_breaking_changes_are_refused_before_a_file_is_touched(corpus: Path, folder: Path, name: str) -> None:
+    value, line = BREAKING[name]
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError) as caught:
+        tiny.run(folder, corpus, SAVED | {"resume": "auto", name: value})
+    assert line in str(caught.value)
+    assert "trainer.allow_changes=true" in str(caught.value)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", BREAKING)
+def test_breaking_changes_are_made_when_they_are_allowed(corpus: Path, folder: Path, name: str) -> None:
+    value, line = BREAKING[name]
+    tiny.run(folder, corpus, SAVED | {"resume": "auto", name: value, "trainer.allow_changes": True})
+    assert line in tiny.events(folder, "changed")
+
+
+def test_a_changed_shape_is_refused_even_when_changes_are_allowed(corpus: Path, folder: Path) -> None:
+    changes = {"model": tiny.LLAMA | {"mlp_dim": 64}, "trainer.allow_changes": True, "resume": "auto"}
+    with pytest.raises(Exception, match="does not fit") as caught:
+        tiny.run(folder, corpus, SAVED | changes)
+    assert "mlp" in str(caught.value)
+
+
+def test_another_text_is_refused_unless_changes_are_allowed(tmp_path: Path, folder: Path) -> None:
+    other = tiny.write_corpus(tmp_path / "other")
+    text = (other / "corpus.txt").read_text(encoding="utf-8")
+    (other / "corpus.txt").write_text(text + "one line more\n", encoding="utf-8")
+    same_path = {"data.train": str(other / "corpus.txt")}
+    with pytest.raises(ConfigError, match="data.train"):
+        tiny.run(folder, other, SAVED | same_path | {"resume": "auto"})
+
+
+def test_a_text_that_changed_under_its_name_is_refused(tmp_path: Path) -> None:
+    corpus = tiny.write_corpus(tmp_path / "corpus")
+    tiny.run(tmp_path / "run", corpus, SAVED)
+    text = (corpus / "corpus.txt").read_text(encoding="utf-8")
+    (corpus / "corpus.txt").write_text(text.replace("moon", "noon"), encoding="utf-8")
+    with pytest.raises(ConfigError, match="not the one that the run began with"):
+        tiny.run(tmp_path / "run", corpus, SAVED | {"resume": "auto"})
+    tiny.run(tmp_path / "run", corpus, SAVED | {"resume": "auto", "trainer.allow_changes": True})
+
+
+def test_the_folder_of_another_run_is_refused_before_a_file_is_touched(corpus: Path, folder: Path) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match="belongs to another run") as caught:
+        tiny.run(folder, corpus, SAVED | {"tokenizer.name": "sentencepiece", "tokenizer.vocab_size": 300})
+    assert "resume=auto" in str(caught.value)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_without_a_checkpoint_cannot_be_resumed_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
+        find(tmp_path, None, lambda *_: None)
+
+
+def test_a_step_can_be_resumed_by_name(tmp_path: Path, corpus: Path, folder: Path) -> None:
+    assert steps(folder / "checkpoints") == [1, 2]
+    tiny.run(tmp_path / "new", corpus, SAVED | {"resume": str(folder / "checkpoints" / "step_1")})
+    tensors, _ = tiny.last_checkpoint(tmp_path / "new")
+    wanted, _ = tiny.last_checkpoint(tmp_path / "whole")
+    assert all(tensor.equal(wanted[name]) for name, tensor in tensors.items())
+
+
+def test_an_automatic_resume_without_a_folder_is_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="output_dir"):
+        train(None, resume="auto")
+
+
+def test_options_that_came_or_went_are_changes() -> None:
+    with pytest.raises(ConfigError, match="data.new: None -> 1"):
+        check_changes({"data": {}}, {"data": {"new": 1}}, allowed=False)
+    assert check_changes({"data": {"old": 2}}, {"data": {}}, allowed=True) == ["data.old: 2 -> None"]
