@@ -254,8 +254,8 @@ def _matrix_speed(device: torch.device, seconds: float = 0.5) -> float:
 
 
 def _show_sample(record: RunRecord) -> None:
-    """The newest sample of the run, if it has any."""
-    for sample in record.samples[-1].samples[:1] if record.samples else ():
+    """A sample of the newest evaluation, if there is one; the record has the newest first."""
+    for sample in record.samples[0].samples[:1] if record.samples else ():
         console.print(f"\n{_shown(sample.prompt)}", style="bold", markup=False, highlight=False, end="")
         console.print(f"{_shown(sample.text)}\n", markup=False, highlight=False)
 

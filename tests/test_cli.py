@@ -32,6 +32,7 @@ from kitforge.foundation.errors import (
     ModelError,
 )
 from kitforge.kits.transformers.config import TextGenerationOptions
+from kitforge.report.metrics import read_run
 from tests.small_run import ARGUMENTS, TEXT, WITHOUT_MODEL
 
 ROOT = Path(__file__).parents[1]
@@ -78,6 +79,16 @@ def test_a_run_without_a_name_is_called_after_time_task_and_model() -> None:
     cli.run(["train", "model=gpt2_tiny", *small, "data.train=corpus.txt", "trainer.max_steps=1"])
     (folder,) = (path for path in Path("runs").iterdir() if not path.is_symlink())
     assert folder.name.endswith("-text_generation-gpt2_tiny")
+
+
+def test_the_sample_that_is_shown_is_the_newest(small_run: Path, capsys: Capture) -> None:
+    for step, text in ((2, "old"), (10, "new"), (9, "older")):
+        page = {"step": step, "samples": [{"prompt": "ROMEO:", "text": text}]}
+        Path("run/samples").mkdir(parents=True, exist_ok=True)
+        Path(f"run/samples/step_{step}.json").write_text(json.dumps(page))
+    shutil.copy(small_run / "metrics.jsonl", "run")
+    cli._show_sample(read_run(Path("run")))
+    assert capsys.readouterr().out.strip() == "ROMEO:new"
 
 
 def test_what_a_model_writes_cannot_command_a_terminal() -> None:

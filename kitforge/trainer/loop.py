@@ -155,7 +155,7 @@ class Loop:
             # An interrupted window is not logged: the resumed run fills it and logs it whole.
             last = number >= self.max_steps or (self.stop_reason is not None and not self._interrupted)
             if number % self.options.log_every == 0 or last:
-                metrics |= self._log(record)
+                metrics |= self._log()
             if self.state.consecutive_skips:
                 self._skipped(record["grad_norm"])
             if _is_due(self.options.evaluate_every, number):
@@ -167,6 +167,8 @@ class Loop:
             started = time.perf_counter()
         if self.state.cursor.step == 0:
             raise TrainingError("the task gave no step", expected="at least one", fix="check its data and cursor")
+        if self.state.window and not self._interrupted:
+            metrics |= self._log()
         return metrics | self._conclude(has_ended)
 
     def _conclude(self, has_ended: bool) -> dict[str, float]:
@@ -257,8 +259,10 @@ class Loop:
                 window[f"time/{name}"] = window.get(f"time/{name}", 0.0) + float(record["counts"][name])
         window["time/seconds"] = window.get("time/seconds", 0.0) + elapsed
         window["steps"] = window.get("steps", 0.0) + 1
+        for name in ("learning_rate", "grad_norm"):
+            window[f"last/{name}"] = record[name]
 
-    def _log(self, record: dict[str, Any]) -> dict[str, float]:
+    def _log(self) -> dict[str, float]:
         """Emit a line of means over the window, then empty it."""
         state, window = self.state, self.state.window
         names = [name.removesuffix("/count") for name in window if name.endswith("/count")]
@@ -270,8 +274,8 @@ class Loop:
             **({} if (per_epoch := self.task.num_steps(1.0)) is None else {"epoch": state.cursor.step / per_epoch}),
             **({"tokens": state.cursor.tokens} if state.cursor.tokens else {"samples": state.cursor.samples}),
             **means,
-            "learning_rate": record["learning_rate"],
-            "grad_norm": record["grad_norm"],
+            "learning_rate": window["last/learning_rate"],
+            "grad_norm": window["last/grad_norm"],
             "skipped": state.skipped,
             "time/seconds": state.seconds,
             "time/step_seconds": seconds / window["steps"],

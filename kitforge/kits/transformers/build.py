@@ -96,8 +96,6 @@ def assemble(options: TextGenerationOptions, inputs: Inputs) -> Assembly:
         config=recorded,
         callbacks=[*inputs.callbacks, samples],
     )
-    # The first file of the run, when nothing is left that could be refused but a resume.
-    tokenizer.save(folder / TOKENIZER_FOLDER)
     return Assembly(loop=loop, folder=folder, tokenizer=tokenizer, options=options, config_text=to_yaml(recorded))
 
 

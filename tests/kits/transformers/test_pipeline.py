@@ -35,7 +35,7 @@ def test_a_text_gives_a_list_of_one_answer(pipeline: TextGenerationPipeline) -> 
 
 def test_texts_give_a_list_for_each(pipeline: TextGenerationPipeline) -> None:
     answers = pipeline(TEXTS)
-    assert [answer[0]["generated_text"].startswith(text) for answer, text in zip(answers, TEXTS, strict=True)]
+    assert all(answer[0]["generated_text"].startswith(text) for answer, text in zip(answers, TEXTS, strict=True))
     assert pipeline([]) == []
 
 

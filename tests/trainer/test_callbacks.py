@@ -1,0 +1,172 @@
+"""What a run shows and leaves behind: progress, metrics, traces, tracking, samples, the report."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kitforge.core.checkpoint import tensor_file
+from kitforge.core.checkpoint.layout import steps
+from kitforge.core.checkpoint.load import newest
+from kitforge.foundation.errors import CheckpointError, DependencyError
+from kitforge.trainer.callbacks import progress
+from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from tests.trainer import tiny
+from tests.trainer.regression import Regression, train
+from tests.trainer.test_course import Scripted
+
+
+def shown(folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool) -> str:
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=120, color_system=None)
+    monkeypatch.setattr(progress, "console", console)
+    train(folder, Scripted(0.25, 0.125), progress=True, evaluate_every=3)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_terminal_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(tmp_path, monkeypatch, is_terminal=True)
+    assert "step 6/6" in text
+    assert "samples/s" in text
+    assert "step 3  eval/loss 0.2500" in text
+
+
+def test_elsewhere_a_few_plain_lines_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = shown(tmp_path, monkeypatch, is_terminal=False).splitlines()
+    assert lines[-2].startswith("step 6/6  loss ")
+    assert lines[-1] == "step 6  eval/loss 0.1250  eval/accuracy 0.5000"
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_words_in_brackets_are_shown_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    monkeypatch.setattr(progress, "console", console)
+
+    class Notes(Callback):
+        def on_event(self, event: Event, run: Run) -> None:
+            if event.kind == "start":
+                run.note("remark", "see [bold]here[/bold]")
+
+    train(tmp_path, callbacks=[Notes()], progress=True)
+    assert isinstance(console.file, io.StringIO)
+    assert "see [bold]here[/bold]" in console.file.getvalue()
+
+
+def test_metrics_are_cut_back_to_the_checkpoint_and_a_torn_line_is_dropped(tmp_path: Path) -> None:
+    train(tmp_path / "whole")
+    again = tiny.copy_up_to(tmp_path / "whole", tmp_path / "again", 3)
+    with open(again / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"kind": "train", "step": 7, "lo')
+    train(again, resume="auto")
+    assert tiny.records(again) == tiny.records(tmp_path / "whole")
+
+
+def test_a_fresh_start_in_a_folder_without_checkpoints_begins_its_metrics_anew(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "eval", "step": 0, "eval/loss": 1.0}\n', encoding="utf-8")
+    train(tmp_path, resume="auto")
+    assert [record["step"] for record in tiny.records(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_profile_leaves_a_trace_and_the_ten_dearest(tmp_path: Path) -> None:
+    train(tmp_path, profile=True)
+    trace = json.loads((tmp_path / "profile" / "trace.json").read_text(encoding="utf-8"))
+    assert any("backward" in str(event.get("name")).lower() for event in trace["traceEvents"])
+    table = (tmp_path / "profile" / "top_ten.txt").read_text(encoding="utf-8")
+    assert "Self CPU" in table
+    assert 3 <= sum("aten::" in line or "Optimizer" in line for line in table.splitlines()) <= 10
+
+
+def test_a_run_shorter_than_its_profile_is_profiled_to_its_end(tmp_path: Path) -> None:
+    train(tmp_path, profile=True, max_steps=3)
+    assert (tmp_path / "profile" / "trace.json").exists()
+
+
+def test_tracking_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(DependencyError, match=r"pip install 'kitforge\[tracking\]'"):
+        train(tmp_path, wandb="project")
+
+
+def test_tracking_is_told_every_record_under_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+    fake = SimpleNamespace(
+        init=lambda **options: calls.append(("init", options)),
+        log=lambda values, step: calls.append(("log", (step, sorted(values)))),
+        finish=lambda: calls.append(("finish", None)),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    train(tmp_path, Scripted(1.0), wandb="project", max_steps=2)
+    assert [name for name, _ in calls] == ["init", "log", "log", "log", "finish"]
+    assert calls[0][1]["project"] == "project"
+    assert [entry[0] for name, entry in calls if name == "log"] == [1, 2, 2]
+    assert "eval/loss" in calls[3][1][1]
+
+
+def test_samples_are_written_at_every_evaluation(tmp_path: Path, corpus: Path) -> None:
+    tiny.run(tmp_path, corpus, {"trainer.evaluate_every": 3, "prompt": ["the ", "a "]})
+    for step in (3, 6):
+        page = json.loads((tmp_path / "samples" / f"step_{step}.json").read_text(encoding="utf-8"))
+        assert page["step"] == step
+        assert [sample["prompt"] for sample in page["samples"]] == ["the ", "a "]
+        assert all(sample["text"] is not None for sample in page["samples"])
+
+
+def test_a_report_is_written_at_the_end(tmp_path: Path) -> None:
+    train(tmp_path)
+    assert "<html" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_failing_run_keeps_its_work_and_writes_its_report(tmp_path: Path) -> None:
+    class Clumsy(Callback):
+        def on_event(self, event: Event, run: Run) -> None:
+            if event.kind == "step" and run.state.cursor.step == 4:
+                raise RuntimeError("dropped it")
+
+    with pytest.raises(RuntimeError, match="dropped it"):
+        train(tmp_path / "run", callbacks=[Clumsy()], checkpoint_every=None)
+    assert steps(tmp_path / "run" / "checkpoints") == [4]
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_failure_within_a_step_saves_nothing_half_done(tmp_path: Path) -> None:
+    class Torn(Regression):
+        def count(self, step: Any) -> Any:
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == 4:
+                raise KeyboardInterrupt
+            return super().count(step)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, Torn(), checkpoint_every=2)
+    assert steps(tmp_path / "checkpoints") == [2]
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, num_written = tensor_file.write, [0]
+
+    def fill_up(*arguments: Any) -> Any:
+        num_written[0] += 1
+        # Two files a checkpoint: the third checkpoint finds no room.
+        if num_written[0] > 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*arguments)
+
+    monkeypatch.setattr(tensor_file, "write", fill_up)
+    with pytest.raises(CheckpointError) as caught:
+        train(tmp_path)
+    assert "No space left on device" in str(caught.value)
+    assert f"the last good checkpoint is {tmp_path / 'checkpoints' / 'step_2'}" in str(caught.value)
+    found = newest(tmp_path / "checkpoints", on_damaged=pytest.fail)
+    assert found is not None
+    assert found.step == 2
+    assert (tmp_path / "report.html").exists()

@@ -1,0 +1,67 @@
+"""Number formats, compile levels, recomputation: what must not change anything, and what may only a little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trainer import tiny
+
+
+def losses(folder: Path, corpus: Path, choices: dict[str, Any]) -> Tensor:
+    tiny.run(folder, corpus, choices)
+    return torch.tensor([record["loss"] for record in tiny.records(folder, "train")])
+
+
+@pytest.mark.parametrize("model", [tiny.LLAMA, tiny.GPT2 | tiny.DROPOUT], ids=["llama", "gpt2 with dropout"])
+def test_recomputed_activations_change_no_bit(tmp_path: Path, corpus: Path, model: dict[str, Any]) -> None:
+    tiny.run(tmp_path / "kept", corpus, {"model": model})
+    tiny.run(tmp_path / "again", corpus, {"model": model, "trainer.recompute": True})
+    tiny.assert_same(tmp_path / "again", tmp_path / "kept")
+
+
+def test_fused_operations_train_like_the_references(tmp_path: Path, corpus: Path) -> None:
+    reference = losses(tmp_path / "O0", corpus, {"compile_level": "O0"})
+    fused = losses(tmp_path / "O1", corpus, {"compile_level": "O1"})
+    torch.testing.assert_close(fused, reference, rtol=1e-4, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_blocks_train_like_the_others(tmp_path: Path, corpus: Path) -> None:
+    fused = losses(tmp_path / "O1", corpus, {"compile_level": "O1", "trainer.max_steps": 3})
+    compiled = losses(tmp_path / "O2", corpus, {"compile_level": "O2", "trainer.max_steps": 3})
+    torch.testing.assert_close(compiled, fused, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_loss_falls_in_every_precision(tmp_path: Path, corpus: Path, precision: str) -> None:
+    course = losses(tmp_path, corpus, {"precision": precision, "trainer.max_steps": 20})
+    assert course[-1] < 0.7 * course[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_keeps_weights_and_optimizer_whole(tmp_path: Path, corpus: Path, precision: str) -> None:
+    tiny.run(tmp_path, corpus, {"precision": precision, "trainer.max_steps": 1})
+    tensors, _ = tiny.last_checkpoint(tmp_path)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+
+
+def test_two_runs_are_equal_and_another_seed_is_not(tmp_path: Path, corpus: Path) -> None:
+    for name in ("one", "two"):
+        tiny.run(tmp_path / name, corpus)
+    tiny.assert_same(tmp_path / "one", tmp_path / "two")
+    other = losses(tmp_path / "other", corpus, {"seed": 1})
+    assert not other.equal(torch.tensor([record["loss"] for record in tiny.records(tmp_path / "one", "train")]))
+
+
+def test_deterministic_algorithms_are_asked_for_by_option(tmp_path: Path, corpus: Path) -> None:
+    try:
+        tiny.begin(tmp_path / "yes", corpus, {"deterministic": True})
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
