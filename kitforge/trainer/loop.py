@@ -28,7 +28,6 @@ from kitforge.trainer.resume import check_changes
 from kitforge.trainer.state import TrainingState
 from kitforge.trainer.task import Task
 
-
 # A run that was given no length ends while its owner is still watching, and says so.
 DEFAULT_STEPS = 500
 
@@ -99,7 +98,9 @@ class Loop:
         for change in self._changes:
             self.note("changed", change)
         if self.options.max_steps is None and self.options.epochs is None:
-            self.note("length", f"{self.max_steps} steps, as none was given; trainer.epochs=1 reads the whole text once")
+            self.note(
+                "length", f"{self.max_steps} steps, as none was given; trainer.epochs=1 reads the whole text once"
+            )
         with _signals(self._interrupt):
             try:
                 if self.options.evaluate_first and self.state.cursor.step == 0 and self.state.evaluated is None:

@@ -237,5 +237,5 @@ def test_without_a_fraction_everything_is_trained_on() -> None:
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0])
 def test_a_fraction_that_cannot_be_is_refused(fraction: float) -> None:
-    with pytest.raises(ConfigError, match=r"data\.validation_fraction"):
+    with pytest.raises(ConfigError, match=r"data\.validation"):
         split_documents(cache_of([5]), fraction, seed=0)

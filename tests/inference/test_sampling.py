@@ -47,7 +47,9 @@ def test_the_distribution_is_the_one_described(
     assert got == pytest.approx(plain(scores, options), abs=1e-6)
 
 
-@pytest.mark.parametrize("choices", [{}, {"top_k": 3}, {"top_p": 0.8}, {"top_k": 4, "top_p": 0.9}, {"temperature": 2.0}])
+@pytest.mark.parametrize(
+    "choices", [{}, {"top_k": 3}, {"top_p": 0.8}, {"top_k": 4, "top_p": 0.9}, {"temperature": 2.0}]
+)
 def test_draws_follow_the_distribution(choices: dict[str, float]) -> None:
     options = SamplingOptions(**{"temperature": 1.0} | choices)
     num_draws = 4000

@@ -47,7 +47,7 @@ def train(folder: Path, corpus: Path, kind: str, kill_after: float = 0.0) -> tup
 def main(folder: Path, corpus: Path, kind: str, seed: int) -> int:
     """Returns the number of kills."""
     torch.set_num_threads(1)
-    # What is imported or built on first use is there when the processes part; the second run then tells how long one is.
+    # What is made on first use is there when the processes part; the second run then tells how long one takes.
     tiny.run(folder.with_name("first"), corpus, tiny.KINDS[kind] | OPTIONS)
     _, duration = train(folder.with_name("whole"), corpus, kind)
     delays = random.Random(seed)

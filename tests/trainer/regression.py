@@ -42,7 +42,11 @@ class Regression(Task):
 
 
 def train(
-    folder: Path, task: Task | None = None, resume: str | None = None, callbacks: Sequence[Callback] = (), **choices: Any
+    folder: Path,
+    task: Task | None = None,
+    resume: str | None = None,
+    callbacks: Sequence[Callback] = (),
+    **choices: Any,
 ) -> Run:
     """Train a straight line; `choices` are options of trainer.*, `rate`, and `precision`."""
     options: dict[str, Any] = {

@@ -62,7 +62,9 @@ class Doubled(Task):
         return {"loss": sums["loss"] / own} if self.is_faulty else sums
 
 
-def weights(folder: Path, corpus: Path, choices: dict[str, Any], *, masked: Collection[int] = (), fault: bool = False) -> Tensor:
+def weights(
+    folder: Path, corpus: Path, choices: dict[str, Any], *, masked: Collection[int] = (), fault: bool = False
+) -> Tensor:
     """All weights after a run, laid end to end."""
     assembly = tiny.begin(folder, corpus, PLAIN | choices)
     options = dataclasses.replace(assembly.options, output_dir=None)

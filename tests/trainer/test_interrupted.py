@@ -50,12 +50,13 @@ def test_the_command_ends_with_status_130_when_it_is_interrupted(tmp_path: Path,
     folder = tmp_path / "run"
     options = [f"data.train={corpus / 'corpus.txt'}", f"output_dir={folder}", "trainer.max_steps=100000"]
     options += ["data.sequence_length=32", "data.batch_size=1", "inference.max_new_tokens=2"]
-    options += [f"model.{name}={value}" for name, value in tiny.LLAMA.items() if name != "family"]
+    sizes = {name: value for name, value in tiny.LLAMA.items() if name != "family"} | {"num_kv_heads": 2}
+    options += [f"model.{name}={value}" for name, value in sizes.items()]
     command = [sys.executable, "-m", "kitforge", "train", *options]
     environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 120
-        while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        while not (folder / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)

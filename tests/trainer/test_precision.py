@@ -33,8 +33,10 @@ def test_fused_operations_train_like_the_references(tmp_path: Path, corpus: Path
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_blocks_train_like_the_others(tmp_path: Path, corpus: Path) -> None:
-    fused = losses(tmp_path / "O1", corpus, {"compile_level": "O1", "trainer.max_steps": 3})
-    compiled = losses(tmp_path / "O2", corpus, {"compile_level": "O2", "trainer.max_steps": 3})
+    # Without an evaluation there is one graph less to compile.
+    short = {"trainer.max_steps": 3, "data.validation": 0.0}
+    fused = losses(tmp_path / "O1", corpus, short | {"compile_level": "O1"})
+    compiled = losses(tmp_path / "O2", corpus, short | {"compile_level": "O2"})
     torch.testing.assert_close(compiled, fused, rtol=1e-4, atol=0)
 
 

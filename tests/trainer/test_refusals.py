@@ -49,7 +49,9 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
     assert str(tmp_path / "checkpoints" / "step_3") in said[0][1]
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_ends_as_if_it_were_not(tmp_path: Path, corpus: Path, folder: Path) -> None:
+def test_a_run_whose_newest_checkpoint_is_damaged_ends_as_if_it_were_not(
+    tmp_path: Path, corpus: Path, folder: Path
+) -> None:
     flip(folder / "checkpoints" / "step_2" / "optimizer-00001-of-00001.safetensors")
     tiny.run(folder, corpus, SAVED | {"resume": "auto"})
     tiny.assert_same(folder, tmp_path / "whole")
@@ -138,7 +140,9 @@ def test_a_step_can_be_resumed_by_name(tmp_path: Path, corpus: Path, folder: Pat
     assert all(tensor.equal(wanted[name]) for name, tensor in tensors.items())
 
 
-def test_an_automatic_resume_without_a_folder_is_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_automatic_resume_without_a_folder_is_refused(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="output_dir"):
         train(None, resume="auto")
@@ -148,3 +152,12 @@ def test_options_that_came_or_went_are_changes() -> None:
     with pytest.raises(ConfigError, match="data.new: None -> 1"):
         check_changes({"data": {}}, {"data": {"new": 1}}, allowed=False)
     assert check_changes({"data": {"old": 2}}, {"data": {}}, allowed=True) == ["data.old: 2 -> None"]
+
+
+@pytest.mark.parametrize("prompt", ["", "x" * 100])
+def test_a_prompt_that_no_sample_could_continue_is_refused_before_the_run(
+    tmp_path: Path, corpus: Path, prompt: str
+) -> None:
+    with pytest.raises(ConfigError, match="option 'prompt'"):
+        tiny.begin(tmp_path / "run", corpus, {"prompt": prompt, "inference.max_new_tokens": 64})
+    assert not (tmp_path / "run").exists()

@@ -69,7 +69,9 @@ def test_a_rollback_takes_the_last_checkpoints_weights_and_goes_on(tmp_path: Pat
     after = recorded(tmp_path, 5, 6, max_consecutive_skips=2, rollback=True, checkpoint_every=3, max_steps=8)
     before, restored = (open_checkpoint(step_folder(tmp_path / "checkpoints", step)) for step in (3, 6))
     for part in ("model", "optimizer"):
-        assert equal([before.tensor(name) for name in before.names(part)], [restored.tensor(name) for name in before.names(part)])
+        assert equal(
+            [before.tensor(name) for name in before.names(part)], [restored.tensor(name) for name in before.names(part)]
+        )
     assert not equal(after.weights[4], after.weights[3])
     assert "weights of step 3" in tiny.events(tmp_path, "rollback")[0]
     assert list(after.updates.values()) == [1, 2, 3, 4, 4, 4, 5, 6]

@@ -87,14 +87,12 @@ def assemble(options: TextGenerationOptions, inputs: Inputs) -> Assembly:
     if config is not None:
         recorded["model"] = {"family": config.family, **to_dict(config)}
     folder = default_folder(options, inputs.model_name)
-    prompts = _prompts(options, corpus, tokenizer)
-    samples = Samples(prompts, tokenizer, _short(options, config))
     loop = make_loop(
         TextGenerationTask(options, corpus, build),
         dataclasses.replace(options, device=str(device)),
         folder,
         config=recorded,
-        callbacks=[*inputs.callbacks, samples],
+        callbacks=[*inputs.callbacks, _samples(options, config, corpus, tokenizer)],
     )
     return Assembly(loop=loop, folder=folder, tokenizer=tokenizer, options=options, config_text=to_yaml(recorded))
 
@@ -198,27 +196,36 @@ def _prepare(model: nn.Module, options: TextGenerationOptions) -> nn.Module:
     return model
 
 
-def _prompts(options: TextGenerationOptions, corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
-    """What the samples of the report continue: the prompts given, else how two evaluation rows begin."""
-    if options.prompt is not None:
-        return [options.prompt] if isinstance(options.prompt, str) else list(options.prompt)
+def _samples(
+    options: TextGenerationOptions, config: FamilyConfig | None, corpus: Corpus, tokenizer: Tokenizer
+) -> Samples:
+    """The samples of the report: short enough for the model, which is found out before anything is trained."""
+    limit = options.data.sequence_length if config is None else config.decoder().max_length
+    longest = max(1, min(options.inference.max_new_tokens, limit // 2))
+    room = limit - longest
+    chosen = dataclasses.replace(options.inference, max_new_tokens=longest)
+    if options.prompt is None:
+        fitting = [text for text in _openings(options, corpus, tokenizer) if 0 < len(tokenizer.encode(text)) <= room]
+        return Samples(fitting, tokenizer, chosen)
+    prompts = [options.prompt] if isinstance(options.prompt, str) else list(options.prompt)
+    for prompt in prompts:
+        size = len(tokenizer.encode(prompt))
+        check(0 < size <= room, "prompt", f"{size} tokens", f"1 to {room}, as {longest} of {limit} are to be new")
+    return Samples(prompts, tokenizer, chosen)
+
+
+def _openings(options: TextGenerationOptions, corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
+    """How two evaluation rows begin."""
     rows = corpus.eval or corpus.train
     if rows is None:
         return []
     first = rows.rows(_spread(rows.num_rows))["tokens"]
     length = min(32, max(1, options.data.sequence_length // 4))
-    return [text for text in (tokenizer.decode(row[:length].tolist()) for row in first) if tokenizer.encode(text)]
+    return [tokenizer.decode(row[:length].tolist()) for row in first]
 
 
 def _spread(num_rows: int) -> Any:
     return torch.tensor(sorted({0, num_rows // 2})).numpy()
-
-
-def _short(options: TextGenerationOptions, config: FamilyConfig | None) -> Any:
-    """Samples of a report are short enough for the model."""
-    limit = options.data.sequence_length if config is None else config.decoder().max_length
-    longest = max(1, min(options.inference.max_new_tokens, limit // 2))
-    return dataclasses.replace(options.inference, max_new_tokens=longest)
 
 
 def evaluate(options: TextGenerationOptions, inputs: Inputs) -> dict[str, float]:

@@ -27,7 +27,9 @@ def network(name: str, dtype: torch.dtype) -> nn.Module:
 
 def loss(model: nn.Module, corpus: Path, file: str, **choices: Any) -> float:
     values = {"data.eval": str(corpus / file), "data.cache": str(corpus / "cache"), "data.num_workers": 1}
-    values |= {"data.sequence_length": 32, "device": "cpu"} | {name.replace("__", "."): choices[name] for name in choices}
+    values |= {"data.sequence_length": 32, "device": "cpu"} | {
+        name.replace("__", "."): choices[name] for name in choices
+    }
     return evaluate(read_options(tiny.nested(values)), Inputs(model=model, tokenizer=ByteTokenizer()))["eval/loss"]
 
 

@@ -1,0 +1,31 @@
+"""Sums over all batches, divided once."""
+
+import torch
+
+from kitforge.foundation.types import Sums
+from kitforge.trainer.evaluate import weighted_means
+
+
+def sums(batch: list[float]) -> Sums:
+    return {"loss": torch.tensor(sum(batch)), "hits": torch.tensor(float(len(batch)))}
+
+
+def counts(batch: list[float]) -> Sums:
+    return {"loss": torch.tensor(len(batch)), "hits": torch.tensor(2 * len(batch))}
+
+
+def test_batches_weigh_what_they_hold() -> None:
+    assert weighted_means([[1.0, 2.0, 3.0], [10.0]], sums, counts) == {"loss": 4.0, "hits": 0.5}
+
+
+def test_a_sum_without_a_count_of_its_own_is_divided_by_that_of_the_loss() -> None:
+    assert weighted_means([[1.0, 3.0]], sums, lambda batch: {"loss": torch.tensor(len(batch))})["hits"] == 1.0
+
+
+def test_small_sums_are_not_lost_beside_large_ones() -> None:
+    batches = [[2.0**30], *[[1.0]] * 64]
+    assert weighted_means(batches, sums, counts)["loss"] == (2.0**30 + 64) / 65
+
+
+def test_nothing_to_evaluate_gives_no_metrics() -> None:
+    assert weighted_means([], sums, counts) == {}
