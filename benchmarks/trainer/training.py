@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 BATCH, LENGTH, VOCAB = 8, 256, 8192
-WARMUP, STEPS = 2, 3
+WARMUP, STEPS = 3, 6
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"dim": 384, "num_layers": 6, "num_heads": 6, "max_length": 1024},
     "llama": {"dim": 512, "num_layers": 8, "num_heads": 8, "mlp_dim": 1376, "max_length": 1024},

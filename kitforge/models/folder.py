@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kitforge.core.checkpoint.hugging_face import read_folder, write_folder
+from kitforge.core.checkpoint.layout import step_folder
 from kitforge.core.checkpoint.load import Checkpoint, load_tensors, newest, open_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
@@ -46,7 +47,8 @@ def load(folder: Path, *, device: torch.device, level: CompileLevel = "O1") -> D
 
 
 def find_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint of a run folder (its newest good one) or of a step folder; None for any other folder."""
+    """The checkpoint of a run folder (its newest good one, or the best of a run that stopped early) or of a step
+    folder; None for any other folder."""
     if (folder / "manifest.json").exists():
         return open_checkpoint(folder)
     if not (folder / "checkpoints").is_dir():
@@ -54,7 +56,8 @@ def find_checkpoint(folder: Path) -> Checkpoint | None:
     found = newest(folder / "checkpoints", on_damaged=lambda error: _log.warning("%s", error))
     if found is None:
         raise ModelError("the run has no checkpoint", got=folder, fix="train it first, or name another folder")
-    return found
+    result = found.state["training"]["result_step"]
+    return found if result in (None, found.step) else open_checkpoint(step_folder(folder / "checkpoints", result))
 
 
 def _load_step(checkpoint: Checkpoint, device: torch.device, level: CompileLevel) -> Decoder:

@@ -310,13 +310,10 @@ class Loop:
 
     def _restore_best(self) -> None:
         """After early stopping the weights of the best evaluation are the result."""
-        stopped_early = self.stop_reason is not None and not self._interrupted
-        if not stopped_early or self.options.early_stopping is None or self.folder is None:
-            return
-        if self.state.best_step not in (None, self.state.cursor.step):
-            assert self.state.best_step is not None
-            folder = step_folder(self.folder / "checkpoints", self.state.best_step)
-            self.state.load_weights(open_checkpoint(folder))
+        best = self.state.result_step
+        if best not in (None, self.state.cursor.step) and self.folder is not None and not self._interrupted:
+            assert best is not None
+            self.state.load_weights(open_checkpoint(step_folder(self.folder / "checkpoints", best)))
 
     def _emit(self, kind: Any, record: dict[str, Any] | None = None) -> None:
         event = Event(kind=kind, record=record or {})

@@ -49,9 +49,25 @@ def find(resume: str | Path | None, folder: Path | None, note: Callable[[str, st
                 fix="add resume=auto to go on with that run, or choose another output_dir",
             )
         return None
-    if resume != "auto":
-        return _named(Path(resume), note)
-    return None if root is None else newest(root, on_damaged=lambda error: note("damaged", str(error)))
+    if resume == "auto":
+        return None if root is None else newest(root, on_damaged=lambda error: note("damaged", str(error)))
+    found = _named(Path(resume), note)
+    if root is not None:
+        _refuse_other_future(found, root)
+    return found
+
+
+def _refuse_other_future(found: Checkpoint, root: Path) -> None:
+    """Checkpoints that the resumed run did not come from would be taken for its own by the next resume=auto."""
+    is_own = found.folder.resolve().parent == root.resolve()
+    strangers = [step for step in steps(root) if not is_own or step > found.step]
+    if strangers:
+        raise ConfigError(
+            "the output folder holds checkpoints that are not from before this one",
+            got=f"{root} with steps {', '.join(map(str, strangers[:5]))}",
+            expected=f"none but those up to step {found.step} of the same run",
+            fix="choose another output_dir, or remove them",
+        )
 
 
 def _named(path: Path, note: Callable[[str, str], None]) -> Checkpoint:

@@ -19,6 +19,10 @@ from kitforge.foundation.types import Cursor
 from kitforge.trainer.precision import LossScaler
 
 
+# Fields that go into a checkpoint as they are.
+COUNTERS = ("updates", "skipped", "consecutive_skips", "best", "best_step", "evaluated", "result_step", "seconds")
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
     """The moving parts of a run."""
@@ -36,6 +40,7 @@ class TrainingState:
     best_step: int | None = None
     evaluated: int | None = None  # the step of the last evaluation
     is_settled: bool = True  # False within a step, when weights and cursor may not belong together
+    result_step: int | None = None  # whose weights are the run's result; None: the last step's
     seconds: float = 0.0  # of training, over all sessions
     window: dict[str, float] = field(default_factory=dict)  # sums and counts since the last log line
 
@@ -47,13 +52,7 @@ class TrainingState:
         """Everything but tensors, ready for JSON."""
         return {
             "cursor": asdict(self.cursor),
-            "updates": self.updates,
-            "skipped": self.skipped,
-            "consecutive_skips": self.consecutive_skips,
-            "best": self.best,
-            "best_step": self.best_step,
-            "evaluated": self.evaluated,
-            "seconds": self.seconds,
+            **{name: getattr(self, name) for name in COUNTERS},
             "window": dict(self.window),
             "scaler": self.scaler.state(),
             "plateau": self.plateau.state(),
@@ -65,7 +64,7 @@ class TrainingState:
         self.load_weights(checkpoint)
         plain = checkpoint.state["training"]
         self.cursor = Cursor(**plain["cursor"])
-        for name in ("updates", "skipped", "consecutive_skips", "best", "best_step", "evaluated", "seconds"):
+        for name in COUNTERS:
             setattr(self, name, plain[name])
         self.window = dict(plain["window"])
         devices.set_random_state({name: _from_text(text) for name, text in plain["random"].items()}, self.device)

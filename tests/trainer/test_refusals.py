@@ -140,6 +140,14 @@ def test_a_step_can_be_resumed_by_name(tmp_path: Path, corpus: Path, folder: Pat
     assert all(tensor.equal(wanted[name]) for name, tensor in tensors.items())
 
 
+@pytest.mark.parametrize("target", ["run", "whole"])
+def test_a_folder_with_other_later_checkpoints_is_refused(tmp_path: Path, folder: Path, target: str) -> None:
+    """`run` holds a later step of its own, `whole` holds those of another run."""
+    step = folder / "checkpoints" / "step_1"
+    with pytest.raises(ConfigError, match=r"(?s)not from before this one.*choose another output_dir"):
+        find(step, tmp_path / target, lambda *_: None)
+
+
 def test_an_automatic_resume_without_a_folder_is_refused(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ class EarlyStopping(Callback):
         if event.kind == "evaluate":
             self._waited = 0 if run.state.best_step == run.state.cursor.step else self._waited + 1
         if self._waited >= self.patience:
+            run.state.result_step = run.state.best_step
             best = f"{run.options.monitor} was best at step {run.state.best_step} with {run.state.best:.5g}"
             run.stop(f"early stopping after {self._waited} evaluations without a new best: {best}")
 
