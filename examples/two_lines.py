@@ -1,9 +1,5 @@
-"""Two lines train a language model on what every machine has: the sources of Python's standard library.
-
-Leave `options` out for a whole pass over them, about five thousand steps.
-"""
+"""Two lines train a language model on what every machine has: the sources of Python's standard library."""
 
 from kitforge import Trainer
 
-SHORT = {"trainer.max_steps": 30, "data.validation": 0.005, "data.sequence_length": 128}
-Trainer("text_generation", "llama_tiny", "python_stdlib", options=SHORT).train()
+Trainer(task="text_generation", model="llama_tiny", train_dataset="python_stdlib").train()

@@ -18,7 +18,6 @@ from kitforge.foundation import device as devices
 from kitforge.foundation.types import Cursor
 from kitforge.trainer.precision import LossScaler
 
-
 # Fields that go into a checkpoint as they are.
 COUNTERS = ("updates", "skipped", "consecutive_skips", "best", "best_step", "evaluated", "result_step", "seconds")
 

@@ -20,7 +20,7 @@ class DataOptions:
     eval: Any = None  # None: a share of the training documents
     batch_size: int = 8  # rows of a step
     sequence_length: int = 256  # tokens of a row
-    validation: float = 0.1  # share of the training documents kept for evaluation where data.eval is not given
+    validation: float = 0.05  # share of the training documents kept for evaluation where data.eval is not given
     column: str = "text"  # of jsonl, csv and parquet
     separator: str | None = None  # text that parts the documents of a txt file; None: a file is one document
     encoding_errors: Literal["strict", "replace", "ignore"] = "strict"  # what to do with bytes that are not UTF-8
