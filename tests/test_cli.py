@@ -443,6 +443,7 @@ def test_what_nobody_foresaw_is_told_in_a_line(error: Exception, words: list[str
     assert "Traceback" not in told
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_saved_and_reported_and_goes_on(small_run: Path) -> None:
     arguments = [*ARGUMENTS, "data.train=corpus.txt", "output_dir=runs/a", "trainer.max_steps=100000"]
     process = started("train", *arguments)
