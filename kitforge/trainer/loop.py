@@ -29,7 +29,7 @@ from kitforge.trainer.state import TrainingState
 from kitforge.trainer.task import Task
 
 # A run that was given no length ends while its owner is still watching, and says so.
-DEFAULT_STEPS = 500
+DEFAULT_STEPS = 300
 
 
 @final
@@ -332,7 +332,7 @@ class Loop:
 
 
 def _max_steps(task: Task, options: RunOptions) -> int:
-    """Steps of the run: as many as were asked for, or at most 500 where nothing was said."""
+    """Steps of the run: as many as were asked for, or at most 300 where nothing was said."""
     given, epochs = options.trainer.max_steps, options.trainer.epochs
     if given is not None and epochs is None:
         return given

@@ -11,6 +11,8 @@ from tests.documentation.markdown import ROOT, Story, num_marks, pages, stories
 
 TOLD = [story for page in pages() for story in stories(page, page.read_text(encoding="utf-8"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# Examples that go on where another one ended, in its folder.
+AFTER = {"three_lines.py": "two_lines.py"}
 
 
 def tell(story: Story, folder: Path, scripts: Path, run: Run) -> str:
@@ -39,9 +41,12 @@ def test_the_page_runs_as_it_stands(story: Story, empty: Path, tmp_path: Path, r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("example", [path for path in EXAMPLES if path.name not in AFTER], ids=lambda path: path.name)
 def test_the_example_runs_in_an_empty_folder(example: Path, empty: Path, run: Run) -> None:
     run(["python", str(example)], empty)
+    for later, earlier in AFTER.items():
+        if earlier == example.name:
+            assert "generated_text" in run(["python", str(example.with_name(later))], empty)
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda path: path.name)
