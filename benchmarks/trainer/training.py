@@ -1,6 +1,7 @@
 """Training speed, memory and start-up of Kitforge beside the Hugging Face Trainer and a plain PyTorch loop.
 
     python -m benchmarks.trainer.training                      # all, interleaved, writes training.md
+    python -m benchmarks.trainer.training --dtype fp32 --only ours "HF Trainer" --table some.md
     python -m benchmarks.trainer.training --worker ours gpt2 fp32
 
 Shapes: GPT-2 6 layers x 384, LLaMA 8 layers x 512; vocabulary 8192, sequences of 256, batch 8; AdamW (torch's fused),
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 BATCH, LENGTH, VOCAB = 8, 256, 8192
-WARMUP, STEPS = 3, 6
+WARMUP, STEPS = 2, 6
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"dim": 384, "num_layers": 6, "num_heads": 6, "max_length": 1024},
     "llama": {"dim": 512, "num_layers": 8, "num_heads": 8, "mlp_dim": 1376, "max_length": 1024},
@@ -277,6 +278,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(WORKERS))
     parser.add_argument("--arch", nargs="*", default=list(SIZES))
     parser.add_argument("--dtype", nargs="*", default=["fp32", "bf16"])
+    parser.add_argument("--table", default="training.md")
     arguments = parser.parse_args()
     if arguments.worker:
         worker, arch, dtype = arguments.worker
@@ -299,7 +301,7 @@ def main() -> None:
             lines += rounds(arguments.only, arch, dtype, arguments.rounds)
             sys.stdout.write("\n".join(lines[-len(arguments.only) :]) + "\n")
             sys.stdout.flush()
-            Path(__file__).with_suffix(".md").write_text("\n".join(lines) + "\n")
+            Path(__file__).with_name(arguments.table).write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
