@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,10 +16,28 @@ Sums = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """Where a run takes place."""
+class Region:
+    """A box within a named global tensor: where it starts and how large it is, one number a dim."""
 
-    device: torch.device
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Region:
+        """All of a tensor."""
+        return cls(global_shape=tuple(shape), offset=(0,) * len(shape), shape=tuple(shape))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.shape == self.global_shape
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view of the region within the whole tensor."""
+        for dim, (start, length) in enumerate(zip(self.offset, self.shape, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

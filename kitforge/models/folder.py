@@ -30,12 +30,16 @@ def build(
 
     Without a seed the weights hold no values; whoever asked for that loads them next.
     """
-    with torch.device("meta"):
-        model = Decoder(config, select(level))
-    model = model.to_empty(device=device)
+    model = outline(config, level).to_empty(device=device)
     if seed is not None:
-        initialise(model, model.geometry.num_layers, seed)
+        initialise(model.named_parameters(), model.geometry.num_layers, seed)
     return model
+
+
+def outline(config: FamilyConfig, level: CompileLevel = "O1") -> Decoder:
+    """A decoder on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        return Decoder(config, select(level))
 
 
 def load(folder: Path, *, device: torch.device, level: CompileLevel = "O1") -> Decoder:

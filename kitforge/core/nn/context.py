@@ -76,21 +76,37 @@ def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseShare:
+    """Which part of a mask a rank needs that holds only a part of the masked tensor: (index, parts) of its dim 1."""
+
+    stream: tuple[int, int] = (0, 1)  # masks [B, T, dim], parted along T
+    heads: tuple[int, int] = (0, 1)  # masks [B, heads, T, T], parted along the heads
+
+    def of(self, shape: torch.Size) -> tuple[int, int]:
+        """The part of a mask of that many dims."""
+        return self.heads if len(shape) == 4 else self.stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutKey:
     """Names the noise of one forward pass: the same key gives the same masks, whatever the micro-batch split."""
 
     seed: int
     step: int
     samples: tuple[int, ...]  # the global index of every row
+    share: NoiseShare = NoiseShare()
 
     # A compiler that looked inside would make one graph for each name and step. The public `torch.compiler.disable`
     # is the same, but loads the compiler (1.5 s) as soon as this module is imported.
     @_disable_dynamo
     def mask(self, name: str, shape: torch.Size, rate: float, like: Tensor) -> Tensor:
         """A mask of `shape` [B, ...] holding 0 with probability `rate`, else 1 / (1 - rate); row by row, so that a
-        row's noise depends on the row alone."""
+        row's noise depends on the row alone. Where `shape` is a share's, the whole is drawn and cut."""
+        index, parts = self.share.of(shape)
+        whole = (shape[1] * parts, *shape[2:])
         rows = [
-            torch.rand(shape[1:], generator=seed.generator(self.seed, "dropout", self.step, name, sample))
+            torch.rand(whole, generator=seed.generator(self.seed, "dropout", self.step, name, sample))
+            .narrow(0, index * shape[1], shape[1])
             for sample in self.samples
         ]
         return (torch.stack(rows) >= rate).to(like.device, like.dtype) / (1.0 - rate)

@@ -12,7 +12,6 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
@@ -92,7 +91,7 @@ class Decoder(nn.Module):
         """Normalised output [B, T, dim] of the last block for tokens [B, T]."""
         context = Context() if context is None else context
         positions = self._positions(tokens, context)
-        stream = functional.embedding(tokens, self.embedding.weight)
+        stream = self.embedding(tokens)
         if self.position is not None:
             stream = stream + self.position(positions)
         stream = dropout(stream, self._embedding_dropout, "embedding", context.dropout)

@@ -6,10 +6,13 @@ sqrt(2 * layers) (Radford et al., 2019); norms start at one, biases at zero.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kitforge.foundation import seed as seeds
+from kitforge.foundation.types import Region
 
 DEVIATION = 0.02
 ROWS_PER_BLOCK = 256
@@ -17,15 +20,27 @@ RESIDUAL_OUTPUTS = ("attention.out.weight", "mlp.down.weight")
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, num_layers: int, seed: int) -> None:
-    """Fill every parameter of a decoder in place; tied parameters are filled once."""
-    for name, parameter in model.named_parameters():
+def initialise(
+    parameters: Iterable[tuple[str, Tensor]], num_layers: int, seed: int, regions: Mapping[str, Region] | None = None
+) -> None:
+    """Fill a decoder's parameters in place, or the pieces of them that `regions` says they are."""
+    for name, parameter in parameters:
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         residual = name.endswith(RESIDUAL_OUTPUTS)
         deviation = DEVIATION / (2 * num_layers) ** 0.5 if residual else DEVIATION
-        parameter.copy_(normal_rows(seed, name, parameter.shape, 0, parameter.shape[0]) * deviation)
+        region = Region.whole(parameter.shape) if regions is None else regions[name]
+        parameter.copy_(normal_piece(seed, name, region) * deviation)
+
+
+def normal_piece(seed: int, name: str, region: Region) -> Tensor:
+    """The region of the standard normal fp32 matrix called `name`."""
+    start, rows = region.offset[0], region.shape[0]
+    piece = normal_rows(seed, name, torch.Size(region.global_shape), start, start + rows)
+    for dim in range(1, piece.dim()):
+        piece = piece.narrow(dim, region.offset[dim], region.shape[dim])
+    return piece
 
 
 def normal_rows(seed: int, name: str, shape: torch.Size, start: int, stop: int) -> Tensor:

@@ -23,3 +23,7 @@ class Linear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """`input @ weight.T + bias`, in autocast's dtype where autocast is on."""
         return self._linear(input, self.weight, self.bias)
+
+    def without_bias(self, input: Tensor) -> Tensor:
+        """`input @ weight.T`, for whoever adds the bias later."""
+        return self._linear(input, self.weight, None)

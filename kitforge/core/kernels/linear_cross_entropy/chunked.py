@@ -6,6 +6,8 @@ and it is turned in place into softmax minus target, which is the gradient. The 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +20,34 @@ from kitforge.core.kernels.half import compute_dtype, storage_dtype
 CHUNK_BYTES = 16 * 2**20
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """See `dispatch.LinearCrossEntropy`."""
-    result: Tensor = _Chunked.apply(hidden, weight, targets, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyShare:
+    """Says that `weight` is only a part of a vocabulary, and how to reach the parts that others hold."""
+
+    first: int  # the vocabulary's number of the first row
+    gather: Callable[[Tensor], Tensor]  # a tensor to the tensors of all holders, stacked in a new first dim
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, share: VocabularyShare | None = None
+) -> Tensor:
+    """See `dispatch.LinearCrossEntropy`. With a `share` the loss is that of the whole vocabulary, on every holder; the
+    gradient of `hidden` is the part that comes from these rows."""
+    gradients = torch.is_grad_enabled()
+    result: Tensor = _Chunked.apply(hidden, weight, targets, gradients, share)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_gradients: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        with_gradients: bool,
+        share: VocabularyShare | None,
+    ) -> Tensor:
         rounded, matrix = _operands(hidden, weight)
         exact = torch.promote_types(rounded.dtype, torch.float32)
         wants_hidden = with_gradients and ctx.needs_input_grad[0]
@@ -34,12 +55,12 @@ class _Chunked(torch.autograd.Function):
         grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wants_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if wants_weight else None
         total = torch.zeros((), dtype=exact, device=hidden.device)
-        rows = max(1, CHUNK_BYTES // (weight.shape[0] * exact.itemsize))
+        rows = max(1, CHUNK_BYTES // (max(weight.shape[0], 1) * exact.itemsize))
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], rows):
                 part = slice(start, start + rows)
                 logits = (rounded[part] @ matrix.t()).to(exact)
-                total += _loss_into_gradient(logits, targets[part])
+                total += _loss_into_gradient(logits, targets[part], share)
                 gradient = logits.to(rounded.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = gradient @ matrix
@@ -52,13 +73,14 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         # The sum is used once in a step, so its gradients are scaled in place; torch refuses to unpack them again.
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad.to(torch.float32) if grad.dtype in (torch.bfloat16, torch.float16) else grad
         return (
             None if grad_hidden is None else grad_hidden.mul_(scale),
             None if grad_weight is None else grad_weight.mul_(scale),
+            None,
             None,
             None,
         )
@@ -73,17 +95,39 @@ def _operands(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return hidden.to(dtype), weight.to(dtype)
 
 
-def _loss_into_gradient(logits: Tensor, targets: Tensor) -> Tensor:
+def _loss_into_gradient(logits: Tensor, targets: Tensor, share: VocabularyShare | None) -> Tensor:
     """The sum of the losses of logits [rows, vocab]; the logits become their gradient, zero where ignored."""
     counted = targets != -100
     # Only -100 is ignored: any other number outside the vocabulary has to fail in `gather`.
     index = torch.where(counted, targets, 0).unsqueeze(1)
+    if share is not None:
+        return _share_of_loss(logits, counted, index - share.first, share)
     logits -= logits.amax(dim=1, keepdim=True)
     target_logits = logits.gather(1, index)
     sums = logits.exp_().sum(dim=1, keepdim=True)
     losses = (sums.log() - target_logits).squeeze(1)
     logits *= counted.unsqueeze(1) / sums
     logits.scatter_add_(1, index, -counted.to(logits.dtype).unsqueeze(1))
+    return torch.where(counted, losses, 0).sum()
+
+
+def _share_of_loss(logits: Tensor, counted: Tensor, index: Tensor, share: VocabularyShare) -> Tensor:
+    """The same over a part of the vocabulary: holders exchange a maximum, a sum and the target's logit a row."""
+    rows, width = logits.shape
+    is_here = (index >= 0) & (index < width)
+    index = torch.where(is_here, index, 0)
+    own = torch.empty(3, rows, dtype=logits.dtype, device=logits.device)
+    own[0] = logits.amax(dim=1) if width else -torch.inf
+    own[2] = torch.where(is_here, logits.gather(1, index), 0).squeeze(1) if width else 0
+    logits -= own[0].unsqueeze(1)
+    own[1] = logits.exp_().sum(dim=1)
+    highest, sums, target_logits = share.gather(own).unbind(1)  # each [holders, rows]
+    top = highest.amax(dim=0)
+    total = (sums * (highest - top).exp()).sum(dim=0)
+    losses = total.log() + top - target_logits.sum(dim=0)
+    logits *= (counted * (own[0] - top).exp() / total).unsqueeze(1)
+    if width:
+        logits.scatter_add_(1, index, -(counted.unsqueeze(1) & is_here).to(logits.dtype))
     return torch.where(counted, losses, 0).sum()
 
 

@@ -1,0 +1,156 @@
+"""Carries a declaration out: cuts a model's parameters along the axes of a mesh and says what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.optim.norm import global_norm
+from kitforge.core.parallel import collectives
+from kitforge.core.parallel.data import Copies
+from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.norm import norm_over_ranks
+from kitforge.core.parallel.shard import ShardedUnits, local_tensor
+from kitforge.core.parallel.sharding import TENSOR, Sharding, check_geometry
+from kitforge.core.parallel.tensor import SplitModel
+from kitforge.core.parallel.world import World
+from kitforge.foundation.types import Region
+
+_ATTRIBUTE = "parallel_model"
+
+
+@final
+class ParallelModel:
+    """A model's place in a world: where its parameters lie, and how gradients become those of the whole batch.
+
+    In a world of one rank every method does nothing or what the name says in plain torch.
+    """
+
+    def __init__(self, model: nn.Module, sharding: Sharding, world: World) -> None:
+        self.model = model
+        self._mesh = world.mesh
+        self.layouts = {name: Layout(shape=tuple(each.shape)) for name, each in model.named_parameters()}
+        self._split: SplitModel | None = None
+        self._units: ShardedUnits | None = None
+        self._copies: Copies | None = None
+        if world.mesh is not None:
+            self._distribute(sharding, world.mesh)
+        self._bind()
+
+    def materialise(self, device: torch.device) -> None:
+        """Give a model that was laid out on the meta device its memory, without values."""
+        self.model.to_empty(device=device)
+        self._bind()
+
+    def _bind(self) -> None:
+        """Take hold of the parameters as they are now; materialising makes new ones."""
+        self._parameters = dict(self.model.named_parameters())
+        self._pieces = self._parameters
+        if self._units is not None:
+            self._pieces = {
+                name: nn.Parameter(local_tensor(each.detach()), each.requires_grad)
+                for name, each in self._parameters.items()
+            }
+        elif self._mesh is not None and self._mesh.degree("data") > 1:
+            self._copies = Copies(list(self._parameters.values()), self._mesh.group("data"))
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's piece of every parameter by name, plain tensors that share the model's memory."""
+        return self._pieces
+
+    def region(self, name: str) -> Region:
+        """Which part of the global parameter this rank has."""
+        layout = self.layouts[name]
+        return layout.region({} if self._mesh is None else self._mesh.index)
+
+    def cut(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """This rank's pieces of a stream of whole tensors; a name that is no parameter's passes whole."""
+        for name, tensor in tensors:
+            fits = name in self.layouts and tuple(tensor.shape) == self.layouts[name].shape
+            yield name, self.region(name).of(tensor) if fits else tensor
+
+    def micro_batch(self, *, is_last: bool) -> None:
+        """The next forward and backward pass begins."""
+        if self._units is not None:
+            self._units.micro_batch(is_last)
+        if self._copies is not None:
+            self._copies.micro_batch(is_last)
+
+    def finish_gradients(self) -> None:
+        """After the last backward pass of a step: the gradient of every piece is complete, and `.grad` of it."""
+        if self._mesh is None:
+            return
+        if self._copies is not None:
+            self._copies.finish()
+        pieces = self._pieces
+        if self._units is not None:
+            for name, parameter in self._parameters.items():
+                gradient = None if parameter.grad is None else local_tensor(parameter.grad)
+                pieces[name].grad, parameter.grad = gradient, None
+        if self._split is not None:
+            _sum_parts([pieces[name] for name in self._split.partial_gradients()], self._mesh.group(TENSOR))
+
+    def norm(self) -> Tensor:
+        """The norm of all gradients, over all ranks."""
+        gradients = {name: each.grad for name, each in self.parameters().items() if each.grad is not None}
+        if self._mesh is None:
+            return global_norm(list(gradients.values()))
+        return norm_over_ranks(gradients, self.layouts, self._mesh)
+
+    def rest(self) -> None:
+        """After forward passes without a backward pass: everything lies cut again."""
+        if self._units is not None:
+            self._units.rest()
+
+    def _distribute(self, sharding: Sharding, mesh: Mesh) -> None:
+        if isinstance(self.model, CausalLM):
+            check_geometry(sharding, self.model.geometry, mesh.degrees)
+        elif mesh.degree(TENSOR) > 1:
+            check_geometry(sharding, None, mesh.degrees)
+        if mesh.degree(TENSOR) > 1:
+            self._split = SplitModel(self.model, sharding, mesh)
+            self.layouts = self._split.layouts
+        if mesh.degree("shard") > 1:
+            self._units = ShardedUnits(self.model, mesh)
+            degree = mesh.degree("shard")
+            self.layouts = {name: layout.cut("shard", 0, degree) for name, layout in self.layouts.items()}
+
+
+def apply(model: nn.Module, sharding: Sharding, world: World) -> ParallelModel:
+    """Distribute a model, on the meta device or with values that all ranks share, over the world; see the model from
+    then on through what is returned. Raises ConfigError for degrees that the model cannot be split by."""
+    parallel = ParallelModel(model, sharding, world)
+    model.__dict__[_ATTRIBUTE] = parallel
+    return parallel
+
+
+def parallel_of(model: nn.Module, world: World) -> ParallelModel:
+    """What `apply` made of the model; a model that never was applied is now, with nothing declared."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, ParallelModel) else apply(model, Sharding(), world)
+
+
+def _sum_parts(parameters: list[nn.Parameter], group: collectives.Group) -> None:
+    """Sum small gradients over the ranks in one message; one that this rank has none of counts as zero."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
+    flat = collectives.all_reduce_(torch.cat([gradient.reshape(-1) for gradient in gradients]), group)
+    for parameter, gradient in zip(trained, flat.split([each.numel() for each in trained]), strict=True):
+        parameter.grad = gradient.view_as(parameter)
+
+
+def layouts_with_states(layouts: Mapping[str, Layout], states: Mapping[str, Tensor]) -> dict[str, Layout]:
+    """The layouts of parameters and, under their own names, of those optimizer states that are cut like them."""
+    found = dict(layouts)
+    for name, state in states.items():
+        owner = layouts.get(name.rpartition(".")[0])
+        if owner is not None and state.dim() == len(owner.shape):
+            found[name] = owner
+    return found

@@ -1,0 +1,172 @@
+"""Every word that ranks exchange goes through this file. Each function is the identity when its group is None.
+
+The differentiable ones name what their backward pass does, because that is where silent mistakes live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+# torch 2.13 gave two collectives new names and warns of the old ones.
+_all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_reduce_scatter_single = (
+    dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+)
+SUM = dist.ReduceOp.SUM
+MAX = dist.ReduceOp.MAX
+
+
+def size(group: Group) -> int:
+    """Ranks of the group."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def index(group: Group) -> int:
+    """This rank's place in the group."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def all_reduce_(input: Tensor, group: Group, op: Any = SUM) -> Tensor:
+    """Reduce in place over the ranks."""
+    if group is not None:
+        dist.all_reduce(input, op=op, group=group)
+    return input
+
+
+def start_all_reduce_(input: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to sum in place over the ranks; `wait` of what is returned ends it."""
+    work = dist.all_reduce(input, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """Every rank's plain value, in rank order."""
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def all_gather(input: Tensor, group: Group, dim: int) -> Tensor:
+    """The ranks' tensors, of equal shapes, joined along `dim`. Not differentiable."""
+    if group is None:
+        return input
+    ranks = size(group)
+    input = input.contiguous()
+    pieces = input.new_empty((ranks, *input.shape))
+    _all_gather_single(pieces.view(ranks * input.shape[0], *input.shape[1:]), input, group=group)
+    return pieces.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def reduce_scatter(input: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's piece along `dim`, which the degree divides, of the sum over the ranks. Not differentiable."""
+    if group is None:
+        return input
+    ranks = size(group)
+    pieces = input.unflatten(dim, (ranks, input.shape[dim] // ranks)).movedim(dim, 0).contiguous()
+    own = torch.empty_like(pieces[0])
+    _reduce_scatter_single(own, pieces.view(ranks * own.shape[0], *own.shape[1:]), group=group)
+    return own
+
+
+def all_to_all(input: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
+    """Send `sent[r]` rows to rank r, in order, and take `received[r]` rows from it. Not differentiable."""
+    if group is None:
+        return input
+    output = input.new_empty((sum(received), *input.shape[1:]))
+    dist.all_to_all_single(output, input.contiguous(), list(received), list(sent), group=group)
+    return output
+
+
+def gathered(input: Tensor, group: Group, dim: int) -> Tensor:
+    """`all_gather`; backward: `reduce_scatter`, since each rank's use of the whole gives a part of the gradient."""
+    return input if group is None else _apply(_Gathered, input, group, dim)
+
+
+def scattered_sum(input: Tensor, group: Group, dim: int) -> Tensor:
+    """`reduce_scatter` of partial sums; backward: `all_gather`."""
+    return input if group is None else _apply(_ScatteredSum, input, group, dim)
+
+
+def summed(input: Tensor, group: Group) -> Tensor:
+    """The sum over the ranks, on all of them; backward: the identity, since all of them use it alike."""
+    return input if group is None else _apply(_Summed, input, group)
+
+
+def shared(input: Tensor, group: Group) -> Tensor:
+    """The identity; backward: the sum over the ranks, since each computed something else from it."""
+    return input if group is None else _apply(_Shared, input, group)
+
+
+def exchanged(input: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
+    """`all_to_all`; backward: the same the other way round."""
+    return input if group is None else _apply(_Exchanged, input, tuple(received), tuple(sent), group)
+
+
+def _apply(function: Any, *arguments: Any) -> Tensor:
+    result: Tensor = function.apply(*arguments)
+    return result
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather(input, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grad, ctx.group, ctx.dim), None, None
+
+
+class _ScatteredSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return reduce_scatter(input, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.group, ctx.dim), None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_reduce_(input.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, received: tuple[int, ...], sent: tuple[int, ...], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.received, ctx.sent, ctx.group = received, sent, group
+        return all_to_all(input, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None

@@ -1,0 +1,105 @@
+"""The data axis: copies of a model sum their gradients, in buckets, while the backward pass goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kitforge.core.parallel import collectives
+
+# Large enough for the link's full rate, small enough that the first is on its way early.
+BUCKET_BYTES = 25 * 2**20
+
+
+@final
+class _Bucket:
+    """Parameters whose gradients travel together, in one flat tensor."""
+
+    def __init__(self) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self.num_ready = 0
+        self.flat: Tensor | None = None
+        self.work: dist.Work | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its gradients."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+
+@final
+class Copies:
+    """The gradients of a model of which every rank of the group has a copy."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._is_last = True
+        self._num_sent = 0
+        # The backward pass finishes the last layers first.
+        self._buckets = _fill([parameter for parameter in reversed(parameters) if parameter.requires_grad])
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+
+    def micro_batch(self, is_last: bool) -> None:
+        """Whether the coming backward pass is the last of its step."""
+        self._is_last = is_last
+        self._num_sent = 0
+        for bucket in self._buckets:
+            bucket.num_ready = 0
+
+    def finish(self) -> None:
+        """Wait until every gradient is the sum over the copies. One that no micro-batch had here counts as zero."""
+        for bucket in self._buckets[self._num_sent :]:
+            self._send(bucket)
+        for bucket in self._buckets:
+            assert bucket.work is not None and bucket.flat is not None
+            bucket.work.wait()
+            gradients = torch.split(bucket.flat, [parameter.numel() for parameter in bucket.parameters])
+            for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
+                parameter.grad = gradient.view_as(parameter)
+            bucket.work = bucket.flat = None
+
+    def _hook(self, bucket: _Bucket) -> object:
+        def arrived(_parameter: Tensor) -> None:
+            if not self._is_last:
+                return
+            bucket.num_ready += 1
+            # All ranks send in one order, whatever the order in which their buckets fill.
+            while self._num_sent < len(self._buckets) and self._next.num_ready == len(self._next.parameters):
+                self._send(self._next)
+                self._num_sent += 1
+
+        return arrived
+
+    @property
+    def _next(self) -> _Bucket:
+        return self._buckets[self._num_sent]
+
+    def _send(self, bucket: _Bucket) -> None:
+        gradients = [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for parameter in bucket.parameters
+        ]
+        bucket.flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        bucket.work = collectives.start_all_reduce_(bucket.flat, self._group)
+
+
+def _fill(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
+    """Buckets of at most that many bytes, each of one dtype; a larger parameter has its own."""
+    buckets: list[_Bucket] = []
+    for parameter in parameters:
+        last = buckets[-1] if buckets else None
+        fits = (
+            last is not None
+            and last.parameters[0].dtype == parameter.dtype
+            and last.num_bytes + parameter.nbytes <= BUCKET_BYTES
+        )
+        if not fits:
+            buckets.append(_Bucket())
+        buckets[-1].parameters.append(parameter)
+    return buckets

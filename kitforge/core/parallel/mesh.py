@@ -1,0 +1,80 @@
+"""One rank's place among all, and the groups of ranks that it talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import final
+
+import numpy as np
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from kitforge.core.parallel.degrees import AXES, Degrees
+
+# Axes whose ranks hold different samples.
+REPLICA_AXES = ("data", "shard")
+
+
+@final
+class Mesh:
+    """The world as a grid of the axes that are split; an axis of degree 1 costs no process group.
+
+    Views: `group(axis)` of one axis, `replicas` of all ranks that hold different samples (their sums are those of the
+    batch), `world` of all ranks (the norm, and the rows of tables).
+    """
+
+    def __init__(self, degrees: Degrees, device_type: str) -> None:
+        degrees.check_world(dist.get_world_size())
+        self.degrees = degrees
+        self.size = dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.shape = {axis: getattr(degrees, axis) for axis in AXES if getattr(degrees, axis) > 1}
+        names = tuple(self.shape)
+        self.device_mesh: DeviceMesh = init_device_mesh(device_type, tuple(self.shape.values()), mesh_dim_names=names)
+        self.world: dist.ProcessGroup = dist.group.WORLD
+        self.replicas = self._view(REPLICA_AXES)
+
+    def degree(self, axis: str) -> int:
+        """Ranks along the axis."""
+        return self.shape.get(axis, 1)
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """This rank's place along every axis."""
+        return self.index_of(self.rank)
+
+    def index_of(self, rank: int) -> Mapping[str, int]:
+        """A rank's place along every axis; 0 along those that are not split."""
+        places = np.unravel_index(rank, tuple(self.shape.values()))
+        return dict.fromkeys(AXES, 0) | {axis: int(place) for axis, place in zip(self.shape, places, strict=True)}
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The ranks along the axis through this one; None where it is not split."""
+        return self.device_mesh.get_group(axis) if axis in self.shape else None
+
+    def sub_mesh(self, *axes: str) -> DeviceMesh:
+        """torch's own mesh of those axes that are split; at least one must be."""
+        names = tuple(axis for axis in axes if axis in self.shape)
+        return self.device_mesh[names]
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks among which a batch is divided."""
+        return self.degrees.replicas
+
+    @property
+    def replica(self) -> int:
+        """Which share of a batch this rank has; ranks along other axes have the same."""
+        return self.index["data"] * self.degree("shard") + self.index["shard"]
+
+    def _view(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """The group of all ranks that differ from this one along `axes` only."""
+        split = [axis for axis in axes if axis in self.shape]
+        if len(split) < 2:
+            return self.group(split[0]) if split else None
+        grid = np.arange(self.size).reshape(tuple(self.shape.values()))
+        positions = [list(self.shape).index(axis) for axis in split]
+        rows = np.moveaxis(grid, positions, range(-len(split), 0)).reshape(-1, int(np.prod([*map(self.degree, split)])))
+        own, _ = dist.new_subgroups_by_enumeration(rows.tolist())
+        return own

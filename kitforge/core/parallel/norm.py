@@ -1,0 +1,29 @@
+"""The norm of all gradients of all ranks as one number, whatever mixture of meshes they lie on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kitforge.core.optim.norm import global_norm
+from kitforge.core.parallel import collectives
+from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.mesh import Mesh
+
+
+def norm_over_ranks(gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> Tensor:
+    """The Euclidean norm, 0-dim float64 and the same on every rank, of gradients that are complete on their pieces.
+
+    Each of a tensor's pieces is held by `mesh.size / num_pieces` ranks, so its squares count that much less; one sum
+    over the whole world is then the sum over all distinct elements.
+    """
+    alike: dict[int, list[Tensor]] = {}
+    for name, gradient in gradients.items():
+        alike.setdefault(layouts[name].num_pieces, []).append(gradient)
+    squares = torch.zeros((), dtype=torch.float64)
+    for num_pieces, members in alike.items():
+        squares += global_norm(members).cpu().double() ** 2 * (num_pieces / mesh.size)
+    device = next(iter(gradients.values())).device if gradients else torch.device("cpu")
+    return collectives.all_reduce_(squares.to(device), mesh.world).sqrt()

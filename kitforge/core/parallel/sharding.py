@@ -1,0 +1,78 @@
+"""How a family of networks declares what may be split: plain data by the names of modules and mesh axes.
+
+The only file of `core.parallel` that a model may import. `apply` carries a declaration out; a network stays written
+for one process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kitforge.core.parallel.degrees import Degrees
+from kitforge.foundation.errors import ConfigError
+
+Axis = Literal["tensor"]
+TENSOR: Axis = "tensor"
+
+# What a module does with its input or output along an axis. The stream between blocks is held in pieces:
+#   gather  a piece of the stream becomes the whole of it
+#   reduce  a part of a sum becomes a piece of the whole sum
+#   slice   the whole becomes a piece
+Transfer = Literal["gather", "reduce", "slice"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What the modules of a name hold, and what they exchange, by axis."""
+
+    module: str  # dotted, `*` for one part; "" is the model itself
+    splits: Mapping[str, Mapping[Axis, int]] = field(default_factory=dict)  # parameter to the dim that is cut
+    before: Mapping[Axis, Transfer] = field(default_factory=dict)
+    after: Mapping[Axis, Transfer] = field(default_factory=dict)
+    looks_up: bool = False  # an embedding whose rows are cut
+    # What each rank finds of the gradient of a parameter that is not cut. stream: a part where the stream is held in
+    # pieces, else all of it. part: always a part, as of a norm within heads.
+    gradient: Literal["stream", "part"] = "stream"
+
+    def matches(self, name: str) -> bool:
+        """Whether the module of that name is meant."""
+        pattern = re.escape(self.module).replace(r"\*", r"[^.]+")
+        return re.fullmatch(pattern, name) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """A whole network's declaration."""
+
+    rules: Sequence[Rule] = ()
+    # Counts of the network's geometry that the degree of an axis has to divide.
+    divided: Mapping[Axis, Sequence[str]] = field(default_factory=dict)
+
+    def rule(self, name: str) -> Rule:
+        """The rule of the module of that name; an empty one where nothing is declared."""
+        return next((rule for rule in self.rules if rule.matches(name)), Rule(module=name))
+
+
+def check_geometry(sharding: Sharding, geometry: Any, degrees: Degrees) -> None:
+    """Raise ConfigError, with the arithmetic, for a network that the degrees cannot split."""
+    if degrees.tensor > 1 and not sharding.rules:
+        raise ConfigError(
+            "this network does not say how its matrices are split",
+            got=f"parallel.tensor={degrees.tensor}",
+            expected="parallel.tensor=1, or a network of one of the families",
+            fix="parallel.data and parallel.shard split any network",
+        )
+    for axis, names in sharding.divided.items():
+        degree = getattr(degrees, axis)
+        for name in names:
+            count = getattr(geometry, name)
+            if count % degree:
+                fits = [str(divisor) for divisor in range(1, count + 1) if count % divisor == 0]
+                raise ConfigError(
+                    f"parallel.{axis}={degree} does not divide model.{name}={count}",
+                    got=f"{count} / {degree} = {count / degree:.2f}",
+                    expected=f"parallel.{axis} to be one of {', '.join(fits)}",
+                )

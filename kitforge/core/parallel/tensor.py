@@ -1,0 +1,179 @@
+"""The tensor axis: every matrix is cut, the stream between blocks is cut along the sequence.
+
+Megatron's scheme (Shoeybi et al., 2019; Korthikanti et al., 2022): a block gathers the stream, multiplies by its piece
+of the rows of the first matrices and of the columns of the last, and scatters the sum. Where the length of a text is
+not a multiple of the degree, as when tokens are generated one by one, the stream is whole on every rank for that pass.
+B batch, T length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShare, linear_cross_entropy
+from kitforge.core.nn.context import Context, NoiseShare
+from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.linear import Linear
+from kitforge.core.parallel import collectives
+from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.sharding import TENSOR, Rule, Sharding, Transfer
+from kitforge.foundation.errors import ModelError
+
+
+@final
+class Stream:
+    """What lies between blocks, [B, T, dim], and how it is held during the pass at hand."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.group = mesh.group(TENSOR)
+        self.degree = mesh.degree(TENSOR)
+        self.index = mesh.index[TENSOR]
+        self.is_cut = mesh.degrees.sequence
+        self._may_be_cut = mesh.degrees.sequence
+
+    def begin(self, length: int) -> None:
+        """A pass over texts of that length begins."""
+        self.is_cut = self._may_be_cut and length % self.degree == 0
+        if self._may_be_cut and not self.is_cut and torch.is_grad_enabled():
+            raise ModelError(
+                "the length of a training text is not a multiple of parallel.tensor",
+                got=f"{length} tokens, parallel.tensor={self.degree}",
+                fix="choose such a data.sequence_length, or parallel.sequence=false",
+            )
+
+    def transfer(self, kind: Transfer, input: Tensor) -> Tensor:
+        """Carry out what a rule says of the stream."""
+        if kind == "gather":
+            if self.is_cut:
+                return collectives.gathered(input, self.group, input.dim() - 2)
+            return collectives.shared(input, self.group)
+        if kind == "reduce":
+            if self.is_cut:
+                return collectives.scattered_sum(input, self.group, input.dim() - 2)
+            return collectives.summed(input, self.group)
+        if not self.is_cut:
+            return input
+        length = input.shape[-2] // self.degree
+        return input.narrow(-2, self.index * length, length)
+
+    def noise(self) -> NoiseShare:
+        """Which part of a dropout mask is this rank's."""
+        return NoiseShare(
+            stream=(self.index, self.degree) if self.is_cut else (0, 1),
+            heads=(self.index, self.degree),
+        )
+
+
+@final
+class SplitModel:
+    """What the tensor axis made of a model: layouts, and whose gradients each rank has only a part of."""
+
+    def __init__(self, model: nn.Module, sharding: Sharding, mesh: Mesh) -> None:
+        self.layouts: dict[str, Layout] = {}
+        self.stream = Stream(mesh)
+        self._parts: dict[str, str] = {}
+        for name, module in list(model.named_modules()):
+            rule = sharding.rule(name)
+            for own, parameter in list(module.named_parameters(recurse=False)):
+                self._cut(module, own, f"{name}.{own}".removeprefix("."), parameter, rule, mesh)
+            _wrap(module, rule, self.stream, self._rows_before(module, name))
+        if isinstance(model, Decoder):
+            _wrap_decoder(model, self)
+
+    def partial_gradients(self) -> list[str]:
+        """Names of the parameters whose gradients have to be summed over the axis."""
+        return [name for name, kind in self._parts.items() if kind == "part" or self.stream.is_cut]
+
+    def _cut(
+        self, module: nn.Module, own: str, name: str, parameter: nn.Parameter, rule: Rule, mesh: Mesh
+    ) -> None:
+        layout = Layout(shape=tuple(parameter.shape))
+        for axis, dim in rule.splits.get(own, {}).items():
+            layout = layout.cut(axis, dim, mesh.degree(axis))
+        self.layouts[name] = layout
+        if not layout.splits:
+            self._parts[name] = rule.gradient
+            return
+        piece = layout.region(mesh.index).of(parameter.detach()).clone(memory_format=torch.contiguous_format)
+        module.register_parameter(own, nn.Parameter(piece, requires_grad=parameter.requires_grad))
+
+    def _rows_before(self, module: nn.Module, name: str) -> int:
+        """The global number of the first row of a module's weight."""
+        layout = self.layouts.get(f"{name}.weight")
+        return 0 if layout is None or not layout.splits else layout.region({TENSOR: self.stream.index}).offset[0]
+
+
+def _wrap(module: nn.Module, rule: Rule, stream: Stream, first_row: int) -> None:
+    """Let the module's forward pass obey the rule."""
+    compute: Callable[..., Tensor] = module.forward
+    before, after = rule.before.get(TENSOR), rule.after.get(TENSOR)
+    if rule.looks_up and isinstance(module, nn.Embedding):
+        compute = _lookup(module, first_row)
+    # A bias is added to the sum, or it would be added once a rank.
+    summing = module if after == "reduce" and isinstance(module, Linear) else None
+    if summing is not None:
+        compute = summing.without_bias
+    if before is None and after is None and not rule.looks_up:
+        return
+
+    def forward(input: Tensor, *further: Any) -> Tensor:
+        output = compute(input if before is None else stream.transfer(before, input), *further)
+        output = output if after is None else stream.transfer(after, output)
+        bias = None if summing is None else summing.bias
+        return output if bias is None else output + bias.to(output.dtype)
+
+    module.forward = forward
+
+
+def _lookup(module: nn.Embedding, first_row: int) -> Callable[[Tensor], Tensor]:
+    """The rows that are here, zero for the others."""
+
+    def lookup(tokens: Tensor) -> Tensor:
+        weight = module.weight
+        if weight.shape[0] == 0:
+            return weight.sum() + weight.new_zeros((*tokens.shape, weight.shape[1]))
+        places = tokens - first_row
+        is_elsewhere = (places < 0) | (places >= weight.shape[0])
+        rows = functional.embedding(places.masked_fill(is_elsewhere, 0), weight)
+        return rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+
+    return lookup
+
+
+def _wrap_decoder(model: Decoder, split: SplitModel) -> None:
+    """The ends of a language model: passes begin in `hidden`, logits and losses end in the cut vocabulary."""
+    stream, layout = split.stream, split.layouts["embedding.weight" if model.output is None else "output"]
+    share = VocabularyShare(
+        first=layout.region({TENSOR: stream.index}).offset[0],
+        gather=lambda values: collectives.all_gather(values.unsqueeze(0), stream.group, 0),
+    )
+    widest = -(-layout.shape[0] // stream.degree)
+    hidden, head = model.hidden, model.head
+
+    def hidden_of_pieces(tokens: Tensor, context: Context | None = None) -> Tensor:
+        stream.begin(tokens.shape[1])
+        context = Context() if context is None else context
+        if context.dropout is not None:
+            noise = dataclasses.replace(context.dropout, share=stream.noise())
+            context = dataclasses.replace(context, dropout=noise)
+        return hidden(tokens, context)
+
+    def whole_logits(hidden: Tensor) -> Tensor:
+        pieces = head(hidden)
+        padded = functional.pad(pieces, (0, widest - pieces.shape[-1]))
+        return collectives.gathered(padded, stream.group, padded.dim() - 1)[..., : layout.shape[0]]
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, targets, share)
+
+    # Set past nn.Module's own bookkeeping, which takes attributes for modules and parameters.
+    model.__dict__["hidden"] = hidden_of_pieces
+    model.__dict__["head"] = whole_logits
+    model.kernels = dataclasses.replace(model.kernels, linear_cross_entropy=loss)
