@@ -10,9 +10,10 @@ from torch import nn
 
 from kitforge.core.checkpoint.layout import step_folder, steps
 from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.optim.build import Optimizer
 from kitforge.core.optim.schedules import ScheduleConfig, scale
 from kitforge.foundation.errors import ConfigError, TrainingError
-from kitforge.foundation.types import Cursor, MicroBatch
+from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from tests.trainer import tiny
 from tests.trainer.regression import Regression, train
 
@@ -156,6 +157,21 @@ def test_a_task_without_a_step_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(TrainingError, match="gave no step"):
         train(tmp_path, Empty())
+
+
+def test_optimizer_states_are_laid_down_before_the_first_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    class Watched(Regression):
+        def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+            order.append("loss")
+            return super().loss(model, micro_batch)
+
+    monkeypatch.setattr(Optimizer, "materialise", lambda _: order.append("states"))
+    train(tmp_path, Watched(), max_steps=1, checkpoint_every=None)
+    assert order[0] == "states"
 
 
 def test_a_straight_line_is_found(tmp_path: Path) -> None:

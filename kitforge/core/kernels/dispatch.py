@@ -103,7 +103,7 @@ def select(level: CompileLevel) -> Kernels:
     """The kernels of a compile level. O2 compiles the model's blocks over kernels that the compiler can see through."""
     if level == "O0":
         return REFERENCE
-    from kitforge.core.kernels.attention.fused import attention
+    from kitforge.core.kernels.attention.fused import attention, traceable_attention
     from kitforge.core.kernels.linear.fused import linear, traceable_linear
     from kitforge.core.kernels.linear_cross_entropy.chunked import linear_cross_entropy
     from kitforge.core.kernels.rms_norm.fused import rms_norm
@@ -113,7 +113,7 @@ def select(level: CompileLevel) -> Kernels:
     if level == "O2":
         return Kernels(
             linear=traceable_linear,
-            attention=attention,
+            attention=traceable_attention,
             rms_norm=rms_norm_reference.rms_norm,
             rotary=rotary_reference.rotary,
             swiglu=swiglu_reference.swiglu,

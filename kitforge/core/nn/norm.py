@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kitforge.core.kernels.dispatch import Kernels
+from kitforge.core.kernels.half import compute_dtype
 
 NormKind = Literal["rms", "layer"]
 
@@ -25,9 +26,10 @@ class Norm(nn.Module):
         self._rms_norm = kernels.rms_norm
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalised input, in the input's dtype."""
+        """Normalised input, in autocast's dtype where autocast is on: the layers that share it share one rounding."""
         if self.bias is None:
-            return self._rms_norm(input, self.weight.to(input.dtype), self.eps)
+            return self._rms_norm(input, self.weight.to(input.dtype), self.eps).to(compute_dtype(input))
         with torch.autocast(input.device.type, enabled=False):
             shape, dtype = (input.shape[-1],), input.dtype
-            return functional.layer_norm(input, shape, self.weight.to(dtype), self.bias.to(dtype), self.eps)
+            normal = functional.layer_norm(input, shape, self.weight.to(dtype), self.bias.to(dtype), self.eps)
+        return normal.to(compute_dtype(input))

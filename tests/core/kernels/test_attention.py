@@ -77,6 +77,18 @@ def test_under_autocast_it_is_near_the_exact_result(shape: tuple[int, ...], mask
     assert max(map(relative, found, wanted)) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("native", [False], indirect=True)
+def test_where_half_is_for_storage_only_nothing_of_a_head_s_width_is_kept_in_fp32(native: bool) -> None:
+    inputs = [each.requires_grad_() for each in heads(2, 4, 4, 5, 5, dtype=torch.bfloat16)]
+    with torch.autocast("cpu", torch.bfloat16):
+        output = attention(*inputs, mask=None, causal=True, scale=0.3)
+    node = output.grad_fn.next_functions[0][0]
+    names = ("query", "key", "value")
+    kept = {name: getattr(node, f"_raw_saved_{name}").data for name in names}
+    assert all(torch.equal(kept[name], each) for name, each in zip(names, inputs, strict=True))
+    assert all(each.dtype == torch.bfloat16 for each in kept.values())
+
+
 @pytest.mark.parametrize("fault", [{"scale": 0.3 + 1e-9}, {"causal": False}])
 def test_a_planted_fault_shows(fault: dict[str, Any]) -> None:
     options = {"mask": None, "causal": True, "scale": 0.3}

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kitforge.core.kernels.linear import fused
 from kitforge.core.kernels.linear.fused import linear, traceable_linear
 from kitforge.core.kernels.linear.reference import linear as reference
 from tests.core.kernels.comparison import TOLERANCE, Call, autocast, distance, random, relative, results
@@ -41,6 +42,38 @@ def test_where_half_is_for_storage_only_the_input_is_all_that_is_rounded(kernel:
     gradient = random(5, 3, dtype=torch.bfloat16, seed=99).float()
     assert relative(grad_weight, gradient.t() @ rounded) < 1e-6
     assert relative(grad_bias, gradient.sum(0)) < 1e-6
+
+
+@pytest.mark.parametrize("native", [False], indirect=True)
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 100])
+def test_parts_of_the_rows_need_not_divide_them(rows: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [random(2, 3, 7, dtype=torch.float32), random(3, 7, dtype=torch.float32), random(3, dtype=torch.float32)]
+    whole = results(autocast(linear), inputs)
+    monkeypatch.setattr(fused, "ROWS", rows)
+    found = results(autocast(linear), inputs)
+    assert torch.equal(found[0], whole[0])
+    assert max(map(relative, found, whole)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("native", [False], indirect=True)
+def test_inputs_in_half_precision_are_stored_as_they_are_and_shared(native: bool) -> None:
+    input = random(5, 7, dtype=torch.bfloat16).requires_grad_()
+    weights = [random(3, 7, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3)]
+    kept: set[int] = set()
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(lambda each: (kept.add(each.data_ptr()), each)[1], lambda each: each),
+    ):
+        for weight in weights:
+            linear(input, weight)
+    assert kept == {each.data_ptr() for each in (input, *weights)}
+
+
+def test_a_layer_held_in_half_precision_is_near_the_exact_result(native: bool) -> None:
+    inputs = [random(5, 7, dtype=torch.bfloat16), random(3, 7, dtype=torch.bfloat16), random(3, dtype=torch.bfloat16)]
+    found = results(linear, inputs)
+    wanted = results(reference, [each.float() for each in inputs])
+    assert max(map(relative, found, wanted)) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

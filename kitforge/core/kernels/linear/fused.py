@@ -15,6 +15,9 @@ from torch.nn import functional
 
 from kitforge.core.kernels.half import storage_dtype
 
+# Rows of which fp32 copies exist at once: enough for full speed of the products, few enough to stay in the caches.
+ROWS = 512
+
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `dispatch.Linear`."""
@@ -44,15 +47,41 @@ class _StoredHalf(torch.autograd.Function):
         ctx.save_for_backward(stored, weight)
         ctx.has_bias = bias is not None
         ctx.input_dtype = input.dtype
+        matrix, shift = _exact(weight), None if bias is None else _exact(bias)
+        output = torch.empty(*input.shape[:-1], len(weight), dtype=half, device=input.device)
         with torch.autocast(input.device.type, enabled=False):
-            return functional.linear(stored.to(weight.dtype), weight, bias).to(half)
+            for rows, products in zip(_parts(stored), _parts(output), strict=True):
+                products.copy_(functional.linear(_exact(rows), matrix, shift))
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         stored, weight = ctx.saved_tensors
-        exact = grad.to(weight.dtype).reshape(-1, grad.shape[-1])
-        grad_input = (exact @ weight).view(stored.shape).to(ctx.input_dtype) if ctx.needs_input_grad[0] else None
-        rows = stored.reshape(-1, stored.shape[-1])
-        grad_weight = exact.t() @ rows.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = exact.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return grad_input, grad_weight, grad_bias, None
+        wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        matrix = _exact(weight)
+        grad_input = torch.empty(stored.shape, dtype=ctx.input_dtype, device=grad.device) if wants_input else None
+        grad_weight = torch.zeros_like(matrix) if wants_weight else None
+        grad_bias = matrix.new_zeros(len(matrix)) if ctx.has_bias and wants_bias else None
+        places = _parts(stored if grad_input is None else grad_input)
+        for rows, part, place in zip(_parts(stored), _parts(grad), places, strict=True):
+            exact = _exact(part)
+            if grad_input is not None:
+                place.copy_(exact @ matrix)
+            if grad_weight is not None:
+                grad_weight.addmm_(exact.t(), _exact(rows))
+            if grad_bias is not None:
+                grad_bias += exact.sum(0)
+        return grad_input, _rounded(grad_weight, weight), _rounded(grad_bias, weight), None
+
+
+def _parts(input: Tensor) -> tuple[Tensor, ...]:
+    """[..., features] as matrices of at most `ROWS` rows: views where the input is contiguous."""
+    return torch.split(input.reshape(-1, input.shape[-1]), ROWS)
+
+
+def _exact(input: Tensor) -> Tensor:
+    return input.to(torch.promote_types(input.dtype, torch.float32))
+
+
+def _rounded(grad: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if grad is None else grad.to(like.dtype)

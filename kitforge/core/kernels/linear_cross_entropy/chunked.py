@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from kitforge.core.kernels.half import compute_dtype, storage_dtype
 
 # Bytes of logits held at once: large enough for full speed of the products, small enough to stay near the caches.
-CHUNK_BYTES = 16 * 2**20
+CHUNK_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,14 +30,18 @@ class _Rotary(torch.autograd.Function):
 
 
 def _turn(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Writes both halves into one output, with no tensor in between."""
-    if interleaved or input.dtype != cos.dtype:
+    """Writes both halves into one output; between them stands a tensor only where half precision is rounded to."""
+    if interleaved:
         return reference.rotary(input, cos, sin, interleaved)
     pairs = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     output = torch.empty_like(input)
     first, second = input[..., :pairs], input[..., pairs : 2 * pairs]
-    torch.mul(first, cos, out=output[..., :pairs]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=output[..., pairs : 2 * pairs]).addcmul_(first, sin)
+    if input.dtype == cos.dtype:
+        torch.mul(first, cos, out=output[..., :pairs]).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=output[..., pairs : 2 * pairs]).addcmul_(first, sin)
+    else:
+        output[..., :pairs] = (first * cos).addcmul_(second, sin, value=-1)
+        output[..., pairs : 2 * pairs] = (second * cos).addcmul_(first, sin)
     output[..., 2 * pairs :] = input[..., 2 * pairs :]
     return output
