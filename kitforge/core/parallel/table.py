@@ -1,0 +1,178 @@
+"""The table axis: rows of embedding tables live on the ranks, each on one, by a hash of its id.
+
+A lookup sends ids to their owners and gets vectors back; its backward pass sends gradients the same way. Nothing moves
+a row before `step`. The axis knows ids, vectors and gradients only: how an owner finds its rows is handed in.
+
+Legend: N ids looked up here, u distinct ones among them, r ids that all ranks ask of this one, m distinct ones among
+those, dim the width of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kitforge.core.optim.norm import global_norm
+from kitforge.core.parallel import collectives
+from kitforge.foundation.errors import DataError, ModelError
+
+# The constants of SplitMix64 as the signed numbers that torch has.
+GAMMA = 0x9E3779B97F4A7C15 - 2**64
+FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
+SECOND_FACTOR = 0x94D049BB133111EB - 2**64
+
+
+def mix(numbers: Tensor) -> Tensor:
+    """SplitMix64 (Steele, Lea and Flood, 2014) of every int64: its first output when it is seeded by that number."""
+    mixed = numbers + GAMMA
+    mixed = (mixed ^ shifted(mixed, 30)) * FIRST_FACTOR
+    mixed = (mixed ^ shifted(mixed, 27)) * SECOND_FACTOR
+    return mixed ^ shifted(mixed, 31)
+
+
+def shifted(numbers: Tensor, num_bits: int) -> Tensor:
+    """The bits moved to the right, zeros following: torch's own shift repeats the sign."""
+    return (numbers >> num_bits) & ((1 << (64 - num_bits)) - 1)
+
+
+def owner(ids: Tensor, num_ranks: int) -> Tensor:
+    """The rank on which the row of each id lives, the same in every run."""
+    return shifted(mix(ids), 1) % num_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Route:
+    """Which ids of one lookup live where, on the side that asks and on the side that answers; it holds no vectors.
+
+    It stays good for any number of fetches, before and after steps.
+    """
+
+    inverse: Tensor  # [N] the place of each id among the u, which stand in the order of their owners
+    sent: tuple[int, ...]  # how many of the u each rank owns
+    received: tuple[int, ...]  # how many of the r each rank asks for
+    ids: Tensor  # [m] ascending
+    places: Tensor | None  # [r] the place of each asked id among the m, in rank order; None: the m are what is asked
+
+
+@final
+class GradientSink:
+    """The gradients of the rows that live on this rank, summed over the lookups of a step; a row counts once."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, ids: Tensor, gradients: Tensor) -> None:
+        """Take over the gradients [m, dim] of distinct ids [m]."""
+        self._parts.append((ids, gradients))
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Distinct ids [m] in ascending order and the gradients [m, dim] of their rows, not copied."""
+        if not self._parts:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, 0)
+        if len(self._parts) > 1:
+            ids, places = torch.unique(torch.cat([ids for ids, _ in self._parts]), return_inverse=True)
+            self._parts = [(ids, _summed(torch.cat([part for _, part in self._parts]), places, len(ids)))]
+        return self._parts[0]
+
+    def squared_norm(self) -> Tensor:
+        """This rank's share of the squared global norm, 0-dim float64: rows live once, so shares simply add up."""
+        return global_norm([self.gradients()[1]]).double() ** 2
+
+    def scale_(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for _, gradients in self._parts:
+            gradients.mul_(factor)
+
+    def clear(self) -> None:
+        """Let go of all gradients, as a skipped step does."""
+        self._parts = []
+
+
+# The owner's lookup: distinct ids [m] to their rows [m, dim].
+RowsOf = Callable[[Tensor], Tensor]
+
+
+@final
+class TableAxis:
+    """The exchange of ids, vectors and gradients within a group of ranks, every one of which owns rows.
+
+    All ranks make the same lookups in the same order, with no ids where they have none, and run the backward pass
+    through each. The gradients of all ranks add up, so ranks that share a sample must not each bring the whole of its
+    gradient.
+    """
+
+    def __init__(self, group: collectives.Group) -> None:
+        self._group = group
+
+    def lookup(self, ids: Tensor, rows_of: RowsOf, sink: GradientSink) -> Tensor:
+        """The rows [N, dim] of `ids` [N], whose gradients go to their owners' sinks."""
+        return self.fetch(self.plan(ids), rows_of, sink)
+
+    def plan(self, ids: Tensor) -> Route:
+        """Tell the owners of `ids` [N] that these will be asked for. It reads no row, so it may run steps ahead.
+
+        Beside other communication it needs a group of its own: a route may come from the axis of another group of the
+        same ranks. Raises DataError for ids that are not a vector of int64.
+        """
+        if ids.dtype != torch.int64 or ids.dim() != 1:
+            got = f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}"
+            raise DataError("these cannot be ids of rows", got=got, expected="int64 [num_ids]")
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        if self._group is None:
+            return Route(inverse=inverse, sent=(len(unique),), received=(len(unique),), ids=unique, places=None)
+        num_ranks = collectives.size(self._group)
+        owners = owner(unique, num_ranks)
+        order = torch.argsort(owners, stable=True)
+        counts, ones = torch.bincount(owners, minlength=num_ranks), [1] * num_ranks
+        sent, received = counts.tolist(), collectives.all_to_all(counts, ones, ones, self._group).tolist()
+        asked = collectives.all_to_all(unique[order], received, sent, self._group)
+        # Several ranks may ask for one row, so what comes from distinct ids need not be distinct.
+        own, places = torch.unique(asked, return_inverse=True)
+        return Route(
+            inverse=torch.argsort(order)[inverse], sent=tuple(sent), received=tuple(received), ids=own, places=places
+        )
+
+    def fetch(self, route: Route, rows_of: RowsOf, sink: GradientSink) -> Tensor:
+        """The rows [N, dim] along a route, as they are now.
+
+        backward: every rank sums what it has for each row, the owner sums that over the ranks in rank order, and
+        `sink` gets it. No row moves.
+        """
+        # Autograd calls the backward pass only of what depends on a tensor that asks for a gradient.
+        anchor = torch.empty(0, requires_grad=True)
+        vectors: Tensor = _Fetched.apply(anchor, self._group, route, rows_of, sink)  # type: ignore[no-untyped-call]
+        return vectors
+
+
+class _Fetched(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, _anchor: Tensor, group: collectives.Group, route: Route, rows_of: RowsOf, sink: GradientSink
+    ) -> Tensor:
+        ctx.group, ctx.route, ctx.sink = group, route, sink
+        rows = rows_of(route.ids)
+        if len(rows) != len(route.ids):
+            raise ModelError("a table did not give one row for each id", got=len(rows), expected=len(route.ids))
+        answers = rows if route.places is None else rows.index_select(0, route.places)
+        return collectives.all_to_all(answers, route.sent, route.received, group).index_select(0, route.inverse)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
+        route: Route = ctx.route
+        summed = _summed(grad, route.inverse, sum(route.sent))
+        summed = collectives.all_to_all(summed, route.received, route.sent, ctx.group)
+        if route.places is not None:
+            summed = _summed(summed, route.places, len(route.ids))
+        ctx.sink.add(route.ids, summed)
+        return None, None, None, None, None
+
+
+def _summed(parts: Tensor, places: Tensor, num_rows: int) -> Tensor:
+    """[num_rows, dim] where each row of `parts` is added at its place, one after the other in the order they have."""
+    return parts.new_zeros(num_rows, parts.shape[1]).index_add_(0, places, parts)
