@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import importlib.metadata
 import itertools
 import json
 import math
+import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from rich.markup import escape
 from rich.table import Table
 
 from kitforge.api import KITS, composed, evaluate, kit_of, load_model, load_tokenizer, save_model, train_task
-from kitforge.composition import Composition, dotted, groups, option_words, parse, preset_values, presets
+from kitforge.composition import TEXTS, Composition, dotted, groups, option_words, parse, preset_values, presets
+from kitforge.core.checkpoint.layout import steps
+from kitforge.core.parallel.failure import explain, report
+from kitforge.core.parallel.launch import launch
+from kitforge.core.parallel.lobby import place
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import to_yaml
 from kitforge.foundation.errors import ConfigError, KitforgeError, nearest
 from kitforge.foundation.log import console, errors
 from kitforge.report.metrics import RunRecord, read_run
 from kitforge.report.page import write_report
+from kitforge.trainer.run import default_folder
 
 INTERRUPTED = 130
 DEFAULT_TASK = "text_generation"
+# What several ranks can do together.
+LAUNCHED_VERBS = ("train", "finetune", "evaluate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A run of a command: what it was composed from, and the arguments that compose it again."""
+
+    chosen: Composition
+    arguments: tuple[str, ...]
 
 
 def main() -> None:
@@ -36,11 +56,14 @@ def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--traceback"]
     if len(arguments) == len(sys.argv) - 1:
         sys.excepthook = _tell
+    if not _speaks():
+        console.quiet = True
     try:
         status = run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        errors.print("interrupted")
+        if _speaks():
+            errors.print("interrupted")
         status = INTERRUPTED
     except BrokenPipeError:
         # Whoever read us has closed the pipe, as `| head` does; what is still buffered has no reader either.
@@ -69,35 +92,50 @@ def run(arguments: Sequence[str]) -> int:
     if flags & {"-h", "--help"}:
         _help_options(verb)
         return 0
-    return _run_members(VERBS[verb], _members(overrides, is_sweep=bool(flags & {"-m", "--multirun"})))
+    return _run_members(verb, _members(overrides, is_sweep=bool(flags & {"-m", "--multirun"})))
 
 
-def _tell(kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
-    """What reaches a person in the place of a traceback."""
+def _tell(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
+    """What reaches a person in the place of a traceback; a rank that was started by another process tells that one."""
+    error = explain(error) or error
+    words = _words(error)
+    if report(error, words):
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ and "WORLD_SIZE" in os.environ else ""
+        errors.print(f"[bold red]error:[/] {rank}{escape(words)}", highlight=False, soft_wrap=True)
+
+
+def _words(error: BaseException) -> str:
     if isinstance(error, KitforgeError):
-        words = str(error)
-    elif isinstance(error, OSError):
+        return str(error)
+    if isinstance(error, OSError):
         words = f"{error.filename or 'this machine'}: {error.strerror or error}"
         if error.errno == errno.ENOSPC:
             words += "\n  do:       free some space, then go on with resume=auto"
-    else:
-        words = f"{kind.__name__}: {error}\n  do:       this is a mistake in Kitforge; --traceback shows where"
-    errors.print(f"[bold red]error:[/] {escape(words)}", highlight=False, soft_wrap=True)
+        return words
+    return f"{type(error).__name__}: {error}\n  do:       this is a mistake in Kitforge; --traceback shows where"
 
 
-def _members(overrides: Sequence[str], *, is_sweep: bool) -> list[Composition]:
+def _members(overrides: Sequence[str], *, is_sweep: bool) -> list[Member]:
     """What is to be run, composed and named as a whole before the first of it begins."""
-    axes = [(name, values) for name, values in map(parse, overrides)]
-    for name, values in axes:
+    axes = [(text, *parse(text)) for text in overrides]
+    for _, name, values in axes:
         if len(values) > 1 and not is_sweep:
             raise ConfigError(
                 f"option {name!r} has several values",
                 got=", ".join(map(str, values)),
                 fix=f"-m runs one after the other; {name}=[...] is a list; {name}=\"'...'\" is text with a comma",
             )
-    chosen = [dict(pairs) for pairs in itertools.product(*([(name, each) for each in values] for name, values in axes))]
-    members = [composed(str(choices.pop("task", DEFAULT_TASK)), choices) for choices in chosen]
-    folders = [member.values["output_dir"] for member in members if member.values.get("output_dir") is not None]
+    members = []
+    for picked in itertools.product(*(values for _, _, values in axes)):
+        choices = {name: value for (_, name, _), value in zip(axes, picked, strict=True)}
+        # A value of many is written out anew; a single one stays as it was typed.
+        arguments = [
+            text if len(values) == 1 else _argument(name, value)
+            for (text, name, values), value in zip(axes, picked, strict=True)
+        ]
+        chosen = composed(str(choices.pop("task", DEFAULT_TASK)), choices)
+        members.append(Member(chosen=chosen, arguments=tuple(arguments)))
+    folders = [folder for member in members if (folder := member.chosen.values.get("output_dir")) is not None]
     if len(folders) != len(set(folders)):
         raise ConfigError(
             "the runs of a sweep need a folder each", got=f"output_dir={folders[0]}", fix="leave output_dir out"
@@ -105,15 +143,24 @@ def _members(overrides: Sequence[str], *, is_sweep: bool) -> list[Composition]:
     return members
 
 
-def _run_members(action: Callable[[Composition], int], members: Sequence[Composition]) -> int:
+def _argument(name: str, value: Any) -> str:
+    """The argument that `parse` reads as that value."""
+    if not isinstance(value, str) or name in TEXTS:
+        return f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+    # Within quotes, a backslash counts only before one.
+    quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"{name}='{quoted}'"
+
+
+def _run_members(verb: str, members: Sequence[Member]) -> int:
     """Run one after the other; in a sweep one that fails is told, and the next one is run."""
     if len(members) == 1:
-        return action(members[0])
+        return _carry_out(verb, members[0])
     worst = 0
     for number, member in enumerate(members, 1):
         console.print(f"{number} of {len(members)}", style="bold")
         try:
-            status = action(member)
+            status = _carry_out(verb, member)
         except KitforgeError as error:
             _tell(type(error), error, None)
             status = 1
@@ -123,9 +170,31 @@ def _run_members(action: Callable[[Composition], int], members: Sequence[Composi
     return worst
 
 
+def _carry_out(verb: str, member: Member) -> int:
+    """In this process; in ranks of its own where the degrees ask for several and no launcher has started any."""
+    if verb == "finetune" and member.chosen.values.get("checkpoint") is None:
+        raise ConfigError("finetuning starts from weights", got="checkpoint=null", fix="add checkpoint=FOLDER")
+    if verb not in LAUNCHED_VERBS or place() is not None:
+        return VERBS[verb](member.chosen)
+    kit = kit_of(member.chosen.values["task"])
+    options = kit.read_options(member.chosen.values)
+    if options.parallel.world == 1:
+        return VERBS[verb](member.chosen)
+    kit.check_degrees(options)
+    devices.of_rank(options.device, 0, options.parallel.world)
+    arguments = [verb, *member.arguments]
+    if verb != "evaluate":
+        # Decided once, as every rank has a clock of its own.
+        arguments.append(_argument("output_dir", str(default_folder(options, member.chosen.model_name))))
+    return launch(arguments, options.parallel)
+
+
 def _train(chosen: Composition) -> int:
     kit = kit_of(chosen.values["task"])
-    result = train_task(kit.read_options(chosen.values), kit.Inputs(model_name=chosen.model_name))
+    options = _restarted(kit.read_options(chosen.values))
+    result = train_task(options, kit.Inputs(model_name=chosen.model_name))
+    if not _speaks():
+        return INTERRUPTED if result.was_interrupted else 0
     record = read_run(result.folder)
     _show_sample(record)
     lines = [f"{name:<15}  {value:.4f}" for name, value in result.metrics.items()]
@@ -142,10 +211,19 @@ def _train(chosen: Composition) -> int:
     return 0
 
 
-def _finetune(chosen: Composition) -> int:
-    if chosen.values.get("checkpoint") is None:
-        raise ConfigError("finetuning starts from weights", got="checkpoint=null", fix="add checkpoint=FOLDER")
-    return _train(chosen)
+def _restarted(options: Any) -> Any:
+    """In ranks that were started again, the options that go on from what the run has saved, if it has got so far."""
+    where = place()
+    if where is None or where.restarts == 0 or options.output_dir is None:
+        return options
+    has_saved = bool(steps(Path(options.output_dir) / "checkpoints"))
+    return dataclasses.replace(options, resume="auto") if has_saved else options
+
+
+def _speaks() -> bool:
+    """Whether this process talks to people: alone, or as the first of several ranks."""
+    where = place()
+    return where is None or where.rank == 0
 
 
 def _evaluate(chosen: Composition) -> int:
@@ -153,7 +231,7 @@ def _evaluate(chosen: Composition) -> int:
     metrics = evaluate(options, kit_of(options.task).Inputs())
     # JSON has no word for infinity and none for what is not a number.
     line = {name.removeprefix("eval/"): value if math.isfinite(value) else None for name, value in metrics.items()}
-    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.write(json.dumps(line) + "\n" if _speaks() else "")
     return 0
 
 
@@ -298,7 +376,7 @@ def _help_options(verb: str) -> None:
 
 VERBS: dict[str, Callable[[Composition], int]] = {
     "train": _train,
-    "finetune": _finetune,
+    "finetune": _train,
     "evaluate": _evaluate,
     "generate": _generate,
     "export": _export,

@@ -13,6 +13,8 @@ import torch
 from kitforge.foundation.errors import DeviceError
 
 KINDS = ("cpu", "cuda", "mps", "npu")
+# What carries tensors between the ranks of a kind of device.
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
 def available() -> list[str]:
@@ -33,6 +35,46 @@ def pick(name: str = "auto") -> torch.device:
     if kind.split(":")[0] not in available():
         raise DeviceError(f"no {kind!r} device here", got=name, expected=" or ".join(["auto", *available()]))
     return torch.device(kind)
+
+
+def count(kind: str) -> int:
+    """Devices of that kind here; a CPU is one, though any number of ranks may share it."""
+    return 1 if kind == "cpu" else int(torch.get_device_module(kind).device_count())
+
+
+def backend(kind: str) -> str:
+    """The name by which torch.distributed knows what connects such devices; raises DeviceError where nothing does."""
+    if kind not in BACKENDS:
+        raise DeviceError(
+            f"several ranks cannot run on {kind}", got=kind, expected=" or ".join(BACKENDS), fix="device=cpu"
+        )
+    return BACKENDS[kind]
+
+
+def of_rank(name: str, local_rank: int, num_local: int) -> torch.device:
+    """The device of one of the `num_local` ranks of this machine. Raises DeviceError where there are too few."""
+    device = pick(name)
+    backend(device.type)
+    if device.type == "cpu":
+        return device
+    if ":" in name:
+        raise DeviceError(
+            "several ranks cannot share one device", got=name, expected=f"device={device.type}, one for each rank"
+        )
+    if num_local > count(device.type):
+        raise DeviceError(
+            "there are more ranks than devices on this machine",
+            got=f"{num_local} ranks, {count(device.type)} of {device.type}",
+            expected="a device for each rank",
+            fix=f"lower the degrees of parallel.* to {count(device.type)} ranks a machine, or device=cpu",
+        )
+    return torch.device(device.type, local_rank)
+
+
+def use(device: torch.device) -> None:
+    """Make it the one on which this process works unless it says otherwise."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
 
 
 def synchronize(device: torch.device) -> None:

@@ -6,6 +6,7 @@ KitforgeError
 ├── ModelError         weights or an architecture that do not fit
 ├── CheckpointError    a checkpoint that is damaged, foreign or cannot be written
 ├── TrainingError      a run that cannot go on (a rollback limit, a task that yields nothing)
+│   └── PeerError      what a rank has to say of another's failure: a consequence, never the cause
 ├── DeviceError        a device that is absent or cannot do what was asked
 └── DependencyError    an optional package that is not installed
 """
@@ -48,6 +49,10 @@ class CheckpointError(KitforgeError):
 
 class TrainingError(KitforgeError):
     """A run that cannot go on."""
+
+
+class PeerError(TrainingError):
+    """What a rank has to say of another's failure: a consequence, never the cause."""
 
 
 class DeviceError(KitforgeError):

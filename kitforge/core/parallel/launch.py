@@ -1,0 +1,174 @@
+"""Starts the ranks of a run on this machine and answers for them: one exit status, at most one message.
+
+Torch's elastic launcher does the starting, the watching and the ending; what the ranks then do is their own affair.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.failure import LAUNCHED, RESUME
+from kitforge.foundation.errors import KitforgeError, TrainingError
+
+PROGRAM = ("-m", "kitforge")
+INTERRUPTED = 130
+# What torch's launcher takes over for itself and does not give back.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+MONITOR_SECONDS = 0.1
+# A rank that died this many seconds after the first complaint was ended by the launcher, not the cause of it.
+AFTERWARDS = 3.0
+LAST_LINES = 20
+
+
+class RankError(Exception):
+    """The traceback of a rank, as text; the cause of the error that its parent raises."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """What a rank wrote before it ended."""
+
+    rank: int
+    words: str
+    trace: str
+    time: float
+    is_cause: bool
+
+
+def launch(arguments: Sequence[str], degrees: Degrees, *, program: Sequence[str] = PROGRAM) -> int:
+    """Run `python -m kitforge <arguments>` as `degrees.world` ranks; the exit status.
+
+    Rank 0 speaks; the others are heard only when one of them fails. Ctrl-C reaches every rank as one SIGINT, and they
+    have `degrees.timeout` seconds to save. Raises KitforgeError with the words of the rank that failed first.
+    """
+    with tempfile.TemporaryDirectory(prefix="kitforge-") as folder, _surroundings(degrees.world):
+        start = elastic_launch(_config(degrees, folder), sys.executable)
+        try:
+            # The launcher would take a $ for a word of its own.
+            start(*program, *(argument.replace("$", "$$") for argument in arguments))
+        except SignalException:
+            return INTERRUPTED
+        except ChildFailedError as error:
+            return _settle(error.failures, Path(folder))
+        except RendezvousError as error:
+            raise TrainingError("the ranks cannot be started", got=error, fix="see that localhost resolves") from error
+    return 0
+
+
+def _config(degrees: Degrees, folder: str) -> LaunchConfig:
+    silent = dict.fromkeys(range(1, degrees.world), Std.ERR)
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=degrees.world,
+        logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=silent, local_ranks_filter={0}),
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=degrees.restarts,
+        monitor_interval=MONITOR_SECONDS,
+        shutdown_timeout=math.ceil(degrees.timeout),
+    )
+
+
+def _settle(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
+    """The status of ranks that were interrupted; else raises the error of the one that failed first."""
+    words = sorted((word for rank in failures if (word := _word(rank, failures[rank]))), key=lambda word: word.time)
+    first = words[0].time if words else math.inf
+    dead = [
+        (failure.timestamp, rank)
+        for rank, failure in failures.items()
+        if all(word.rank != rank for word in words)
+        and failure.exitcode not in (-signal.SIGTERM, INTERRUPTED)
+        and failure.timestamp <= first + AFTERWARDS
+    ]
+    if causes := [word for word in words if word.is_cause]:
+        is_shared = len(causes) > 1 and len({word.words for word in causes}) == 1
+        who = "every rank" if is_shared else f"rank {causes[0].rank}"
+        raise TrainingError(f"{who}: {causes[0].words}") from RankError(causes[0].trace)
+    if dead:
+        rank = min(dead)[1]
+        raise _death(rank, failures[rank], folder)
+    if words:
+        raise TrainingError(words[0].words) from RankError(words[0].trace)
+    if any(failure.exitcode == INTERRUPTED for failure in failures.values()):
+        return INTERRUPTED
+    raise TrainingError(f"rank {min(failures)} was ended from outside", fix="resume=auto goes on")
+
+
+def _word(rank: int, failure: ProcessFailure) -> Word | None:
+    told: dict[str, Any] | None = failure.error_file_data.get("kitforge")
+    return None if told is None else Word(rank=rank, **told)
+
+
+def _death(rank: int, failure: ProcessFailure, folder: Path) -> KitforgeError:
+    """Of a rank that ended without a word."""
+    if failure.exitcode >= 0:
+        problem, fix = f"rank {rank} ended with status {failure.exitcode} and without a word", RESUME
+    else:
+        problem = f"rank {rank} was killed by {failure.signal_name()}"
+        fix = "resume=auto goes on from the last checkpoint"
+    if failure.exitcode == -signal.SIGKILL:
+        fix = f"it often means that the machine ran out of memory; {fix}"
+    return TrainingError(problem, got=_last_lines(rank, folder), fix=fix)
+
+
+def _last_lines(rank: int, folder: Path) -> str | None:
+    """The end of what the rank complained about in its last attempt; rank 0 has done so in public."""
+    files = sorted(folder.glob(f"*/attempt_*/{rank}/stderr.log"), key=lambda path: int(path.parts[-3].split("_")[1]))
+    lines = files[-1].read_text(errors="replace").splitlines() if files else []
+    return "\n            ".join(lines[-LAST_LINES:]) or None
+
+
+@contextmanager
+def _surroundings(num_ranks: int) -> Iterator[None]:
+    """What the ranks inherit, and a launcher that keeps its own counsel; all of it as before in the end."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    wanted = {
+        LAUNCHED: "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // num_ranks))),
+        # A broken connection is told in words; torch's own lines about it would come on top.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
+    }
+    before = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS} if _is_main_thread() else {}
+    elastic = logging.getLogger("torch.distributed.elastic")
+    silence, propagated = logging.NullHandler(), elastic.propagate
+    os.environ.update(wanted)
+    elastic.addHandler(silence)
+    elastic.propagate = False
+    try:
+        yield
+    finally:
+        elastic.propagate = propagated
+        elastic.removeHandler(silence)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
