@@ -5,8 +5,10 @@ The kits are one dict; a kit is imported when a task of it is first asked for.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, final
@@ -14,6 +16,8 @@ from typing import Any, final
 from torch import nn
 
 from kitforge.composition import Composition, compose, nested, presets
+from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.lobby import Lobby
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import from_dict, to_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
@@ -115,8 +119,9 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """The metrics of the evaluation set, of the trained run or of the model as it was given."""
         if isinstance(self._task, Task):
-            loop = self._own_loop(self._task, self.options)[0] if self._loop is None else self._loop
-            return loop.evaluate()
+            with _together(self.options) as lobby:
+                loop = self._own_loop(self._task, self.options, lobby)[0] if self._loop is None else self._loop
+                return loop.evaluate()
         return evaluate(self.options, self._inputs(self._run))
 
     def predict(self, inputs: Sequence[str]) -> list[dict[str, Any]]:
@@ -145,21 +150,45 @@ class Trainer:
             model_name=self._model_name,
         )
 
-    def _own_loop(self, task: Task, options: RunOptions) -> tuple[Loop, Path]:
-        folder = default_folder(options, self._model_name)
-        return make_loop(task, options, folder, config=to_dict(options), callbacks=self._callbacks), folder
+    def _own_loop(self, task: Task, options: RunOptions, lobby: Lobby) -> tuple[Loop, Path]:
+        world = lobby.join()
+        lobby.check_same({"configuration": to_yaml(to_dict(options))})
+        folder = world.first(default_folder(options, self._model_name))
+        config = to_dict(options)
+        return make_loop(task, options, folder, world=world, config=config, callbacks=self._callbacks), folder
 
     def _train_own(self, task: Task, options: RunOptions) -> Run:
-        loop, folder = self._own_loop(task, options)
-        metrics = train(loop, options, folder, to_yaml(to_dict(options)))
+        with _together(options) as lobby:
+            loop, folder = self._own_loop(task, options, lobby)
+            metrics = train(loop, options, folder, to_yaml(to_dict(options)))
         self._loop = loop
         return _finished(loop, folder, None, metrics)
 
 
+@contextmanager
+def _together(options: RunOptions) -> Iterator[Lobby]:
+    """The ranks of this process's runs, which stay joined until it ends, as a trained model may lie on all of them."""
+    lobby = _lobby(options.parallel, options.device)
+    try:
+        yield lobby
+    except BaseException as error:
+        _lobby.cache_clear()
+        lobby.__exit__(type(error), error, error.__traceback__)
+        raise
+
+
+@cache
+def _lobby(degrees: Degrees, device: str) -> Lobby:
+    lobby = Lobby.open(degrees, device)
+    atexit.register(lobby.leave, failed=False)
+    return lobby
+
+
 def train_task(options: Any, inputs: Any) -> Run:
     """Train a task of a kit from its options and the objects handed over."""
-    assembly = kit_of(options.task).assemble(options, inputs)
-    metrics = train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+    with _together(options) as lobby:
+        assembly = kit_of(options.task).assemble(options, inputs, lobby)
+        metrics = train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     return _finished(assembly.loop, assembly.folder, assembly.tokenizer, metrics)
 
 
@@ -175,7 +204,8 @@ def _finished(loop: Loop, folder: Path, tokenizer: Any, metrics: dict[str, float
 
 def evaluate(options: Any, inputs: Any) -> dict[str, float]:
     """The metrics of the evaluation set for a model in memory or under `options.checkpoint`."""
-    metrics: dict[str, float] = kit_of(options.task).evaluate(options, inputs)
+    with _together(options) as lobby:
+        metrics: dict[str, float] = kit_of(options.task).evaluate(options, inputs, lobby)
     return metrics
 
 

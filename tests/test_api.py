@@ -16,9 +16,10 @@ from torch import nn
 
 from kitforge.api import Trainer, load_model, load_tokenizer, pipeline, save_model
 from kitforge.core.checkpoint.layout import steps
+from kitforge.core.parallel.world import World
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, KitforgeError, ModelError
-from kitforge.foundation.types import Cursor, MicroBatch, Sums, World
+from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.trainer.run import Run
 from kitforge.trainer.task import Task
 from tests.small_run import OPTIONS, TEXT, WITHOUT_MODEL

@@ -79,6 +79,7 @@ def ours(arch: str, dtype: str, level: str = "O1") -> dict[str, float]:
     """The real loop over real packed rows."""
     import numpy as np
 
+    from kitforge.core.parallel.world import ALONE, World
     from kitforge.data.packing import PackedRows
     from kitforge.data.source import open_source
     from kitforge.data.token_cache import build
@@ -117,15 +118,18 @@ def ours(arch: str, dtype: str, level: str = "O1") -> dict[str, float]:
         cache = build(open_source([str(n) for n in range(512)]), Numbers(), Path(place) / "cache", num_workers=1)
         corpus = Corpus(train=PackedRows(cache, length=LENGTH, pad_id=1), eval=None, fingerprint=cache.fingerprint)
 
-        def network(device: Any) -> Any:
-            model = folder.build(config_of(options.model), device=device, level=options.compile_level, seed=0)
+        world = ALONE
+
+        def network(world: World) -> Any:
+            model = folder.build(config_of(options.model), device=world.device, level=options.compile_level, seed=0)
             if level == "O2":
                 model.compile_blocks()
             return model
 
         laps = Laps()
         run_folder = Path(place) / "run"
-        loop = make_loop(TextGenerationTask(options, corpus, network), options, run_folder, config={}, callbacks=[laps])
+        task = TextGenerationTask(options, corpus, network, world)
+        loop = make_loop(task, options, run_folder, world=world, config={}, callbacks=[laps])
         loop.callbacks = [laps]
         train(loop, options, run_folder, "")
         return laps.meter.result()

@@ -26,9 +26,9 @@ class ContiguousCache:
         self.num_slots = num_slots
         self.used = 0
         self._has_padding = bool(starts.any())
-        shape = (geometry.num_layers, len(starts), geometry.num_kv_heads, num_slots, geometry.head_dim)
-        self._keys = torch.zeros(shape, dtype=dtype, device=starts.device)
-        self._values = torch.zeros(shape, dtype=dtype, device=starts.device)
+        self._keys: list[Tensor | None] = [None] * geometry.num_layers
+        self._values: list[Tensor | None] = [None] * geometry.num_layers
+        self._dtype = dtype
         self._masks: dict[int | None, Tensor | None] = {}
 
     def begin(self, num_tokens: int) -> Tensor:
@@ -40,7 +40,9 @@ class ContiguousCache:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Write the new keys and values, attend to all that are seen; see `Attend`."""
-        keys, values = self._keys[spec.layer], self._values[spec.layer]
+        # Made when the first key comes, since a rank may hold only some of the heads.
+        keys = self._keys[spec.layer] = self._slab(self._keys[spec.layer], key)
+        values = self._values[spec.layer] = self._slab(self._values[spec.layer], value)
         keys[:, :, self._first : self.used] = key
         values[:, :, self._first : self.used] = value
         if spec.window not in self._masks:
@@ -53,6 +55,11 @@ class ContiguousCache:
             causal=False,
             scale=spec.scale,
         )
+
+    def _slab(self, slab: Tensor | None, like: Tensor) -> Tensor:
+        if slab is not None:
+            return slab
+        return like.new_zeros((*like.shape[:2], self.num_slots, like.shape[3]), dtype=self._dtype)
 
     def _mask(self, num_queries: int, window: int | None) -> Tensor | None:
         """[B or 1, 1, T, slots used]; None when every query sees every slot."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kitforge.core.checkpoint.hugging_face import read_folder, write_folder
 from kitforge.core.checkpoint.layout import step_folder
@@ -92,12 +93,19 @@ def _load_hugging_face(folder: Path, device: torch.device, level: CompileLevel) 
     return model
 
 
-def save(model: Decoder, folder: Path, *, extra: Mapping[str, Any] | None = None) -> None:
-    """Write the model as a Hugging Face folder; `extra` is added to config.json (token ids)."""
+def save(
+    model: Decoder,
+    folder: Path,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write the model as a Hugging Face folder; `extra` is added to config.json (token ids). `tensors` are the whole
+    weights where the model itself holds pieces."""
     family = FAMILIES[model.config.family]
     config = family.write_config(model.config) | {"dtype": "float32"} | dict(extra or {})
     pieces = family.pieces(model.config, config["model_type"])
-    write_folder(folder, config, export_tensors(pieces, dict(model.named_parameters())))
+    write_folder(folder, config, export_tensors(pieces, dict(model.named_parameters()) if tensors is None else tensors))
 
 
 def is_hugging_face(folder: Path) -> bool:

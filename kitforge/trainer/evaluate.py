@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from kitforge.foundation.types import Sums
 
@@ -11,9 +14,13 @@ Batch = TypeVar("Batch")
 
 
 def weighted_means(
-    batches: Iterable[Batch], sums: Callable[[Batch], Sums], counts: Callable[[Batch], Sums]
+    batches: Iterable[Batch],
+    sums: Callable[[Batch], Sums],
+    counts: Callable[[Batch], Sums],
+    over_ranks: Callable[[Mapping[str, Tensor]], Sums] = dict,
 ) -> dict[str, float]:
-    """`sum of sums / sum of counts` by name, in float64; a sum without a count of its own is divided by "loss"'s."""
+    """`sum of sums / sum of counts` by name, in float64; a sum without a count of its own is divided by "loss"'s.
+    `over_ranks` adds up what each rank has found in its share of the batches."""
     totals: dict[str, float] = {}
     divisors: dict[str, float] = {}
     for batch in batches:
@@ -21,4 +28,10 @@ def weighted_means(
             totals[name] = totals.get(name, 0.0) + float(value.double())
         for name, value in counts(batch).items():
             divisors[name] = divisors.get(name, 0.0) + float(value)
+    totals, divisors = _added(totals, over_ranks), _added(divisors, over_ranks)
     return {name: total / max(divisors.get(name, divisors["loss"]), 1.0) for name, total in totals.items()}
+
+
+def _added(values: Mapping[str, float], over_ranks: Callable[[Mapping[str, Tensor]], Sums]) -> dict[str, float]:
+    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    return {name: float(value) for name, value in over_ranks(tensors).items()}

@@ -16,20 +16,24 @@ import torch
 from kitforge.core.checkpoint.layout import step_folder
 from kitforge.core.checkpoint.load import Checkpoint, newest, open_checkpoint
 from kitforge.core.optim.build import build_optimizer
-from kitforge.core.optim.norm import clip_, global_norm
 from kitforge.core.optim.schedules import Plateau, scale
+from kitforge.core.parallel.apply import parallel_of
+from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import ConfigError, TrainingError
-from kitforge.foundation.types import MicroBatch, Sums, World
+from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.trainer.callbacks.callback import Callback, Event
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.precision import LossScaler, autocast
 from kitforge.trainer.resume import check_changes
 from kitforge.trainer.state import TrainingState
 from kitforge.trainer.task import Task
+from kitforge.trainer.update import update
 
 # A run that was given no length ends while its owner is still watching, and says so.
 DEFAULT_STEPS = 300
+# Signals that follow one another faster than a person repeats a wish.
+SAME_REQUEST_SECONDS = 0.5
 
 
 @final
@@ -58,19 +62,22 @@ class Loop:
         # A schedule that does not fit the run is refused here, before the run has a folder.
         scale(options.schedule, 0, self.max_steps)
         self._run_options = options
-        self._world = world
+        self.world = world
         self._config = dict(config or {})
         self._interrupted = False
+        self._asked_to_stop = False
         self._resumed_from: Path | None = None
         self._changes: list[str] = []
         self.model = task.build(world)
-        groups = task.parameter_groups(self.model, options.optimizer.weight_decay)
+        self._parallel = parallel_of(self.model, world)
+        groups = self._parallel.pieces_of(task.parameter_groups(self.model, options.optimizer.weight_decay))
         self.state = TrainingState(
             model=self.model,
-            optimizer=build_optimizer(groups, options.optimizer),
+            parallel=self._parallel,
+            optimizer=build_optimizer(groups, options.optimizer, self._parallel.whole_matrices()),
             scaler=LossScaler(options.precision),
             plateau=Plateau(options.schedule),
-            device=world.device,
+            world=world,
         )
 
     @property
@@ -115,9 +122,10 @@ class Loop:
         """The task's metrics of the evaluation set."""
         self.model.eval()
         try:
-            with torch.no_grad(), autocast(self._world.device, self._run_options.precision):
+            with torch.no_grad(), autocast(self.world.device, self._run_options.precision):
                 return self.task.evaluate(self.model)
         finally:
+            self._parallel.rest()
             self.model.train()
 
     def stop(self, reason: str) -> None:
@@ -141,6 +149,9 @@ class Loop:
     def _run(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
         self.model.train()
+        # What stays for the whole run is laid down first: made after the first backward pass, it would break up the
+        # free memory that the next steps' activations need in large pieces.
+        self.state.optimizer.materialise()
         has_ended = self.state.cursor.step >= self.max_steps or self.stop_reason is not None
         steps = iter(()) if has_ended else self.task.steps(self.model, self.state.cursor)
         started = time.perf_counter()
@@ -189,31 +200,18 @@ class Loop:
     def _step(self, step: Sequence[MicroBatch]) -> dict[str, Any]:
         """One step of the weights, or a skip. Returns sums, counts, and what was done."""
         state = self.state
-        counts = self.task.count(step)
-        sums = self._accumulate(step, counts)
-        gradients = [parameter.grad for parameter in state.optimizer.parameters() if parameter.grad is not None]
-        if state.scaler.scale != 1.0:
-            torch._foreach_mul_(gradients, 1.0 / state.scaler.scale)
-        norm = global_norm(gradients)
-        finite = math.isfinite(norm)
+        # Known on all ranks before the first forward pass, so that every micro-batch divides by the whole batch.
+        counts = self.world.sum(self.task.count(step))
+        sums = self.world.sum(self._accumulate(step, counts))
+        self._agree_to_stop()
         rate = scale(self._run_options.schedule, state.updates, self.max_steps) * state.plateau.factor
-        if finite:
-            if self.options.gradient_clip > 0:
-                clip_(gradients, norm, self.options.gradient_clip)
-            state.optimizer.step(rate)
-            state.updates += 1
-            state.consecutive_skips = 0
-        else:
-            state.skipped += 1
-            state.consecutive_skips += 1
-        state.optimizer.zero_grad()
-        state.scaler.update(finite)
+        norm = update(state, rate, self._run_options.optimizer.learning_rate, self.options.gradient_clip)
         samples, tokens = int(counts.get("samples", 0)), int(counts.get("tokens", 0))
         state.cursor = state.cursor.advance(samples=samples, tokens=tokens)
         return {
             "sums": sums,
             "counts": counts,
-            "grad_norm": float(norm),
+            "grad_norm": norm,
             "learning_rate": rate * self._run_options.optimizer.learning_rate,
         }
 
@@ -221,12 +219,14 @@ class Loop:
         """Gradients of loss / count, summed over the micro-batches; returns the sums by name."""
         totals: Sums = {}
         weight = self.state.scaler.scale / max(float(counts["loss"]), 1.0)
-        for micro_batch in step:
-            with autocast(self._world.device, self._run_options.precision):
+        for number, micro_batch in enumerate(step, start=1):
+            self._parallel.micro_batch(is_last=number == len(step))
+            with autocast(self.world.device, self._run_options.precision):
                 sums = self.task.loss(self.model, micro_batch)
             torch.autograd.backward(sums["loss"] * weight)
             for name, value in sums.items():
                 totals[name] = totals[name] + value.detach() if name in totals else value.detach()
+        self._parallel.finish_gradients()
         return totals
 
     def _skipped(self, norm: float) -> None:
@@ -241,7 +241,11 @@ class Loop:
             )
         self._emit("rollback")
         root = None if self.folder is None else self.folder / "checkpoints"
-        found = None if root is None else newest(root, on_damaged=lambda error: self.note("damaged", str(error)))
+        found = (
+            None
+            if root is None
+            else newest(root, on_damaged=lambda error: self.note("damaged", str(error)), world=self.world)
+        )
         if found is None:
             raise TrainingError(problem, got="no checkpoint to go back to", fix="set trainer.checkpoint_every")
         state.load_weights(found)
@@ -280,7 +284,7 @@ class Loop:
             "skipped": state.skipped,
             "time/seconds": state.seconds,
             "time/step_seconds": seconds / window["steps"],
-            "time/memory_bytes": devices.peak_memory(self._world.device),
+            "time/memory_bytes": devices.peak_memory(self.world.device),
         }
         for name in ("tokens", "samples"):
             if f"time/{name}" in window:
@@ -313,7 +317,7 @@ class Loop:
         best = self.state.result_step
         if best not in (None, self.state.cursor.step) and self.folder is not None and not self._interrupted:
             assert best is not None
-            self.state.load_weights(open_checkpoint(step_folder(self.folder / "checkpoints", best)))
+            self.state.load_weights(open_checkpoint(step_folder(self.folder / "checkpoints", best), world=self.world))
 
     def _emit(self, kind: Any, record: dict[str, Any] | None = None) -> None:
         event = Event(kind=kind, record=record or {})
@@ -327,8 +331,15 @@ class Loop:
                 stack.callback(callback.on_event, Event(kind="end"), self)
 
     def _interrupt(self) -> None:
-        self._interrupted = True
-        self.stop("interrupted")
+        self._asked_to_stop = True
+        if self.world.mesh is None:
+            self._agree_to_stop()
+
+    def _agree_to_stop(self) -> None:
+        """A signal reaches ranks at different moments; they end after the same step."""
+        if self.world.any(self._asked_to_stop):
+            self._interrupted = True
+            self.stop("interrupted")
 
 
 def _max_steps(task: Task, options: RunOptions) -> int:
@@ -353,11 +364,17 @@ def _ratio(total: float, count: float) -> float:
 
 @contextmanager
 def _signals(interrupt: Any) -> Iterator[None]:
-    """SIGINT and SIGTERM end the run after the step; a second one ends it at once."""
+    """SIGINT and SIGTERM end the run after the step; a second one ends it at once.
 
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        for number, former in before.items():
-            signal.signal(number, former)
+    One request may come twice, from a terminal or a cluster and again from what started the ranks.
+    """
+    asked: list[float] = []
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if asked and time.monotonic() - asked[0] > SAME_REQUEST_SECONDS:
+            signal.signal(number, before[signal.Signals(number)])
+            signal.raise_signal(number)
+        asked.append(time.monotonic())
         interrupt()
 
     before: dict[signal.Signals, Any] = {}

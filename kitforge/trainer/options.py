@@ -8,6 +8,7 @@ from typing import Literal
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.optim.build import OptimizerConfig
 from kitforge.core.optim.schedules import ScheduleConfig
+from kitforge.core.parallel.degrees import Degrees
 from kitforge.foundation.config import check
 from kitforge.foundation.dtype import Precision
 
@@ -66,3 +67,4 @@ class RunOptions:
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: Degrees = field(default_factory=Degrees)

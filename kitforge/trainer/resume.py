@@ -8,6 +8,7 @@ from typing import Any
 
 from kitforge.core.checkpoint.layout import steps
 from kitforge.core.checkpoint.load import Checkpoint, newest, open_checkpoint
+from kitforge.core.parallel.world import ALONE, World
 from kitforge.foundation.errors import CheckpointError, ConfigError
 
 # Options that change how a run is watched or how far it goes, never what a step computes.
@@ -33,10 +34,14 @@ HARMLESS = (
     "trainer.wandb",
     "data.prefetch",
     "data.num_workers",
+    # Numbers differ in their last digits under another layout, but position, noise and order do not.
+    "parallel.",
 )
 
 
-def find(resume: str | Path | None, folder: Path | None, note: Callable[[str, str], None]) -> Checkpoint | None:
+def find(
+    resume: str | Path | None, folder: Path | None, note: Callable[[str, str], None], world: World = ALONE
+) -> Checkpoint | None:
     """The checkpoint that `resume` means: None for a fresh run, "auto" for the newest good one of `folder`, else a
     run folder or a step folder. A damaged checkpoint is named through `note` and the one before it is used."""
     root = None if folder is None else folder / "checkpoints"
@@ -50,8 +55,8 @@ def find(resume: str | Path | None, folder: Path | None, note: Callable[[str, st
             )
         return None
     if resume == "auto":
-        return None if root is None else newest(root, on_damaged=lambda error: note("damaged", str(error)))
-    found = _named(Path(resume), note)
+        return None if root is None else newest(root, on_damaged=lambda error: note("damaged", str(error)), world=world)
+    found = _named(Path(resume), note, world)
     if root is not None:
         _refuse_other_future(found, root)
     return found
@@ -70,10 +75,10 @@ def _refuse_other_future(found: Checkpoint, root: Path) -> None:
         )
 
 
-def _named(path: Path, note: Callable[[str, str], None]) -> Checkpoint:
+def _named(path: Path, note: Callable[[str, str], None], world: World) -> Checkpoint:
     if (path / "manifest.json").exists():
-        return open_checkpoint(path)
-    found = newest(path / "checkpoints", on_damaged=lambda error: note("damaged", str(error)))
+        return open_checkpoint(path, world=world)
+    found = newest(path / "checkpoints", on_damaged=lambda error: note("damaged", str(error)), world=world)
     if found is None:
         raise CheckpointError("no checkpoint to resume from", got=path, expected="a run folder or a step folder")
     return found

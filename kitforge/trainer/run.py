@@ -12,12 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from kitforge.foundation import device as devices
+from kitforge.core.parallel.world import World
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.files import write_text
 from kitforge.foundation.log import console
-from kitforge.foundation.types import World
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.callbacks.checkpointing import Checkpointing
 from kitforge.trainer.callbacks.early_stopping import EarlyStopping
@@ -64,43 +63,59 @@ def _new_folder(name: str) -> Path:
 
 
 def make_loop(
-    task: Task, options: RunOptions, folder: Path, *, config: Mapping[str, Any], callbacks: Sequence[Callback]
+    task: Task,
+    options: RunOptions,
+    folder: Path,
+    *,
+    world: World,
+    config: Mapping[str, Any],
+    callbacks: Sequence[Callback],
 ) -> Loop:
     """The loop of a run with its standing callbacks; those handed in are told first."""
-    standing = _standing_callbacks(options, folder, dict(config))
-    world = World(device=devices.pick(options.device))
+    standing = _standing_callbacks(options, folder, dict(config), world)
     return Loop(task, options, world, folder=folder, callbacks=[*callbacks, *standing], config=config)
 
 
 def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> dict[str, float]:
     """Train in `folder`, from where `options.resume` says."""
-    found = find(options.resume, folder, lambda event, message: console.print(f"{event}: {message}", markup=False))
-    # Whatever is refused is refused before a file of the run is touched.
+    found = find(
+        options.resume,
+        folder,
+        lambda event, message: console.print(f"{event}: {message}", markup=False),
+        loop.world,
+    )
+    # Whatever is refused is refused before a file of the run is touched, on any rank.
     if found is not None:
         loop.resume(found)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "config.yaml", config_text)
-    _point_latest(folder)
+    loop.world.agree(None)
+    if loop.world.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "config.yaml", config_text)
+        _point_latest(folder)
     return loop.train()
 
 
-def _standing_callbacks(options: RunOptions, folder: Path, config: dict[str, Any]) -> list[Callback]:
-    """In the order in which they must hear of an event: what decides, what writes, what saves, what draws."""
+def _standing_callbacks(options: RunOptions, folder: Path, config: dict[str, Any], world: World) -> list[Callback]:
+    """In the order in which they must hear of an event: what decides, what writes, what saves, what draws. One rank
+    writes and speaks; all of them decide, and save what they hold."""
     trainer = options.trainer
     chosen: list[Callback] = []
     if options.schedule.name == "plateau":
         chosen.append(PlateauWatch())
     if trainer.early_stopping is not None:
         chosen.append(EarlyStopping(trainer.early_stopping))
-    if trainer.profile:
+    is_first = world.rank == 0
+    if trainer.profile and is_first:
         chosen.append(Profiler(folder / "profile"))
-    chosen.append(MetricsFile(folder / "metrics.jsonl"))
-    chosen.append(Checkpointing(folder / "checkpoints", keep_last=trainer.keep_checkpoints))
-    if trainer.wandb is not None:
+    if is_first:
+        chosen.append(MetricsFile(folder / "metrics.jsonl"))
+    chosen.append(Checkpointing(folder / "checkpoints", keep_last=trainer.keep_checkpoints, world=world))
+    if trainer.wandb is not None and is_first:
         chosen.append(Tracking(trainer.wandb, config))
-    if trainer.progress:
+    if trainer.progress and is_first:
         chosen.append(ProgressDisplay())
-    chosen.append(ReportPage())
+    if is_first:
+        chosen.append(ReportPage())
     return chosen
 
 

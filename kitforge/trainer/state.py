@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from kitforge.core.checkpoint.load import Checkpoint, load_tensors
 from kitforge.core.optim.build import Optimizer
 from kitforge.core.optim.schedules import Plateau
+from kitforge.core.parallel.apply import ParallelModel, layouts_with_states
+from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
 from kitforge.foundation.types import Cursor
 from kitforge.trainer.precision import LossScaler
@@ -27,10 +30,11 @@ class TrainingState:
     """The moving parts of a run."""
 
     model: nn.Module
+    parallel: ParallelModel  # the model's place among the ranks
     optimizer: Optimizer
     scaler: LossScaler
     plateau: Plateau
-    device: torch.device
+    world: World
     cursor: Cursor = field(default_factory=Cursor)
     updates: int = 0  # steps that changed the weights; the schedule counts these
     skipped: int = 0  # steps whose gradients were not finite
@@ -44,8 +48,12 @@ class TrainingState:
     window: dict[str, float] = field(default_factory=dict)  # sums and counts since the last log line
 
     def model_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and persistent buffers by name."""
-        yield from self.model.state_dict(keep_vars=True).items()
+        """This rank's pieces of the parameters, and persistent buffers, by name."""
+        return self.parallel.tensors()
+
+    def layouts(self) -> dict[str, Layout]:
+        """How the tensors of model and optimizer that are cut are cut."""
+        return layouts_with_states(self.parallel.layouts, dict(self.optimizer.tensors()))
 
     def plain(self) -> dict[str, Any]:
         """Everything but tensors, ready for JSON."""
@@ -55,7 +63,9 @@ class TrainingState:
             "window": dict(self.window),
             "scaler": self.scaler.state(),
             "plateau": self.plateau.state(),
-            "random": {name: _to_text(value) for name, value in devices.random_state(self.device).items()},
+            "random": self.world.agree(
+                {name: _to_text(value) for name, value in devices.random_state(self.world.device).items()}
+            ),
         }
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -66,13 +76,16 @@ class TrainingState:
         for name in COUNTERS:
             setattr(self, name, plain[name])
         self.window = dict(plain["window"])
-        devices.set_random_state({name: _from_text(text) for name, text in plain["random"].items()}, self.device)
+        # One for each rank; where there are more ranks now, some share one.
+        states = plain["random"][self.world.rank % len(plain["random"])]
+        devices.set_random_state({name: _from_text(text) for name, text in states.items()}, self.world.device)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Take weights, optimizer, scale and plateau from the checkpoint; the place in the data stays."""
-        load_tensors(dict(self.model_tensors()), checkpoint.model(), what="model")
         self.optimizer.materialise()
-        self.optimizer.load(dict(checkpoint.optimizer()))
+        regions = {name: self.parallel.region_of(layout) for name, layout in self.layouts().items()}
+        load_tensors(dict(self.model_tensors()), checkpoint.model(regions), what="model")
+        self.optimizer.load(dict(checkpoint.optimizer(regions)))
         self.scaler.load_state(checkpoint.state["training"]["scaler"])
         self.plateau.load_state(checkpoint.state["training"]["plateau"])
 

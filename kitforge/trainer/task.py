@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
-from kitforge.foundation.types import Cursor, MicroBatch, Sums, World
+from kitforge.core.parallel.world import World
+from kitforge.foundation.types import Cursor, MicroBatch, Sums
 
 
 class Task(ABC):

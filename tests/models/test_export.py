@@ -88,7 +88,7 @@ def test_a_mix_that_no_architecture_has_is_refused(options: dict[str, Any]) -> N
 )
 def test_a_network_of_our_own_is_written_too(options: dict[str, Any], tmp_path: Path) -> None:
     ours = Decoder(replace(TINY, **options)).eval()
-    initialise(ours, 2, seed=3)
+    initialise(ours.named_parameters(), 2, seed=3)
     assert largest_difference(logits_of(reloaded(ours, tmp_path), tokens()), logits_of(ours, tokens())) < 1e-5
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.api import Trainer
-from kitforge.foundation.types import Cursor, MicroBatch, Sums, World
+from kitforge.core.parallel.world import World
+from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.trainer.callbacks.callback import Callback, Event
 from kitforge.trainer.callbacks.callback import Run as WatchedRun
 from kitforge.trainer.run import Run

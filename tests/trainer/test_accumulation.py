@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kitforge.foundation.types import Cursor, MicroBatch, Sums, World
+from kitforge.core.parallel.world import World
+from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.task import Task
 from tests.trainer import tiny

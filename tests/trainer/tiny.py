@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kitforge.core.checkpoint.layout import step_folder, steps
 from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.parallel.lobby import Lobby
 from kitforge.kits.transformers.build import Assembly, Inputs, assemble, read_options
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run import train
@@ -77,7 +78,8 @@ def begin(
     """A run in `folder`, ready to start. `choices` are dotted options; `data.train` is a file of the corpus."""
     values = OPTIONS | {"data.train": "corpus.txt", "data.cache": str(corpus / "cache")} | dict(choices or {})
     values |= {"output_dir": str(folder), "data.train": str(corpus / values["data.train"])}
-    return assemble(read_options(nested(values)), Inputs(callbacks=callbacks))
+    options = read_options(nested(values))
+    return assemble(options, Inputs(callbacks=callbacks), Lobby.open(options.parallel, options.device))
 
 
 def finish(assembly: Assembly) -> dict[str, float]:

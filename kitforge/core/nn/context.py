@@ -105,8 +105,9 @@ class DropoutKey:
         index, parts = self.share.of(shape)
         whole = (shape[1] * parts, *shape[2:])
         rows = [
-            torch.rand(whole, generator=seed.generator(self.seed, "dropout", self.step, name, sample))
-            .narrow(0, index * shape[1], shape[1])
+            torch.rand(whole, generator=seed.generator(self.seed, "dropout", self.step, name, sample)).narrow(
+                0, index * shape[1], shape[1]
+            )
             for sample in self.samples
         ]
         return (torch.stack(rows) >= rate).to(like.device, like.dtype) / (1.0 - rate)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.optim.groups import ParameterGroup
-from kitforge.core.optim.muon import Muon
+from kitforge.core.optim.muon import Matrices, Muon
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import CheckpointError, ConfigError, ModelError
 
@@ -47,8 +47,10 @@ class OptimizerConfig:
         check(is_pair, "optimizer.betas", list(self.betas), "two numbers from 0 to below 1, for example [0.9,0.95]")
 
 
-def build_optimizer(groups: Sequence[ParameterGroup], config: OptimizerConfig) -> Optimizer:
-    """The optimizer of `config` over `groups`.
+def build_optimizer(
+    groups: Sequence[ParameterGroup], config: OptimizerConfig, whole_matrices: Matrices | None = None
+) -> Optimizer:
+    """The optimizer of `config` over `groups`; `whole_matrices` where their parameters are pieces.
 
     Raises ModelError when nothing is to be trained or a name comes twice, ConfigError for Muon without a matrix.
     """
@@ -65,7 +67,7 @@ def build_optimizer(groups: Sequence[ParameterGroup], config: OptimizerConfig) -
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         rate = config.matrix_learning_rate or config.learning_rate
-        optimizers.append(Muon(_as_torch(matrices), lr=rate, momentum=config.momentum))
+        optimizers.append(Muon(_as_torch(matrices), lr=rate, momentum=config.momentum, matrices=whole_matrices))
     if others:
         optimizers.append(_torch_optimizer(_as_torch(others), config))
     return Optimizer(groups, optimizers)

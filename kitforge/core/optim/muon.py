@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,22 @@ NUM_STEPS = 5
 EPS = 1e-7
 # Elements in one stack of equal shapes: enough to fill the machine, few enough to keep temporaries small.
 STACK_ELEMENTS = 2**22
+
+
+class Matrices(Protocol):
+    """For weights that are cut over ranks: Muon's update is one of whole matrices."""
+
+    def shape(self, piece: Tensor) -> tuple[int, ...]:
+        """The shape of the whole that a parameter is a piece of."""
+        ...
+
+    def whole(self, value: Tensor, piece: Tensor) -> Tensor:
+        """The whole matrix of which each rank has the `value` that belongs to its piece."""
+        ...
+
+    def part(self, matrix: Tensor, piece: Tensor) -> Tensor:
+        """This rank's part of a whole matrix."""
+        ...
 
 
 @final
@@ -44,8 +60,10 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         weight_decay: float = 0.0,
         momentum: float = 0.95,
+        matrices: Matrices | None = None,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self._matrices = matrices
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.ndim != 2:
@@ -60,7 +78,7 @@ class Muon(torch.optim.Optimizer):
             alike: dict[tuple[int, int, torch.dtype, torch.device], list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    rows, cols = sorted(parameter.shape)
+                    rows, cols = sorted(self._shape(parameter))
                     alike.setdefault((rows, cols, parameter.dtype, parameter.device), []).append(parameter)
             for (rows, cols, _, _), parameters in alike.items():
                 size = max(STACK_ELEMENTS // max(rows * cols, 1), 1)
@@ -72,8 +90,13 @@ class Muon(torch.optim.Optimizer):
         stack = torch.stack([_lying(self._update(parameter, group["momentum"])) for parameter in parameters])
         rate, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
         for parameter, update in zip(parameters, orthogonalize(stack), strict=True):
-            standing = update.mT if parameter.shape[0] > parameter.shape[1] else update
-            parameter.mul_(decay).add_(standing, alpha=-rate * 0.2 * math.sqrt(max(parameter.shape)))
+            shape = self._shape(parameter)
+            standing = update.mT if shape[0] > shape[1] else update
+            part = standing if self._matrices is None else self._matrices.part(standing, parameter)
+            parameter.mul_(decay).add_(part, alpha=-rate * 0.2 * math.sqrt(max(shape)))
+
+    def _shape(self, parameter: Tensor) -> tuple[int, ...]:
+        return tuple(parameter.shape) if self._matrices is None else self._matrices.shape(parameter)
 
     def _update(self, parameter: Tensor, mu: float) -> Tensor:
         """The update before it is made orthogonal; the momentum moves on."""
@@ -82,7 +105,8 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state["momentum"] = torch.zeros_like(parameter)
         state["momentum"].lerp_(parameter.grad, 1 - mu)
-        return parameter.grad.lerp(state["momentum"], mu)
+        update = parameter.grad.lerp(state["momentum"], mu)
+        return update if self._matrices is None else self._matrices.whole(update, parameter)
 
 
 def orthogonalize(stack: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The norm of all gradients as one value, and clipping by it. What ranks add up among themselves is not its matter."""
+"""The norm of all gradients as one value. What ranks add up among themselves is not its matter."""
 
 from __future__ import annotations
 
@@ -24,14 +24,3 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
         pieces = [piece for gradient in gradients for piece in torch.split(gradient.reshape(-1), PIECE)]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(pieces, 2, dtype)))
     return norm
-
-
-@torch.no_grad()
-def clip_(gradients: Sequence[Tensor], norm: Tensor | float, max_norm: float) -> None:
-    """Scale `gradients` in place by `max_norm / norm` when their `norm` is larger than `max_norm`.
-
-    A norm that is not finite leaves them as they are: such a step is the loop's to skip.
-    """
-    size = float(norm)
-    if max_norm < size < float("inf"):
-        torch._foreach_mul_(list(gradients), max_norm / size)

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,6 +35,27 @@ class SparseOptimizerConfig:
         check(is_pair, "sparse_optimizer.betas", list(self.betas), "two numbers from 0 to below 1")
         check(0 < self.eps < math.inf, "sparse_optimizer.eps", self.eps, "a number above 0")
         check(0 <= self.initial_sum < math.inf, "sparse_optimizer.initial_sum", self.initial_sum, "0 or more")
+
+
+@runtime_checkable
+class SparseModule(Protocol):
+    """A module with rows that are no parameters: a step asks it for its part of the norm, then moves or forgets."""
+
+    def squared_norm(self) -> Tensor:
+        """This rank's share of the squared norm of all gradients, 0-dim float64."""
+        ...
+
+    def scale_gradients_(self, factor: float) -> None:
+        """Multiply all gradients."""
+        ...
+
+    def step(self, rate: float) -> None:
+        """Move the rows that have a gradient, at that learning rate, and let go of the gradients."""
+        ...
+
+    def clear_gradients(self) -> None:
+        """Let go of all gradients, as a skipped step does."""
+        ...
 
 
 class RowOptimizer(ABC):

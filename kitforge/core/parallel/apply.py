@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.optim.norm import global_norm
+from kitforge.core.optim.sparse import SparseModule
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.data import Copies
 from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.matrices import WholeMatrices, gather_whole
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.norm import norm_over_ranks
 from kitforge.core.parallel.shard import ShardedUnits, local_tensor
@@ -33,6 +37,8 @@ class ParallelModel:
 
     def __init__(self, model: nn.Module, sharding: Sharding, world: World) -> None:
         self.model = model
+        self.tables = [module for module in model.modules() if isinstance(module, SparseModule)]
+        self.rank = world.rank
         self._mesh = world.mesh
         self.layouts = {name: Layout(shape=tuple(each.shape)) for name, each in model.named_parameters()}
         self._split: SplitModel | None = None
@@ -56,16 +62,41 @@ class ParallelModel:
                 name: nn.Parameter(local_tensor(each.detach()), each.requires_grad)
                 for name, each in self._parameters.items()
             }
-        elif self._mesh is not None and self._mesh.degree("data") > 1:
-            self._copies = Copies(list(self._parameters.values()), self._mesh.group("data"))
+        elif self._mesh is not None and (group := self._mesh.group("data")) is not None:
+            self._copies = Copies(list(self._parameters.values()), group)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's piece of every parameter by name, plain tensors that share the model's memory."""
         return self._pieces
 
+    def pieces_of(self, groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
+        """The same groups over the pieces."""
+        return [replace(group, parameters=tuple(self._pieces[name] for name in group.names)) for group in groups]
+
+    def whole_matrices(self) -> WholeMatrices | None:
+        """What an optimizer of whole matrices needs; None where nothing is cut."""
+        if self._mesh is None:
+            return None
+        layouts: dict[Tensor, Layout] = {piece: self.layouts[name] for name, piece in self._pieces.items()}
+        return WholeMatrices(layouts, self._mesh)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and piece of all parameters and persistent buffers; tied ones under each of their names."""
+        pieces = {id(parameter): self._pieces[name] for name, parameter in self._parameters.items()}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            yield name, pieces.get(id(tensor), tensor)
+
+    def whole(self, name: str) -> Tensor:
+        """A whole parameter, gathered on all ranks, which call this together; its own memory when alone."""
+        piece = self._pieces[name].detach()
+        return piece if self._mesh is None else gather_whole(piece, self.layouts[name], self._mesh)
+
     def region(self, name: str) -> Region:
         """Which part of the global parameter this rank has."""
-        layout = self.layouts[name]
+        return self.region_of(self.layouts[name])
+
+    def region_of(self, layout: Layout) -> Region:
+        """Which part of a tensor of that layout this rank has."""
         return layout.region({} if self._mesh is None else self._mesh.index)
 
     def cut(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -98,9 +129,11 @@ class ParallelModel:
     def norm(self) -> Tensor:
         """The norm of all gradients, over all ranks."""
         gradients = {name: each.grad for name, each in self.parameters().items() if each.grad is not None}
-        if self._mesh is None:
-            return global_norm(list(gradients.values()))
-        return norm_over_ranks(gradients, self.layouts, self._mesh)
+        rows = sum((table.squared_norm() for table in self.tables), torch.zeros((), dtype=torch.float64))
+        if self._mesh is not None:
+            return norm_over_ranks(gradients, self.layouts, rows, self._mesh)
+        norm = global_norm(list(gradients.values()))
+        return (norm.double() ** 2 + rows).sqrt() if self.tables else norm
 
     def rest(self) -> None:
         """After forward passes without a backward pass: everything lies cut again."""
@@ -129,10 +162,10 @@ def apply(model: nn.Module, sharding: Sharding, world: World) -> ParallelModel:
     return parallel
 
 
-def parallel_of(model: nn.Module, world: World) -> ParallelModel:
-    """What `apply` made of the model; a model that never was applied is now, with nothing declared."""
+def parallel_of(model: nn.Module, world: World, sharding: Sharding | None = None) -> ParallelModel:
+    """What `apply` made of the model; a model that never was applied is now."""
     found = model.__dict__.get(_ATTRIBUTE)
-    return found if isinstance(found, ParallelModel) else apply(model, Sharding(), world)
+    return found if isinstance(found, ParallelModel) else apply(model, sharding or Sharding(), world)
 
 
 def _sum_parts(parameters: list[nn.Parameter], group: collectives.Group) -> None:
@@ -142,7 +175,7 @@ def _sum_parts(parameters: list[nn.Parameter], group: collectives.Group) -> None
         return
     gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
     flat = collectives.all_reduce_(torch.cat([gradient.reshape(-1) for gradient in gradients]), group)
-    for parameter, gradient in zip(trained, flat.split([each.numel() for each in trained]), strict=True):
+    for parameter, gradient in zip(trained, torch.split(flat, [each.numel() for each in trained]), strict=True):
         parameter.grad = gradient.view_as(parameter)
 
 

@@ -41,8 +41,7 @@ def all_reduce_(input: Tensor, group: Group, op: Any = SUM) -> Tensor:
 
 def start_all_reduce_(input: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Begin to sum in place over the ranks; `wait` of what is returned ends it."""
-    work = dist.all_reduce(input, group=group, async_op=True)
-    assert work is not None
+    work: dist.Work = dist.all_reduce(input, group=group, async_op=True)
     return work
 
 
@@ -71,7 +70,8 @@ def reduce_scatter(input: Tensor, group: Group, dim: int) -> Tensor:
     if group is None:
         return input
     ranks = size(group)
-    pieces = input.unflatten(dim, (ranks, input.shape[dim] // ranks)).movedim(dim, 0).contiguous()
+    shape = (*input.shape[:dim], ranks, input.shape[dim] // ranks, *input.shape[dim + 1 :])
+    pieces = input.reshape(shape).movedim(dim, 0).contiguous()
     own = torch.empty_like(pieces[0])
     _reduce_scatter_single(own, pieces.view(ranks * own.shape[0], *own.shape[1:]), group=group)
     return own

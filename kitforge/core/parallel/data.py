@@ -43,7 +43,7 @@ class Copies:
         self._buckets = _fill([parameter for parameter in reversed(parameters) if parameter.requires_grad])
         for bucket in self._buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
 
     def micro_batch(self, is_last: bool) -> None:
         """Whether the coming backward pass is the last of its step."""
@@ -82,8 +82,7 @@ class Copies:
 
     def _send(self, bucket: _Bucket) -> None:
         gradients = [
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for parameter in bucket.parameters
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket.parameters
         ]
         bucket.flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         bucket.work = collectives.start_all_reduce_(bucket.flat, self._group)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from functools import cached_property
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch.distributed as dist
@@ -32,12 +33,14 @@ class Mesh:
         self.shape = {axis: getattr(degrees, axis) for axis in AXES if getattr(degrees, axis) > 1}
         names = tuple(self.shape)
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, tuple(self.shape.values()), mesh_dim_names=names)
-        self.world: dist.ProcessGroup = dist.group.WORLD
+        world = dist.group.WORLD
+        assert world is not None  # there is one as soon as torch.distributed is initialised
+        self.world: dist.ProcessGroup = world
         self.replicas = self._view(REPLICA_AXES)
 
     def degree(self, axis: str) -> int:
         """Ranks along the axis."""
-        return self.shape.get(axis, 1)
+        return int(self.shape.get(axis, 1))
 
     @cached_property
     def index(self) -> Mapping[str, int]:
@@ -52,6 +55,16 @@ class Mesh:
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks along the axis through this one; None where it is not split."""
         return self.device_mesh.get_group(axis) if axis in self.shape else None
+
+    def side_group(self) -> dist.ProcessGroup:
+        """A new group of all ranks, on the CPU, for a background thread whose words must not mix with the training's.
+
+        All ranks make it at the same point of the program.
+        """
+        group: dist.ProcessGroup = dist.new_group(
+            backend="gloo", timeout=datetime.timedelta(seconds=self.degrees.timeout)
+        )
+        return group
 
     def sub_mesh(self, *axes: str) -> DeviceMesh:
         """torch's own mesh of those axes that are split; at least one must be."""
@@ -76,5 +89,5 @@ class Mesh:
         grid = np.arange(self.size).reshape(tuple(self.shape.values()))
         positions = [list(self.shape).index(axis) for axis in split]
         rows = np.moveaxis(grid, positions, range(-len(split), 0)).reshape(-1, int(np.prod([*map(self.degree, split)])))
-        own, _ = dist.new_subgroups_by_enumeration(rows.tolist())
-        return own
+        groups: tuple[dist.ProcessGroup, Any] = dist.new_subgroups_by_enumeration(rows.tolist())  # type: ignore[no-untyped-call]
+        return groups[0]

@@ -13,8 +13,9 @@ from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 
 
-def norm_over_ranks(gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> Tensor:
-    """The Euclidean norm, 0-dim float64 and the same on every rank, of gradients that are complete on their pieces.
+def norm_over_ranks(gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout], rows: Tensor, mesh: Mesh) -> Tensor:
+    """The Euclidean norm, 0-dim float64 and the same on every rank, of gradients that are complete on their pieces and
+    of table rows, which live once and whose squares on this rank are `rows`.
 
     Each of a tensor's pieces is held by `mesh.size / num_pieces` ranks, so its squares count that much less; one sum
     over the whole world is then the sum over all distinct elements.
@@ -22,8 +23,8 @@ def norm_over_ranks(gradients: Mapping[str, Tensor], layouts: Mapping[str, Layou
     alike: dict[int, list[Tensor]] = {}
     for name, gradient in gradients.items():
         alike.setdefault(layouts[name].num_pieces, []).append(gradient)
-    squares = torch.zeros((), dtype=torch.float64)
+    squares = rows.cpu().double()
     for num_pieces, members in alike.items():
-        squares += global_norm(members).cpu().double() ** 2 * (num_pieces / mesh.size)
+        squares = squares + global_norm(members).cpu().double() ** 2 * (num_pieces / mesh.size)
     device = next(iter(gradients.values())).device if gradients else torch.device("cpu")
     return collectives.all_reduce_(squares.to(device), mesh.world).sqrt()

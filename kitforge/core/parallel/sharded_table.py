@@ -115,6 +115,18 @@ class ShardedTable(nn.Module):
                 state[slots] = states[name]
         self.sink.clear()
 
+    def squared_norm(self) -> Tensor:
+        """See `core.optim.sparse.SparseModule`."""
+        return self.sink.squared_norm()
+
+    def scale_gradients_(self, factor: float) -> None:
+        """See `core.optim.sparse.SparseModule`."""
+        self.sink.scale_(factor)
+
+    def clear_gradients(self) -> None:
+        """See `core.optim.sparse.SparseModule`."""
+        self.sink.clear()
+
     def rows(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Of the rows that live here and have ever moved: ids in ascending order, rows and states, as copies."""
         ids = sorted(self._slots)

@@ -91,9 +91,7 @@ class SplitModel:
         """Names of the parameters whose gradients have to be summed over the axis."""
         return [name for name, kind in self._parts.items() if kind == "part" or self.stream.is_cut]
 
-    def _cut(
-        self, module: nn.Module, own: str, name: str, parameter: nn.Parameter, rule: Rule, mesh: Mesh
-    ) -> None:
+    def _cut(self, module: nn.Module, own: str, name: str, parameter: nn.Parameter, rule: Rule, mesh: Mesh) -> None:
         layout = Layout(shape=tuple(parameter.shape))
         for axis, dim in rule.splits.get(own, {}).items():
             layout = layout.cut(axis, dim, mesh.degree(axis))

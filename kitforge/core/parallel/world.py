@@ -57,3 +57,7 @@ class World:
     def first(self, value: Any) -> Any:
         """Rank 0's value on all ranks."""
         return self.agree(value)[0]
+
+
+# A run of one process on the CPU.
+ALONE = World(device=torch.device("cpu"))

@@ -14,9 +14,13 @@ from torch import nn
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
+from kitforge.core.nn.init import initialise
+from kitforge.core.parallel.apply import apply, parallel_of
+from kitforge.core.parallel.lobby import Lobby
+from kitforge.core.parallel.sharding import Sharding, check_geometry
+from kitforge.core.parallel.world import ALONE, World
 from kitforge.data.source import Source
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.transformers.config import TextGenerationOptions
@@ -27,6 +31,7 @@ from kitforge.kits.transformers.samples import TOKENIZER_FOLDER, Samples
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.models import folder as model_folder
 from kitforge.models.catalog import config_of
+from kitforge.models.sharding import DECODER
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.precision import autocast
@@ -63,38 +68,74 @@ def read_options(values: Mapping[str, Any]) -> TextGenerationOptions:
     return from_dict(TextGenerationOptions, values)
 
 
-def assemble(options: TextGenerationOptions, inputs: Inputs) -> Assembly:
+def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> Assembly:
     """Everything that a run needs, in the order in which mistakes are cheapest to find."""
-    device = devices.pick(options.device)
     train = _source(inputs.train_dataset, options.data.train, options)
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
-    given = _given_network(options, inputs, device)
+    given = _given_network(options, inputs, lobby.device)
     tokenizer = _tokenizer(options, inputs, train or evaluation)
     config = _network_config(options, given, tokenizer)
     if config is not None:
         _check_fit(config, options, tokenizer)
-    with tokenising(options.trainer.progress) as progress:
+    # Token caches are built by one rank, before ranks wait for one another.
+    with lobby.turns(), tokenising(options.trainer.progress) as progress:
         corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed, progress)
-
-    def build(where: torch.device) -> nn.Module:
-        if given is not None:
-            return _prepare(given.to(where), options)
-        assert config is not None
-        network = model_folder.build(config, device=where, level=options.compile_level, seed=options.seed)
-        return _prepare(network, options)
-
+    world = lobby.join()
     recorded = to_dict(options)
     if config is not None:
         recorded["model"] = {"family": config.family, **to_dict(config)}
-    folder = default_folder(options, inputs.model_name)
+    config_text = to_yaml(recorded)
+    lobby.check_same({"configuration": config_text, "training text": corpus.fingerprint})
+
+    def build(world: World) -> nn.Module:
+        if given is None:
+            assert config is not None
+            return _prepare(_build(config, options, world), options)
+        parallel_of(given.to(world.device), world, _sharding(given))
+        return _prepare(given, options)
+
+    folder = world.first(default_folder(options, inputs.model_name))
     loop = make_loop(
-        TextGenerationTask(options, corpus, build),
-        dataclasses.replace(options, device=str(device)),
+        TextGenerationTask(options, corpus, build, world),
+        dataclasses.replace(options, device=str(world.device)),
         folder,
+        world=world,
         config=recorded,
         callbacks=[*inputs.callbacks, _samples(options, config, corpus, tokenizer)],
     )
-    return Assembly(loop=loop, folder=folder, tokenizer=tokenizer, options=options, config_text=to_yaml(recorded))
+    return Assembly(loop=loop, folder=folder, tokenizer=tokenizer, options=options, config_text=config_text)
+
+
+def check_degrees(options: TextGenerationOptions) -> None:
+    """Raise ConfigError, with the arithmetic, for a network that the degrees of `options` cannot split; before any
+    rank is started."""
+    degrees = options.parallel
+    if options.checkpoint is None:
+        config = config_of({**options.model, "vocab_size": options.model.get("vocab_size") or ByteTokenizer.vocab_size})
+        with torch.device("meta"):
+            check_geometry(DECODER, Decoder(config).geometry, degrees)
+    length = options.data.sequence_length
+    check(
+        not degrees.sequence or length % degrees.tensor == 0,
+        "data.sequence_length",
+        length,
+        f"a multiple of parallel.tensor={degrees.tensor}",
+        "or parallel.sequence=false, which splits no sequence",
+    )
+
+
+def _build(config: FamilyConfig, options: TextGenerationOptions, world: World) -> Decoder:
+    """A network that no rank ever holds whole: laid out on meta, cut, given memory, then its initial weights."""
+    network = model_folder.outline(config, options.compile_level)
+    parallel = apply(network, DECODER, world)
+    parallel.materialise(world.device)
+    regions = {name: parallel.region(name) for name in parallel.parameters()}
+    initialise(parallel.parameters().items(), network.geometry.num_layers, options.seed, regions)
+    return network
+
+
+def _sharding(network: nn.Module) -> Sharding:
+    return DECODER if isinstance(network, Decoder) else Sharding()
 
 
 def load(folder: Path, device: torch.device, level: CompileLevel = "O1") -> Decoder:
@@ -112,6 +153,11 @@ def save(model: nn.Module, folder: Path, tokenizer: Tokenizer | None) -> None:
     """Write a Hugging Face folder that `transformers` and we can load."""
     if not isinstance(model, Decoder):
         raise ModelError("only the families can be exported", got=type(model).__name__, expected="a gpt2, llama or glm")
+    parallel = parallel_of(model, ALONE)
+    tensors = {name: parallel.whole(name) for name in parallel.parameters()}
+    # All ranks have gathered; one writes.
+    if parallel.rank > 0:
+        return
     ids: dict[str, Any] = {}
     if tokenizer is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +165,7 @@ def save(model: nn.Module, folder: Path, tokenizer: Tokenizer | None) -> None:
         ends = list(tokenizer.eos_ids)
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
         ids["pad_token_id"] = tokenizer.pad_id if tokenizer.pad_id < model.geometry.vocab_size else None
-    model_folder.save(model, folder, extra=ids)
+    model_folder.save(model, folder, extra=ids, tensors=tensors)
 
 
 def open_pipeline(model: nn.Module, tokenizer: Tokenizer, options: TextGenerationOptions) -> TextGenerationPipeline:
@@ -228,27 +274,31 @@ def _spread(num_rows: int) -> Any:
     return torch.tensor(sorted({0, num_rows // 2})).numpy()
 
 
-def evaluate(options: TextGenerationOptions, inputs: Inputs) -> dict[str, float]:
+def evaluate(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> dict[str, float]:
     """Loss and perplexity of the evaluation text, for a model in memory or under `options.checkpoint`."""
-    device = devices.pick(options.device)
     train = _source(inputs.train_dataset, options.data.train, options)
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
     if train is None and evaluation is None:
         raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
-    model = _given_network(options, inputs, device)
+    model = _given_network(options, inputs, lobby.device)
     if model is None:
         raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
     tokenizer = _tokenizer(options, inputs, evaluation or train)
     if isinstance(model, Decoder):
         _check_fit(model.config, options, tokenizer)
-    corpus = load_corpus(None if evaluation is not None else train, evaluation, tokenizer, options.data, options.seed)
-    task = TextGenerationTask(options, corpus, lambda _device: model)
+    text = None if evaluation is not None else train
+    with lobby.turns():
+        corpus = load_corpus(text, evaluation, tokenizer, options.data, options.seed)
+    world = lobby.join()
+    parallel = parallel_of(model, world, _sharding(model))
+    task = TextGenerationTask(options, corpus, lambda _world: model, world)
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), autocast(device, options.precision):
+        with torch.no_grad(), autocast(world.device, options.precision):
             return task.evaluate(model)
     finally:
+        parallel.rest()
         model.train(was_training)
 
 

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from kitforge.data.tokenizer import TokenizerConfig
 from kitforge.foundation.config import check
-from kitforge.foundation.errors import ConfigError
 from kitforge.inference.sampling import SamplingOptions
 from kitforge.trainer.options import RunOptions
 
@@ -36,32 +35,6 @@ class DataOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelOptions:
-    """Degrees of parallelism: world = data x shard x tensor x context x pipeline."""
-
-    data: int = 1
-    shard: int = 1
-    tensor: int = 1
-    context: int = 1
-    pipeline: int = 1
-    expert: int = 1
-
-    def __post_init__(self) -> None:
-        degrees = {name: getattr(self, name) for name in ("data", "shard", "tensor", "context", "pipeline", "expert")}
-        for name, degree in degrees.items():
-            check(degree >= 1, f"parallel.{name}", degree, "a whole number of at least 1")
-        world = self.data * self.shard * self.tensor * self.context * self.pipeline
-        if world * self.expert > 1:
-            product = " x ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1)
-            raise ConfigError(
-                "this version trains in one process",
-                got=f"{product}, a world of {world}",
-                expected="every degree of parallel.* to be 1",
-                fix="leave parallel.* out",
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TextGenerationOptions(RunOptions):
     """All options of the task."""
 
@@ -70,7 +43,6 @@ class TextGenerationOptions(RunOptions):
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataOptions = field(default_factory=DataOptions)
     inference: SamplingOptions = field(default_factory=SamplingOptions)
-    parallel: ParallelOptions = field(default_factory=ParallelOptions)
     checkpoint: str | None = None  # weights to start from, to evaluate or to generate with
     prompt: Any = None  # text, or a list of texts, to continue; also for the samples of a report
 

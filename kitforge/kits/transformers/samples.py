@@ -26,12 +26,17 @@ class Samples(Callback):
 
     def on_event(self, event: Event, run: Run) -> None:
         """Save the tokenizer at the start, generate after an evaluation."""
-        if event.kind == "start" and run.folder is not None:
+        is_first = run.world.rank == 0
+        if event.kind == "start" and run.folder is not None and is_first:
             self._tokenizer.save(run.folder / TOKENIZER_FOLDER)
         if event.kind != "evaluate" or run.folder is None or not self._prompts:
             return
         prompts = [self._tokenizer.encode(prompt) for prompt in self._prompts]
+        # Every rank takes part, since each may hold only pieces of the model.
         outputs = generate(run.model, prompts, self._options, self._tokenizer.eos_ids)
+        run.state.parallel.rest()
+        if not is_first:
+            return
         texts = [self._tokenizer.decode(output) for output in outputs]
         samples = [{"prompt": prompt, "text": text} for prompt, text in zip(self._prompts, texts, strict=True)]
         step = run.state.cursor.step

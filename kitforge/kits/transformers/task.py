@@ -8,17 +8,19 @@ from typing import Any, cast, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
+from kitforge.core.parallel.world import World
 from kitforge.data.collate import simplify, split_micro_batches
 from kitforge.data.packing import PackedRows
 from kitforge.data.prefetch import Prefetcher
 from kitforge.data.sampler import order
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.types import Cursor, MicroBatch, Sums, World
+from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus
 from kitforge.trainer.evaluate import weighted_means
@@ -31,15 +33,16 @@ class TextGenerationTask(Task):
     documents [rows, length] where a row holds more than one."""
 
     def __init__(
-        self, options: TextGenerationOptions, corpus: Corpus, build: Callable[[torch.device], nn.Module]
+        self, options: TextGenerationOptions, corpus: Corpus, build: Callable[[World], nn.Module], world: World
     ) -> None:
         self._options = options
         self._corpus = corpus
         self._build = build
+        self._world = world
 
     def build(self, world: World) -> nn.Module:
-        """The network, on the device."""
-        return self._build(world.device)
+        """The network, on the device, cut as the world's degrees say."""
+        return self._build(world)
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Matrices decay; embeddings, the head, norms and biases do not."""
@@ -56,10 +59,10 @@ class TextGenerationTask(Task):
             yield from batches
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
-        """Valid targets of the step."""
+        """Valid targets of this rank's part of the step."""
         valid = sum((micro_batch["targets"] != IGNORED).sum() for micro_batch in step)
-        samples = sum(len(micro_batch["tokens"]) for micro_batch in step)
-        return {"loss": torch.as_tensor(valid), "samples": torch.tensor(samples), "tokens": torch.as_tensor(valid)}
+        samples = sum((micro_batch["samples"] != NO_SAMPLE).sum() for micro_batch in step)
+        return {"loss": torch.as_tensor(valid), "samples": torch.as_tensor(samples), "tokens": torch.as_tensor(valid)}
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
         """The sum of cross entropies over the valid targets."""
@@ -83,6 +86,7 @@ class TextGenerationTask(Task):
             self._evaluation_batches(rows),
             lambda batch: self.loss(model, batch),
             lambda batch: self.count([batch]),
+            self._world.sum,
         )
         loss = means["loss"]
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
@@ -119,25 +123,57 @@ class TextGenerationTask(Task):
         sample, step = cursor.samples, cursor.step
         while limit is None or sample < limit:
             wanted = size * together if limit is None else min(size * together, limit - sample)
+            # Of each batch this rank gathers its own share only.
+            shares = [self._share(start, min(size, wanted - start)) for start in range(0, wanted, size)]
+            mine = np.concatenate(shares)
             indices = order(options.seed, rows.num_rows, sample, wanted, shuffle=options.data.shuffle)
-            gathered = rows.rows(indices) | {"samples": torch.arange(sample, sample + wanted)}
-            for batch in split_micro_batches(gathered, size):
-                yield self._micro_batches(batch, step)
+            gathered = rows.rows(indices[mine]) | {"samples": torch.from_numpy(sample + mine)}
+            begin = 0
+            for number, share in enumerate(shares):
+                batch = {name: column[begin : begin + len(share)] for name, column in gathered.items()}
+                yield self._micro_batches(batch, step, min(size, wanted - number * size))
+                begin += len(share)
                 step += 1
             sample += wanted
 
-    def _micro_batches(self, batch: dict[str, Tensor], step: int) -> list[MicroBatch]:
-        size = self._options.trainer.micro_batch_size or self._options.data.batch_size
-        return [{**simplify(part), "step": step} for part in split_micro_batches(batch, size)]
+    def _share(self, start: int, num_rows: int) -> NDArray[np.int64]:
+        """Which of the rows start .. start + num_rows - 1 are this rank's; shares differ by one row at most."""
+        begin, end = (
+            num_rows * each // self._world.num_replicas for each in (self._world.replica, self._world.replica + 1)
+        )
+        return np.arange(start + begin, start + end)
+
+    def _micro_batches(self, batch: dict[str, Tensor], step: int, num_rows: int) -> list[MicroBatch]:
+        """This rank's rows of a batch of `num_rows`, in as many micro-batches as the rank with the most rows has."""
+        largest = -(-num_rows // self._world.num_replicas)
+        size = self._options.trainer.micro_batch_size or largest
+        parts: list[MicroBatch] = [{**simplify(part), "step": step} for part in split_micro_batches(batch, size)]
+        return parts + [self._dry(step)] * (-(-largest // size) - len(parts))
 
     def _evaluation_batches(self, rows: PackedRows) -> Iterator[MicroBatch]:
         size = self._options.trainer.micro_batch_size or self._options.data.batch_size
         limit = self._options.trainer.evaluate_batches
         # How a batch is split must not change what is evaluated.
         stop = rows.num_rows if limit is None else min(rows.num_rows, limit * self._options.data.batch_size)
-        for start in range(0, stop, size):
-            indices = np.arange(start, min(start + size, stop))
-            yield {**simplify(rows.rows(indices)), "samples": torch.from_numpy(indices), "step": 0}
+        for start in range(0, stop, size * self._world.num_replicas):
+            begin = start + size * self._world.replica
+            indices = np.arange(begin, min(begin + size, stop))
+            if len(indices):
+                yield {**simplify(rows.rows(indices)), "samples": torch.from_numpy(indices), "step": 0}
+            else:
+                yield self._dry(0)
+
+    def _dry(self, step: int) -> MicroBatch:
+        """A row in which nothing counts, for a rank that has no rows left while others still compute together."""
+        length = self._options.data.sequence_length
+        tokens = torch.zeros(1, length, dtype=torch.int64)
+        return {
+            "tokens": tokens,
+            "targets": torch.full_like(tokens, IGNORED),
+            "positions": torch.arange(length).unsqueeze(0),
+            "samples": torch.tensor([NO_SAMPLE]),
+            "step": step,
+        }
 
     def _noise(self, micro_batch: MicroBatch) -> DropoutKey:
         samples = tuple(micro_batch["samples"].tolist())
@@ -145,6 +181,7 @@ class TextGenerationTask(Task):
 
 
 IGNORED = -100
+NO_SAMPLE = -1
 EMBEDDINGS = ("embedding.weight", "position.weight", "output")
 # Rows gathered at once cost less each; this many tokens fit in the second-level cache.
 TOKENS_GATHERED = 16384

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from torch import nn
 
+from kitforge.core.parallel.world import World
 from kitforge.trainer.options import TrainerOptions
 from kitforge.trainer.state import TrainingState
 
@@ -30,9 +31,10 @@ class Event:
 
 
 class Run(Protocol):
-    """What a callback may see of the loop, and ask of it."""
+    """What a callback may see of the loop, and ask of it. Every rank has its own; rank 0 writes for people."""
 
     model: nn.Module
+    world: World
     state: TrainingState
     options: TrainerOptions
     folder: Path | None

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import final
 
 from kitforge.core.checkpoint.save import CheckpointWriter
+from kitforge.core.parallel.world import World
 from kitforge.trainer.callbacks.callback import Callback, Event, Run
 
 
@@ -13,8 +14,8 @@ from kitforge.trainer.callbacks.callback import Callback, Event, Run
 class Checkpointing(Callback):
     """Writes to `root`/step_N in the background. Give it after every callback whose state should be inside."""
 
-    def __init__(self, root: Path, *, keep_last: int) -> None:
-        self._writer = CheckpointWriter(root, keep_last=keep_last)
+    def __init__(self, root: Path, *, keep_last: int, world: World) -> None:
+        self._writer = CheckpointWriter(root, keep_last=keep_last, world=world)
         self._saved: int | None = None
         self._best: int | None = None
 
@@ -48,6 +49,7 @@ class Checkpointing(Callback):
             optimizer=run.state.optimizer.tensors(),
             state=run.checkpoint_state(),
             keep=step == best,
+            layouts=run.state.layouts(),
         )
         if best == step:
             if self._best not in (None, step):

@@ -61,7 +61,7 @@ CONFIGS: dict[str, FamilyConfig] = {
 def build(config: FamilyConfig, level: CompileLevel = "O1", dtype: torch.dtype = torch.float64) -> Decoder:
     """A network whose every parameter, biases and norms too, is off its initial value."""
     model = Decoder(config, select(level))
-    initialise(model, len(model.blocks), seed=1)
+    initialise(model.named_parameters(), len(model.blocks), seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():

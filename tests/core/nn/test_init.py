@@ -53,7 +53,7 @@ def test_values_are_standard_normal() -> None:
 @pytest.mark.parametrize("config", [GPT2, replace(GPT2, tie_embeddings=False), LLAMA])
 def test_parameters_start_where_they_should(config: GPT2 | LLAMA) -> None:  # type: ignore[valid-type]
     model = Decoder(replace(config, dim=96))
-    initialise(model, 2, seed=0)
+    initialise(model.named_parameters(), 2, seed=0)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             assert torch.equal(parameter, torch.full_like(parameter, 0.0 if name.endswith("bias") else 1.0))
@@ -65,8 +65,8 @@ def test_parameters_start_where_they_should(config: GPT2 | LLAMA) -> None:  # ty
 
 def test_a_tied_embedding_is_initialised_once() -> None:
     tied, untied = (Decoder(replace(GPT2, tie_embeddings=tie)) for tie in (True, False))
-    initialise(tied, 2, seed=0)
-    initialise(untied, 2, seed=0)
+    initialise(tied.named_parameters(), 2, seed=0)
+    initialise(untied.named_parameters(), 2, seed=0)
     assert tied.head_weight is tied.embedding.weight
     assert torch.equal(tied.embedding.weight, untied.embedding.weight)
     assert not torch.equal(untied.head_weight, untied.embedding.weight)
@@ -75,11 +75,11 @@ def test_a_tied_embedding_is_initialised_once() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_network_built_without_memory_becomes_the_same_one(name: str) -> None:
     direct = Decoder(CONFIGS[name])
-    initialise(direct, 2, seed=4)
+    initialise(direct.named_parameters(), 2, seed=4)
     with torch.device("meta"):
         later = Decoder(CONFIGS[name])
     later.to_empty(device="cpu")
-    initialise(later, 2, seed=4)
+    initialise(later.named_parameters(), 2, seed=4)
     assert later.state_dict().keys() == direct.state_dict().keys()
     assert all(torch.equal(later.state_dict()[key], value) for key, value in direct.state_dict().items())
     tokens = torch.arange(9).unsqueeze(0)
@@ -88,6 +88,6 @@ def test_a_network_built_without_memory_becomes_the_same_one(name: str) -> None:
 
 def test_another_seed_gives_another_network() -> None:
     one, other = Decoder(LLAMA), Decoder(LLAMA)
-    initialise(one, 2, seed=4)
-    initialise(other, 2, seed=5)
+    initialise(one.named_parameters(), 2, seed=4)
+    initialise(other.named_parameters(), 2, seed=5)
     assert not torch.equal(one.embedding.weight, other.embedding.weight)

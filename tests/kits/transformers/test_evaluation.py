@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from kitforge.core.parallel.lobby import Lobby
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.kits.transformers.build import Inputs, evaluate, read_options
 from kitforge.models.catalog import config_of
@@ -30,7 +31,9 @@ def loss(model: nn.Module, corpus: Path, file: str, **choices: Any) -> float:
     values |= {"data.sequence_length": 32, "device": "cpu"} | {
         name.replace("__", "."): choices[name] for name in choices
     }
-    return evaluate(read_options(tiny.nested(values)), Inputs(model=model, tokenizer=ByteTokenizer()))["eval/loss"]
+    options = read_options(tiny.nested(values))
+    inputs = Inputs(model=model, tokenizer=ByteTokenizer())
+    return evaluate(options, inputs, Lobby.open(options.parallel, options.device))["eval/loss"]
 
 
 @pytest.mark.parametrize("file", ["corpus.txt", "documents.jsonl"])

@@ -1,0 +1,214 @@
+"""One training step of a tiny model on any mesh, in float64, and what of it has to agree with one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from kitforge.core.nn.context import Context, DropoutKey, NoiseShare
+from kitforge.core.nn.init import initialise
+from kitforge.core.parallel import apply as applying
+from kitforge.core.parallel import tensor
+from kitforge.core.parallel.apply import apply
+from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.world import World
+from kitforge.foundation.types import Region
+from kitforge.models.folder import outline
+from kitforge.models.glm.model import GLMConfig
+from kitforge.models.gpt2.model import GPT2Config
+from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.sharding import DECODER
+
+BATCH, LENGTH = 12, 8
+
+# Widths and vocabularies that 4 does not divide, weights tied and not, biases, norms of heads and of branches.
+FAMILIES: dict[str, Any] = {
+    "gpt2": GPT2Config(
+        vocab_size=50,
+        dim=16,
+        num_layers=2,
+        num_heads=4,
+        mlp_dim=26,
+        max_length=32,
+        embedding_dropout=0.1,
+        attention_dropout=0.1,
+        residual_dropout=0.1,
+    ),
+    "llama": LlamaConfig(
+        vocab_size=53,
+        dim=16,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=4,
+        mlp_dim=22,
+        qk_norm=True,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        max_length=32,
+        attention_dropout=0.1,
+    ),
+    "llama_tied": LlamaConfig(
+        vocab_size=53, dim=16, num_layers=2, num_heads=4, mlp_dim=24, max_length=32, tie_embeddings=True
+    ),
+    "glm": GLMConfig(
+        vocab_size=50, dim=16, num_layers=2, num_heads=4, num_kv_heads=4, mlp_dim=24, sandwich_norms=True, max_length=32
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What a step is made of."""
+
+    family: str
+    degrees: Degrees
+    micro_batches: int = 1
+    recompute: bool = False
+    level: Any = "O1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one rank sees of the step."""
+
+    loss: float
+    norm: float
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    regions: dict[str, Region]
+
+
+def run_step(rank: int, case: Case, fault: str | None = None) -> Outcome:
+    """The step on this rank; with a fault planted, if one is named."""
+    alone = case.degrees.world == 1
+    world = World(device=torch.device("cpu"), mesh=None if alone else Mesh(case.degrees, "cpu"))
+    with ExitStack() as stack:
+        stack.enter_context(FAULTS[fault]() if fault is not None else nullcontext())
+        return _step(case, world)
+
+
+def _step(case: Case, world: World) -> Outcome:
+    model = outline(FAMILIES[case.family], case.level).double()
+    model.recompute = case.recompute
+    parallel = apply(model, DECODER, world)
+    parallel.materialise(world.device)
+    pieces = parallel.parameters()
+    regions = {name: parallel.region(name) for name in pieces}
+    initialise(pieces.items(), 2, 0, regions)
+    weights = {name: piece.detach().clone() for name, piece in pieces.items()}
+    model.train()
+    batch = make_batch()
+    share = BATCH // world.num_replicas
+    first = share * world.replica
+    size = -(-share // case.micro_batches)
+    starts = range(first, first + share, size)
+    valid = (batch["targets"][first : first + share] != -100).sum()
+    count = world.sum({"loss": valid})["loss"]
+    loss = torch.zeros((), dtype=torch.float64)
+    for start in starts:
+        parallel.micro_batch(is_last=start == starts[-1])
+        part = slice(start, min(start + size, first + share))
+        key = DropoutKey(seed=0, step=0, samples=tuple(range(BATCH)[part]))
+        context = Context.packed(batch["positions"][part], batch["documents"][part], key)
+        hidden = model.hidden(batch["tokens"][part], context).flatten(0, 1)
+        found = model.kernels.linear_cross_entropy(hidden, model.head_weight, batch["targets"][part].flatten()) / count
+        found.backward()
+        loss += found.detach()
+    parallel.finish_gradients()
+    return Outcome(
+        loss=float(world.sum({"loss": loss})["loss"]),
+        norm=float(parallel.norm()),
+        weights=weights,
+        gradients={
+            name: torch.zeros_like(piece) if piece.grad is None else piece.grad for name, piece in pieces.items()
+        },
+        regions=regions,
+    )
+
+
+def make_batch() -> dict[str, Tensor]:
+    """Packed rows with uneven counts of valid targets; the last third of the rows has none at all."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, 50, (BATCH, LENGTH), generator=generator)
+    targets = torch.randint(0, 50, (BATCH, LENGTH), generator=generator)
+    targets[torch.rand(BATCH, LENGTH, generator=generator) < torch.linspace(0, 0.9, BATCH).unsqueeze(1)] = -100
+    targets[BATCH * 2 // 3 :] = -100
+    cuts = torch.randint(1, LENGTH, (BATCH, 1), generator=generator)
+    places = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    documents = (places >= cuts).long()
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "documents": documents,
+        "positions": torch.where(documents == 1, places - cuts, places),
+    }
+
+
+def difference(outcome: Outcome, alone: Outcome) -> float:
+    """The largest difference of loss, norm and any gradient (norm-wise) from those of one process. A gradient that is
+    zero but for rounding, as of the bias of keys, is measured against the norm of them all."""
+    worst = max(abs(outcome.loss - alone.loss), abs(outcome.norm - alone.norm) / alone.norm)
+    for name, gradient in outcome.gradients.items():
+        wanted = alone.gradients[name]
+        scale = max(float(wanted.norm()), 1e-6 * alone.norm)
+        worst = max(worst, float((gradient - outcome.regions[name].of(wanted)).norm()) / scale)
+    return worst
+
+
+def _not_summed() -> Any:
+    return mock.patch.object(tensor.SplitModel, "partial_gradients", lambda _self: [])
+
+
+def _tied_once() -> Any:
+    def wrap(model: Any, split: Any, original: Callable[..., None] = tensor._wrap_decoder) -> None:
+        original(model, split)
+        whole = model.kernels.linear_cross_entropy
+        model.kernels = dataclasses.replace(
+            model.kernels, linear_cross_entropy=lambda hidden, weight, targets: whole(hidden, weight.detach(), targets)
+        )
+
+    return mock.patch.object(tensor, "_wrap_decoder", wrap)
+
+
+def _counted_twice() -> Any:
+    return mock.patch.object(Layout, "num_pieces", property(lambda _self: 4))
+
+
+def _same_noise() -> Any:
+    def noise(self: tensor.Stream) -> NoiseShare:
+        return NoiseShare(stream=(0, self.degree) if self.is_cut else (0, 1), heads=(0, self.degree))
+
+    return mock.patch.object(tensor.Stream, "noise", noise)
+
+
+def _averaged_per_rank() -> Any:
+    return mock.patch.object(World, "sum", lambda _self, values: dict(values))
+
+
+def _copies_apart() -> Any:
+    return mock.patch.object(applying.Copies, "finish", lambda _self: None)
+
+
+def _bias_on_every_rank() -> Any:
+    return mock.patch.object(tensor.Linear, "without_bias", tensor.Linear.forward)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "a partial gradient that is not summed": _not_summed,
+    "a tied weight without the head's gradient": _tied_once,
+    "a norm that counts copies": _counted_twice,
+    "the same dropout on every piece": _same_noise,
+    "a loss averaged on each rank": _averaged_per_rank,
+    "copies that do not sum": _copies_apart,
+    "a bias added on every rank": _bias_on_every_rank,
+}

@@ -1,0 +1,99 @@
+"""Runs of the language-model task on ranks of a test: the same few steps on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kitforge.api import composed
+from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.world import World
+from kitforge.kits.transformers.build import Assembly, Inputs, assemble, read_options
+from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.run import train
+
+
+class TestLobby:
+    """Stands for the lobby where the test has already joined the ranks."""
+
+    __test__ = False
+
+    def __init__(self, degrees: Degrees) -> None:
+        self.device = torch.device("cpu")
+        self._degrees = degrees
+
+    @contextmanager
+    def turns(self) -> Iterator[None]:
+        yield
+
+    def join(self) -> World:
+        mesh = Mesh(self._degrees, "cpu") if self._degrees.world > 1 else None
+        return World(device=self.device, mesh=mesh)
+
+    def check_same(self, facts: Mapping[str, str]) -> None:
+        pass
+
+
+class Losses(Callback):
+    """Keeps the lines of the log; may end the run early."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.stop_at: int | None = None
+
+    def on_event(self, event: Event, run: Run) -> None:
+        if event.kind == "step" and run.state.cursor.step == self.stop_at:
+            run.stop("halfway")
+        if event.kind in ("log", "evaluate", "note"):
+            self.lines.append(event.record)
+
+
+LLAMA = {
+    "model": "llama_tiny",
+    "model.num_layers": 2,
+    "model.dim": 32,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 4,
+    "model.mlp_dim": 48,
+}
+BASE = {
+    "data.batch_size": 6,
+    "data.sequence_length": 16,
+    "data.validation": 0.2,
+    "trainer.max_steps": 12,
+    "trainer.evaluate_batches": 2,
+    "trainer.progress": False,
+    "inference.max_new_tokens": 4,
+    "optimizer.learning_rate": 1e-2,
+    "device": "cpu",
+}
+
+
+def ready(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[Assembly, Losses]:
+    """A run that is about to start in `folder`, over the text beside it."""
+    told = Losses()
+    given = {"data.train": str(folder / "text.txt"), "data.cache": str(folder / "cache")}
+    network = {} if "model" in choices else LLAMA
+    values = composed("text_generation", {**BASE, **network, **given, **choices}).values
+    options = read_options(values)
+    return assemble(options, Inputs(callbacks=[told]), TestLobby(options.parallel)), told
+
+
+def run_training(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Train; the lines of the log, and this rank's pieces of the weights."""
+    torch.set_num_threads(1)
+    assembly, told = ready(rank, folder, choices)
+    train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+    pieces = assembly.loop.state.parallel.parameters()
+    return told.lines, {name: piece.detach().clone() for name, piece in pieces.items()}
+
+
+def write_text(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    words = "all work and no play makes jack a dull boy, all play and no work makes jack a mere toy. "
+    (folder / "text.txt").write_text(words * 60)

@@ -1,0 +1,101 @@
+"""One update of the weights: the bound of the norm, its edge, and what a bad norm leaves alone."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from kitforge.core.optim.build import OptimizerConfig, build_optimizer
+from kitforge.core.optim.groups import decay_groups
+from kitforge.core.optim.schedules import Plateau, ScheduleConfig
+from kitforge.core.optim.sparse import SparseOptimizerConfig, build_row_optimizer
+from kitforge.core.parallel.apply import parallel_of
+from kitforge.core.parallel.sharded_table import ShardedTable, TableConfig
+from kitforge.core.parallel.world import ALONE
+from kitforge.trainer.precision import LossScaler
+from kitforge.trainer.state import TrainingState
+from kitforge.trainer.update import update
+
+RATE = 0.5
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = ShardedTable(TableConfig(name="t", dim=3), build_row_optimizer(SparseOptimizerConfig(name="sgd")))
+        self.linear = nn.Linear(3, 1)
+
+
+def state_of(model: nn.Module, precision: str = "fp32") -> TrainingState:
+    config = OptimizerConfig(name="sgd", learning_rate=RATE, momentum=0.0)
+    return TrainingState(
+        model=model,
+        parallel=parallel_of(model, ALONE),
+        optimizer=build_optimizer(decay_groups(model.named_parameters(), weight_decay=0.0), config),
+        scaler=LossScaler(precision),  # type: ignore[arg-type]
+        plateau=Plateau(ScheduleConfig()),
+        world=ALONE,
+    )
+
+
+def weights(model: Net) -> torch.Tensor:
+    table = model.table.rows_of(torch.tensor([3, 5]))
+    return torch.cat([table.flatten(), *(parameter.detach().flatten() for parameter in model.parameters())]).double()
+
+
+def backward(model: Net, scale: float = 1.0) -> None:
+    torch.manual_seed(0)
+    (model.linear(model.table(torch.tensor([3, 5, 3]))).square().sum() * 1e4 * scale).backward()
+
+
+def moved(largest_norm: float, precision: str = "fp32") -> tuple[torch.Tensor, float]:
+    torch.manual_seed(0)
+    model = Net()
+    state = state_of(model, precision)
+    before = weights(model)
+    backward(model, state.scaler.scale)
+    norm = update(state, 1.0, RATE, largest_norm)
+    assert (state.updates, state.skipped) == (1, 0)
+    return weights(model) - before, norm
+
+
+def test_the_norm_is_that_of_parameters_and_table_rows_together() -> None:
+    way, norm = moved(0.0)
+    assert float(way.norm()) == pytest.approx(RATE * norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_a_larger_norm_is_scaled_down_for_both_and_keeps_its_direction(share: float) -> None:
+    whole, norm = moved(0.0)
+    clipped, same = moved(share * norm)
+    assert same == norm
+    torch.testing.assert_close(clipped, share * whole, rtol=1e-3, atol=1e-5)
+
+
+def test_a_norm_at_the_bound_changes_no_bit() -> None:
+    whole, norm = moved(0.0)
+    assert torch.equal(moved(norm)[0], whole)
+
+
+def test_a_loss_scale_is_taken_out_of_both() -> None:
+    torch.testing.assert_close(moved(0.0, "fp16")[0], moved(0.0)[0], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["parameters", "table"])
+def test_a_norm_that_is_not_finite_changes_nothing_and_leaves_no_gradient(bad: float, where: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    state = state_of(model)
+    before = weights(model)
+    backward(model)
+    if where == "table":
+        model.table.scale_gradients_(bad)
+    else:
+        assert model.linear.weight.grad is not None
+        model.linear.weight.grad.mul_(bad)
+    assert not math.isfinite(update(state, 1.0, RATE, 1.0))
+    assert torch.equal(weights(model), before)
+    assert (state.updates, state.skipped, state.consecutive_skips) == (0, 1, 1)
+    assert float(model.table.squared_norm()) == 0.0 and model.linear.weight.grad is None
