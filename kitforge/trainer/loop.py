@@ -20,6 +20,7 @@ from kitforge.core.optim.schedules import Plateau, scale
 from kitforge.core.parallel.apply import parallel_of
 from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
+from kitforge.foundation import seed as seeds
 from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.trainer.callbacks.callback import Callback, Event
@@ -69,6 +70,9 @@ class Loop:
         self._resumed_from: Path | None = None
         self._changes: list[str] = []
         self.model = task.build(world)
+        # All ranks build from one seed; from here on those with different samples draw different noise.
+        if world.replica > 0:
+            torch.manual_seed(seeds.key(options.seed, "replica", world.replica))
         self._parallel = parallel_of(self.model, world)
         groups = self._parallel.pieces_of(task.parameter_groups(self.model, options.optimizer.weight_decay))
         self.state = TrainingState(

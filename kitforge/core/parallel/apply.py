@@ -141,10 +141,8 @@ class ParallelModel:
             self._units.rest()
 
     def _distribute(self, sharding: Sharding, mesh: Mesh) -> None:
-        if isinstance(self.model, CausalLM):
-            check_geometry(sharding, self.model.geometry, mesh.degrees)
-        elif mesh.degree(TENSOR) > 1:
-            check_geometry(sharding, None, mesh.degrees)
+        geometry = self.model.geometry if isinstance(self.model, CausalLM) else None
+        check_geometry(sharding, geometry, mesh.degrees)
         if mesh.degree(TENSOR) > 1:
             self._split = SplitModel(self.model, sharding, mesh)
             self.layouts = self._split.layouts

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, final
 
 from torch import Tensor, nn
 
-from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ShardedUnits:
             # gloo has no scaled sum; without this order torch asks it for one.
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_gradient_divide_factor(1.0)
-        if isinstance(model, Decoder):
+        if isinstance(model, CausalLM):
             # What is outside of the blocks stays gathered after it, so that the head can follow.
             register_fsdp_forward_method(model, "hidden")
 

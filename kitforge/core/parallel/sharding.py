@@ -57,7 +57,8 @@ class Sharding:
 
 
 def check_geometry(sharding: Sharding, geometry: Any, degrees: Degrees) -> None:
-    """Raise ConfigError, with the arithmetic, for a network that the degrees cannot split."""
+    """Raise ConfigError, with the arithmetic, for a network that the degrees cannot split; None for a network without
+    a geometry."""
     if degrees.tensor > 1 and not sharding.rules:
         raise ConfigError(
             "this network does not say how its matrices are split",
@@ -65,6 +66,8 @@ def check_geometry(sharding: Sharding, geometry: Any, degrees: Degrees) -> None:
             expected="parallel.tensor=1, or a network of one of the families",
             fix="parallel.data and parallel.shard split any network",
         )
+    if geometry is None:
+        return
     for axis, names in sharding.divided.items():
         degree = getattr(degrees, axis)
         for name in names:

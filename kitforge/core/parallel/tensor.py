@@ -115,9 +115,11 @@ def _wrap(module: nn.Module, rule: Rule, stream: Stream, first_row: int) -> None
     if rule.looks_up and isinstance(module, nn.Embedding):
         compute = _lookup(module, first_row)
     # A bias is added to the sum, or it would be added once a rank.
-    summing = module if after == "reduce" and isinstance(module, Linear) else None
-    if summing is not None:
+    summing = module if after == "reduce" and isinstance(module, (Linear, nn.Linear)) else None
+    if isinstance(summing, Linear):
         compute = summing.without_bias
+    elif summing is not None:
+        compute = _product(summing)
     if before is None and after is None and not rule.looks_up:
         return
 
@@ -128,6 +130,10 @@ def _wrap(module: nn.Module, rule: Rule, stream: Stream, first_row: int) -> None
         return output if bias is None else output + bias.to(output.dtype)
 
     module.forward = forward
+
+
+def _product(module: nn.Linear) -> Callable[[Tensor], Tensor]:
+    return lambda input: functional.linear(input, module.weight)
 
 
 def _lookup(module: nn.Embedding, first_row: int) -> Callable[[Tensor], Tensor]:
