@@ -58,14 +58,16 @@ def sharded() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Layout]]:
     return halves, states, layouts
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """How long the slowest rank takes; all begin together."""
+def seconds(*works: Callable[[], object]) -> list[float]:
+    """How long each of the works takes, one right after another, on the slowest rank; all ranks begin together."""
     dist.barrier()
-    start = time.perf_counter()
-    work()
-    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    marks = [time.perf_counter()]
+    for work in works:
+        work()
+        marks.append(time.perf_counter())
+    taken = torch.tensor(marks, dtype=torch.float64).diff()
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return float(taken)
+    return taken.tolist()
 
 
 def write_plainly(path: Path, data: memoryview) -> None:
@@ -97,9 +99,9 @@ def measure(rank: int, root: Path, rounds: int) -> tuple[Times, int, int]:
     times: Times = {name: [] for name in ("plain", "copy", "save", "sha256", "verify")}
     num_written = 0
 
-    def save(step: int) -> float:
+    def save(step: int) -> list[float]:
         stream = {"model": model.items(), "optimizer": optimizer.items()}
-        return seconds(lambda: writer.save(step, **stream, state={}, layouts=layouts))
+        return seconds(lambda: writer.save(step, **stream, state={}, layouts=layouts), writer.wait)
 
     def rest(*left: Path) -> None:
         dist.barrier()
@@ -113,16 +115,16 @@ def measure(rank: int, root: Path, rounds: int) -> tuple[Times, int, int]:
         folder = step_folder(root / "checkpoints", step)
         plain = root / "plain"
         plain.mkdir(exist_ok=True)
-        times["plain"].append(seconds(lambda plain=plain: write_plainly(plain / f"{rank}", data)))
+        times["plain"] += seconds(lambda plain=plain: write_plainly(plain / f"{rank}", data))
         rest(plain)
-        times["copy"].append(save(step))
-        times["save"].append(seconds(writer.wait))
+        copy, write = save(step)
+        times["copy"].append(copy)
+        times["save"].append(write)
         num_written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        times["verify"].append(seconds(lambda folder=folder: open_checkpoint(folder, world=world)))
+        times["verify"] += seconds(lambda folder=folder: open_checkpoint(folder, world=world))
         rest(folder)
         with slow_checksum():
-            save(step)
-            times["sha256"].append(seconds(writer.wait))
+            times["sha256"].append(save(step)[1])
         rest(folder)
     writer.close()
     return {name: values[1:] for name, values in times.items()}, num_state, num_written

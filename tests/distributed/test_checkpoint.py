@@ -1,10 +1,13 @@
 """Many ranks save into one checkpoint, each piece once; any other layout reads it; no failure costs what was there."""
 
+import itertools
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,11 @@ from kitforge.core.checkpoint.load import newest, open_checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.core.parallel.degrees import Degrees
 from kitforge.core.parallel.layout import Layout
-from kitforge.foundation.errors import CheckpointError
+from kitforge.foundation.errors import CheckpointError, PeerError
 from kitforge.foundation.types import Region
 from tests.core.checkpoint import example, sharded
 from tests.core.checkpoint.example import assert_equal
+from tests.core.checkpoint.killed import FILE_EVENTS
 from tests.distributed.ranks import run_ranks
 
 SQUARE = Degrees(shard=2, tensor=2)
@@ -382,7 +386,7 @@ def die_while_writing(rank: int, root: Path, victim: int) -> None:
     sharded.save(writer, 2, PAIR, world)
     try:
         writer.wait()
-    except CheckpointError as error:
+    except PeerError as error:
         (root.parent / "told").write_text(str(error))
     # What the harness says of the death is not of interest, nor that the others miss the dead.
     tensor_file.write_share = write
@@ -394,7 +398,7 @@ def test_a_rank_killed_while_writing_leaves_the_step_before(tmp_path: Path, vict
     root = tmp_path / "checkpoints"
     with pytest.raises(RuntimeError, match="died"):
         run_ranks(2, die_while_writing, root, victim)
-    assert "another rank is gone" in (tmp_path / "told").read_text()
+    assert "another rank died" in (tmp_path / "told").read_text()
     assert steps(root) == [1]
     checkpoint = newest(root, on_damaged=pytest.fail)
     assert checkpoint is not None
@@ -402,6 +406,46 @@ def test_a_rank_killed_while_writing_leaves_the_step_before(tmp_path: Path, vict
     run_ranks(2, sharded.save_steps, root, PAIR, 3)
     assert hidden(root) == []
     sharded.assert_whole(open_checkpoint(root / "step_3"))
+
+
+def die_at_operation(rank: int, root: Path, victim: int, number: int) -> None:
+    world = sharded.world_of(PAIR)
+    count = itertools.count()
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if event in FILE_EVENTS and str(root) in str(arguments[0]) and next(count) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == victim:
+        sys.addaudithook(hook)
+    writer = CheckpointWriter(root, keep_last=1, world=world)
+    try:
+        for step in (1, 2, 2, 3):
+            sharded.save(writer, step, PAIR, world)
+        writer.close()
+    except PeerError:
+        os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "numbers"), [(0, range(0, 100, 7)), (1, range(0, 36, 4))])
+def test_the_newest_is_whole_after_a_kill_at_any_file_operation_of_any_rank(
+    tmp_path: Path, victim: int, numbers: range
+) -> None:
+    reached = []
+    for number in numbers:
+        root = tmp_path / f"{number}"
+        with suppress(RuntimeError, PeerError):
+            run_ranks(2, die_at_operation, root, victim, number)
+        checkpoint = newest(root, on_damaged=pytest.fail)
+        if checkpoint is not None:
+            sharded.assert_whole(checkpoint)
+        reached.append(0 if checkpoint is None else checkpoint.step)
+        for step in steps(root):
+            sharded.assert_whole(open_checkpoint(step_folder(root, step)))
+    # A rank that lived longer never leaves an older newest step, and the deaths were spread over the saves.
+    assert reached == sorted(reached)
+    assert {0, 1, 2} <= set(reached)
 
 
 # Planted faults: each is caught before anything is published.

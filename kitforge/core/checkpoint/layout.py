@@ -6,6 +6,8 @@ checkpoints/
     ├── optimizer-00001-of-00001.safetensors
     ├── state.json
     └── manifest.json          what the others must hold; written last, and signed by its own checksum
+
+Many ranks write side by side, each its own files: model-r00002-00001.safetensors is the first of rank 2.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kitforge.foundation.config import from_dict, to_dict
+from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import CheckpointError, ConfigError
 from kitforge.foundation.files import write_text
 
@@ -47,11 +49,12 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """One file of the folder, as it was written."""
+    """One file of the folder, as it was written. It has one checksum: files of many ranks have the quick one."""
 
     name: str
     bytes: int
-    sha256: str
+    sha256: str = ""
+    crc32: str = ""  # see tensor_file.Crc32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +89,12 @@ def steps(root: Path) -> list[int]:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json, signed so that a change of any of its values is noticed."""
-    values = to_dict(manifest)
-    write_text(folder / MANIFEST, json.dumps({**values, "sha256": _signature(values)}, indent=1) + "\n")
+    values = _flat(manifest) | {part: list(map(_flat, manifest.entries(part))) for part in PARTS}
+    # What is not there is not spelled, so that a lone process writes what every version reads.
+    values["files"] = [{key: value for key, value in _flat(file).items() if value != ""} for file in manifest.files]
+    # Indented for people to read; of many ranks, whose slices are many, packed for speed.
+    indent = None if any(file.crc32 for file in manifest.files) else 1
+    write_text(folder / MANIFEST, json.dumps({**values, "sha256": _signature(values)}, indent=indent) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -146,6 +153,11 @@ def _check_file_names(path: Path, manifest: Manifest) -> None:
     for name in sorted(listed.union(used)):
         if name not in listed or Path(name).name != name:
             raise CheckpointError(f"{path} names a file that is not its own", got=name, expected=sorted(listed))
+
+
+def _flat(record: Manifest | TensorEntry | FileEntry) -> dict[str, Any]:
+    """Fields by name, as JSON takes them: `to_dict` in a fraction of its time, for values that are plain already."""
+    return {name: getattr(record, name) for name in record.__slots__}
 
 
 def _signature(values: dict[str, Any]) -> str:

@@ -1,8 +1,9 @@
 """What an interrupted process leaves beside the checkpoints, and how it is put right.
 
 Names are those of `foundation.files.atomic_folder`: `.step_3.<process>.draft` was being written and
-`.step_3.<process>.old` was being replaced. `.step_3.<process>.trash` is ours: a folder on its way out, renamed first so
-that no published folder is ever half deleted.
+`.step_3.<process>.old` was being replaced. Two are ours: `.step_3.<process>.trash`, a folder on its way out, renamed
+first so that no published folder is ever half deleted, and `.step_3.<process>.parts`, what ranks write for torch's
+planner before the draft is made of it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-_NAME = re.compile(r"\.(?P<place>step_\d+|export)\.(?P<process>\d+)\.(?P<what>draft|old|trash)")
+_NAME = re.compile(r"\.(?P<place>step_\d+|export)\.(?P<process>\d+)\.(?P<what>draft|old|trash|parts)")
 
 
 def restore(root: Path) -> None:
@@ -26,7 +27,7 @@ def restore(root: Path) -> None:
 def clean(root: Path) -> None:
     """Restore what can be, and delete the other leftovers of processes that are gone."""
     restore(root)
-    for what in ("draft", "old", "trash"):
+    for what in ("draft", "old", "trash", "parts"):
         for path, _ in _dead(root, what):
             shutil.rmtree(path)
 

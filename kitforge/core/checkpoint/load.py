@@ -1,8 +1,11 @@
-"""Opening a checkpoint: checked first, then read tensor by tensor through a memory map. Writes nothing."""
+"""Opening a checkpoint: checked first, then read tensor by tensor, or any part of one, through a memory map.
+
+How it was cut when it was saved makes no difference to who reads it. Writes nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, final
@@ -10,7 +13,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from kitforge.core.checkpoint.agreement import together
+from kitforge.core.checkpoint.boxes import num_elements, overlap, within
 from kitforge.core.checkpoint.layout import (
+    MANIFEST,
     FileEntry,
     Manifest,
     Part,
@@ -21,21 +27,30 @@ from kitforge.core.checkpoint.layout import (
     steps,
 )
 from kitforge.core.checkpoint.leftovers import restore
-from kitforge.core.checkpoint.tensor_file import DTYPE_NAMES, TensorFile
+from kitforge.core.checkpoint.slices import by_name, check_slices, region_of
+from kitforge.core.checkpoint.tensor_file import DTYPE_NAMES, DTYPES, TensorFile, crc32, step_of
+from kitforge.core.parallel.world import ALONE, World
 from kitforge.foundation.errors import CheckpointError, ModelError
 from kitforge.foundation.files import sha256
+from kitforge.foundation.types import Region
 
 
 @final
 class Checkpoint:
-    """One published step. Tensors are mapped from their files, so opening it costs no memory."""
+    """One published step. Tensors are mapped from their files, so opening it costs no memory.
+
+    Raises CheckpointError, when it is made and later, for slices that do not make up a tensor and for files that are
+    not what the manifest says.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
         self.folder = folder
         self.manifest = manifest
         self.state = state
-        self._entries = {entry.name: entry for entry in (*manifest.model, *manifest.optimizer)}
+        self._slices = by_name((*manifest.model, *manifest.optimizer))
         self._files: dict[str, TensorFile] = {}
+        for slices in self._slices.values():
+            check_slices(folder, slices)
 
     @property
     def step(self) -> int:
@@ -44,48 +59,117 @@ class Checkpoint:
 
     def names(self, part: Part) -> list[str]:
         """The names of one part's tensors, in the order in which they were saved, aliases included."""
-        return [entry.name for entry in self.manifest.entries(part)]
+        return list(dict.fromkeys(entry.name for entry in self.manifest.entries(part)))
 
-    def model(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model, in the order in which they were saved, aliases included."""
-        return ((name, self.tensor(name)) for name in self.names("model"))
+    def model(self, regions: Mapping[str, Region] = {}) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model, in the order in which they were saved, aliases included.
 
-    def optimizer(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the optimizer, in the order in which they were saved."""
-        return ((name, self.tensor(name)) for name in self.names("optimizer"))
+        Of a tensor in `regions`, or tied to one that is, only that part; of the others the whole.
+        """
+        return self._stream("model", regions)
+
+    def optimizer(self, regions: Mapping[str, Region] = {}) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the optimizer, or parts of them, like `model`."""
+        return self._stream("optimizer", regions)
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor of that name, of either part. Raises CheckpointError for no such tensor or a damaged file."""
-        if name not in self._entries:
+        """The whole tensor of that name, of either part. Raises CheckpointError for no such tensor."""
+        return self.read(name, Region.whole(self.slices(name)[0].global_shape))
+
+    def slices(self, name: str) -> list[TensorEntry]:
+        """How the tensor is stored. Raises CheckpointError for no such tensor."""
+        if name not in self._slices:
             raise CheckpointError(f"{self.folder} holds no tensor {name!r}")
-        entry = self._entries[name]
+        return self._slices[name]
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """A part of a tensor, put together from the slices that it overlaps; nothing else of them is read.
+
+        A part of a single slice shares the file's memory where it is contiguous there.
+        """
+        slices = self.slices(name)
+        if region.global_shape != slices[0].global_shape:
+            raise CheckpointError(
+                f"tensor {name!r} in {self.folder} is of another shape",
+                got=list(slices[0].global_shape),
+                expected=list(region.global_shape),
+                fix="open a checkpoint of this very model",
+            )
+        for entry in slices:
+            if (entry.offset, entry.shape) == (region.offset, region.shape):
+                return self._stored(entry)
+        found = [(entry, shared) for entry in slices if (shared := overlap(region_of(entry), region)) is not None]
+        if sum(num_elements(shared) for _, shared in found) != num_elements(region):
+            raise CheckpointError(f"tensor {name!r} has no such part", got=region)
+        if len(found) == 1:
+            return within(region, region_of(found[0][0])).of(self._stored(found[0][0])).contiguous()
+        result = torch.empty(region.shape, dtype=DTYPES[slices[0].dtype])
+        for entry, shared in found:
+            within(shared, region).of(result).copy_(within(shared, region_of(entry)).of(self._stored(entry)))
+        return result
+
+    def _stream(self, part: Part, regions: Mapping[str, Region]) -> Iterator[tuple[str, Tensor]]:
+        for name in self.names(part):
+            region = regions.get(name) or regions.get(self._slices[name][0].alias_of or name)
+            yield name, self.tensor(name) if region is None else self.read(name, region)
+
+    def _stored(self, entry: TensorEntry) -> Tensor:
         if entry.file not in self._files:
-            self._files[entry.file] = TensorFile(self.folder / entry.file, CheckpointError)
-        tensor = self._files[entry.file].tensor(entry.alias_of or name)
-        _check_entry(self.folder, entry, tensor)
+            path = self.folder / entry.file
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing", expected=f"a part of tensor {entry.name!r} in it")
+            file = TensorFile(path, CheckpointError)
+            if file.step not in (None, self.step):
+                raise CheckpointError(
+                    f"{path}, which holds a part of tensor {entry.name!r}, is of another step",
+                    got=file.step,
+                    expected=self.step,
+                )
+            self._files[entry.file] = file
+        tensor = self._files[entry.file].tensor(entry.alias_of or entry.name)
+        got = (DTYPE_NAMES.get(tensor.dtype), tuple(tensor.shape))
+        if got != (entry.dtype, entry.shape):
+            raise CheckpointError(
+                f"tensor {entry.name!r} in {self.folder / entry.file} is not what the manifest says",
+                got=got,
+                expected=(entry.dtype, entry.shape),
+            )
         return tensor
 
 
-def open_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
+def open_checkpoint(folder: Path, *, verify: bool = True, world: World = ALONE) -> Checkpoint:
     """Open the checkpoint in `folder`; `verify` reads every file once and compares sizes and checksums.
 
-    Raises CheckpointError that names the file which is missing, truncated, changed or of an unknown version.
+    In a world of many ranks, all of them call it: each verifies its share of the files, and all get the checkpoint or
+    the same error. Raises CheckpointError that names what is missing, truncated, changed or of an unknown version.
     """
-    try:
-        manifest = read_manifest(folder)
-        if verify:
-            _verify(folder, manifest.files)
-        return Checkpoint(folder, manifest, read_state(folder))
-    except OSError as cause:
-        raise CheckpointError(f"{folder} cannot be read", got=cause) from cause
+    opened: list[Checkpoint] = []
+
+    def work() -> str:
+        opened.append(_open(folder, verify, world))
+        return "" if world.mesh is None else sha256(folder / MANIFEST)
+
+    manifests = together(work, world.agree)
+    if len(set(manifests)) > 1:
+        raise CheckpointError(f"ranks see different checkpoints in {folder}", expected="a folder that all ranks share")
+    return opened[0]
 
 
-def newest(root: Path, *, on_damaged: Callable[[CheckpointError], None]) -> Checkpoint | None:
-    """The newest checkpoint below `root` that verifies, or None. Each damaged one before it is told to `on_damaged`."""
-    restore(root)
-    for step in reversed(steps(root)):
+def newest(root: Path, *, on_damaged: Callable[[CheckpointError], None], world: World = ALONE) -> Checkpoint | None:
+    """The newest checkpoint below `root` that verifies, or None. Each damaged one before it is told to `on_damaged`.
+
+    In a world of many ranks, all of them call it, and all get the same step and are told the same.
+    """
+
+    def work() -> list[int]:
+        if world.rank != 0:
+            return []
+        restore(root)
+        return steps(root)
+
+    for step in reversed(together(work, world.agree)[0]):
         try:
-            return open_checkpoint(step_folder(root, step))
+            return open_checkpoint(step_folder(root, step), world=world)
         except CheckpointError as damage:
             on_damaged(damage)
     return None
@@ -120,7 +204,31 @@ def load_tensors(targets: Mapping[str, Tensor], source: Iterable[tuple[str, Tens
         )
 
 
-def _verify(folder: Path, files: Iterable[FileEntry]) -> None:
+def _open(folder: Path, verify: bool, world: World) -> Checkpoint:
+    try:
+        manifest = read_manifest(folder)
+        if verify:
+            _verify(folder, manifest, _share(manifest.files, world))
+        return Checkpoint(folder, manifest, read_state(folder))
+    except OSError as cause:
+        raise CheckpointError(f"{folder} cannot be read", got=cause) from cause
+
+
+def _share(files: Sequence[FileEntry], world: World) -> Sequence[FileEntry]:
+    """The files that this rank verifies: about as many bytes as every other."""
+    if world.mesh is None:
+        return files
+    share: list[FileEntry] = []
+    loads = [0] * world.mesh.size
+    for file in sorted(files, key=lambda file: (-file.bytes, file.name)):
+        rank = loads.index(min(loads))
+        loads[rank] += file.bytes
+        if rank == world.rank:
+            share.append(file)
+    return share
+
+
+def _verify(folder: Path, manifest: Manifest, files: Sequence[FileEntry]) -> None:
     # Sizes come first because they cost nothing, and most damage is a file cut short.
     for file in files:
         path = folder / file.name
@@ -132,28 +240,16 @@ def _verify(folder: Path, files: Iterable[FileEntry]) -> None:
                 f"{path} is {word}", got=f"{path.stat().st_size:,} bytes", expected=f"{file.bytes:,} bytes"
             )
     with ThreadPoolExecutor() as threads:
-        checksums = threads.map(lambda file: sha256(folder / file.name), files)
+        checksums = threads.map(lambda file: (crc32 if file.crc32 else sha256)(folder / file.name), files)
         for file, checksum in zip(files, checksums, strict=True):
-            if checksum != file.sha256:
-                raise CheckpointError(
-                    f"{folder / file.name} is damaged", got=f"checksum {checksum}", expected=f"checksum {file.sha256}"
-                )
-
-
-def _check_entry(folder: Path, entry: TensorEntry, tensor: Tensor) -> None:
-    got = (DTYPE_NAMES.get(tensor.dtype), tuple(tensor.shape))
-    if got != (entry.dtype, entry.shape):
-        raise CheckpointError(
-            f"tensor {entry.name!r} in {folder / entry.file} is not what the manifest says",
-            got=got,
-            expected=(entry.dtype, entry.shape),
-        )
-    if entry.shape != entry.global_shape:
-        raise CheckpointError(
-            f"{folder / entry.file} holds only a slice of tensor {entry.name!r}",
-            got=list(entry.shape),
-            expected=list(entry.global_shape),
-        )
+            if checksum == (file.crc32 or file.sha256):
+                continue
+            path = folder / file.name
+            if (step := step_of(path)) not in (None, manifest.step):
+                raise CheckpointError(f"{path} is of another step", got=step, expected=manifest.step)
+            raise CheckpointError(
+                f"{path} is damaged", got=f"checksum {checksum}", expected=f"checksum {file.crc32 or file.sha256}"
+            )
 
 
 def _misfit(target: Tensor, tensor: Tensor) -> str | None:

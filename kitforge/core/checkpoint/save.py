@@ -1,43 +1,39 @@
 """Saving while training goes on: one memory copy in the foreground, the disk in the background.
 
-This file knows no optimizer and no model, only named tensors and plain state. Its promise: whenever the process dies,
-the folder of every published step is whole, and a step that was published stays until a newer one is.
+This file knows no optimizer and no model, only named tensors and plain state. Its promise: whenever a process dies, the
+folder of every published step is whole, and a step that was published stays until a newer one is. Of many ranks, each
+writes what it answers for into one folder that all share; the first one publishes it, and deletes.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from torch import Tensor
 
-from kitforge.core.checkpoint import tensor_file
-from kitforge.core.checkpoint.layout import (
-    FORMAT_VERSION,
-    KEEP,
-    PARTS,
-    STATE,
-    FileEntry,
-    Manifest,
-    Part,
-    TensorEntry,
-    step_folder,
-    steps,
-    write_manifest,
-)
+from kitforge.core.checkpoint.agreement import together
+from kitforge.core.checkpoint.arrangement import Ranks
+from kitforge.core.checkpoint.layout import KEEP, step_folder, steps
 from kitforge.core.checkpoint.leftovers import clean, set_aside
 from kitforge.core.checkpoint.snapshot import Snapshot
+from kitforge.core.checkpoint.write import Written, write_files, write_manifest_of
+from kitforge.core.parallel import collectives
+from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.world import ALONE, World
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import CheckpointError
-from kitforge.foundation.files import atomic_file, atomic_folder
+from kitforge.foundation.files import atomic_folder
 from kitforge.foundation.log import logger
 
 _log = logger(__name__)
+T = TypeVar("T")
 
 
 @final
@@ -46,6 +42,9 @@ class CheckpointWriter:
 
     `keep_last` newest steps are kept, and those that are protected. `asynchronous=False` returns from `save` when the
     step is published. A shard larger than `shard_bytes` holds a single tensor. `kind` is noted in the manifest.
+
+    In a `world` of many ranks, all of them make the writer and call its methods, in the same order. What fails on one
+    is raised on all, at their next call.
     """
 
     def __init__(
@@ -56,6 +55,7 @@ class CheckpointWriter:
         asynchronous: bool = True,
         shard_bytes: int = 2 * 2**30,
         kind: str = "training",
+        world: World = ALONE,
     ) -> None:
         check(keep_last >= 1, "keep_last", keep_last, "at least 1")
         check(shard_bytes >= 1, "shard_bytes", shard_bytes, "at least 1")
@@ -64,13 +64,19 @@ class CheckpointWriter:
         self._asynchronous = asynchronous
         self._shard_bytes = shard_bytes
         self._kind = kind
-        self._snapshot = Snapshot()
+        self._rank = world.rank
+        self._agree: Callable[[Any], list[Any]] = partial(
+            collectives.gather_objects, group=None if world.mesh is None else world.mesh.side_group()
+        )
+        self._is_alone = world.mesh is None
+        self._snapshot = Snapshot() if world.mesh is None else Snapshot(Ranks.of(world.mesh), world.rank)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         # Guards what `protect` and the background thread both decide: which steps stay.
         self._lock = threading.Lock()
         self._protected: set[int] = set()
-        clean(root)
+        if self._rank == 0:
+            clean(root)
 
     def save(
         self,
@@ -80,13 +86,23 @@ class CheckpointWriter:
         optimizer: Iterable[tuple[str, Tensor]],
         state: Mapping[str, Any],
         keep: bool = False,
+        layouts: Mapping[str, Layout] = {},
     ) -> None:
         """Wait for the write before, copy everything, and write it in the background; `keep` protects the step.
 
-        Names are distinct over model and optimizer. Raises CheckpointError when the write before this one failed.
+        Names are distinct over model and optimizer. Of many ranks, each gives its piece of the tensors in `layouts`;
+        a tensor that is not there is whole and equal on all ranks. The state is that of the first rank.
+        Raises CheckpointError when the write before this one failed.
         """
         self.wait()
-        self._snapshot.take(step, model=model, optimizer=optimizer, state=state)
+        try:
+            self._snapshot.take(step, model=model, optimizer=optimizer, state=state, layouts=layouts)
+        except CheckpointError as refusal:
+            if not self._is_alone:
+                # The other ranks are about to write, and have to be told.
+                self._pending = self._executor.submit(self._write, refusal)
+                self.wait()
+            raise
         # A step that is saved again stays protected if it was.
         if keep or (step_folder(self._root, step) / KEEP).exists():
             self._protected.add(step)
@@ -102,14 +118,15 @@ class CheckpointWriter:
             if not folder.is_dir() and not is_being_written:
                 raise CheckpointError(f"there is no step {step} to protect", got=steps(self._root))
             self._protected.add(step)
-            if folder.is_dir():
+            if folder.is_dir() and self._rank == 0:
                 (folder / KEEP).touch()
 
     def release(self, step: int) -> None:
         """Let that step go like any other once it is old."""
         with self._lock:
             self._protected.discard(step)
-            (step_folder(self._root, step) / KEEP).unlink(missing_ok=True)
+            if self._rank == 0:
+                (step_folder(self._root, step) / KEEP).unlink(missing_ok=True)
 
     def wait(self) -> None:
         """Return when nothing is being written. Raises CheckpointError, once, when the last write failed."""
@@ -118,8 +135,6 @@ class CheckpointWriter:
         # An interrupt while waiting leaves the write pending: its buffers are still being read.
         failure = self._pending.exception()
         self._pending = None
-        if isinstance(failure, OSError):
-            raise self._failed(failure) from failure
         if failure is not None:
             raise failure
 
@@ -131,27 +146,46 @@ class CheckpointWriter:
             self._executor.shutdown()
             self._snapshot = Snapshot()
 
-    def _write(self) -> None:
-        snapshot = self._snapshot
-        folder = step_folder(self._root, snapshot.step)
-        with atomic_folder(folder) as draft:
-            files, entries = [_write_state(draft, snapshot.state)], {}
-            for part in PARTS:
-                written, entries[part] = _write_part(draft, part, snapshot, self._shard_bytes)
-                files += written
-            manifest = Manifest(
-                format_version=FORMAT_VERSION,
-                package_version=_package_version(),
-                kind=self._kind,
-                step=snapshot.step,
-                model=tuple(entries["model"]),
-                optimizer=tuple(entries["optimizer"]),
-                files=tuple(files),
+    def _write(self, refusal: CheckpointError | None = None) -> None:
+        # Whatever fails, on whichever rank, the draft vanishes on the way out.
+        with ExitStack() as stack:
+            draft = self._together(partial(self._begin, stack, refusal))[0]
+            written = self._together(partial(self._write_share, self._root / draft))
+            self._together(partial(self._publish, stack, self._root / draft, written))
+
+    def _together(self, work: Callable[[], T]) -> list[T]:
+        def told() -> T:
+            try:
+                return work()
+            except OSError as cause:
+                raise self._failed(cause) from cause
+
+        return together(told, self._agree)
+
+    def _begin(self, stack: ExitStack, refusal: CheckpointError | None) -> str:
+        """The name of the draft, which the first rank makes."""
+        if refusal is not None:
+            raise refusal
+        if self._rank != 0:
+            return ""
+        return stack.enter_context(atomic_folder(step_folder(self._root, self._snapshot.step))).name
+
+    def _write_share(self, draft: Path) -> Written:
+        if not draft.is_dir():
+            raise CheckpointError(
+                f"rank {self._rank} does not see {draft}, which rank 0 has made",
+                fix="let all ranks save to a folder of a file system that they share",
             )
-            if snapshot.step in self._protected:
-                (draft / KEEP).touch()
-            write_manifest(draft, manifest)
-        self._delete_old(folder)
+        return write_files(draft, self._snapshot, self._shard_bytes, None if self._is_alone else self._rank)
+
+    def _publish(self, stack: ExitStack, draft: Path, written: list[Written]) -> None:
+        if self._rank != 0:
+            return
+        if self._snapshot.step in self._protected:
+            (draft / KEEP).touch()
+        write_manifest_of(draft, self._snapshot, written, self._kind)
+        stack.close()
+        self._delete_old(step_folder(self._root, self._snapshot.step))
 
     def _delete_old(self, published: Path) -> None:
         """Steps after the published one are not this run's past, and are let be."""
@@ -182,46 +216,3 @@ class CheckpointWriter:
             fix="make room, or save elsewhere"
             + (f"; the last good checkpoint is {step_folder(self._root, published[-1])}" if published else ""),
         )
-
-
-def _write_part(
-    draft: Path, part: Part, snapshot: Snapshot, shard_bytes: int
-) -> tuple[list[FileEntry], list[TensorEntry]]:
-    """Write the shards of one part; returns what the manifest says of files and of tensors."""
-    stored = [(name, snapshot.buffers[name]) for name in snapshot.names[part] if name not in snapshot.aliases]
-    shards = list(tensor_file.split(stored, shard_bytes))
-    files: list[FileEntry] = []
-    places: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        path = draft / f"{part}-{number:05}-of-{len(shards):05}.safetensors"
-        files.append(tensor_file.write(path, shard))
-        places.update((name, path.name) for name, _ in shard)
-    entries = []
-    for name in snapshot.names[part]:
-        alias_of = snapshot.aliases.get(name)
-        buffer = snapshot.buffers[alias_of or name]
-        entries.append(
-            TensorEntry(
-                name=name,
-                dtype=tensor_file.DTYPE_NAMES[buffer.dtype],
-                global_shape=tuple(buffer.shape),
-                offset=(0,) * buffer.dim(),
-                shape=tuple(buffer.shape),
-                file=places[alias_of or name],
-                alias_of=alias_of,
-            )
-        )
-    return files, entries
-
-
-def _write_state(draft: Path, state: bytes) -> FileEntry:
-    with atomic_file(draft / STATE) as file:
-        file.write(state)
-    return FileEntry(name=STATE, bytes=len(state), sha256=tensor_file.checksum(state))
-
-
-def _package_version() -> str:
-    try:
-        return importlib.metadata.version("kitforge")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

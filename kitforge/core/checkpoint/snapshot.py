@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.checkpoint import tensor_file
+from kitforge.core.checkpoint.arrangement import Ranks, owned
 from kitforge.core.checkpoint.layout import Part, encode_state
+from kitforge.core.parallel.layout import Layout
 from kitforge.foundation.device import synchronize
 from kitforge.foundation.errors import CheckpointError
+from kitforge.foundation.types import Region
 
 # Up to this size torch copies on the calling thread, and quickest of all.
 SMALL_BYTES = 2**17
@@ -26,20 +29,33 @@ Piece = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 @final
 class Snapshot:
-    """A copy of everything at one instant, in CPU buffers that the next instant uses again."""
+    """A copy of everything at one instant, in CPU buffers that the next instant uses again.
 
-    def __init__(self) -> None:
+    Of many ranks, each copies what it alone answers for; no word is exchanged.
+    """
+
+    def __init__(self, ranks: Ranks | None = None, rank: int = 0) -> None:
+        self._ranks = ranks
+        self._rank = rank
+        self._is_owned: list[bool] = []
         self.step = 0
         self.state = b""
         # Names as they were given; a name in `aliases` has no buffer of its own.
         self.names: dict[Part, list[str]] = {}
         self.buffers: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
+        # Of many ranks: what every tensor is as a whole, by name. Equal on all of them.
+        self.wholes: dict[str, tuple[Layout, torch.dtype]] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a checkpoint of it takes, headers and manifest aside."""
+        """Bytes that this rank's share of a checkpoint takes, headers and manifest aside."""
         return sum(buffer.nbytes for buffer in self.buffers.values()) + len(self.state)
+
+    def region(self, name: str) -> Region:
+        """Where a buffer lies in its tensor."""
+        found = None if self._ranks is None else self._ranks.region(self.wholes[name][0], self._rank)
+        return Region.whole(self.buffers[name].shape) if found is None else found
 
     def take(
         self,
@@ -48,13 +64,16 @@ class Snapshot:
         model: Iterable[tuple[str, Tensor]],
         optimizer: Iterable[tuple[str, Tensor]],
         state: Mapping[str, Any],
+        layouts: Mapping[str, Layout] = {},
     ) -> None:
-        """Copy all tensors and the state as they are now.
+        """Copy all tensors and the state as they are now; of a split tensor, `layouts` says how it is split.
 
-        Raises CheckpointError for a name given twice, a tensor without values, or state that JSON cannot hold.
+        Raises CheckpointError for a name given twice, a tensor without values or not of the shape that its layout
+        gives to this rank, or state that JSON cannot hold.
         """
         self.step = step
-        self.state = encode_state(state)
+        # The state of a run is the first rank's.
+        self.state = encode_state(state) if self._rank == 0 else b""
         sources: dict[str, Tensor] = {}
         self.aliases = {}
         # Tied tensors are tied within the model; the optimizer has no reason to share memory with it.
@@ -62,10 +81,47 @@ class Snapshot:
             "model": _collect(model, sources, self.aliases),
             "optimizer": _collect(optimizer, sources, self.aliases),
         }
+        sources = self._owned(sources, _with_tied(layouts, self.aliases))
         self.buffers = {name: _buffer(self.buffers.get(name), source) for name, source in sources.items()}
         _copy([(self.buffers[name], source) for name, source in sources.items()])
         for device in {source.device for source in sources.values()}:
             synchronize(device)
+
+    def _owned(self, sources: dict[str, Tensor], layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
+        """Those tensors whose pieces this rank writes: alone, all."""
+        ranks = self._ranks
+        if ranks is None:
+            split = next((name for name, layout in layouts.items() if layout.splits), None)
+            if split is not None:
+                raise CheckpointError(f"tensor {split!r} is split, but one rank saves alone", got=layouts[split])
+            return sources
+        wholes = {}
+        for name, source in sources.items():
+            layout = layouts.get(name) or Layout(shape=tuple(source.shape))
+            region = ranks.region(layout, self._rank)
+            if region is None or region.shape != tuple(source.shape):
+                raise CheckpointError(
+                    f"tensor {name!r} is not of the shape that its layout gives to rank {self._rank}",
+                    got=list(source.shape),
+                    expected=None if region is None else list(region.shape),
+                )
+            wholes[name] = (layout, source.dtype)
+        # From step to step nothing but values changes, so that who owns what is found once.
+        if list(wholes.items()) != list(self.wholes.items()):
+            tensors = [(layout, dtype.itemsize) for layout, dtype in wholes.values()]
+            self.wholes, self._is_owned = wholes, owned(tensors, ranks, self._rank)
+        return {name: source for (name, source), own in zip(sources.items(), self._is_owned, strict=True) if own}
+
+
+def _with_tied(layouts: Mapping[str, Layout], aliases: Mapping[str, str]) -> Mapping[str, Layout]:
+    """The layouts, where tied tensors have that of either name."""
+    if not aliases:
+        return layouts
+    known = dict(layouts)
+    for alias, owner in aliases.items():
+        if alias in layouts and known.setdefault(owner, layouts[alias]) != layouts[alias]:
+            raise CheckpointError(f"the tied tensors {owner!r} and {alias!r} are given different layouts")
+    return known
 
 
 def _collect(tensors: Iterable[tuple[str, Tensor]], sources: dict[str, Tensor], aliases: dict[str, str]) -> list[str]:
@@ -79,7 +135,7 @@ def _collect(tensors: Iterable[tuple[str, Tensor]], sources: dict[str, Tensor], 
             raise CheckpointError(f"two tensors are called {name!r}", expected="distinct names")
         names.append(name)
         memory = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-        owner = owners.setdefault(memory, name) if tensor.numel() else name
+        owner = owners.setdefault(memory if tensor.numel() else tensor, name)
         if owner == name:
             sources[name] = tensor.detach()
         else:

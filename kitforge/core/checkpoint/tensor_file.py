@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import IO, Any, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +27,8 @@ from kitforge.foundation.files import atomic_file
 
 # Small enough to stay in the processor's cache between the checksum and the write.
 PIECE_BYTES = 2**20
+# What a rank writes is sent on its way to the disk in such portions.
+PORTION_BYTES = 2**23
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -44,6 +49,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
@@ -74,20 +80,83 @@ def split(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[l
 
 def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> FileEntry:
     """Write storable tensors with distinct names; no more than one of them is copied at a time."""
-    # Larger elements first: each tensor then starts at a multiple of its element's size, as a memory map wants it.
-    ordered = sorted(tensors, key=lambda item: -item[1].element_size())
     digest = hashlib.sha256()
     with atomic_file(path) as file:
-        for piece in _pieces(ordered):
+        for piece in _pieces(_ordered(tensors), {}):
             digest.update(piece)
             file.write(piece)
         size = file.tell()
     return FileEntry(name=path.name, bytes=size, sha256=digest.hexdigest())
 
 
+def write_share(path: Path, tensors: Sequence[tuple[str, Tensor]], step: int) -> FileEntry:
+    """`write` for one of many ranks, which write at the disk's rate: that of SHA-256 is less. The file says of which
+    step it is. The tensors are on the CPU and stay as they are meanwhile."""
+    ordered, notes = _ordered(tensors), {"step": str(step)}
+    with atomic_file(path) as file:
+        size = sent = 0
+        for piece in _pieces(ordered, notes):
+            size += file.write(piece)
+            if size - sent >= PORTION_BYTES:
+                _send(file, sent)
+                sent = size
+        _send(file, sent)
+        # The disk is at work now, and needs no processor.
+        digest = Crc32()
+        for piece in _pieces(ordered, notes):
+            digest.update(piece)
+    return FileEntry(name=path.name, bytes=size, crc32=digest.hexdigest())
+
+
 def checksum(data: bytes) -> str:
     """The SHA-256 of `data`, as the manifest spells it."""
     return hashlib.sha256(data).hexdigest()
+
+
+@final
+class Crc32:
+    """The SHA-256 of the CRC-32 of every mebibyte and of the length: several times as fast as SHA-256 of it all, and
+    one in four thousand million damages of a mebibyte may escape it."""
+
+    def __init__(self) -> None:
+        self._done = hashlib.sha256()
+        self._num_bytes = 0
+        self._last = 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Take the bytes that follow; how they are divided among calls makes no difference."""
+        view = memoryview(data)
+        while view:
+            part = view[: PIECE_BYTES - self._num_bytes % PIECE_BYTES]
+            self._last = zlib.crc32(part, self._last)
+            self._num_bytes += len(part)
+            view = view[len(part) :]
+            if self._num_bytes % PIECE_BYTES == 0:
+                self._done.update(struct.pack("<I", self._last))
+                self._last = 0
+
+    def hexdigest(self) -> str:
+        """The checksum of what came so far, as the manifest spells it."""
+        done = self._done.copy()
+        done.update(struct.pack("<IQ", self._last, self._num_bytes))
+        return done.hexdigest()
+
+
+def crc32(path: Path) -> str:
+    """The quick checksum of a file."""
+    digest = Crc32()
+    with open(path, "rb") as file:
+        while data := file.read(PIECE_BYTES):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def step_of(path: Path) -> int | None:
+    """The step of which a rank's file says it is; None when it says nothing, or is damaged."""
+    try:
+        return TensorFile(path, CheckpointError).step
+    except CheckpointError:
+        return None
 
 
 @final
@@ -106,6 +175,12 @@ class TensorFile:
         except (SafetensorError, OSError) as cause:
             raise self._damaged(cause) from cause
 
+    @property
+    def step(self) -> int | None:
+        """The step of which the file says it is; None when it says nothing."""
+        text = (self._handle.metadata() or {}).get("step", "")
+        return int(text) if text.isdecimal() else None
+
     def names(self) -> list[str]:
         """The names of the tensors, as the file orders them."""
         return list(self._handle.keys())
@@ -122,8 +197,20 @@ class TensorFile:
         return self._error(f"{self._path} cannot be read", got=cause, expected="a whole safetensors file")
 
 
-def _pieces(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
-    yield _header(tensors)
+def _ordered(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Larger elements first: each tensor then starts at a multiple of its element's size, as a memory map wants it."""
+    return sorted(tensors, key=lambda item: -item[1].element_size())
+
+
+def _send(file: IO[bytes], start: int) -> None:
+    """Let the system begin to write what the file got from `start` on, without waiting for it."""
+    file.flush()
+    if sys.platform == "linux":
+        os.posix_fadvise(file.fileno(), start, file.tell() - start, os.POSIX_FADV_DONTNEED)
+
+
+def _pieces(tensors: Sequence[tuple[str, Tensor]], notes: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    yield _header(tensors, notes)
     for _, tensor in tensors:
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         view = flat.numpy().data
@@ -131,9 +218,9 @@ def _pieces(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[bytes | memoryvie
             yield view[start : start + PIECE_BYTES]
 
 
-def _header(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
+def _header(tensors: Sequence[tuple[str, Tensor]], notes: Mapping[str, str]) -> bytes:
     # Readers of the Hugging Face kind refuse a file that does not say which library's tensors it holds.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **notes}}
     end = 0
     for name, tensor in tensors:
         start, end = end, end + tensor.nbytes

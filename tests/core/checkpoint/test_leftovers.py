@@ -24,6 +24,7 @@ def dead() -> int:
 def test_drafts_of_dead_processes_are_deleted(tmp_path: Path, dead: int) -> None:
     (tmp_path / f".step_1.{dead}.draft").mkdir()
     (tmp_path / f".step_2.{dead}.trash").mkdir()
+    (tmp_path / f".step_4.{dead}.parts").mkdir()
     # A process that is started again in a container gets the number it had.
     (tmp_path / f".step_3.{os.getpid()}.draft").mkdir()
     clean(tmp_path)

@@ -139,7 +139,7 @@ def test_a_slice_is_not_taken_for_the_whole(tmp_path: Path) -> None:
     manifest = read_manifest(folder)
     part = dataclasses.replace(manifest.model[0], global_shape=(128, 4))
     write_manifest(folder, dataclasses.replace(manifest, model=(part,)))
-    with pytest.raises(CheckpointError, match="only a slice"):
+    with pytest.raises(CheckpointError, match="do not make up the tensor(.|\n)*only a part"):
         open_checkpoint(folder).tensor(part.name)
 
 

@@ -1,0 +1,45 @@
+"""Work that all ranks do at once and that succeeds on all of them or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from kitforge.core.parallel.failure import explain
+from kitforge.foundation.errors import CheckpointError, KitforgeError
+
+T = TypeVar("T")
+# From one rank's plain value to those of all ranks, in rank order.
+Agree = Callable[[Any], list[Any]]
+
+
+def together(work: Callable[[], T], agree: Agree, error: type[KitforgeError] = CheckpointError) -> list[T]:
+    """What `work` returns on each rank. When it raises `error` on some, all raise that of the first of them.
+
+    An exception of another kind is a fault of the program: it goes on where it was raised, and the other ranks are told
+    before, so that they do not wait for ever. Raises PeerError when another rank is gone.
+    """
+    result: T | None = None
+    failure: KitforgeError | None = None
+    told: str | None = "a rank failed in a way that was not foreseen; its own message tells more"
+    try:
+        result = work()
+        told = None
+    except error as caught:
+        failure, told = caught, str(caught)
+    finally:
+        answers = _answers(agree, (told, result))
+    first = next((told for told, _ in answers if told is not None), None)
+    if first is None:
+        return [cast(T, answer) for _, answer in answers]
+    raise failure if failure is not None and str(failure) == first else error(first)
+
+
+def _answers(agree: Agree, value: Any) -> list[Any]:
+    try:
+        return agree(value)
+    except RuntimeError as cause:
+        explained = explain(cause)
+        if explained is None:
+            raise
+        raise explained from cause
