@@ -70,9 +70,7 @@ class Loop:
         self._resumed_from: Path | None = None
         self._changes: list[str] = []
         self.model = task.build(world)
-        # All ranks build from one seed; from here on those with different samples draw different noise.
-        if world.replica > 0:
-            torch.manual_seed(seeds.key(options.seed, "replica", world.replica))
+        _part_noise(options.seed, world)
         self._parallel = parallel_of(self.model, world)
         groups = self._parallel.pieces_of(task.parameter_groups(self.model, options.optimizer.weight_decay))
         self.state = TrainingState(
@@ -344,6 +342,12 @@ class Loop:
         if self.world.any(self._asked_to_stop):
             self._interrupted = True
             self.stop("interrupted")
+
+
+def _part_noise(seed: int, world: World) -> None:
+    """All ranks build from one seed; from then on those with different samples draw different noise."""
+    if world.replica > 0:
+        torch.manual_seed(seeds.key(seed, "replica", world.replica))
 
 
 def _max_steps(task: Task, options: RunOptions) -> int:

@@ -281,7 +281,7 @@ def test_the_torchrun_script_hands_everything_on(tmp_path: Path) -> None:
 def test_the_slurm_script_meets_at_the_first_node(tmp_path: Path) -> None:
     slurm = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node-[7-8]"}
     script = ["bash", "scripts/slurm.sbatch", "model=llama_tiny", "output_dir=runs/a", "resume=auto"]
-    given = recorded(script, tmp_path, SLURM_GPUS_ON_NODE="8", **slurm)
+    given = recorded(script, tmp_path, SLURM_GPUS_ON_NODE="8", ENVIRONMENT="none", **slurm)
     assert given[given.index("--rdzv-endpoint") + 1] == "node-7:20017"
     assert given[given.index("--nproc-per-node") + 1] == "8"
     assert given.count("resume=auto") == 1

@@ -22,6 +22,6 @@ def test_a_missing_package_names_the_extra() -> None:
 
 def test_the_tree_in_the_docstring_is_the_tree_in_the_code() -> None:
     classes = [each for _, each in inspect.getmembers(errors, inspect.isclass) if each.__module__ == errors.__name__]
-    drawn = [line.lstrip("├└─ ").split()[0] for line in (errors.__doc__ or "").splitlines() if "Error" in line]
+    drawn = [line.lstrip("│├└─ ").split()[0] for line in (errors.__doc__ or "").splitlines() if "Error" in line]
     assert sorted(each.__name__ for each in classes) == sorted(drawn)
     assert all(issubclass(each, KitforgeError) for each in classes)
