@@ -43,7 +43,7 @@ from kitforge.core.parallel.degrees import Degrees
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
 from kitforge.foundation.device import describe
-from kitforge.models.folder import outline
+from kitforge.models.folder import build, outline
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.sharding import DECODER
 
@@ -128,17 +128,6 @@ class Plain(nn.Module):
         return self.output(self.norm(stream))
 
 
-def plain_step(model: nn.Module, config: LlamaConfig, rows: int, length: int) -> Step:
-    tokens, targets = data(config, rows, length)
-
-    def step() -> None:
-        logits = model(tokens).flatten(0, 1)
-        functional.cross_entropy(logits, targets.flatten(), reduction="sum").backward()
-        model.zero_grad(set_to_none=True)
-
-    return step
-
-
 def parallelised(config: LlamaConfig, rows: int, length: int) -> Step:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = Plain(config)
@@ -175,8 +164,28 @@ def parallelised(config: LlamaConfig, rows: int, length: int) -> Step:
     return step
 
 
+class WithLoss(nn.Module):
+    """Our own network with its loss inside, as DistributedDataParallel wants to be called."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.network = build(config, device=torch.device("cpu"), seed=0)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.network.hidden(tokens, Context()).flatten(0, 1)
+        return self.network.kernels.linear_cross_entropy(hidden, self.network.head_weight, targets.flatten())
+
+
 def distributed(config: LlamaConfig, rows: int, length: int) -> Step:
-    return plain_step(DistributedDataParallel(Plain(config)), config, rows, length)
+    """DistributedDataParallel around our own network, so that the two differ by what is around it alone."""
+    model = DistributedDataParallel(WithLoss(config))
+    tokens, targets = data(config, rows, length)
+
+    def step() -> None:
+        model(tokens, targets).backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
 
 
 def sharded(config: LlamaConfig, rows: int, length: int) -> Step:

@@ -98,6 +98,16 @@ def pairs(rank: int, name: str, dim: int) -> tuple[float, float]:
     return float(both[0]), float(both[1])
 
 
+def gather_rows(rank: int) -> bool:
+    group = Mesh(Degrees(tensor=2), "cpu").group("tensor")
+    views = [collectives.all_gather(torch.ones(rows, 3, 2), group, dim) for rows in (1, 2) for dim in (0, 1, 2)]
+    return any(each._is_view() for each in views)
+
+
+def test_what_is_gathered_is_no_view() -> None:
+    assert not any(run_ranks(2, gather_rows))
+
+
 @pytest.mark.parametrize(
     ("name", "dim"),
     [("gathered", 0), ("gathered", 1), ("scattered_sum", 0), ("scattered_sum", 1), ("summed", 0), ("shared", 0)]

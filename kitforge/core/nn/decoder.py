@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.block import Block, BlockConfig
 from kitforge.core.nn.causal_lm import Geometry
-from kitforge.core.nn.context import Context, dropout
+from kitforge.core.nn.context import CausalAttend, Context, dropout
 from kitforge.core.nn.norm import Norm
 from kitforge.core.nn.rotary import RotaryAngles, RotaryConfig, document_lengths
 from kitforge.foundation.config import check
@@ -96,7 +96,9 @@ class Decoder(nn.Module):
             stream = stream + self.position(positions)
         stream = dropout(stream, self._embedding_dropout, "embedding", context.dropout)
         rotary = self._rotary(positions, context)
-        for block in self._run or self.blocks:
+        # With a cache each token would be a shape of its own to the compiler.
+        compiled = self._run if isinstance(context.attend, CausalAttend) else None
+        for block in compiled or self.blocks:
             if self.recompute and torch.is_grad_enabled():
                 stream = checkpoint(block, stream, rotary, context, use_reentrant=False, preserve_rng_state=False)
             else:

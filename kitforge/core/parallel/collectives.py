@@ -62,7 +62,11 @@ def all_gather(input: Tensor, group: Group, dim: int) -> Tensor:
     input = input.contiguous()
     pieces = input.new_empty((ranks, *input.shape))
     _all_gather_single(pieces.view(ranks * input.shape[0], *input.shape[1:]), input, group=group)
-    return pieces.movedim(0, dim).flatten(dim, dim + 1)
+    joined = pieces.movedim(0, dim).contiguous()
+    # Memory of its own to whoever gets it: `fully_shard` warns of a module that returns a view.
+    shape = (*input.shape[:dim], ranks * input.shape[dim], *input.shape[dim + 1 :])
+    whole: Tensor = torch.ops.aten._unsafe_view(joined, shape)
+    return whole
 
 
 def reduce_scatter(input: Tensor, group: Group, dim: int) -> Tensor:
