@@ -156,7 +156,9 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return input.view_as(input)
+        # No view, of which `fully_shard` would warn; nobody writes into what is shared.
+        whole: Tensor = torch.ops.aten._unsafe_view(input, input.shape)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
