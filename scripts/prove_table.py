@@ -1,4 +1,7 @@
-"""Turn the JUnit file of `make prove` into the table that is committed: one line a test, its cases counted."""
+"""Turn the JUnit files of `make prove` into the table that is committed: one line a test, its cases counted.
+
+Of a case that several files hold, the last one counts, so that a part can be run again.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,22 @@ import importlib.metadata
 import platform
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
 COLUMNS = ("cases", "passed", "failed", "skipped", "seconds")
 
 
-def tally(junit: Path) -> dict[str, dict[str, float]]:
+def tally(files: Sequence[Path]) -> dict[str, dict[str, float]]:
     """The counts of every test function, by its dotted name without parameters."""
+    cases = {
+        (case.get("classname"), case.get("name")): case
+        for file in files
+        for case in ElementTree.parse(file).iter("testcase")
+    }
     rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(COLUMNS, 0))
-    for case in ElementTree.parse(junit).iter("testcase"):
+    for case in cases.values():
         row = rows[f"{case.get('classname')}.{case.get('name', '').split('[')[0]}"]
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
@@ -44,10 +53,10 @@ def render(rows: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """`prove_table.py JUNIT PAGE`."""
-    junit, page = map(Path, sys.argv[1:])
+    """`prove_table.py JUNIT [JUNIT ...] PAGE`."""
+    *files, page = map(Path, sys.argv[1:])
     page.parent.mkdir(exist_ok=True)
-    page.write_text(render(tally(junit)), encoding="utf-8")
+    page.write_text(render(tally(files)), encoding="utf-8")
     print(f"wrote {page}")
 
 
