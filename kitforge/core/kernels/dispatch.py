@@ -1,22 +1,34 @@
 """Which implementation of each operation a model runs. The only place that chooses; callers never branch.
 
 Level O0 is the references, O1 the fused operations (torch's own where it has them). A model is handed one `Kernels`
-when it is built, so two levels live side by side in one process and in one test.
+when it is built, so two levels live side by side in one process and in one test. The loops over rows of embedding
+tables are a set of their own, `TableKernels`.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 from kitforge.core.kernels.attention import reference as attention_reference
+from kitforge.core.kernels.bags import Bags
+from kitforge.core.kernels.gather_pool import reference as gather_pool_reference
+from kitforge.core.kernels.hash_map import reference as hash_map_reference
 from kitforge.core.kernels.linear import reference as linear_reference
 from kitforge.core.kernels.linear_cross_entropy import reference as linear_cross_entropy_reference
+from kitforge.core.kernels.linear_log_probs import reference as linear_log_probs_reference
 from kitforge.core.kernels.rms_norm import reference as rms_norm_reference
 from kitforge.core.kernels.rotary import reference as rotary_reference
+from kitforge.core.kernels.scratch import Scratch
+from kitforge.core.kernels.segment_sum import reference as segment_sum_reference
+from kitforge.core.kernels.sparse_update import reference as sparse_update_reference
 from kitforge.core.kernels.swiglu import reference as swiglu_reference
+from kitforge.core.kernels.unique import reference as unique_reference
 
 CompileLevel = Literal["O0", "O1", "O2"]
 
@@ -77,6 +89,17 @@ class LinearCrossEntropy(Protocol):
         ...
 
 
+class LinearLogProbs(Protocol):
+    """Log-probabilities of targets [rows] under the softmax of `hidden [rows, dim] @ weight [vocab, dim].T` over the
+    temperature, and the entropies of those distributions, both [rows] in fp32 and both differentiable."""
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """See the class."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """One implementation of each operation."""
@@ -87,6 +110,7 @@ class Kernels:
     rotary: Rotary
     swiglu: SwiGLU
     linear_cross_entropy: LinearCrossEntropy
+    linear_log_probs: LinearLogProbs
 
 
 REFERENCE = Kernels(
@@ -96,9 +120,11 @@ REFERENCE = Kernels(
     rotary=rotary_reference.rotary,
     swiglu=swiglu_reference.swiglu,
     linear_cross_entropy=linear_cross_entropy_reference.linear_cross_entropy,
+    linear_log_probs=linear_log_probs_reference.linear_log_probs,
 )
 
 
+@functools.cache
 def select(level: CompileLevel) -> Kernels:
     """The kernels of a compile level. O2 compiles the model's blocks over kernels that the compiler can see through."""
     if level == "O0":
@@ -106,6 +132,7 @@ def select(level: CompileLevel) -> Kernels:
     from kitforge.core.kernels.attention.fused import attention, traceable_attention
     from kitforge.core.kernels.linear.fused import linear, traceable_linear
     from kitforge.core.kernels.linear_cross_entropy.chunked import linear_cross_entropy
+    from kitforge.core.kernels.linear_log_probs.chunked import linear_log_probs
     from kitforge.core.kernels.rms_norm.fused import rms_norm
     from kitforge.core.kernels.rotary.fused import rotary
     from kitforge.core.kernels.swiglu.fused import swiglu
@@ -118,12 +145,189 @@ def select(level: CompileLevel) -> Kernels:
             rotary=rotary_reference.rotary,
             swiglu=swiglu_reference.swiglu,
             linear_cross_entropy=linear_cross_entropy,
+            linear_log_probs=linear_log_probs,
         )
     return Kernels(
-        linear=linear,
+        linear=functools.partial(linear, few_rows=_few_rows) if _has_numba() else linear,
         attention=attention,
         rms_norm=rms_norm,
         rotary=rotary,
         swiglu=swiglu,
         linear_cross_entropy=linear_cross_entropy,
+        linear_log_probs=linear_log_probs,
+    )
+
+
+@functools.cache
+def _few_rows() -> Linear:
+    """Loaded with the first product of few rows, since most who choose kernels never meet one."""
+    from kitforge.core.kernels.linear.numba import linear
+
+    return linear
+
+
+def _has_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+class HashMap(Protocol):
+    """Slots, int64 from 0, by key, any int64. Keys of one call are distinct. Not for two threads at once."""
+
+    def __len__(self) -> int:
+        """How many keys there are."""
+        ...
+
+    def lookup(self, keys: Tensor, out: Tensor | None = None) -> Tensor:
+        """The slots [n] of keys [n], -1 where one is not there; here keys may repeat. `out` int64 [n] is reused."""
+        ...
+
+    def insert(self, keys: Tensor, slots: Tensor) -> None:
+        """Give keys [n] these slots [n], in place of those that they may have."""
+        ...
+
+    def remove(self, keys: Tensor) -> Tensor:
+        """Forget keys [n]: the slots [n] they had, -1 for a key that was not there."""
+        ...
+
+    def items(self) -> tuple[Tensor, Tensor]:
+        """All keys [n] in ascending order and their slots [n]."""
+        ...
+
+
+class NewHashMap(Protocol):
+    """An empty map, with room for so many keys before it grows."""
+
+    def __call__(self, room: int = 0) -> HashMap:
+        """See the class."""
+        ...
+
+
+class Unique(Protocol):
+    """Distinct ids [u] of ids [N] int64 in the order in which they first occur, and the place [N] of each id there.
+
+    Places are written to `out` int64 [N] where it is given. `scratch` keeps working memory from call to call.
+    """
+
+    def __call__(self, ids: Tensor, out: Tensor | None = None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        """See the class."""
+        ...
+
+
+class GatherPool(Protocol):
+    """The first `dim` columns of rows of `slab` [rows, width]: id i has row `slots[i]`, or `slots[inverse[i]]`.
+
+    Without bags they come as they are, [num_ids, dim]; with bags each bag's rows are weighted, added up in order and
+    for a mean divided by their number, [num_bags, dim]. `out` of that shape is overwritten where it is given,
+    and `scratch` keeps working memory from call to call.
+    Raises ModelError for a slot or a place that is none.
+    """
+
+    def __call__(
+        self,
+        slab: Tensor,
+        slots: Tensor,
+        dim: int,
+        *,
+        inverse: Tensor | None = None,
+        bags: Bags | None = None,
+        out: Tensor | None = None,
+        scratch: Scratch | None = None,
+    ) -> Tensor:
+        """See the class."""
+        ...
+
+
+class SegmentSum(Protocol):
+    """The backward pass of `gather_pool`: what `gradients` of its output give for each of `num_rows` distinct rows.
+
+    Id i is row `inverse[i]`. The parts of a row are added to zero in the order of the ids. `out` [num_rows, dim] is
+    overwritten where it is given. Raises ModelError for a place that is none.
+    """
+
+    def __call__(
+        self,
+        gradients: Tensor,
+        inverse: Tensor,
+        num_rows: int,
+        *,
+        bags: Bags | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See the class."""
+        ...
+
+
+# What every rule begins with: slab, slots, gradients, rate, step. `sparse_update/reference.py` has the rest.
+Move = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseUpdate:
+    """The rules by which rows of a slab move in place; `sparse_update/reference.py` defines them."""
+
+    sgd: Move
+    adagrad: Move
+    rowwise_adagrad: Move
+    adam: Move
+    lazy_adam: Move
+    ftrl: Move
+    catch_up: Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableKernels:
+    """One implementation of each loop over rows of embedding tables, on contiguous tensors of the CPU.
+
+    The same inputs give the same bits, whatever the number of threads.
+    """
+
+    hash_map: NewHashMap
+    unique: Unique
+    gather_pool: GatherPool
+    segment_sum: SegmentSum
+    sparse_update: SparseUpdate
+
+
+TABLE_REFERENCE = TableKernels(
+    hash_map=hash_map_reference.HashMap,
+    unique=unique_reference.unique,
+    gather_pool=gather_pool_reference.gather_pool,
+    segment_sum=segment_sum_reference.segment_sum,
+    sparse_update=SparseUpdate(
+        sgd=sparse_update_reference.sgd,
+        adagrad=sparse_update_reference.adagrad,
+        rowwise_adagrad=sparse_update_reference.rowwise_adagrad,
+        adam=sparse_update_reference.adam,
+        lazy_adam=sparse_update_reference.lazy_adam,
+        ftrl=sparse_update_reference.ftrl,
+        catch_up=sparse_update_reference.catch_up,
+    ),
+)
+
+
+@functools.cache
+def select_table(device: str = "cpu") -> TableKernels:
+    """The fastest loops over rows of tables that are installed, for slabs on that kind of device."""
+    if device != "cpu" or not _has_numba():
+        return TABLE_REFERENCE
+    from kitforge.core.kernels.gather_pool import numba as gather_pool
+    from kitforge.core.kernels.hash_map import numba as hash_map
+    from kitforge.core.kernels.segment_sum import numba as segment_sum
+    from kitforge.core.kernels.sparse_update import numba as sparse_update
+    from kitforge.core.kernels.unique import numba as unique
+
+    return TableKernels(
+        hash_map=hash_map.HashMap,
+        unique=unique.unique,
+        gather_pool=gather_pool.gather_pool,
+        segment_sum=segment_sum.segment_sum,
+        sparse_update=SparseUpdate(
+            sgd=sparse_update.sgd,
+            adagrad=sparse_update.adagrad,
+            rowwise_adagrad=sparse_update.rowwise_adagrad,
+            adam=sparse_update.adam,
+            lazy_adam=sparse_update.lazy_adam,
+            ftrl=sparse_update.ftrl,
+            catch_up=sparse_update.catch_up,
+        ),
     )

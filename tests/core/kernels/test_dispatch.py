@@ -1,13 +1,23 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import REFERENCE, CompileLevel, Kernels, select
+from kitforge.core.kernels.dispatch import (
+    REFERENCE,
+    TABLE_REFERENCE,
+    CompileLevel,
+    Kernels,
+    SparseUpdate,
+    TableKernels,
+    select,
+    select_table,
+)
 from tests.core.kernels.comparison import random, relative
 
 NAMES = [field.name for field in dataclasses.fields(Kernels)]
@@ -27,6 +37,22 @@ def test_a_level_is_the_same_each_time(level: CompileLevel) -> None:
     assert select(level) == select(level)
 
 
+def test_loops_over_tables_are_compiled_where_numba_is() -> None:
+    fast = select_table()
+    for kind, one, other in (
+        (TableKernels, fast, TABLE_REFERENCE),
+        (SparseUpdate, fast.sparse_update, TABLE_REFERENCE.sparse_update),
+    ):
+        for field in dataclasses.fields(kind):
+            assert getattr(one, field.name) is not getattr(other, field.name)
+
+
+def test_loops_over_tables_are_the_references_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select_table("cuda") is TABLE_REFERENCE
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert select_table.__wrapped__() is TABLE_REFERENCE
+
+
 SECOND: dict[str, tuple[Callable[[Kernels, Tensor], Tensor], tuple[int, ...]]] = {
     "linear": (lambda kernels, input: kernels.linear(input, random(3, 6)), (5, 6)),
     "rms_norm": (lambda kernels, input: kernels.rms_norm(input, random(6), 1e-6), (5, 6)),
@@ -37,6 +63,10 @@ SECOND: dict[str, tuple[Callable[[Kernels, Tensor], Tensor], tuple[int, ...]]] =
     ),
     "linear_cross_entropy": (
         lambda kernels, input: kernels.linear_cross_entropy(input, random(4, 6), torch.tensor([0, 1, 2, 3, -100])),
+        (5, 6),
+    ),
+    "linear_log_probs": (
+        lambda kernels, input: kernels.linear_log_probs(input, random(4, 6), torch.tensor([0, 1, 2, 3, 0]))[0],
         (5, 6),
     ),
 }

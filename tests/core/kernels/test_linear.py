@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kitforge.core.kernels.dispatch import select
 from kitforge.core.kernels.linear import fused
 from kitforge.core.kernels.linear.fused import linear, traceable_linear
 from kitforge.core.kernels.linear.reference import linear as reference
@@ -107,3 +108,52 @@ def test_a_weight_that_is_off_by_a_billionth_shows() -> None:
         return linear(input, weight * (1 + 1e-9), bias)
 
     assert distance(faulty, reference, [random(5, 7), random(3, 7), random(3)]) > 10 * TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", range(0, fused.FEW_ROWS + 2))
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (33, 16), (70, 129)], ids=str)
+@torch.no_grad()
+def test_a_few_rows_are_multiplied_like_many(
+    rows: int, shape: tuple[int, int], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_rows = pytest.importorskip("kitforge.core.kernels.linear.numba")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(few_rows, "GRAIN", 1)
+    generator = torch.Generator().manual_seed(rows)
+    weight, bias = torch.randn(shape, generator=generator), torch.randn(shape[0], generator=generator)
+    # Neither a transposed input nor one that is part of a larger one may be misread.
+    input = torch.randn(2, shape[1] + 1, rows, generator=generator).transpose(1, 2)[1:, :, 1:]
+    assert fused.are_few(input, weight) == (rows <= fused.FEW_ROWS)
+    exact = reference(input.double(), weight.double(), bias.double())
+    got = few_rows.linear(input, weight, bias)
+    assert got.shape == exact.shape
+    assert torch.allclose(got.double(), exact, atol=1e-5 * shape[1])
+
+
+@torch.no_grad()
+def test_models_take_the_product_of_few_rows_where_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_rows = pytest.importorskip("kitforge.core.kernels.linear.numba")
+    input, weight = torch.randn(3, 4), torch.randn(5, 4)
+    assert torch.equal(select("O1").linear(input, weight), few_rows.linear(input, weight))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert select.__wrapped__("O1").linear is fused.linear
+
+
+def test_what_a_gradient_or_another_format_needs_is_left_to_torch() -> None:
+    input, weight = torch.randn(1, 2, 4), torch.randn(3, 4)
+    assert not fused.are_few(input, weight)
+    with torch.no_grad():
+        assert not fused.are_few(input.double(), weight.double())
+        assert not fused.are_few(input, torch.randn(4, 3).t())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert not fused.are_few(input, weight)
+
+
+@torch.no_grad()
+def test_a_weight_that_was_multiplied_may_still_give_up_its_memory() -> None:
+    """As weights that are gathered from ranks do after each use."""
+    few_rows = pytest.importorskip("kitforge.core.kernels.linear.numba")
+    weight = torch.randn(3, 4)
+    few_rows.linear(torch.randn(1, 4), weight)
+    assert weight.untyped_storage().resizable()

@@ -2,11 +2,13 @@
 
 There torch emulates a half-precision product about three times slower than an fp32 one. Half precision then serves
 as a format for storage only: the input is kept in it, the product is taken in fp32 with the fp32 weight, which is
-faster and nearer to the truth, and the output is rounded. Everywhere else this is torch's own linear.
+faster and nearer to the truth, and the output is rounded. Everywhere else this is torch's own linear, or, for the few
+rows of a decoding step, a loop that is handed in (`numba`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,15 +19,38 @@ from kitforge.core.kernels.half import storage_dtype
 
 # Rows of which fp32 copies exist at once: enough for full speed of the products, few enough to stay in the caches.
 ROWS = 512
+# As many rows are few. With more of them the vendor's product is the faster one.
+FEW_ROWS = 16
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `dispatch.Linear`."""
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    few_rows: Callable[[], Callable[[Tensor, Tensor, Tensor | None], Tensor]] | None = None,
+) -> Tensor:
+    """See `dispatch.Linear`. `few_rows` gives the product to be used where `are_few` says so."""
+    if few_rows is not None and are_few(input, weight):
+        return few_rows()(input, weight, bias)
     half = storage_dtype(input)
     if half is None:
         return functional.linear(input, weight, bias)
     result: Tensor = _StoredHalf.apply(input, weight, bias, half)  # type: ignore[no-untyped-call]
     return result
+
+
+def are_few(input: Tensor, weight: Tensor) -> bool:
+    """Whether these are a few rows in fp32 on CPU, of which nobody wants a gradient."""
+    return (
+        input.dtype is torch.float32
+        and weight.dtype is torch.float32
+        and input.numel() <= FEW_ROWS * input.shape[-1]
+        and not torch.is_grad_enabled()
+        and input.device.type == "cpu"
+        and weight.is_contiguous()
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 def traceable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -13,18 +13,26 @@ from torch import Tensor
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `dispatch.RMSNorm`."""
+    # Where nothing is kept for a backward pass, the bookkeeping of one would cost more than the norm of a token.
+    if not torch.is_grad_enabled():
+        return _normalised(input, weight, eps)[0]
     result: Tensor = _RMSNorm.apply(input, weight, eps)  # type: ignore[no-untyped-call]
     return result
+
+
+def _normalised(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The output, and the scale of each row."""
+    exact = input.to(torch.promote_types(input.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
+    scale: Tensor = norm.square_().div_(input.shape[-1]).add_(eps).rsqrt_()
+    return (exact * scale).to(input.dtype) * weight, scale
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, eps: float) -> Tensor:
-        exact = input.to(torch.promote_types(input.dtype, torch.float32))
-        norm = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
-        scale: Tensor = norm.square_().div_(input.shape[-1]).add_(eps).rsqrt_()
+        output, scale = _normalised(input, weight, eps)
         ctx.save_for_backward(input, weight, scale)
-        output: Tensor = (exact * scale).to(input.dtype) * weight
         return output
 
     @staticmethod

@@ -12,6 +12,8 @@ from kitforge.core.kernels.rotary import reference
 
 def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """See `dispatch.Rotary`."""
+    if not torch.is_grad_enabled():
+        return _turn(input, cos, sin, interleaved)
     result: Tensor = _Rotary.apply(input, cos, sin, interleaved)  # type: ignore[no-untyped-call]
     return result
 
@@ -36,12 +38,17 @@ def _turn(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pairs = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     output = torch.empty_like(input)
-    first, second = input[..., :pairs], input[..., pairs : 2 * pairs]
+    sizes = [pairs, pairs, input.shape[-1] - 2 * pairs]
+    (first, second, rest), (turned_first, turned_second, kept) = (
+        torch.split(input, sizes, -1),
+        torch.split(output, sizes, -1),
+    )
     if input.dtype == cos.dtype:
-        torch.mul(first, cos, out=output[..., :pairs]).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=output[..., pairs : 2 * pairs]).addcmul_(first, sin)
+        torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=turned_second).addcmul_(first, sin)
     else:
-        output[..., :pairs] = (first * cos).addcmul_(second, sin, value=-1)
-        output[..., pairs : 2 * pairs] = (second * cos).addcmul_(first, sin)
-    output[..., 2 * pairs :] = input[..., 2 * pairs :]
+        turned_first.copy_((first * cos).addcmul_(second, sin, value=-1))
+        turned_second.copy_((second * cos).addcmul_(first, sin))
+    if sizes[2]:
+        kept.copy_(rest)
     return output

@@ -14,6 +14,8 @@ from torch.nn import functional
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """See `dispatch.SwiGLU`."""
+    if not torch.is_grad_enabled():
+        return functional.silu(gate).mul_(up)
     result: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
     return result
 

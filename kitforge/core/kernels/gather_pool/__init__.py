@@ -1,0 +1,1 @@
+"""The operation `gather_pool`."""

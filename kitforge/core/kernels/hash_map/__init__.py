@@ -1,0 +1,1 @@
+"""The operation `hash_map`."""

@@ -1,0 +1,152 @@
+"""`hash_map` by open addressing: key and slot side by side, so that a key is found within one line of the cache.
+
+What follows a removed key moves up, so there are no tombstones, and a map that keys come and go from stays fast.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kitforge.core.kernels.compiled import compiled, prefetch, share
+
+# A place of the table is free where its slot is this; keys may be any number.
+FREE = -1
+SMALLEST_TABLE = 64
+# Keys that are worth a thread.
+GRAIN = 2**14
+# How many keys ahead a place is asked for: memory answers late.
+AHEAD = 16
+
+Table = NDArray[np.int64]
+Keys = NDArray[np.int64]
+
+
+@final
+class HashMap:
+    """See `core.kernels.dispatch.HashMap`."""
+
+    def __init__(self, room: int = 0) -> None:
+        self._num_keys = 0
+        self._table = _empty(room)
+
+    def __len__(self) -> int:
+        return self._num_keys
+
+    def lookup(self, keys: Tensor, out: Tensor | None = None) -> Tensor:
+        """See the protocol."""
+        found = torch.empty(len(keys), dtype=torch.int64) if out is None else out
+        table, wanted, slots = self._table, keys.numpy(), found.numpy()
+        share(lambda start, stop: _lookup(table, wanted, slots, start, stop), len(wanted), GRAIN)
+        return found
+
+    def insert(self, keys: Tensor, slots: Tensor) -> None:
+        """See the protocol."""
+        if len(self._table) < _size(self._num_keys + len(keys)):
+            table = _empty(self._num_keys + len(keys))
+            _move(self._table, table)
+            self._table = table
+        self._num_keys += _insert(self._table, keys.numpy(), slots.numpy())
+
+    def remove(self, keys: Tensor) -> Tensor:
+        """See the protocol."""
+        slots = torch.empty(len(keys), dtype=torch.int64)
+        self._num_keys -= _remove(self._table, keys.numpy(), slots.numpy())
+        return slots
+
+    def items(self) -> tuple[Tensor, Tensor]:
+        """See the protocol."""
+        taken = torch.from_numpy(self._table[self._table[:, 1] != FREE])
+        order = torch.argsort(taken[:, 0])
+        return taken[order, 0], taken[order, 1]
+
+
+def _size(num_keys: int) -> int:
+    """The size of a table, a power of two, that is then at most three quarters full."""
+    return max(SMALLEST_TABLE, 1 << (num_keys + num_keys // 3).bit_length())
+
+
+def _empty(room: int) -> Table:
+    table = np.empty((_size(room), 2), np.int64)
+    table[:, 1] = FREE
+    return table
+
+
+@compiled
+def _home(key: Any, mask: Any) -> Any:
+    """Where a key is looked for first. After MurmurHash3's finaliser (Appleby)."""
+    bits = np.uint64(key)
+    bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return np.int64((bits ^ (bits >> np.uint64(33))) & np.uint64(mask))
+
+
+@compiled
+def _place(table: Table, key: Any) -> Any:
+    """Where the key is, or the free place that it would take."""
+    mask = len(table) - 1
+    place = _home(key, mask)
+    while table[place, 1] != FREE and table[place, 0] != key:
+        place = (place + 1) & mask
+    return place
+
+
+@compiled
+def _lookup(table: Table, keys: Keys, slots: Keys, start: int, stop: int) -> None:
+    for number in range(start, stop):
+        if number + AHEAD < stop:
+            prefetch(table, _home(keys[number + AHEAD], len(table) - 1), 0)
+        slots[number] = table[_place(table, keys[number]), 1]
+
+
+@compiled
+def _insert(table: Table, keys: Keys, slots: Keys) -> int:
+    num_new = 0
+    for number in range(len(keys)):
+        place = _place(table, keys[number])
+        if table[place, 1] == FREE:
+            num_new += 1
+        table[place, 0] = keys[number]
+        table[place, 1] = slots[number]
+    return num_new
+
+
+@compiled
+def _move(old: Table, new: Table) -> None:
+    for number in range(len(old)):
+        if old[number, 1] != FREE:
+            place = _place(new, old[number, 0])
+            new[place, 0] = old[number, 0]
+            new[place, 1] = old[number, 1]
+
+
+@compiled
+def _remove(table: Table, keys: Keys, slots: Keys) -> int:
+    num_removed = 0
+    for number in range(len(keys)):
+        place = _place(table, keys[number])
+        slots[number] = table[place, 1]
+        if table[place, 1] != FREE:
+            num_removed += 1
+            _close(table, place)
+    return num_removed
+
+
+@compiled
+def _close(table: Table, gap: int) -> None:
+    """Free a place, and move up whatever would not be found any more (Knuth, volume 3, algorithm 6.4R)."""
+    mask = len(table) - 1
+    place = (gap + 1) & mask
+    while table[place, 1] != FREE:
+        home = _home(table[place, 0], mask)
+        # It may move unless its home lies, going round, behind the gap and up to where it is.
+        if ((place - home) & mask) >= ((place - gap) & mask):
+            table[gap, 0] = table[place, 0]
+            table[gap, 1] = table[place, 1]
+            gap = place
+        place = (place + 1) & mask
+    table[gap, 1] = FREE

@@ -1,0 +1,1 @@
+"""The operation `linear_log_probs`."""

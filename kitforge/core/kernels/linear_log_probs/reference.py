@@ -1,0 +1,18 @@
+"""The definition of `linear_log_probs`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """See `dispatch.LinearLogProbs`."""
+    logits = functional.linear(hidden, weight)
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    log_probs = exact.log_softmax(-1)
+    entropies = -(log_probs.exp() * log_probs).sum(-1)
+    return log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropies

@@ -1,0 +1,1 @@
+"""The operation `segment_sum`."""

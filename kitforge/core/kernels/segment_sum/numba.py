@@ -1,0 +1,100 @@
+"""`segment_sum` in one pass over the ids. A thread adds up rows of its own, in the order in which their ids come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kitforge.core.kernels.bags import Bags
+from kitforge.core.kernels.compiled import compiled, prefetch, share
+from kitforge.core.kernels.places import require
+
+# Numbers that are worth a thread.
+GRAIN = 2**17
+# How many ids ahead a sum is asked for: rows lie anywhere, and memory answers late.
+AHEAD = 8
+
+Floats = NDArray[Any]
+Places = NDArray[np.int64]
+
+
+def segment_sum(
+    gradients: Tensor,
+    inverse: Tensor,
+    num_rows: int,
+    *,
+    bags: Bags | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `core.kernels.dispatch.SegmentSum`."""
+    require(inverse, num_rows, "places among the rows")
+    if out is None:
+        out = gradients.new_empty(num_rows, gradients.shape[1])
+    sums, parts, places = out.numpy(), gradients.contiguous().numpy(), inverse.numpy()
+    num_owners = max(1, min(torch.get_num_threads(), len(places) * sums.shape[1] // GRAIN))
+    if bags is None:
+        share(lambda owner, _: _add(parts, places, sums, owner, num_owners), num_owners, 1)
+        return out
+    bags.require(len(places))
+    offsets, is_mean = bags.offsets.numpy(), bags.mode == "mean"
+    weights = out.new_empty(0) if bags.weights is None else bags.weights.to(out.dtype)
+    weighting = (weights.numpy(), bags.weights is not None)
+    share(
+        lambda owner, _: _add_bags(parts, places, offsets, *weighting, is_mean, sums, owner, num_owners), num_owners, 1
+    )
+    return out
+
+
+@compiled
+def _owner(row: int, num_owners: int) -> Any:
+    """Whose row it is: neighbours, often met equally often, are spread; a product is far cheaper than a division."""
+    return ((np.uint64(row) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)) * np.uint64(num_owners)) >> np.uint64(32)
+
+
+@compiled
+def _clear(sums: Floats, owner: int, num_owners: int) -> None:
+    for row in range(len(sums)):
+        if num_owners == 1 or _owner(row, num_owners) == np.uint64(owner):
+            sums[row] = 0
+
+
+@compiled
+def _add(parts: Floats, places: Places, sums: Floats, owner: int, num_owners: int) -> None:
+    own = np.uint64(owner)
+    _clear(sums, owner, num_owners)
+    for number in range(len(places)):
+        if number + AHEAD < len(places):
+            prefetch(sums, places[number + AHEAD], 0)
+        row = places[number]
+        if num_owners == 1 or _owner(row, num_owners) == own:
+            for column in range(sums.shape[1]):
+                sums[row, column] += parts[number, column]
+
+
+@compiled
+def _add_bags(
+    parts: Floats,
+    places: Places,
+    offsets: Places,
+    weights: Floats,
+    is_weighted: bool,
+    is_mean: bool,
+    sums: Floats,
+    owner: int,
+    num_owners: int,
+) -> None:
+    own, one = np.uint64(owner), sums.dtype.type(1)
+    _clear(sums, owner, num_owners)
+    for bag in range(len(offsets) - 1):
+        count = sums.dtype.type(offsets[bag + 1] - offsets[bag]) if is_mean else one
+        for number in range(offsets[bag], offsets[bag + 1]):
+            row = places[number]
+            if num_owners > 1 and _owner(row, num_owners) != own:
+                continue
+            weight = weights[number] if is_weighted else one
+            for column in range(sums.shape[1]):
+                sums[row, column] += parts[bag, column] / count * weight

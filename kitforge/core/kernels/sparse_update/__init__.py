@@ -1,0 +1,1 @@
+"""The operation `sparse_update`."""

@@ -1,0 +1,382 @@
+"""`sparse_update` in one pass over the rows: each is read, moved and written where it lies, by one thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kitforge.core.kernels.compiled import compiled, prefetch, share
+from kitforge.core.kernels.sparse_update.reference import LAST_STEP, UPDATES, whole
+from kitforge.foundation.errors import ModelError
+
+# Numbers that are worth a thread.
+GRAIN = 2**15
+# How many rows ahead one is asked for: rows lie anywhere, and memory answers late.
+AHEAD = 16
+# Above this eps a mean square that underflows changes nothing in the bound on what a resting row still moves.
+SMALLEST_EPS = 1e-15
+
+Floats = NDArray[Any]
+Whole = NDArray[Any]
+Places = NDArray[np.int64]
+
+
+def sgd(slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float) -> None:
+    """See the reference."""
+    _over_rows(_sgd, slab, slots, gradients, step, _numbers(slab, rate, decay))
+
+
+def adagrad(
+    slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float, eps: float
+) -> None:
+    """See the reference."""
+    _over_rows(_adagrad, slab, slots, gradients, step, _numbers(slab, rate, decay, eps))
+
+
+def rowwise_adagrad(
+    slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float, eps: float
+) -> None:
+    """See the reference."""
+    _over_rows(_rowwise_adagrad, slab, slots, gradients, step, _numbers(slab, rate, decay, eps))
+
+
+def lazy_adam(
+    slab: Tensor,
+    slots: Tensor,
+    gradients: Tensor,
+    rate: float,
+    step: int,
+    *,
+    decay: float,
+    eps: float,
+    powers: Tensor,
+) -> None:
+    """See the reference."""
+    biases = (1.0 - powers).to(slab.dtype).numpy()
+    numbers = _numbers(slab, rate, decay, eps, *_betas(powers))
+    beyond = _over_rows(_lazy_adam, slab, slots, gradients, step, numbers, biases)
+    if sum(beyond):
+        raise ModelError("rows have had more updates than there were steps", got=sum(beyond), expected="none")
+
+
+def ftrl(
+    slab: Tensor,
+    slots: Tensor,
+    gradients: Tensor,
+    rate: float,
+    step: int,
+    *,
+    l1: float,
+    l2: float,
+    beta: float,
+) -> None:
+    """See the reference."""
+    _over_rows(_ftrl, slab, slots, gradients, step, _numbers(slab, rate, rate * l1, beta + 2.0 * rate * l2))
+
+
+def adam(
+    slab: Tensor,
+    slots: Tensor,
+    gradients: Tensor,
+    rate: float,
+    step: int,
+    *,
+    eps: float,
+    powers: Tensor,
+) -> None:
+    """See the reference."""
+    biases = _numbers(slab, *(1.0 - float(power) for power in powers[:, step]))
+    numbers = (*_numbers(slab, rate, eps, *_betas(powers)), *biases)
+    _over_rows(_adam, slab, slots, gradients, step, numbers, powers.to(slab.dtype).numpy())
+
+
+def catch_up(
+    slab: Tensor,
+    slots: Tensor,
+    dim: int,
+    step: int,
+    rates: Tensor,
+    *,
+    eps: float,
+    powers: Tensor,
+) -> None:
+    """See the reference. A row stops early once it is certain that nothing to come would change a bit of it."""
+    mean_beta, square_beta = (float(beta) for beta in powers[:, 1])
+    # Then what a resting row moves in a step, but for rates and biases, never grows.
+    is_bounded = mean_beta * mean_beta <= square_beta and eps >= SMALLEST_EPS
+    kept, biases = powers.to(slab.dtype).numpy(), (1.0 - powers).to(slab.dtype).numpy()
+    used = rates[:step].to(slab.dtype)
+    numbers = (used.numpy(), *_numbers(slab, float(used.max()), eps))
+    rows = (slab.numpy(), whole(slab).numpy(), slots.numpy())
+    share(
+        lambda start, stop: _catch_up(*rows, dim, step, numbers, kept, biases, is_bounded, start, stop),
+        len(slots),
+        GRAIN // max(dim, 1),
+    )
+
+
+def _over_rows(
+    loop: Any, slab: Tensor, slots: Tensor, gradients: Tensor, step: int, numbers: tuple[Any, ...], *tables: Floats
+) -> list[Any]:
+    """Let threads share a loop over rows."""
+    rows = (slab.numpy(), whole(slab).numpy(), slots.numpy(), gradients.contiguous().numpy())
+    grain = GRAIN // max(gradients.shape[1], 1)
+    return share(lambda start, stop: loop(*rows, step, numbers, *tables, start, stop), len(slots), grain)
+
+
+def _numbers(slab: Tensor, *values: float) -> tuple[Any, ...]:
+    """Numbers rounded to the slab's dtype, as torch rounds those that meet a tensor."""
+    return tuple(slab.numpy().dtype.type(value) for value in values)
+
+
+def _betas(powers: Tensor) -> tuple[float, ...]:
+    """Both betas, and what each leaves of 1."""
+    mean_beta, square_beta = (float(beta) for beta in powers[:, 1])
+    return mean_beta, 1.0 - mean_beta, square_beta, 1.0 - square_beta
+
+
+@compiled
+def _ask(slab: Floats, slots: Places, number: int, stop: int) -> None:
+    """Ask for a row that comes later."""
+    if number < stop:
+        for column in range(0, slab.shape[1], 16):
+            prefetch(slab, slots[number], column)
+        prefetch(slab, slots[number], slab.shape[1] - 1)
+
+
+@compiled
+def _count(counters: Whole, slot: int, step: int) -> None:
+    width = counters.shape[1]
+    counters[slot, width + LAST_STEP] = step
+    counters[slot, width + UPDATES] += 1
+
+
+@compiled
+def _sgd(
+    slab: Floats,
+    counters: Whole,
+    slots: Places,
+    gradients: Floats,
+    step: int,
+    numbers: tuple[Any, ...],
+    start: int,
+    stop: int,
+) -> None:
+    rate, decay = numbers
+    for number in range(start, stop):
+        _ask(slab, slots, number + AHEAD, stop)
+        slot = slots[number]
+        if decay == 0:
+            for column in range(gradients.shape[1]):
+                slab[slot, column] -= gradients[number, column] * rate
+        else:
+            for column in range(gradients.shape[1]):
+                slab[slot, column] -= (gradients[number, column] + slab[slot, column] * decay) * rate
+        _count(counters, slot, step)
+
+
+@compiled
+def _adagrad(
+    slab: Floats,
+    counters: Whole,
+    slots: Places,
+    gradients: Floats,
+    step: int,
+    numbers: tuple[Any, ...],
+    start: int,
+    stop: int,
+) -> None:
+    rate, decay, eps = numbers
+    dim = gradients.shape[1]
+    for number in range(start, stop):
+        _ask(slab, slots, number + AHEAD, stop)
+        row, total = slab[slots[number], :dim], slab[slots[number], dim : 2 * dim]
+        for column in range(dim):
+            gradient = gradients[number, column]
+            if decay != 0:
+                gradient += row[column] * decay
+            total[column] += gradient * gradient
+            row[column] -= gradient * rate / (np.sqrt(total[column]) + eps)
+        _count(counters, slots[number], step)
+
+
+@compiled
+def _rowwise_adagrad(
+    slab: Floats,
+    counters: Whole,
+    slots: Places,
+    gradients: Floats,
+    step: int,
+    numbers: tuple[Any, ...],
+    start: int,
+    stop: int,
+) -> None:
+    rate, decay, eps = numbers
+    dim, kind = gradients.shape[1], slab.dtype.type
+    for number in range(start, stop):
+        _ask(slab, slots, number + AHEAD, stop)
+        row = slab[slots[number]]
+        squares = kind(0)
+        for column in range(dim):
+            gradient = gradients[number, column]
+            if decay != 0:
+                gradient += row[column] * decay
+            squares += gradient * gradient
+        row[dim] += squares / kind(dim)
+        pace = rate / (np.sqrt(row[dim]) + eps)
+        for column in range(dim):
+            gradient = gradients[number, column]
+            if decay != 0:
+                gradient += row[column] * decay
+            row[column] -= gradient * pace
+        _count(counters, slots[number], step)
+
+
+@compiled
+def _lazy_adam(
+    slab: Floats,
+    counters: Whole,
+    slots: Places,
+    gradients: Floats,
+    step: int,
+    numbers: tuple[Any, ...],
+    biases: Floats,
+    start: int,
+    stop: int,
+) -> int:
+    rate, decay, eps, mean_beta, mean_rest, square_beta, square_rest = numbers
+    dim, num_beyond = gradients.shape[1], 0
+    for number in range(start, stop):
+        _ask(slab, slots, number + AHEAD, stop)
+        slot = slots[number]
+        count = counters[slot, counters.shape[1] + UPDATES] + 1
+        if count < 1 or count >= biases.shape[1]:
+            num_beyond += 1
+            continue
+        row, mean, square = slab[slot, :dim], slab[slot, dim : 2 * dim], slab[slot, 2 * dim : 3 * dim]
+        mean_bias, square_bias = biases[0, count], biases[1, count]
+        for column in range(dim):
+            gradient = gradients[number, column]
+            if decay != 0:
+                gradient += row[column] * decay
+            mean[column] = mean[column] * mean_beta + gradient * mean_rest
+            square[column] = square[column] * square_beta + gradient * gradient * square_rest
+            row[column] -= mean[column] / mean_bias * rate / (np.sqrt(square[column] / square_bias) + eps)
+        _count(counters, slot, step)
+    return num_beyond
+
+
+@compiled
+def _ftrl(
+    slab: Floats,
+    counters: Whole,
+    slots: Places,
+    gradients: Floats,
+    step: int,
+    numbers: tuple[Any, ...],
+    start: int,
+    stop: int,
+) -> None:
+    rate, threshold, pull = numbers
+    dim, zero = gradients.shape[1], slab.dtype.type(0)
+    for number in range(start, stop):
+        _ask(slab, slots, number + AHEAD, stop)
+        slot = slots[number]
+        row, total, linear = slab[slot, :dim], slab[slot, dim : 2 * dim], slab[slot, 2 * dim : 3 * dim]
+        for column in range(dim):
+            gradient = gradients[number, column]
+            before = np.sqrt(total[column])
+            total[column] += gradient * gradient
+            after = np.sqrt(total[column])
+            linear[column] += gradient * rate - (after - before) * row[column]
+            edge = threshold if linear[column] > 0 else -threshold
+            moved = (edge - linear[column]) / (after + pull)
+            # NaN is not at most a number, so it is not hidden as a zero.
+            row[column] = zero if abs(linear[column]) <= threshold else moved
+        _count(counters, slot, step)
+
+
+@compiled
+def _adam(
+    slab: Floats,
+    counters: Whole,
+    slots: Places,
+    gradients: Floats,
+    step: int,
+    numbers: tuple[Any, ...],
+    powers: Floats,
+    start: int,
+    stop: int,
+) -> None:
+    rate, eps, mean_beta, mean_rest, square_beta, square_rest, mean_bias, square_bias = numbers
+    dim = gradients.shape[1]
+    for number in range(start, stop):
+        _ask(slab, slots, number + AHEAD, stop)
+        slot = slots[number]
+        resting = step - 1 - counters[slot, 3 * dim]
+        mean_power, square_power = powers[0, resting], powers[1, resting]
+        row, mean, square = slab[slot, :dim], slab[slot, dim : 2 * dim], slab[slot, 2 * dim : 3 * dim]
+        for column in range(dim):
+            gradient = gradients[number, column]
+            mean[column] = mean[column] * mean_power * mean_beta + gradient * mean_rest
+            square[column] = square[column] * square_power * square_beta + gradient * gradient * square_rest
+            row[column] -= mean[column] / mean_bias * rate / (np.sqrt(square[column] / square_bias) + eps)
+        counters[slot, 3 * dim] = step
+        _count(counters, slot, step)
+
+
+@compiled
+def _catch_up(
+    slab: Floats,
+    counters: Whole,
+    slots: Places,
+    dim: int,
+    step: int,
+    numbers: tuple[Any, ...],
+    powers: Floats,
+    biases: Floats,
+    is_bounded: bool,
+    start: int,
+    stop: int,
+) -> None:
+    rates, largest_rate, eps = numbers
+    width = counters.shape[1]
+    for number in range(start, stop):
+        _ask(slab, slots, number + AHEAD, stop)
+        slot = slots[number]
+        last, since = counters[slot, width + LAST_STEP], counters[slot, 3 * dim]
+        counters[slot, width + LAST_STEP] = max(last, step)
+        # A row that never had a gradient has no moments that could move it.
+        if counters[slot, width + UPDATES] == 0:
+            continue
+        for now in range(last + 1, step + 1):
+            record, resting = slab[slot], now - since
+            decayed, biases_now = (powers[0, resting], powers[1, resting]), (biases[0, now], biases[1, now])
+            is_asked = is_bounded and (now - last) % 8 == 1
+            if is_asked and _is_at_rest(record, dim, decayed, biases_now[0], largest_rate, eps):
+                break
+            _rest(record, dim, decayed, biases_now, rates[now - 1], eps)
+
+
+@compiled
+def _rest(record: Floats, dim: int, powers: tuple[Any, ...], biases: tuple[Any, ...], rate: Any, eps: Any) -> None:
+    """One step of a row that has no gradient in it; of both moments the power and the bias."""
+    row, mean, square = record[:dim], record[dim : 2 * dim], record[2 * dim : 3 * dim]
+    for column in range(dim):
+        root = np.sqrt(square[column] * powers[1] / biases[1]) + eps
+        row[column] -= mean[column] * powers[0] / biases[0] * rate / root
+
+
+@compiled
+def _is_at_rest(record: Floats, dim: int, powers: tuple[Any, ...], bias: Any, largest_rate: Any, eps: Any) -> bool:
+    """Whether twice the most that a number may still move in a step, now or later, rounds away against it."""
+    for column in range(dim):
+        root = np.sqrt(record[2 * dim + column] * powers[1]) + eps
+        most = abs(record[dim + column] * powers[0]) / bias * largest_rate / root
+        most += most
+        if record[column] + most != record[column] or record[column] - most != record[column]:
+            return False
+    return True

@@ -1,0 +1,210 @@
+"""The definition of `sparse_update`: rules by which rows of a slab move, in plain torch.
+
+A row of `slab` [rows, width] is `[embedding (dim) | states | last_step | updates | visits]`; the last three are whole
+numbers in the bits of floats and never meet arithmetic of floats. `slots` [u] are distinct and lie in the slab, which
+the caller has checked; `gradients` [u, dim]. Each operation is rounded by itself, in the slab's dtype, so that any
+implementation can have the same bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Where a row's whole numbers are, counted from its end.
+LAST_STEP, UPDATES, VISITS = -3, -2, -1
+NUM_COUNTERS = 3
+
+
+def whole(slab: Tensor) -> Tensor:
+    """The same memory [rows, width] read as whole numbers of the same size."""
+    return slab.view(torch.int64 if slab.dtype == torch.float64 else torch.int32)
+
+
+def sgd(slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float) -> None:
+    """row = row - rate * gradient."""
+    rows = slab[slots]
+    row = rows[:, : gradients.shape[1]]
+    row.sub_(_decayed(gradients, row, decay) * rate)
+    _put(slab, slots, rows, step)
+
+
+def adagrad(
+    slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float, eps: float
+) -> None:
+    """sum = sum + gradient^2; row = row - rate * gradient / (sqrt(sum) + eps). States: sum (dim)."""
+    rows, dim = slab[slots], gradients.shape[1]
+    row, total = rows[:, :dim], rows[:, dim : 2 * dim]
+    gradients = _decayed(gradients, row, decay)
+    total.add_(gradients * gradients)
+    row.sub_((gradients * rate).div_(_root(total).add_(eps)))
+    _put(slab, slots, rows, step)
+
+
+def rowwise_adagrad(
+    slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float, eps: float
+) -> None:
+    """sum = sum + mean(gradient^2); row = row - rate / (sqrt(sum) + eps) * gradient. States: sum (1).
+
+    The squares of a row are added up one after the other.
+    """
+    rows, dim = slab[slots], gradients.shape[1]
+    row, total = rows[:, :dim], rows[:, dim : dim + 1]
+    gradients = _decayed(gradients, row, decay)
+    squares = gradients.new_zeros(len(gradients), 1)
+    for column in range(dim):
+        one = gradients[:, column : column + 1]
+        squares += one * one
+    total.add_(squares / dim)
+    row.sub_(gradients * torch.full_like(total, rate).div_(_root(total).add_(eps)))
+    _put(slab, slots, rows, step)
+
+
+def lazy_adam(
+    slab: Tensor,
+    slots: Tensor,
+    gradients: Tensor,
+    rate: float,
+    step: int,
+    *,
+    decay: float,
+    eps: float,
+    powers: Tensor,
+) -> None:
+    """Adam of each row by itself: t is how often the row had a gradient. States: mean (dim), square (dim).
+
+    `powers` [2, more than t] float64 are the powers of both betas, from the zeroth.
+    """
+    rows, dim = slab[slots], gradients.shape[1]
+    row, mean, square = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
+    counts = whole(slab)[slots, UPDATES].long() + 1
+    gradients = _decayed(gradients, row, decay)
+    _add_to_moments(mean, square, gradients, powers)
+    row.sub_(_adam_move(mean, square, rate, eps, _biases(powers, counts, slab)))
+    _put(slab, slots, rows, step)
+
+
+def ftrl(
+    slab: Tensor,
+    slots: Tensor,
+    gradients: Tensor,
+    rate: float,
+    step: int,
+    *,
+    l1: float,
+    l2: float,
+    beta: float,
+) -> None:
+    """FTRL-Proximal (McMahan et al., 2013) with the doubled l2 of TensorFlow's Ftrl. States: sum (dim), linear (dim).
+
+    new = sum + gradient^2; linear = linear + rate gradient - (sqrt(new) - sqrt(sum)) row; row = 0 where
+    |linear| <= rate l1, else (sign(linear) rate l1 - linear) / (sqrt(new) + beta + 2 rate l2).
+
+    The linear state is that of the paper times the rate. For one rate that changes nothing; but the paper's would let
+    the whole row shrink and grow with the rate of the step, and so with every schedule. Without l1, l2 and beta this is
+    Adagrad at any rates.
+    """
+    rows, dim = slab[slots], gradients.shape[1]
+    row, total, linear = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
+    before = _root(total)
+    total.add_(gradients * gradients)
+    after = _root(total)
+    linear.add_(gradients * rate - (after - before) * row)
+    moved = (torch.sign(linear) * (rate * l1) - linear) / (after + (beta + 2.0 * rate * l2))
+    # NaN is not at most a number, so it is not hidden as a zero.
+    row.copy_(torch.where(linear.abs() <= rate * l1, torch.zeros_like(moved), moved))
+    _put(slab, slots, rows, step)
+
+
+def adam(
+    slab: Tensor,
+    slots: Tensor,
+    gradients: Tensor,
+    rate: float,
+    step: int,
+    *,
+    eps: float,
+    powers: Tensor,
+) -> None:
+    """Step `step` of dense Adam for rows that have been caught up to the step before.
+
+    States: mean (dim), square (dim), and as a whole number the step that both moments are of (1).
+    """
+    rows, dim = slab[slots], gradients.shape[1]
+    row, mean, square = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
+    resting = step - 1 - whole(rows)[:, 3 * dim].long()
+    mean.mul_(_of(powers[0], resting, slab))
+    square.mul_(_of(powers[1], resting, slab))
+    _add_to_moments(mean, square, gradients, powers)
+    row.sub_(_adam_move(mean, square, rate, eps, _biases(powers, torch.full_like(slots, step), slab)))
+    whole(rows)[:, 3 * dim] = step
+    _put(slab, slots, rows, step)
+
+
+def catch_up(
+    slab: Tensor,
+    slots: Tensor,
+    dim: int,
+    step: int,
+    rates: Tensor,
+    *,
+    eps: float,
+    powers: Tensor,
+) -> None:
+    """Move rows as dense Adam moves those without a gradient, to where they are after `step` steps.
+
+    `rates` [at least step] float64 are the learning rates of all steps. The moments stay those of the last gradient;
+    only the row goes on, step by step, so that it does not matter in how many calls.
+    """
+    rows = slab[slots]
+    row, mean, square = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
+    last, since = whole(rows)[:, LAST_STEP].long(), whole(rows)[:, 3 * dim].long()
+    # A row that never had a gradient has no moments that could move it.
+    has_moments = whole(rows)[:, UPDATES] > 0
+    first = int(last[has_moments].min()) + 1 if bool(has_moments.any()) else step + 1
+    for now in range(first, step + 1):
+        moving = ((last < now) & has_moments).nonzero().squeeze(1)
+        resting = now - since[moving]
+        decayed = (mean[moving] * _of(powers[0], resting, slab), square[moving] * _of(powers[1], resting, slab))
+        biases = _biases(powers, torch.full_like(moving, now), slab)
+        row[moving] -= _adam_move(*decayed, float(rates[now - 1]), eps, biases)
+    whole(rows)[:, LAST_STEP] = last.clamp(min=step).to(whole(rows).dtype)
+    slab[slots] = rows
+
+
+def _decayed(gradients: Tensor, row: Tensor, decay: float) -> Tensor:
+    return gradients + row * decay if decay else gradients
+
+
+def _add_to_moments(mean: Tensor, square: Tensor, gradients: Tensor, powers: Tensor) -> None:
+    mean_beta, square_beta = float(powers[0, 1]), float(powers[1, 1])
+    mean.mul_(mean_beta).add_(gradients * (1.0 - mean_beta))
+    square.mul_(square_beta).add_((gradients * gradients).mul_(1.0 - square_beta))
+
+
+def _adam_move(mean: Tensor, square: Tensor, rate: float, eps: float, biases: tuple[Tensor, Tensor]) -> Tensor:
+    return (mean / biases[0]).mul_(rate).div_(_root(square / biases[1]).add_(eps))
+
+
+def _root(squares: Tensor) -> Tensor:
+    """The root, rounded as IEEE 754 has it: torch's own on a CPU is off by a unit in the last place now and then."""
+    if squares.device.type != "cpu":
+        return squares.sqrt()
+    return torch.from_numpy(np.sqrt(squares.numpy()))
+
+
+def _biases(powers: Tensor, counts: Tensor, slab: Tensor) -> tuple[Tensor, Tensor]:
+    """1 - beta^t [n, 1] of both betas."""
+    return _of(1.0 - powers[0], counts, slab), _of(1.0 - powers[1], counts, slab)
+
+
+def _of(values: Tensor, places: Tensor, slab: Tensor) -> Tensor:
+    return values.to(slab.device)[places].to(slab.dtype).unsqueeze(1)
+
+
+def _put(slab: Tensor, slots: Tensor, rows: Tensor, step: int) -> None:
+    """Lay moved rows back and count."""
+    whole(rows)[:, LAST_STEP] = step
+    whole(rows)[:, UPDATES] += 1
+    slab[slots] = rows

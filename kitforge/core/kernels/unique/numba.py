@@ -1,0 +1,118 @@
+"""`unique` by hashing: each thread numbers a piece of the ids, then the pieces are joined from front to back.
+
+An id that is new in a later piece comes after all of the earlier pieces, so the order is that of first occurrence
+however many pieces there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kitforge.core.kernels.compiled import compiled, share
+from kitforge.core.kernels.scratch import Scratch
+from kitforge.core.kernels.unique import reference
+
+SMALLEST_TABLE = 64
+# Ids that are worth a thread.
+GRAIN = 2**16
+# What is returned in place of a count when a table has no room for another id.
+FULL = -1
+
+Ids = NDArray[np.int64]
+Numbers = NDArray[np.int32]
+
+
+def unique(ids: Tensor, out: Tensor | None = None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+    """See `core.kernels.dispatch.Unique`."""
+    if len(ids) >= 2**31:
+        return reference.unique(ids, out, scratch)
+    inverse = torch.empty(len(ids), dtype=torch.int64) if out is None else out
+    scratch = scratch or Scratch()
+    # Most batches repeat most of their ids, and a table that stays in the cache is worth a second try now and then.
+    size = max(SMALLEST_TABLE, 1 << (len(ids) // 2).bit_length())
+    distinct = scratch.take("unique.distinct", len(ids), dtype=torch.int64)
+    while (count := _try(ids.numpy(), distinct.numpy(), inverse.numpy(), size, scratch)) == FULL:
+        size *= 2
+    return torch.from_numpy(distinct.numpy()[:count].copy()), inverse
+
+
+def _try(ids: Ids, distinct: Ids, inverse: Ids, size: int, scratch: Scratch) -> int:
+    """How many ids are distinct, with those in front of `distinct`, or FULL for tables of that size."""
+    num_pieces = max(1, min(torch.get_num_threads(), len(ids) // GRAIN))
+    bounds = [len(ids) * piece // num_pieces for piece in range(num_pieces + 1)]
+    tables = scratch.take("unique.tables", num_pieces, size, dtype=torch.int32).numpy()
+
+    def number(piece: int, _: int) -> int:
+        return _number(ids, tables[piece], distinct, inverse, bounds[piece], bounds[piece + 1])
+
+    counts = share(number, num_pieces, 1)
+    if FULL in counts:
+        return FULL
+    total: int = counts[0]
+    places = scratch.take("unique.places", len(ids), dtype=torch.int32).numpy()
+    for piece in range(1, num_pieces):
+        total = _join(tables[0], distinct, total, places, bounds[piece], counts[piece])
+        if total == FULL:
+            return FULL
+    share(lambda piece, _: _renumber(places, inverse, bounds[piece], bounds[piece + 1]) if piece else 0, num_pieces, 1)
+    return total
+
+
+@compiled
+def _place(table: Numbers, distinct: Ids, offset: int, key: Any) -> Any:
+    """Where in the table the number of an id is, counted from 1, or a 0 in its stead."""
+    mask = len(table) - 1
+    bits = np.uint64(key)
+    bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    place = np.int64((bits ^ (bits >> np.uint64(33))) & np.uint64(mask))
+    while table[place] != 0 and distinct[offset + table[place] - 1] != key:
+        place = (place + 1) & mask
+    return place
+
+
+@compiled
+def _number(ids: Ids, table: Numbers, distinct: Ids, inverse: Ids, start: int, stop: int) -> int:
+    """Number the ids of one piece, whose distinct ones are laid out from its own start on."""
+    count, room = 0, len(table) // 4 * 3
+    table[:] = 0
+    for place in range(start, stop):
+        key = ids[place]
+        entry = _place(table, distinct, start, key)
+        if table[entry] == 0:
+            if count == room:
+                return FULL
+            distinct[start + count] = key
+            count += 1
+            table[entry] = count
+        inverse[place] = table[entry] - 1
+    return count
+
+
+@compiled
+def _join(table: Numbers, distinct: Ids, count: int, places: Numbers, start: int, num_others: int) -> int:
+    """Append what is new among another piece's ids, which lie further back, and say which numbers they get."""
+    room = len(table) // 4 * 3
+    for other in range(start, start + num_others):
+        key = distinct[other]
+        entry = _place(table, distinct, 0, key)
+        if table[entry] == 0:
+            if count == room:
+                return FULL
+            distinct[count] = key
+            count += 1
+            table[entry] = count
+        places[other] = table[entry] - 1
+    return count
+
+
+@compiled
+def _renumber(places: Numbers, inverse: Ids, start: int, stop: int) -> int:
+    for place in range(start, stop):
+        inverse[place] = places[start + inverse[place]]
+    return 0
