@@ -6,6 +6,7 @@ import ctypes
 import platform
 import resource
 import sys
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -83,6 +84,40 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def can_record(device: torch.device) -> bool:
+    """Whether the device can be given a recorded series of kernels at once."""
+    return device.type == "cuda"
+
+
+def recorded(function: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
+    """A function that does again what `function` does, on the same memory and with the same result tensor, without the
+    cost of asking for each kernel; `function` itself where nothing can be recorded."""
+    # Tests say that a processor can record, so as to run all around the recording itself.
+    if not can_record(device) or device.type != "cuda":
+        return function
+    # Libraries set themselves up on their first calls, which cannot be recorded.
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = function()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that the device has left; None where nobody counts them."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
 def describe(device: torch.device) -> str:
     """A person's name of the device."""
     if device.type == "cuda":
@@ -98,6 +133,11 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def host_memory(device: torch.device, *shape: int) -> torch.Tensor:
+    """fp32 memory of the host, its values unset: page-locked where `device` copies faster from such."""
+    return torch.empty(shape, pin_memory=device.type == "cuda")
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
@@ -117,7 +157,9 @@ def set_random_state(states: dict[str, torch.Tensor], device: torch.device) -> N
 
 def set_deterministic(enabled: bool) -> None:
     """Ask torch for bitwise repeatable kernels (always so on CPU; on CUDA they cost speed)."""
-    torch.use_deterministic_algorithms(enabled)
+    # Torch loads its compiler to note the answer there, for two seconds; what is off already need not be turned off.
+    if enabled or torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(enabled)
     torch.backends.cudnn.benchmark = not enabled
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -53,6 +55,18 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     sync_folder(path.parent)
+
+
+@contextmanager
+def one_at_a_time(folder: Path, log: logging.Logger, work: str) -> Iterator[None]:
+    """Among processes, the block runs in one at a time; `log` is told that another one is doing the `work`."""
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("another process is %s %s; waiting for it", work, folder)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def sync_folder(path: Path) -> None:

@@ -55,3 +55,15 @@ def test_a_stand_in_for_an_npu_is_found_and_picked() -> None:
 
 def test_freed_memory_is_kept_where_the_allocator_allows() -> None:
     assert isinstance(device.keep_freed_memory(), bool)
+
+
+def test_determinism_that_nobody_asked_for_does_not_load_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    device.set_deterministic(False)
+    device.set_deterministic(True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    device.set_deterministic(False)
+    assert asked == [True, False]
+    monkeypatch.undo()
+    device.set_deterministic(torch.are_deterministic_algorithms_enabled())

@@ -136,6 +136,12 @@ def _no_weights(folder: Path) -> ModelError:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path.parent} has no {path.name}",
+            got=", ".join(sorted(each.name for each in path.parent.glob("*"))[:9]) or "nothing",
+            expected="a run, a step or a Hugging Face folder",
+        ) from None
     except OSError as cause:
         raise ModelError(f"{path} cannot be read", got=cause) from cause
     except ValueError as cause:

@@ -4,10 +4,12 @@ checkpoints/
 └── step_120/
     ├── model-00001-of-00001.safetensors
     ├── optimizer-00001-of-00001.safetensors
+    ├── table-users-rows-00001.safetensors      ids and rows of a table; as many files as it takes
     ├── state.json
     └── manifest.json          what the others must hold; written last, and signed by its own checksum
 
-Many ranks write side by side, each its own files: model-r00002-00001.safetensors is the first of rank 2.
+Many ranks write side by side, each its own files: model-r00002-00001.safetensors is the first of rank 2. A step that
+has a base holds only those rows of tables that changed after the base was saved; everything else is whole.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kitforge.foundation.config import from_dict
+from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import CheckpointError, ConfigError
 from kitforge.foundation.files import write_text
 
@@ -29,6 +31,8 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 # An empty file beside the manifest: this step is not deleted when newer ones come.
 KEEP = "keep"
+# The part of a table's files that holds ids which went away.
+REMOVED = "removed"
 
 Part = Literal["model", "optimizer"]
 PARTS: tuple[Part, ...] = ("model", "optimizer")
@@ -58,6 +62,36 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowsEntry:
+    """One file of rows of a table."""
+
+    file: str
+    part: str  # see core.optim.rows; REMOVED: ids without rows
+    num_rows: int
+    share: tuple[int, ...]  # (index, count): which share of all ids may be in it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableEntry:
+    """One table of a step."""
+
+    name: str
+    schema: dict[str, Any]  # what makes its rows no other table's
+    version: int  # the table's own count of changes
+    since: int | None = None  # None: all rows are here; a version of the base: those that changed after it
+    state: str = ""  # the file of what belongs to no row; none where there is nothing
+    rows: tuple[RowsEntry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """The step beside this one whose rows of tables this one goes on from."""
+
+    step: int
+    sha256: str  # of its manifest, which vouches for its files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Everything that a reader must know before it opens a tensor."""
 
@@ -68,6 +102,8 @@ class Manifest:
     model: tuple[TensorEntry, ...]
     optimizer: tuple[TensorEntry, ...]
     files: tuple[FileEntry, ...]
+    tables: tuple[TableEntry, ...] = ()
+    base: Base | None = None
 
     def entries(self, part: Part) -> tuple[TensorEntry, ...]:
         """The tensors of one part, in the order in which they were saved."""
@@ -90,7 +126,10 @@ def steps(root: Path) -> list[int]:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json, signed so that a change of any of its values is noticed."""
     values = _flat(manifest) | {part: list(map(_flat, manifest.entries(part))) for part in PARTS}
-    # What is not there is not spelled, so that a lone process writes what every version reads.
+    values["tables"] = list(map(to_dict, manifest.tables))
+    values["base"] = None if manifest.base is None else to_dict(manifest.base)
+    # What is not there is not spelled, so that a run without tables writes what every version reads.
+    values = {key: value for key, value in values.items() if value or key not in ("tables", "base")}
     values["files"] = [{key: value for key, value in _flat(file).items() if value != ""} for file in manifest.files]
     # Indented for people to read; of many ranks, whose slices are many, packed for speed.
     indent = None if any(file.crc32 for file in manifest.files) else 1
@@ -121,7 +160,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
     """The bytes of state.json. Raises CheckpointError for what JSON would give back as something else."""
-    return json.dumps(_plain(state, "state"), indent=1).encode()
+    return json.dumps(plain(state, "state"), indent=1).encode()
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -149,7 +188,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _check_file_names(path: Path, manifest: Manifest) -> None:
     """A manifest speaks of files beside it and of no others on the machine."""
     listed = {file.name for file in manifest.files}
-    used: Iterable[str] = {entry.file for part in PARTS for entry in manifest.entries(part)}
+    used: set[str] = {entry.file for part in PARTS for entry in manifest.entries(part)}
+    for table in manifest.tables:
+        used.update(rows.file for rows in table.rows)
+        used.update([table.state] if table.state else [])
     for name in sorted(listed.union(used)):
         if name not in listed or Path(name).name != name:
             raise CheckpointError(f"{path} names a file that is not its own", got=name, expected=sorted(listed))
@@ -164,17 +206,17 @@ def _signature(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _plain(value: Any, path: str) -> Any:
+def plain(value: Any, path: str) -> Any:
     """Lists for tuples, dicts for mappings; `path` names the value in the message when it is something else."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{path}[{place}]") for place, item in enumerate(value)]
+        return [plain(item, f"{path}[{place}]") for place, item in enumerate(value)]
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
                 raise CheckpointError(f"{path} cannot be stored", got=f"the key {key!r}", expected="keys that are text")
-        return {key: _plain(item, f"{path}.{key}") for key, item in value.items()}
+        return {key: plain(item, f"{path}.{key}") for key, item in value.items()}
     raise CheckpointError(
         f"{path} cannot be stored",
         got=type(value).__name__,

@@ -28,7 +28,9 @@ from kitforge.core.checkpoint.layout import (
 )
 from kitforge.core.checkpoint.leftovers import restore
 from kitforge.core.checkpoint.slices import by_name, check_slices, region_of
+from kitforge.core.checkpoint.tables import ALL, Step, StoredTable, chain, load_tables
 from kitforge.core.checkpoint.tensor_file import DTYPE_NAMES, DTYPES, TensorFile, crc32, step_of
+from kitforge.core.optim.rows import RowTable, Share
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.foundation.errors import CheckpointError, ModelError
 from kitforge.foundation.files import sha256
@@ -43,10 +45,12 @@ class Checkpoint:
     not what the manifest says.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, state: dict[str, Any], links: Sequence[Step] = ()) -> None:
         self.folder = folder
         self.manifest = manifest
         self.state = state
+        # The step itself and those that its tables build on, the newest first.
+        self.links = tuple(links) or (Step(folder=folder, manifest=manifest),)
         self._slices = by_name((*manifest.model, *manifest.optimizer))
         self._files: dict[str, TensorFile] = {}
         for slices in self._slices.values():
@@ -71,6 +75,22 @@ class Checkpoint:
     def optimizer(self, regions: Mapping[str, Region] = {}) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the optimizer, or parts of them, like `model`."""
         return self._stream("optimizer", regions)
+
+    @property
+    def tables(self) -> list[str]:
+        """The names of the tables whose rows are here."""
+        return [table.name for table in self.manifest.tables]
+
+    def table(self, name: str, share: Share = ALL) -> StoredTable:
+        """The rows of a table, mapped; those of other shares may be left out. Raises CheckpointError for none such."""
+        return StoredTable(name, self.links, share)
+
+    def load_tables(self, tables: Mapping[str, RowTable]) -> None:
+        """Let every table, by name, become what is stored of it: exactly these tables, each of the schema it had.
+
+        Raises CheckpointError before any row is touched when they are others.
+        """
+        load_tables(tables, self.links)
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor of that name, of either part. Raises CheckpointError for no such tensor."""
@@ -206,10 +226,16 @@ def load_tensors(targets: Mapping[str, Tensor], source: Iterable[tuple[str, Tens
 
 def _open(folder: Path, verify: bool, world: World) -> Checkpoint:
     try:
-        manifest = read_manifest(folder)
+        step = Step(folder=folder, manifest=read_manifest(folder))
+        links = chain(step)
         if verify:
-            _verify(folder, manifest, _share(manifest.files, world))
-        return Checkpoint(folder, manifest, read_state(folder))
+            _verify(folder, step.manifest, _share(step.manifest.files, world))
+            # Of the steps that it builds on, only rows are read.
+            for link in links[1:]:
+                names = link.table_files()
+                files = [file for file in link.manifest.files if file.name in names]
+                _verify(link.folder, link.manifest, _share(files, world))
+        return Checkpoint(folder, step.manifest, read_state(folder), links)
     except OSError as cause:
         raise CheckpointError(f"{folder} cannot be read", got=cause) from cause
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -23,7 +24,10 @@ from kitforge.core.checkpoint.arrangement import Ranks
 from kitforge.core.checkpoint.layout import KEEP, step_folder, steps
 from kitforge.core.checkpoint.leftovers import clean, set_aside
 from kitforge.core.checkpoint.snapshot import Snapshot
+from kitforge.core.checkpoint.table_saves import TableSaves
+from kitforge.core.checkpoint.tables import base_of
 from kitforge.core.checkpoint.write import Written, write_files, write_manifest_of
+from kitforge.core.optim.rows import RowTable
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.world import ALONE, World
@@ -75,8 +79,20 @@ class CheckpointWriter:
         # Guards what `protect` and the background thread both decide: which steps stay.
         self._lock = threading.Lock()
         self._protected: set[int] = set()
+        self._tables = TableSaves({})
+        # By step, the one that it builds on.
+        self._bases: dict[int, int | None] = {}
         if self._rank == 0:
             clean(root)
+
+    def attach(self, tables: Mapping[str, RowTable], *, num_deltas: int = 0) -> None:
+        """From now on, save the rows of these tables with every step.
+
+        After a step with all rows come at most `num_deltas` steps with those that changed since the step before; a step
+        stays as long as one that is kept builds on it. Call it again when the tables have become others.
+        """
+        self.wait()
+        self._tables = TableSaves(tables, num_deltas)
 
     def save(
         self,
@@ -97,6 +113,7 @@ class CheckpointWriter:
         self.wait()
         try:
             self._snapshot.take(step, model=model, optimizer=optimizer, state=state, layouts=layouts)
+            self._tables.begin(step)
         except CheckpointError as refusal:
             if not self._is_alone:
                 # The other ranks are about to write, and have to be told.
@@ -147,11 +164,13 @@ class CheckpointWriter:
             self._snapshot = Snapshot()
 
     def _write(self, refusal: CheckpointError | None = None) -> None:
-        # Whatever fails, on whichever rank, the draft vanishes on the way out.
+        # Whatever fails, on whichever rank, the draft vanishes on the way out, and the tables are let go.
         with ExitStack() as stack:
+            stack.callback(self._tables.close)
             draft = self._together(partial(self._begin, stack, refusal))[0]
             written = self._together(partial(self._write_share, self._root / draft))
             self._together(partial(self._publish, stack, self._root / draft, written))
+        self._tables.published(self._root, self._snapshot.step)
 
     def _together(self, work: Callable[[], T]) -> list[T]:
         def told() -> T:
@@ -176,15 +195,19 @@ class CheckpointWriter:
                 f"rank {self._rank} does not see {draft}, which rank 0 has made",
                 fix="let all ranks save to a folder of a file system that they share",
             )
-        return write_files(draft, self._snapshot, self._shard_bytes, None if self._is_alone else self._rank)
+        rank = None if self._is_alone else self._rank
+        written = write_files(draft, self._snapshot, self._shard_bytes, rank)
+        files, tables = self._tables.write(draft, self._snapshot.step, rank)
+        return replace(written, files=written.files + files, tables=tables)
 
     def _publish(self, stack: ExitStack, draft: Path, written: list[Written]) -> None:
         if self._rank != 0:
             return
         if self._snapshot.step in self._protected:
             (draft / KEEP).touch()
-        write_manifest_of(draft, self._snapshot, written, self._kind)
+        write_manifest_of(draft, self._snapshot, written, self._kind, self._tables.base)
         stack.close()
+        self._bases[self._snapshot.step] = None if self._tables.base is None else self._tables.base.step
         self._delete_old(step_folder(self._root, self._snapshot.step))
 
     def _delete_old(self, published: Path) -> None:
@@ -196,15 +219,30 @@ class CheckpointWriter:
             else:
                 (published / KEEP).unlink(missing_ok=True)
             older = [step for step in steps(self._root) if step < self._snapshot.step]
-            beyond = older[: max(0, len(older) - self._keep_last + 1)]
-            folders = [step_folder(self._root, step) for step in beyond]
+            num_beyond = max(0, len(older) - self._keep_last + 1)
+            folders = {step: step_folder(self._root, step) for step in older}
+            kept = [step for step in older[:num_beyond] if (folders[step] / KEEP).exists()]
+            stay = self._with_bases([*older[num_beyond:], *kept, self._snapshot.step])
             try:
-                asides = [set_aside(folder) for folder in folders if not (folder / KEEP).exists()]
+                # The newest goes first, for it may build on one before it.
+                asides = [set_aside(folders[step]) for step in reversed(older) if step not in stay]
                 for aside in asides:
                     shutil.rmtree(aside)
             # The new step is safe; that an old one could not be deleted must not look like a failed save.
             except OSError as cause:
                 _log.warning("an old checkpoint below %s could not be deleted: %s", self._root, cause)
+
+    def _with_bases(self, some: Sequence[int]) -> set[int]:
+        """The steps and those that they build on. What a step builds on is read once."""
+        found: set[int] = set()
+        for first in some:
+            step: int | None = first
+            while step is not None and step not in found:
+                found.add(step)
+                if step not in self._bases:
+                    self._bases[step] = base_of(self._root, step)
+                step = self._bases[step]
+        return found
 
     def _failed(self, cause: OSError) -> CheckpointError:
         existing = next(folder for folder in (self._root, *self._root.absolute().parents) if folder.is_dir())
@@ -212,7 +250,7 @@ class CheckpointWriter:
         return CheckpointError(
             f"{step_folder(self._root, self._snapshot.step)} could not be written: {cause}",
             got=f"{shutil.disk_usage(existing).free:,} bytes free",
-            expected=f"{self._snapshot.num_bytes:,} bytes",
+            expected=f"{self._snapshot.num_bytes:,} bytes{self._tables.words}",
             fix="make room, or save elsewhere"
             + (f"; the last good checkpoint is {step_folder(self._root, published[-1])}" if published else ""),
         )

@@ -16,14 +16,17 @@ from kitforge.core.checkpoint.layout import (
     FORMAT_VERSION,
     PARTS,
     STATE,
+    Base,
     FileEntry,
     Manifest,
     Part,
+    TableEntry,
     TensorEntry,
     write_manifest,
 )
 from kitforge.core.checkpoint.slices import by_name, check_slices
 from kitforge.core.checkpoint.snapshot import Snapshot
+from kitforge.core.checkpoint.table_files import merged
 from kitforge.foundation.errors import CheckpointError
 from kitforge.foundation.files import atomic_file
 
@@ -37,6 +40,7 @@ class Written:
     files: tuple[FileEntry, ...]
     slices: tuple[TensorEntry, ...]
     signature: str  # of what all ranks must have been given alike; of one rank, nothing
+    tables: tuple[TableEntry, ...] = ()
 
 
 def write_files(draft: Path, snapshot: Snapshot, shard_bytes: int, rank: int | None) -> Written:
@@ -72,8 +76,10 @@ def write_state(draft: Path, state: bytes) -> FileEntry:
     return FileEntry(name=STATE, bytes=len(state), sha256=tensor_file.checksum(state))
 
 
-def write_manifest_of(draft: Path, snapshot: Snapshot, written: Sequence[Written], kind: str) -> None:
-    """Write the manifest of what the ranks have written.
+def write_manifest_of(
+    draft: Path, snapshot: Snapshot, written: Sequence[Written], kind: str, base: Base | None = None
+) -> None:
+    """Write the manifest of what the ranks have written. `base` is the step whose rows of tables this one goes on from.
 
     Raises CheckpointError when they were not given the same tensors, or when a tensor is not there exactly once.
     """
@@ -96,6 +102,8 @@ def write_manifest_of(draft: Path, snapshot: Snapshot, written: Sequence[Written
         model=tuple(entries["model"]),
         optimizer=tuple(entries["optimizer"]),
         files=tuple(file for share in written for file in share.files),
+        tables=merged([share.tables for share in written]),
+        base=base,
     )
     write_manifest(draft, publishable)
 

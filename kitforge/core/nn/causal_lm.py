@@ -22,6 +22,7 @@ class Geometry:
     num_kv_heads: int
     head_dim: int
     max_length: int
+    depends_on_length: bool = False  # whether the keys of a text depend on how long it will become
 
 
 @runtime_checkable

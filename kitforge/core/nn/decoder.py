@@ -18,6 +18,7 @@ from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.block import Block, BlockConfig
 from kitforge.core.nn.causal_lm import Geometry
 from kitforge.core.nn.context import CausalAttend, Context, dropout
+from kitforge.core.nn.init import unfilled_embedding
 from kitforge.core.nn.norm import Norm
 from kitforge.core.nn.rotary import RotaryAngles, RotaryConfig, document_lengths
 from kitforge.foundation.config import check
@@ -61,6 +62,7 @@ class Decoder(nn.Module):
         shape = config.decoder()
         block = shape.blocks[0]
         dim = block.attention.dim
+        angles = None if shape.rotary is None else RotaryAngles(shape.rotary)
         self.config = config
         self.kernels = kernels
         self.geometry = Geometry(
@@ -71,14 +73,15 @@ class Decoder(nn.Module):
             num_kv_heads=block.attention.num_kv_heads,
             head_dim=block.attention.head_dim,
             max_length=shape.max_length,
+            depends_on_length=angles is not None and angles.depends_on_length,
         )
-        self.embedding = nn.Embedding(shape.vocab_size, dim)
-        self.position = nn.Embedding(shape.max_length, dim) if shape.rotary is None else None
+        self.embedding = unfilled_embedding(shape.vocab_size, dim)
+        self.position = unfilled_embedding(shape.max_length, dim) if shape.rotary is None else None
         self.blocks = nn.ModuleList(Block(each, layer, kernels) for layer, each in enumerate(shape.blocks))
         self.norm = Norm(block.norm, dim, block.norm_eps, kernels)
         self.output = None if shape.tie_embeddings else nn.Parameter(torch.empty(shape.vocab_size, dim))
         self.recompute = False
-        self._angles = None if shape.rotary is None else RotaryAngles(shape.rotary)
+        self._angles = angles
         self._embedding_dropout = shape.embedding_dropout
         self._run: list[Callable[..., Tensor]] | None = None
 

@@ -2,6 +2,9 @@
 
 Matrices and embeddings are normal with deviation 0.02, those that write into the residual stream divided by
 sqrt(2 * layers) (Radford et al., 2019); norms start at one, biases at zero.
+
+A network is laid out without memory first. What torch has for that (an embedding that fills itself, `to_empty`) imports
+its compiler on the way, seconds of every start; the two functions for it here do not.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.types import Region
@@ -17,6 +20,16 @@ from kitforge.foundation.types import Region
 DEVIATION = 0.02
 ROWS_PER_BLOCK = 256
 RESIDUAL_OUTPUTS = ("attention.out.weight", "mlp.down.weight")
+
+
+def unfilled_embedding(num: int, dim: int) -> nn.Embedding:
+    """An embedding whose weight [num, dim] holds no values yet."""
+    return nn.Embedding(num, dim, _weight=torch.empty(num, dim))
+
+
+def make_real(model: nn.Module, device: torch.device) -> None:
+    """Give a model that was laid out on the meta device its memory, without values."""
+    model._apply(lambda tensor: tensor.new_empty(tensor.shape, device=device))  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.optim.eager import eager
 from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.optim.muon import Matrices, Muon
 from kitforge.foundation.config import check
@@ -67,7 +68,7 @@ def build_optimizer(
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         rate = config.matrix_learning_rate or config.learning_rate
-        optimizers.append(Muon(_as_torch(matrices), lr=rate, momentum=config.momentum, matrices=whole_matrices))
+        optimizers.append(eager(Muon)(_as_torch(matrices), lr=rate, momentum=config.momentum, matrices=whole_matrices))
     if others:
         optimizers.append(_torch_optimizer(_as_torch(others), config))
     return Optimizer(groups, optimizers)
@@ -142,9 +143,9 @@ def _as_torch(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
 
 def _torch_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+        return eager(torch.optim.SGD)(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
     betas = (config.betas[0], config.betas[1])
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
+    return eager(torch.optim.AdamW)(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
 
 
 def _fresh_state(owner: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.init import initialise, make_real
 from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.optim.norm import global_norm
 from kitforge.core.optim.sparse import SparseModule
@@ -50,7 +52,7 @@ class ParallelModel:
 
     def materialise(self, device: torch.device) -> None:
         """Give a model that was laid out on the meta device its memory, without values."""
-        self.model.to_empty(device=device)
+        make_real(self.model, device)
         self._bind()
 
     def _bind(self) -> None:
@@ -158,6 +160,15 @@ def apply(model: nn.Module, sharding: Sharding, world: World) -> ParallelModel:
     parallel = ParallelModel(model, sharding, world)
     model.__dict__[_ATTRIBUTE] = parallel
     return parallel
+
+
+def laid_out(network: Decoder, sharding: Sharding, world: World, seed: int) -> Decoder:
+    """A decoder on the meta device cut, given memory and its initial weights; no rank ever holds it whole."""
+    parallel = apply(network, sharding, world)
+    parallel.materialise(world.device)
+    regions = {name: parallel.region(name) for name in parallel.parameters()}
+    initialise(parallel.parameters().items(), network.geometry.num_layers, seed, regions)
+    return network
 
 
 def parallel_of(model: nn.Module, world: World, sharding: Sharding | None = None) -> ParallelModel:

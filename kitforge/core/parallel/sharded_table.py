@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.optim.sparse import RowOptimizer
+from kitforge.core.kernels.dispatch import select_table
+from kitforge.core.optim.rows import ROWS, HeldRows, RowSource, Share
+from kitforge.core.optim.sparse import RowOptimizer, SparseOptimizerConfig
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.table import GAMMA, GradientSink, TableAxis, mix, shifted
+from kitforge.core.parallel.table import GAMMA, GradientSink, TableAxis, mix, owner, shifted
 from kitforge.foundation import seed as seeds
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, to_dict
 
 # Room for rows before the first growth; room doubles.
 FIRST_ROWS = 1024
@@ -37,6 +39,8 @@ class TableConfig:
         """Raise ConfigError for a value out of range."""
         check(self.dim >= 1, "table.dim", self.dim, "a whole number of at least 1")
         check(0 <= self.spread < math.inf, "table.spread", self.spread, "0 or more")
+        is_wide = self.dtype in (torch.float32, torch.float64)
+        check(is_wide, "table.dtype", self.dtype, "float32 or float64: a record holds whole numbers in their bits")
 
 
 def initial_rows(config: TableConfig, ids: Tensor) -> Tensor:
@@ -54,6 +58,13 @@ def initial_rows(config: TableConfig, ids: Tensor) -> Tensor:
         parts = [(output >> num_bits) & 0xFFFF for output in outputs for num_bits in (0, 16, 32, 48)]
         unit = (torch.stack(parts).sum(0) - SUM_MEAN).double() / SUM_DEVIATION
     return (unit * config.spread).to(config.dtype)
+
+
+def table_schema(config: TableConfig, optimizer: SparseOptimizerConfig, width: int) -> dict[str, Any]:
+    """What makes records of that width rows of this table, as plain values; see `core.optim.rows.RowTable`."""
+    plain = {name: getattr(config, name) for name in ("name", "dim", "seed", "initial", "spread")}
+    dtype = str(config.dtype).removeprefix("torch.")
+    return plain | {"width": width, "dtype": dtype, "optimizer": to_dict(optimizer)}
 
 
 @final
@@ -74,12 +85,14 @@ class ShardedTable(nn.Module):
         super().__init__()
         self.config = config
         self.axis = TableAxis(group)
+        self._group = group
         self.sink = GradientSink()
         self._optimizer = optimizer
-        self._device = torch.device(device)
-        self._slots: dict[int, int] = {}
-        self._rows = torch.empty(FIRST_ROWS, config.dim, dtype=config.dtype, device=device)
-        self._states = optimizer.states(FIRST_ROWS, config.dim, config.dtype, device)
+        self._layout = optimizer.layout(config.dim)
+        self._slots = select_table().hash_map(FIRST_ROWS)
+        self._slab = torch.empty(FIRST_ROWS, self._layout.width, dtype=config.dtype, device=device)
+        # The learning rate of each step so far: rows that rested may need them.
+        self._rates: list[float] = []
 
     @property
     def embedding_dim(self) -> int:
@@ -94,11 +107,12 @@ class ShardedTable(nn.Module):
     @torch.no_grad()
     def rows_of(self, ids: Tensor) -> Tensor:
         """The rows [m, dim] of ids [m] that live on this rank, as a copy; the owner's lookup of the axis."""
-        slots = self._vector([self._slots.get(id, -1) for id in ids.tolist()])
-        rows = self._rows.index_select(0, slots.clamp(min=0))
-        is_new = slots < 0
-        if bool(is_new.any()):
-            rows[is_new] = initial_rows(self.config, ids[is_new])
+        slots = self._slots.lookup(ids.cpu()).to(ids.device)
+        is_known = slots >= 0
+        self._catch_up(slots[is_known])
+        rows = self._slab[:, : self.config.dim].index_select(0, slots.clamp(min=0))
+        if not bool(is_known.all()):
+            rows[~is_known] = initial_rows(self.config, ids[~is_known])
         return rows
 
     @torch.no_grad()
@@ -107,13 +121,15 @@ class ShardedTable(nn.Module):
         ids, gradients = self.sink.gradients()
         if len(ids):
             slots = self._slots_of(ids)
-            rows = self._rows[slots]
-            states = {name: state[slots] for name, state in self._states.items()}
-            self._optimizer.update(rows, states, gradients, rate)
-            self._rows[slots] = rows
-            for name, state in self._states.items():
-                state[slots] = states[name]
+            self._catch_up(slots)
+            self._optimizer.update(self._slab, slots, gradients, rate, len(self._rates) + 1)
+        self._rates.append(rate)
         self.sink.clear()
+
+    @property
+    def learning_rate(self) -> float | None:
+        """See `core.optim.sparse.SparseModule`."""
+        return self._optimizer.config.learning_rate
 
     def squared_norm(self) -> Tensor:
         """See `core.optim.sparse.SparseModule`."""
@@ -129,34 +145,74 @@ class ShardedTable(nn.Module):
 
     def rows(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Of the rows that live here and have ever moved: ids in ascending order, rows and states, as copies."""
-        ids = sorted(self._slots)
-        slots = self._vector([self._slots[id] for id in ids])
-        states = {name: state[slots] for name, state in self._states.items()}
-        return self._vector(ids), self._rows[slots], states
+        ids, slots = (part.to(self._slab.device) for part in self._slots.items())
+        self._catch_up(slots)
+        records = self._slab[slots]
+        states = {name: records[:, columns] for name, columns in self._layout.states.items()}
+        return ids, records[:, : self.config.dim], states
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """See `core.optim.rows.RowTable`."""
+        return table_schema(self.config, self._optimizer.config, self._layout.width)
+
+    @property
+    def share(self) -> Share:
+        """See `core.optim.rows.RowTable`."""
+        return collectives.index(self._group), collectives.size(self._group)
+
+    def begin_snapshot(self, since: int | None = None) -> HeldRows:
+        """See `core.optim.rows.RowTable`. The rows are copied at once; none ever goes away."""
+        ids, slots = self._slots.items()
+        if since is not None:
+            has_changed = self._layout.whole(self._slab)[slots, self._layout.last_step] > since
+            ids, slots = ids[has_changed], slots[has_changed]
+        return HeldRows(
+            schema=self.schema,
+            version=len(self._rates),
+            since=since,
+            share=self.share,
+            state={"rates": torch.tensor(self._rates, dtype=torch.float64)},
+            held={ROWS: (ids, self._slab[slots])},
+        )
+
+    def load_rows(self, source: RowSource) -> None:
+        """See `core.optim.rows.RowTable`."""
+        self.sink.clear()
+        self._rates = source.state["rates"].tolist()
+        self._slots = select_table().hash_map(FIRST_ROWS)
+        place, num_ranks = self.share
+        for ids, rows in source.chunks():
+            is_own = owner(ids, num_ranks) == place
+            own, num_before = ids[is_own], len(self._slots)
+            slots = torch.arange(num_before, num_before + len(own))
+            self._slots.insert(own, slots)
+            self._make_room(len(self._slots))
+            self._slab[slots] = rows[is_own]
+
+    def _catch_up(self, slots: Tensor) -> None:
+        if self._optimizer.moves_untouched_rows:
+            rates = torch.tensor(self._rates, dtype=torch.float64)
+            self._optimizer.catch_up(self._slab, slots, len(self._rates), rates)
 
     def _slots_of(self, ids: Tensor) -> Tensor:
         """Where the rows of these distinct ids are; one that has no place yet gets one, its initial row and state."""
-        num_before = len(self._slots)
-        slots = self._vector([self._slots.setdefault(id, len(self._slots)) for id in ids.tolist()])
-        self._make_room(len(self._slots))
-        is_new = slots >= num_before
-        new_slots, new_ids = slots[is_new], ids[is_new]
-        self._rows[new_slots] = initial_rows(self.config, new_ids)
-        fresh = self._optimizer.states(len(new_ids), self.config.dim, self.config.dtype, self._device)
-        for name, state in self._states.items():
-            state[new_slots] = fresh[name]
-        return slots
-
-    def _vector(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        slots = self._slots.lookup(ids.cpu())
+        is_new = slots < 0
+        new_ids, num_before = ids[is_new.to(ids.device)], len(self._slots)
+        new_slots = torch.arange(num_before, num_before + len(new_ids))
+        slots[is_new] = new_slots
+        self._slots.insert(new_ids.cpu(), new_slots)
+        self._make_room(num_before + len(new_ids))
+        self._slab[num_before : num_before + len(new_ids)] = self._optimizer.initial(initial_rows(self.config, new_ids))
+        return slots.to(ids.device)
 
     def _make_room(self, num_rows: int) -> None:
-        room = len(self._rows)
+        room = len(self._slab)
         while room < num_rows:
             room *= 2
-        if room > len(self._rows):
-            self._rows = _grown(self._rows, room)
-            self._states = {name: _grown(state, room) for name, state in self._states.items()}
+        if room > len(self._slab):
+            self._slab = _grown(self._slab, room)
 
 
 def _grown(tensor: Tensor, num_rows: int) -> Tensor:

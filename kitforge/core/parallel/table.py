@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.optim.norm import global_norm
 from kitforge.core.parallel import collectives
 from kitforge.foundation.errors import DataError, ModelError
@@ -55,7 +56,7 @@ class Route:
     inverse: Tensor  # [N] the place of each id among the u, which stand in the order of their owners
     sent: tuple[int, ...]  # how many of the u each rank owns
     received: tuple[int, ...]  # how many of the r each rank asks for
-    ids: Tensor  # [m] ascending
+    ids: Tensor  # [m] in the order in which they are first asked for
     places: Tensor | None  # [r] the place of each asked id among the m, in rank order; None: the m are what is asked
 
 
@@ -71,11 +72,11 @@ class GradientSink:
         self._parts.append((ids, gradients))
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Distinct ids [m] in ascending order and the gradients [m, dim] of their rows, not copied."""
+        """Distinct ids [m], in the order in which they came, and the gradients [m, dim] of their rows, not copied."""
         if not self._parts:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, 0)
         if len(self._parts) > 1:
-            ids, places = torch.unique(torch.cat([ids for ids, _ in self._parts]), return_inverse=True)
+            ids, places = _unique(torch.cat([ids for ids, _ in self._parts]))
             self._parts = [(ids, _summed(torch.cat([part for _, part in self._parts]), places, len(ids)))]
         return self._parts[0]
 
@@ -93,8 +94,18 @@ class GradientSink:
         self._parts = []
 
 
+class Sink(Protocol):
+    """Whatever takes the gradients of the rows that live on this rank."""
+
+    def add(self, ids: Tensor, gradients: Tensor) -> None:
+        """Take over the gradients [m, dim] of distinct ids [m]."""
+        ...
+
+
 # The owner's lookup: distinct ids [m] to their rows [m, dim].
 RowsOf = Callable[[Tensor], Tensor]
+# The rank on which the row of each of these ids [n] lives, among so many.
+OwnerOf = Callable[[Tensor, int], Tensor]
 
 
 @final
@@ -106,10 +117,10 @@ class TableAxis:
     gradient.
     """
 
-    def __init__(self, group: collectives.Group) -> None:
-        self._group = group
+    def __init__(self, group: collectives.Group, owner_of: OwnerOf = owner) -> None:
+        self._group, self._owner_of = group, owner_of
 
-    def lookup(self, ids: Tensor, rows_of: RowsOf, sink: GradientSink) -> Tensor:
+    def lookup(self, ids: Tensor, rows_of: RowsOf, sink: Sink) -> Tensor:
         """The rows [N, dim] of `ids` [N], whose gradients go to their owners' sinks."""
         return self.fetch(self.plan(ids), rows_of, sink)
 
@@ -122,22 +133,22 @@ class TableAxis:
         if ids.dtype != torch.int64 or ids.dim() != 1:
             got = f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}"
             raise DataError("these cannot be ids of rows", got=got, expected="int64 [num_ids]")
-        unique, inverse = torch.unique(ids, return_inverse=True)
+        unique, inverse = _unique(ids)
         if self._group is None:
             return Route(inverse=inverse, sent=(len(unique),), received=(len(unique),), ids=unique, places=None)
         num_ranks = collectives.size(self._group)
-        owners = owner(unique, num_ranks)
+        owners = self._owner_of(unique, num_ranks)
         order = torch.argsort(owners, stable=True)
         counts, ones = torch.bincount(owners, minlength=num_ranks), [1] * num_ranks
         sent, received = counts.tolist(), collectives.all_to_all(counts, ones, ones, self._group).tolist()
         asked = collectives.all_to_all(unique[order], received, sent, self._group)
         # Several ranks may ask for one row, so what comes from distinct ids need not be distinct.
-        own, places = torch.unique(asked, return_inverse=True)
+        own, places = _unique(asked)
         return Route(
             inverse=torch.argsort(order)[inverse], sent=tuple(sent), received=tuple(received), ids=own, places=places
         )
 
-    def fetch(self, route: Route, rows_of: RowsOf, sink: GradientSink) -> Tensor:
+    def fetch(self, route: Route, rows_of: RowsOf, sink: Sink) -> Tensor:
         """The rows [N, dim] along a route, as they are now.
 
         backward: every rank sums what it has for each row, the owner sums that over the ranks in rank order, and
@@ -173,6 +184,11 @@ class _Fetched(torch.autograd.Function):
         return None, None, None, None, None
 
 
+def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct ids in the order in which they first occur, and the place of each id among them."""
+    return select_table(ids.device.type).unique(ids)
+
+
 def _summed(parts: Tensor, places: Tensor, num_rows: int) -> Tensor:
     """[num_rows, dim] where each row of `parts` is added at its place, one after the other in the order they have."""
-    return parts.new_zeros(num_rows, parts.shape[1]).index_add_(0, places, parts)
+    return select_table(parts.device.type).segment_sum(parts, places, num_rows)

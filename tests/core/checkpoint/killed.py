@@ -1,8 +1,4 @@
-"""A process that is killed while it saves. `test_killed.py` starts it and looks at what it leaves.
-
-`operation ROOT`: one child for every file operation of four saves, killed at that operation; each has a root of its own
-below ROOT. `instant ROOT SEED COUNT`: children that save larger states without end, killed at a random time.
-"""
+"""Processes killed while they save, each below a root of its own; `test_killed.py` looks at what they leave."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +16,7 @@ from pathlib import Path
 import torch
 
 from kitforge.core.checkpoint.save import CheckpointWriter
-from tests.core.checkpoint import example
+from tests.core.checkpoint import example, rows
 
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree"}
 LARGE = 50_000
@@ -30,9 +27,13 @@ def child(work: Callable[[], None]) -> int:
     """Run `work` in a copy of this process; returns the number of that process."""
     process = os.fork()
     if process == 0:
-        torch.set_num_threads(1)
-        work()
-        os._exit(0)
+        try:
+            torch.set_num_threads(1)
+            work()
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 (nothing of the child may go on in its parent's place)
+            traceback.print_exc()
+            os._exit(1)
     return process
 
 
@@ -44,7 +45,28 @@ def save_four(root: Path) -> None:
     writer.close()
 
 
-def save_until_operation(root: Path, number: int) -> None:
+def table_of(step: int) -> rows.DictTable:
+    """A table as it is at that step."""
+    table = rows.DictTable()
+    for number in range(1, step + 1):
+        table.change(range(number, number + 6))
+        table.remove([number + 1])
+    return table
+
+
+def save_tables(root: Path) -> None:
+    """Three saves: whole, changes, whole; then the first two are deleted."""
+    table = table_of(0)
+    writer = CheckpointWriter(root, keep_last=1)
+    writer.attach({table.name: table}, num_deltas=1)
+    for step in (1, 2, 3):
+        table.change(range(step, step + 6))
+        table.remove([step + 1])
+        rows.save(writer, step)
+    writer.close()
+
+
+def save_until_operation(save: Callable[[Path], None], root: Path, number: int) -> None:
     """Die at the file operation of that number, before it happens."""
     count = itertools.count()
 
@@ -53,7 +75,7 @@ def save_until_operation(root: Path, number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    save_four(root)
+    save(root)
 
 
 def save_without_end(root: Path) -> None:
@@ -63,11 +85,11 @@ def save_without_end(root: Path) -> None:
         example.save(writer, step, size=LARGE)
 
 
-def die_at_every_operation(root: Path) -> None:
+def die_at_every_operation(save: Callable[[Path], None], root: Path, stride: int = 1) -> None:
     """Children die at operation 0, 1, 2, ... until one outlives them all; many at once, for they wait on the disk."""
-    for first in itertools.count(step=BATCH):
-        numbers = range(first, first + BATCH)
-        children = [child(partial(save_until_operation, root / f"{number}", number)) for number in numbers]
+    for first in itertools.count(step=BATCH * stride):
+        numbers = range(first, first + BATCH * stride, stride)
+        children = [child(partial(save_until_operation, save, root / f"{number}", number)) for number in numbers]
         if any([os.waitpid(process, 0)[1] == 0 for process in children]):
             return
 
@@ -82,10 +104,3 @@ def die_at_random_instants(root: Path, seed: int, count: int) -> None:
         time.sleep(delays.uniform(0, 0.2))
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "operation":
-        die_at_every_operation(Path(sys.argv[2]))
-    else:
-        die_at_random_instants(Path(sys.argv[2]), seed=int(sys.argv[3]), count=int(sys.argv[4]))

@@ -143,7 +143,7 @@ def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 def test_a_missing_configuration_is_told(folder: Path) -> None:
     (folder / "config.json").unlink()
-    with pytest.raises(ModelError, match="config.json cannot be read"):
+    with pytest.raises(ModelError, match="has no config.json"):
         read_folder(folder)
 
 

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor
 
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
@@ -33,7 +34,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Counter[str]]:
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
-def test_compiled_blocks_equal_eager_ones() -> None:
+def test_compiled_blocks_equal_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Workers that compile side by side would each import torch first, for more time than they save.
+    monkeypatch.setattr(inductor, "compile_threads", 1)
     compiled, eager = both(LLAMA)
     ids, context = packed(documents_of(5, 2, 8))
     found, wanted = compiled(ids, context), eager(ids, context)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitforge.core.nn.decoder import Decoder
-from kitforge.core.nn.init import DEVIATION, ROWS_PER_BLOCK, initialise, normal_rows
+from kitforge.core.nn.init import DEVIATION, ROWS_PER_BLOCK, initialise, make_real, normal_rows
 from tests.core.nn.networks import CONFIGS, GPT2, LLAMA
 
 ROWS = 2 * ROWS_PER_BLOCK + 37
@@ -78,7 +78,7 @@ def test_a_network_built_without_memory_becomes_the_same_one(name: str) -> None:
     initialise(direct.named_parameters(), 2, seed=4)
     with torch.device("meta"):
         later = Decoder(CONFIGS[name])
-    later.to_empty(device="cpu")
+    make_real(later, torch.device("cpu"))
     initialise(later.named_parameters(), 2, seed=4)
     assert later.state_dict().keys() == direct.state_dict().keys()
     assert all(torch.equal(later.state_dict()[key], value) for key, value in direct.state_dict().items())

@@ -1,0 +1,96 @@
+"""What a recommender's network is told about a sample, and which rows it wants looked up. It holds no table.
+
+B samples, F features of a lookup, L positions of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.kernels.dispatch import Kernels
+from kitforge.foundation.config import check
+
+# each: [B, F, dim], a bag counts as the sum or mean of its rows. sum: [B, dim] over all features.
+# sequence: [B, L, dim] of one feature, in order, padded at the end.
+Pooling = Literal["each", "sum", "sequence"]
+# wide rows begin at zero and are moved by the wide optimizer; deep rows begin at random and are moved by the deep one.
+TableKind = Literal["wide", "deep"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleShape:
+    """The features of a sample by name."""
+
+    numeric: tuple[str, ...] = ()
+    categorical: tuple[str, ...] = ()  # one id or a bag of them
+    crosses: tuple[str, ...] = ()  # categorical too, made of others; for wide parts alone
+    sequences: tuple[str, ...] = ()
+    # The tables of features that share one, such as a history and the item that it is a history of.
+    tables: Mapping[str, str] = field(default_factory=dict)
+    dims: Mapping[str, int] = field(default_factory=dict)  # features whose rows have a width of their own
+
+    def table_of(self, feature: str) -> str:
+        """The table that holds the feature's rows; one of its own where nothing else is said."""
+        return self.tables.get(feature, feature)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """Rows that a network wants of every sample; it is handed the vectors under `name`."""
+
+    name: str
+    features: tuple[str, ...]
+    dim: int
+    pooling: Pooling = "each"
+    kind: TableKind = "deep"
+
+
+class RecommenderConfig(Protocol):
+    """A family's own dataclass of options."""
+
+    @property
+    def family(self) -> str:
+        """The family's name in the catalog."""
+        ...
+
+    def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
+        """What the network wants looked up of samples of that shape; raises ConfigError for a feature it lacks."""
+        ...
+
+    def network(self, shape: SampleShape, kernels: Kernels) -> nn.Module:
+        """The network, its tables left out. Most are called `network(dense [B, d], vectors, noise) -> logits [B]`."""
+        ...
+
+
+def deep_lookups(shape: SampleShape, dim: int) -> tuple[Lookup, ...]:
+    """The rows of all categorical features, one lookup for each width: `dim` where the shape says nothing else."""
+    widths: dict[int, list[str]] = {dim: []}
+    for name in shape.categorical:
+        widths.setdefault(shape.dims.get(name, dim), []).append(name)
+    return tuple(
+        Lookup(name="deep" if width == dim else f"deep_{width}", features=tuple(names), dim=width)
+        for width, names in widths.items()
+        if names
+    )
+
+
+def one_width(shape: SampleShape, features: Sequence[str], dim: int) -> None:
+    """Raise ConfigError where the vectors of these features would not have one width, which this family needs."""
+    for name in features:
+        found = shape.dims.get(name, dim)
+        check(found == dim, f"data.schema {name}.dim", found, f"model.dim={dim}, as their vectors meet in products")
+
+
+def joined(dense: Tensor, vectors: Mapping[str, Tensor], lookups: Sequence[Lookup]) -> Tensor:
+    """dense [B, d] and the vectors of the lookups side by side: [B, d + sum of F * dim]."""
+    return torch.cat([dense, *(vectors[lookup.name].flatten(1) for lookup in lookups)], dim=1)
+
+
+def width(lookups: Sequence[Lookup]) -> int:
+    """Numbers of a sample in the vectors of these lookups."""
+    return sum(len(lookup.features) * lookup.dim for lookup in lookups)

@@ -1,0 +1,167 @@
+"""Low-rank additions to linear layers (Hu et al., 2021): several by name on one network, of which one or none is on.
+
+The network's own weights keep their names and never change, so that with adapters off it is the network it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kitforge.core.nn.linear import Linear
+from kitforge.foundation import seed as seeds
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import ModelError, nearest
+
+_ADAPTERS = "adapters"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Size and place of an adapter."""
+
+    rank: int = 8
+    alpha: float = 16.0  # what is added counts alpha / rank
+    targets: tuple[str, ...] = ("query", "value")  # the last names of the linear layers that get one
+
+    def __post_init__(self) -> None:
+        check(self.rank > 0, "lora.rank", self.rank, "a whole number of at least 1")
+        check(self.alpha > 0, "lora.alpha", self.alpha, "a number above 0")
+        check(len(self.targets) > 0, "lora.targets", self.targets, "at least one layer's name")
+
+    @property
+    def scale(self) -> float:
+        """What the product of both factors counts."""
+        return self.alpha / self.rank
+
+
+@final
+class LowRank(nn.Module):
+    """`scale * up @ down` beside a matrix [out, in]; zero before it is trained."""
+
+    def __init__(self, weight: Tensor, config: LoraConfig) -> None:
+        super().__init__()
+        out_dim, in_dim = weight.shape
+        self.scale = config.scale
+        self.down = nn.Parameter(torch.empty(config.rank, in_dim, device=weight.device, dtype=weight.dtype))
+        self.up = nn.Parameter(torch.zeros(out_dim, config.rank, device=weight.device, dtype=weight.dtype))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return functional.linear(functional.linear(input, self.down), self.up) * self.scale
+
+    def delta(self) -> Tensor:
+        """What it adds to the matrix [out, in]."""
+        return self.up @ self.down * self.scale
+
+
+@torch.no_grad()
+def attach(network: nn.Module, name: str, config: LoraConfig, seed: int = 0) -> None:
+    """Give the network an adapter of that name and turn it on. Its first factor is a function of seed and names, its
+    second is zero. The network's own weights are frozen. Raises ModelError where no layer has a name that is wanted."""
+    layers = [(path, each) for path, each in _linears(network) if path.split(".")[-1] in config.targets]
+    found = {path.split(".")[-1] for path, _ in layers}
+    for target in config.targets:
+        if target not in found:
+            known = {path.split(".")[-1] for path, _ in _linears(network)}
+            raise ModelError(f"no linear layer is called {target!r}", fix=nearest(target, known))
+    for own, parameter in network.named_parameters():
+        if f".{_ADAPTERS}." not in own:
+            parameter.requires_grad_(False)
+    for path, layer in layers:
+        if _ADAPTERS not in layer._modules:
+            layer.add_module(_ADAPTERS, nn.ModuleDict())
+            layer.__dict__["forward"] = _with_adapters(layer, layer.forward)
+        adapter = LowRank(layer.weight, config)
+        noise = torch.randn(adapter.down.shape, generator=seeds.generator(seed, "lora", name, path))
+        adapter.down.copy_(noise / layer.weight.shape[1] ** 0.5)
+        _of(layer)[name] = adapter
+        layer.__dict__["adapter"] = name
+
+
+@contextmanager
+def using(network: nn.Module, name: str | None) -> Iterator[None]:
+    """Within it the adapter of that name is on, or none; afterwards what was on before."""
+    before = [(layer, layer.__dict__["adapter"]) for _, layer in _adapted(network)]
+    if name is not None and not any(name in _of(layer) for layer, _ in before):
+        known = {each for layer, _ in before for each in _of(layer)}
+        raise ModelError(f"the network has no adapter {name!r}", fix=nearest(name, known) if known else None)
+    try:
+        for layer, _ in before:
+            layer.__dict__["adapter"] = name
+        yield
+    finally:
+        for layer, earlier in before:
+            layer.__dict__["adapter"] = earlier
+
+
+@torch.no_grad()
+def merge(network: nn.Module, name: str) -> None:
+    """Add an adapter to the network's own weights for good; all adapters are gone afterwards."""
+    for _, layer in _adapted(network):
+        if name in _of(layer):
+            layer.weight.add_(_of(layer)[name].delta())
+        del layer._modules[_ADAPTERS], layer.__dict__["forward"], layer.__dict__["adapter"]
+
+
+def adapter_tensors(network: nn.Module, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Both factors, down [rank, in] and up [out, rank], of every layer that has the adapter, by the layer's name."""
+    return {
+        path: (_of(layer)[name].down, _of(layer)[name].up) for path, layer in _adapted(network) if name in _of(layer)
+    }
+
+
+def config_of(network: nn.Module) -> LoraConfig | None:
+    """Size and place of the adapter that is on; None where none is."""
+    found = _on(network)
+    if not found:
+        return None
+    rank, scale = next((each.down.shape[0], each.scale) for each in found.values())
+    targets = tuple(sorted({path.split(".")[-1] for path in found}))
+    return LoraConfig(rank=rank, alpha=scale * rank, targets=targets)
+
+
+def deltas(network: nn.Module) -> dict[str, Tensor]:
+    """What the adapter that is on adds to the matrices [out, in], by the layers' names; empty where none is."""
+    return {path: each.delta() for path, each in _on(network).items()}
+
+
+@torch.no_grad()
+def copy_factors(source: nn.Module, target: nn.Module) -> None:
+    """Give the adapter that is on in `target` the factors of the one that is on in `source`, of the same layers."""
+    theirs = _on(source)
+    for path, own in _on(target).items():
+        own.down.copy_(theirs[path].down)
+        own.up.copy_(theirs[path].up)
+
+
+def _on(network: nn.Module) -> dict[str, LowRank]:
+    found = ((path, layer, layer.__dict__["adapter"]) for path, layer in _adapted(network))
+    return {path: _of(layer)[name] for path, layer, name in found if name is not None and name in _of(layer)}
+
+
+def _with_adapters(layer: Linear, compute: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def forward(input: Tensor) -> Tensor:
+        output, name = compute(input), layer.__dict__["adapter"]
+        return output if name not in _of(layer) else output + _of(layer)[name](input).to(output.dtype)
+
+    return forward
+
+
+def _of(layer: nn.Module) -> dict[str, LowRank]:
+    found: dict[str, LowRank] = layer._modules[_ADAPTERS]  # type: ignore[assignment]
+    return found
+
+
+def _linears(network: nn.Module) -> Iterator[tuple[str, Linear]]:
+    return ((path, each) for path, each in network.named_modules() if isinstance(each, Linear))
+
+
+def _adapted(network: nn.Module) -> list[tuple[str, Linear]]:
+    return [(path, each) for path, each in _linears(network) if _ADAPTERS in each._modules]

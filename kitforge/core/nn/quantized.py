@@ -1,0 +1,98 @@
+"""A copy of a network whose linear layers run on int8 weights, and which shares everything else with the original.
+
+Weights are rounded symmetrically with one scale for each row. Activations are rounded as they come, with one scale for
+all tokens of a call, to seven bits, since processors without VNNI add pairs of products in 16 bits (torch's `fbgemm`
+kernels, Khudia et al., 2021); that scale does not go below 6e-5, which normalised streams never need. So a text may
+differ a little with the company it is in.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.kernels.half import compute_dtype
+from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.linear import Linear
+from kitforge.foundation.errors import DeviceError, ModelError
+
+
+@final
+class Int8Linear:
+    """`dispatch.Linear` over quantised copies of the weights that it is called with, each made when it is first seen.
+
+    `forget` drops the copies after the weights have changed.
+    """
+
+    def __init__(self) -> None:
+        self._packed: dict[int, tuple[Tensor, Any]] = {}
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`input [..., in] @ weight [out, in].T + bias`, about 1 % off."""
+        if not input.numel():
+            return input.new_zeros((*input.shape[:-1], len(weight)))
+        # The weight is kept beside its copy, so that its address means this weight and no other.
+        found = self._packed.get(id(weight))
+        if found is None:
+            found = self._packed[id(weight)] = (weight, pack(weight))
+        output: Tensor = torch.ops.quantized.linear_dynamic(input.float(), found[1], True)
+        output = output.to(compute_dtype(input))
+        return output if bias is None else output + bias.to(output.dtype)
+
+    def forget(self) -> None:
+        """Quantise anew what comes next."""
+        self._packed = {}
+
+    def num_bytes(self) -> int:
+        """What the copies take, scales aside."""
+        return sum(weight.numel() for weight, _ in self._packed.values())
+
+
+def pack(weight: Tensor) -> Any:
+    """The weight [out, in] in int8, laid out for the processor."""
+    exact = weight.detach().float()
+    scales = exact.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny).double() / 127
+    zeros = torch.zeros(len(exact), dtype=torch.long)
+    with warnings.catch_warnings():
+        # torch means to drop quantised tensors, but has nothing yet that is as fast on CPU.
+        warnings.filterwarnings("ignore", message=".*quantized tensor creation functions", category=UserWarning)
+        rounded = torch.quantize_per_channel(exact, scales, zeros, 0, torch.qint8)
+    return torch.ops.quantized.linear_prepack(rounded, None)
+
+
+def int8_copy(model: nn.Module) -> tuple[Decoder, Int8Linear]:
+    """A network like `model` that shares its parameters and runs linear layers and head in int8.
+
+    Raises ModelError for a network that is not one of the families or is split over ranks, and DeviceError elsewhere
+    than on CPU.
+    """
+    # A split network has wrapped modules (tensor axis) or a class of torch's own making (shard axis).
+    is_whole = type(model) is Decoder and not any("forward" in module.__dict__ for module in model.modules())
+    if not isinstance(model, Decoder) or not is_whole:
+        raise ModelError(
+            "only a whole network of the families runs in int8",
+            got=f"{type(model).__name__}, perhaps split over ranks",
+            fix="inference.engine.weights=shared",
+        )
+    if model.head_weight.device.type != "cpu":
+        raise DeviceError("int8 weights run on CPU only", got=model.head_weight.device, expected="device=cpu")
+    linear = Int8Linear()
+    network = _shared(model, linear)
+    assert isinstance(network, Decoder)
+    network.kernels = replace(model.kernels, linear=linear)
+    return network, linear
+
+
+def _shared(module: nn.Module, linear: Int8Linear) -> nn.Module:
+    """The tree of modules anew, over the same parameters and buffers."""
+    found = copy.copy(module)
+    children = module.__dict__["_modules"].items()
+    found.__dict__["_modules"] = {name: child and _shared(child, linear) for name, child in children}
+    if isinstance(found, Linear):
+        found.__dict__["_linear"] = linear
+    return found
