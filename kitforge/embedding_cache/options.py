@@ -1,0 +1,113 @@
+"""What a table is, where its rows may live and which of them, as plain values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kitforge.embedding_cache.store import RowStore
+from kitforge.foundation.config import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """Which rows leave a full device tier first. It changes how often rows move, never a number."""
+
+    # lru: the one not needed for longest. lfu: the one needed least often, old needs counting less. lookahead: the one
+    # needed latest again among the batches read ahead (Belady, 1966), lru where none needs it.
+    name: Literal["lru", "lfu", "lookahead"] = "lru"
+    half_life: float = 100.0  # lfu: batches after which a need counts half
+    window: int = 8  # lookahead: batches read beyond those that `prefetch` has planned
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        check(0 < self.half_life < math.inf, "cache.policy.half_life", self.half_life, "a number of batches above 0")
+        check(self.window >= 1, "cache.policy.window", self.window, "a whole number of at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionOptions:
+    """Which ids get a row of their own. One that has none is looked up as its initial row, and does not train."""
+
+    # always: all. count: those seen in at least `count` training lookups. probability: each lookup of an id that has no
+    # row admits it with that probability, drawn from (seed, table, id, how often it was seen).
+    name: Literal["always", "count", "probability"] = "always"
+    count: int = 2
+    probability: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        check(self.count >= 1, "cache.admission.count", self.count, "a whole number of at least 1")
+        check(0 < self.probability <= 1, "cache.admission.probability", self.probability, "above 0, at most 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgettingOptions:
+    """Which rows are given up for good, at the end of every so many steps. Their ids begin anew when they come again.
+
+    A row goes when any of the bounds that are given says so.
+    """
+
+    every: int = 0  # steps; 0: never
+    age: int | None = None  # steps since the row last changed, above which it goes
+    updates: int | None = None  # steps in which the row had a gradient, below which it goes
+    norm: float | None = None  # Euclidean norm of the embedding, below which it goes
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        check(self.every >= 0, "cache.forgetting.every", self.every, "a whole number of at least 0")
+        for name in ("age", "updates", "norm"):
+            bound = getattr(self, name)
+            check(bound is None or bound > 0, f"cache.forgetting.{name}", bound, "above 0, or none")
+        is_bounded = not (self.age is None and self.updates is None and self.norm is None)
+        check(is_bounded or not self.every, "cache.forgetting.every", self.every, "0 where no bound is given")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableOptions:
+    """One table: what its rows begin as, how they are put together, and where they may live."""
+
+    num_embeddings: int | None  # ids run from 0 to below it; None: any int64 is an id
+    dim: int
+    name: str = "table"  # tables of different names begin from different rows
+    mode: Literal["sum", "mean"] | None = "sum"  # how the rows of a bag are put together; None: each stands alone
+    include_last_offset: bool = True  # offsets end with the number of ids, so that B bags have B + 1
+    seed: int = 0
+    initial: Literal["normal", "uniform"] = "normal"
+    spread: float = 0.01  # normal: the deviation. uniform: the bound, from -spread to spread
+    device: str = "cpu"
+    device_rows: int | None = None  # rows of the device tier; None: all of them, and no other tier is needed
+    host_rows: int | None = None  # rows of the host tier; None: all where no lower tier is given, else none
+    path: str | None = None  # folder of the file tier
+    file_rows: int | None = None  # rows of the file tier above a remote one; None: all
+    remote: RowStore | None = None  # the last tier, of any kind
+    policy: PolicyOptions = field(default_factory=PolicyOptions)
+    admission: AdmissionOptions = field(default_factory=AdmissionOptions)
+    forgetting: ForgettingOptions = field(default_factory=ForgettingOptions)
+    strict: bool = False  # a batch with more distinct rows than the device tier is an error, not overflow
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of range, or tiers that do not fit one another."""
+        check(self.dim >= 1, "table.dim", self.dim, "a whole number of at least 1")
+        check(0 <= self.spread < math.inf, "table.spread", self.spread, "0 or more")
+        check(self.mode in ("sum", "mean", None), "table.mode", self.mode, "sum, mean or None")
+        for name in ("num_embeddings", "device_rows", "file_rows"):
+            value = getattr(self, name)
+            check(value is None or value >= 1, f"cache.{name}", value, "a whole number of at least 1, or none")
+        check(self.host_rows is None or self.host_rows >= 0, "cache.host_rows", self.host_rows, "at least 0, or none")
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        below = {"host_rows": self.host_rows, "path": self.path, "remote": self.remote}
+        if self.device_rows is None:
+            given = [name for name, value in below.items() if value is not None]
+            check(not given, "cache.device_rows", None, f"a number, since {', '.join(given)} is given")
+        bounded = self.host_rows is not None and self.path is None and self.remote is None
+        fix = "leave host_rows out to hold all rows in memory, or name a path or a remote for the others"
+        check(not bounded, "cache.host_rows", self.host_rows, "none where no tier lies below it", fix)
+        has_both = self.path is not None and self.remote is not None
+        expected = (
+            "a number, since a remote lies below the file" if has_both else "none without both a path and a remote"
+        )
+        check((self.file_rows is not None) == has_both, "cache.file_rows", self.file_rows, expected)

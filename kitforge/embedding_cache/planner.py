@@ -1,0 +1,158 @@
+"""Decides where the rows of a lookup live, and moves them there. It never looks at a value.
+
+Legend: u distinct keys of a lookup.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor
+
+from kitforge.embedding_cache.admission import Admission
+from kitforge.embedding_cache.options import TableOptions
+from kitforge.embedding_cache.policy import EvictionPolicy, build_policy
+from kitforge.embedding_cache.stats import Counts
+from kitforge.embedding_cache.tickets import Register
+from kitforge.embedding_cache.tiers.device import DeviceTier
+from kitforge.embedding_cache.tiers.ladder import Ladder
+from kitforge.foundation.errors import ConfigError
+
+
+@final
+class Planner:
+    """One thread plans at a time, under `lock`; whoever else wants to touch the tiers takes it as well.
+
+    A row leaves only when every lookup that needs it is done (`Register.done`). When too few can leave, planning waits;
+    when waiting would be in vain, the device tier grows for a while. No lookup is ever left without its rows.
+    """
+
+    def __init__(
+        self, options: TableOptions, device: DeviceTier, ladder: Ladder, admission: Admission, counts: Counts
+    ) -> None:
+        self.lock = threading.RLock()
+        self.register = Register()
+        self.device, self.ladder, self.admission = device, ladder, admission
+        self.counts = counts
+        self.policy: EvictionPolicy = build_policy(options.policy, device.index)
+        self._is_strict = options.strict
+        # Where everything stays for good, there is nothing to pin.
+        self.is_whole = ladder.is_empty and admission.admits_all
+        self._width = device.width
+
+    def place(self, number: int, keys: Tensor, counts_keys: bool) -> tuple[Tensor, Tensor | None]:
+        """Have the rows of distinct `keys` in the device tier until lookup `number` is closed.
+
+        Returns their slots [u], and the mask [u] of those that train, None for all. `counts_keys` says whether
+        admission counts this lookup.
+        """
+        with self.lock:
+            self.counts.events["lookups"] += 1
+            admitted = self._admit(keys, counts_keys)
+            slots = self._whole(keys) if self.is_whole else self._pinned(number, keys)
+            if admitted is not None:
+                self.device.is_guest[slots] = ~admitted
+                self.counts.events["guests"] += int((~admitted).sum())
+            return slots, admitted
+
+    def require_idle(self) -> None:
+        """Raise where lookups are still open, whose rows must stay."""
+        if self.register.num_open:
+            raise ConfigError(
+                "the rows of a table cannot be replaced while batches are on their way",
+                got=f"{self.register.num_open} open lookups",
+                fix="end the loop over `prefetch` first, and call step or clear_gradients",
+            )
+
+    def _admit(self, keys: Tensor, counts_keys: bool) -> Tensor | None:
+        if self.admission.admits_all:
+            return None
+        return self.admission.observe(keys) if counts_keys else self.admission.admitted(keys)
+
+    def _whole(self, keys: Tensor) -> Tensor:
+        slots = self.device.index.lookup(keys)
+        missing = (slots < 0).nonzero().squeeze(1)
+        if len(missing):
+            slots[missing] = self._bring(keys[missing])[0]
+        self.counts.hit("device", len(keys) - len(missing))
+        return slots
+
+    def _pinned(self, number: int, keys: Tensor) -> Tensor:
+        device = self.device
+        slots = device.index.lookup(keys)
+        self._refuse_if_strict(len(keys))
+        missing = (slots < 0).nonzero().squeeze(1)
+        hits = slots if not len(missing) else slots[slots >= 0]
+        # Pinned before anybody is chosen to leave.
+        device.last_need[hits] = number
+        self.policy.needed(hits, number)
+        self.counts.hit("device", len(hits))
+        if len(missing) or device.num_over:
+            self._make_room(len(missing))
+        if len(missing):
+            brought, rows = self._bring(keys[missing])
+            slots[missing] = brought
+            device.last_need[brought] = number
+            self.policy.brought(brought, number, self._updates(rows))
+        return slots
+
+    def _bring(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        self.device.make_room(len(keys))
+        rows = torch.empty(len(keys), self._width)
+        dirty = self.ladder.fetch(keys, rows)
+        return self.device.bring(keys, rows, dirty), rows
+
+    def _make_room(self, num_new: int) -> None:
+        """Let rows leave until `num_new` fit into the capacity, as far as that is possible."""
+        device = self.device
+        self._drop_guests()
+        short = self._short(num_new)
+        while short > 0:
+            done = self.register.done
+            victims = self.policy.victims(short, partial(self._may_go, done=done))
+            if len(victims):
+                self.counts.events["evicted"] += len(victims)
+                self.ladder.put(*device.leave(victims))
+                short = self._short(num_new)
+            if short > 0 and (not num_new or not self._wait_beyond(done)):
+                break
+        self.counts.events["overflow"] += min(short, num_new) if short > 0 else 0
+
+    def _short(self, num_new: int) -> int:
+        capacity = self.device.capacity
+        return 0 if capacity is None else len(self.device) + num_new - capacity
+
+    def _may_go(self, slots: Tensor, done: int) -> Tensor:
+        return self.device.index.is_used[slots] & (self.device.last_need[slots] <= done)
+
+    def _wait_beyond(self, done: int) -> bool:
+        if self.register.done > done:
+            return True
+        self.counts.events["waits"] += 1
+        return self.register.wait_beyond(done)
+
+    def _drop_guests(self) -> None:
+        """Rows without admission are as they began, so they need no place when nobody needs them any more."""
+        if self.admission.admits_all:
+            return
+        slots = self.device.is_guest.nonzero().squeeze(1)
+        slots = slots[self._may_go(slots, self.register.done)]
+        self.device.is_guest[slots] = False
+        self.device.leave(slots)
+
+    def _updates(self, rows: Tensor) -> Tensor:
+        """How often each row [n, width] has moved."""
+        return rows.view(torch.int32)[:, -2]
+
+    def _refuse_if_strict(self, num_rows: int) -> None:
+        capacity = self.device.capacity
+        if self._is_strict and capacity is not None and num_rows > capacity:
+            raise ConfigError(
+                "a batch has more distinct rows than the device tier",
+                got=f"{num_rows} rows in one lookup, cache.device_rows={capacity}",
+                expected=f"cache.device_rows of at least {num_rows}",
+                fix=f"cache.device_rows={num_rows}, or strict=false to let the tier grow for such a batch",
+            )

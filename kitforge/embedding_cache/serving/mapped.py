@@ -1,0 +1,114 @@
+"""Where the rows of ids lie in files that are mapped into memory. Nothing is read before it is asked for.
+
+Legend: m ids or places asked for, n rows in all files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.dispatch import NewHashMap
+from kitforge.core.optim.rows import Chunk
+
+# The place of an id whose row went away: behind all rows.
+GONE = 2**62
+
+
+@final
+class Stack:
+    """Tensors [.., width] one below another, as if they were one [n, width]."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts = list(parts)
+        self._ends = torch.tensor([len(part) for part in parts], dtype=torch.int64).cumsum(0)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self.parts else 0
+
+    def take(self, places: Tensor) -> Tensor:
+        """The rows [m, width] at places [m], copied. There is at least one part."""
+        if len(self.parts) == 1:
+            return self.parts[0].index_select(0, places)
+        part_of = torch.searchsorted(self._ends, places, right=True)
+        rows = self.parts[0].new_empty(len(places), self.parts[0].shape[1])
+        for number in torch.unique(part_of).tolist():
+            is_here = part_of == number
+            part = self.parts[number]
+            rows[is_here] = part.index_select(0, places[is_here] - (int(self._ends[number]) - len(part)))
+        return rows
+
+
+class Index(Protocol):
+    """Places of ids in a stack."""
+
+    def find(self, ids: Tensor) -> Tensor:
+        """The places [m] of ids [m]; -1 for one that is not there."""
+        ...
+
+    def ids(self) -> tuple[Tensor, Tensor]:
+        """All ids in ascending order, and their places."""
+        ...
+
+
+@final
+class HashedIds:
+    """An index in memory over files in any order, of which a newer one hides what older ones say of an id."""
+
+    def __init__(self, new_hash_map: NewHashMap, layers: Iterable[tuple[Sequence[Chunk], Sequence[Tensor]]]) -> None:
+        """`layers`: from the newest on, files of ids and rows, and ids that went away; see `StoredTable.layers`."""
+        parts: list[Tensor] = []
+        self._places = new_hash_map()
+        start = 0
+        for files, removed in layers:
+            for ids, rows in files:
+                self._add(ids, torch.arange(start, start + len(ids)))
+                parts.append(rows)
+                start += len(ids)
+            for ids in removed:
+                self._add(ids, torch.full((len(ids),), GONE))
+        self.stack = Stack(parts)
+
+    def find(self, ids: Tensor) -> Tensor:
+        """See `Index`."""
+        places = self._places.lookup(ids)
+        return torch.where(places == GONE, -1, places)
+
+    def ids(self) -> tuple[Tensor, Tensor]:
+        """See `Index`."""
+        ids, places = self._places.items()
+        is_there = places != GONE
+        return ids[is_there], places[is_there]
+
+    def _add(self, ids: Tensor, places: Tensor) -> None:
+        is_new = self._places.lookup(ids) < 0
+        self._places.insert(ids[is_new].contiguous(), places[is_new])
+
+
+@final
+class SortedIds:
+    """An index that is the files themselves: ids that ascend from the first file to the last. It takes no memory."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self._parts = list(parts)
+        self._firsts = torch.tensor([int(part[0]) for part in parts], dtype=torch.int64)
+        self._starts = [0, *torch.tensor([len(part) for part in parts]).cumsum(0).tolist()]
+
+    def find(self, ids: Tensor) -> Tensor:
+        """See `Index`."""
+        places = torch.full((len(ids),), -1)
+        part_of = torch.searchsorted(self._firsts, ids, right=True) - 1
+        for number in torch.unique(part_of[part_of >= 0]).tolist():
+            part, asked = self._parts[number], (part_of == number).nonzero().squeeze(1)
+            near = torch.searchsorted(part, ids[asked]).clamp_(max=len(part) - 1)
+            is_there = part.index_select(0, near) == ids[asked]
+            places[asked[is_there]] = near[is_there] + self._starts[number]
+        return places
+
+    def ids(self) -> tuple[Tensor, Tensor]:
+        """See `Index`."""
+        ids = torch.cat([*self._parts, torch.empty(0, dtype=torch.int64)])
+        return ids, torch.arange(len(ids))

@@ -1,0 +1,143 @@
+"""A table that is only read, with the face of `CachedEmbedding`: any network takes it in the place of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.checkpoint.tables import StoredTable
+from kitforge.core.kernels.dispatch import select_table
+from kitforge.core.optim.rows import ROWS, is_of_rows
+from kitforge.core.optim.sparse import RowOptimizer, SparseOptimizerConfig, build_row_optimizer
+from kitforge.core.parallel.sharded_table import TableConfig, initial_rows
+from kitforge.embedding_cache.options import TableOptions
+from kitforge.embedding_cache.query import check_range, read_query
+from kitforge.embedding_cache.serving.mapped import HashedIds, Index, SortedIds, Stack
+from kitforge.foundation.config import from_dict
+from kitforge.foundation.errors import CheckpointError
+
+# What a converted table has in its schema beside that of the table: how its rows are stored.
+SERVED = "served"
+SCALES = "scales"
+ServedDtype = Literal["fp32", "fp16", "int8"]
+PIECE = re.compile(rf"{ROWS}-(\d+)-(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some columns of all rows."""
+
+    columns: slice
+    index: Index
+    rows: Stack
+    scales: Stack | None = None  # int8: what a row is multiplied by
+
+
+@final
+class ServedTable(nn.Module):
+    """Looks rows up in the files of a checkpoint, or in those that `convert` made of them.
+
+    Rows of a checkpoint are those that the training would look up after that step, bit for bit; an id that has none has
+    its initial row. Rows stay in the files until they are asked for. What has to be in memory is an index of a
+    checkpoint's ids, two numbers each; converted files need none.
+    """
+
+    def __init__(
+        self, stored: StoredTable, *, mode: Literal["sum", "mean"] | None = "sum", include_last_offset: bool = True
+    ) -> None:
+        super().__init__()
+        schema = stored.schema
+        self.dtype = cast(ServedDtype | None, schema.get(SERVED, {}).get("dtype"))
+        self.config = _config(schema)
+        self.options = TableOptions(
+            num_embeddings=schema.get("num_embeddings"),
+            dim=self.config.dim,
+            name=self.config.name,
+            mode=mode,
+            include_last_offset=include_last_offset,
+        )
+        self._kernels = select_table()
+        self._optimizer = build_row_optimizer(from_dict(SparseOptimizerConfig, schema["optimizer"]), self._kernels)
+        self._version, self._state = stored.version, stored.state
+        self._pieces = [self._piece(stored, part) for part in stored.parts if is_of_rows(part)]
+        self._pieces = [piece for piece in self._pieces if len(piece.rows)]
+
+    @property
+    def embedding_dim(self) -> int:
+        """The width of what `forward` gives."""
+        return self.options.dim
+
+    @torch.no_grad()
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """See `CachedEmbedding.forward`. Nothing has a gradient."""
+        query = read_query(self.options, ids, offsets, weights)
+        distinct, inverse = self._kernels.unique(query.ids)
+        check_range(distinct, self.options.num_embeddings, self.options.name)
+        vectors, places = self.vectors(distinct), torch.arange(len(distinct))
+        answer = self._kernels.gather_pool(vectors, places, self.options.dim, inverse=inverse, bags=query.bags)
+        return answer.reshape(*query.shape, self.options.dim)
+
+    @torch.no_grad()
+    def vectors(self, ids: Tensor) -> Tensor:
+        """The rows [m, dim] float32 of ids [m]."""
+        vectors = torch.empty(len(ids), self.config.dim)
+        is_missing = torch.ones(len(ids), dtype=torch.bool)
+        for piece in self._pieces:
+            places = piece.index.find(ids)
+            is_there = places >= 0
+            vectors[is_there, piece.columns] = self._read(piece, places[is_there])
+            is_missing &= ~is_there
+        if bool(is_missing.any()):
+            vectors[is_missing] = initial_rows(self.config, ids[is_missing]).float()
+        return vectors
+
+    def ids(self) -> Tensor:
+        """All ids that have a row, in ascending order."""
+        found = [piece.index.ids()[0] for piece in self._pieces]
+        return found[0] if found else torch.empty(0, dtype=torch.int64)
+
+    def extra_repr(self) -> str:
+        """What `print` shows of the table."""
+        return f"{self.options.num_embeddings}, {self.options.dim}, mode={self.options.mode}, {self.dtype or 'records'}"
+
+    def _piece(self, stored: StoredTable, part: str) -> Piece:
+        match = PIECE.fullmatch(part)
+        if part != ROWS and match is None:
+            raise CheckpointError("rows of an unknown part", got=part, expected=f"{ROWS}, or {ROWS}-FROM-TO")
+        columns = slice(0, self.config.dim) if match is None else slice(int(match[1]), int(match[2]))
+        if self.dtype is None:
+            index = HashedIds(self._kernels.hash_map, stored.layers(part))
+            return Piece(columns=columns, index=index, rows=index.stack)
+        files = list(stored.chunks(part))
+        scales = Stack([rows for _, rows in stored.chunks(SCALES)]) if self.dtype == "int8" else None
+        return Piece(
+            columns=columns,
+            index=SortedIds([ids for ids, _ in files]),
+            rows=Stack([rows for _, rows in files]),
+            scales=scales,
+        )
+
+    def _read(self, piece: Piece, places: Tensor) -> Tensor:
+        rows = piece.rows.take(places)
+        if piece.scales is not None:
+            return rows.float() * piece.scales.take(places)
+        if self.dtype is not None:
+            return rows.float()
+        _catch_up(self._optimizer, rows, self._version, self._state)
+        return rows[:, : piece.columns.stop - piece.columns.start]
+
+
+def _catch_up(optimizer: RowOptimizer, records: Tensor, version: int, state: Mapping[str, Tensor]) -> None:
+    """Dense Adam moves rows that rest just before they are read."""
+    if optimizer.moves_untouched_rows:
+        optimizer.catch_up(records, torch.arange(len(records)), version, state["rates"])
+
+
+def _config(schema: Mapping[str, Any]) -> TableConfig:
+    names = ("name", "dim", "seed", "initial", "spread")
+    return TableConfig(**{name: schema[name] for name in names})

@@ -1,0 +1,1 @@
+"""The kinds of memory in which rows live, one file each."""

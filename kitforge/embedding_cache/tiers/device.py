@@ -1,0 +1,94 @@
+"""The device tier: the slab in which all arithmetic happens, with the numbers by which its rows are pinned."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.dispatch import TABLE_REFERENCE, TableKernels, select_table
+from kitforge.embedding_cache.index import FIRST_ROOM, SlotIndex, grown
+
+NEVER = -1
+
+
+@final
+class DeviceTier:
+    """Rows in slots of one slab [room, width] on a device; which key has which slot is known on the CPU.
+
+    `capacity` is the number of rows it should hold, None for any. Whoever plans moves rows in slots that nobody needs;
+    whoever trains reads and moves the values of slots that he needs, and marks them dirty. Only growing concerns both:
+    the one who trains stays within `using`.
+    """
+
+    def __init__(self, width: int, capacity: int | None, device: torch.device | str) -> None:
+        self.capacity = capacity
+        self.width = width
+        self.device = torch.device(device)
+        # Faster loops than the references there are for the CPU only, so far.
+        self.kernels: TableKernels = select_table() if self.device.type == "cpu" else TABLE_REFERENCE
+        room = FIRST_ROOM if capacity is None else capacity
+        self.index = SlotIndex(select_table().hash_map, room)
+        self.slab = torch.empty(room, width, device=self.device)
+        self.last_need = torch.full((room,), NEVER, dtype=torch.int64)
+        self.is_dirty = torch.zeros(room, dtype=torch.bool)
+        self.is_guest = torch.zeros(room, dtype=torch.bool)
+        self._growing = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def num_over(self) -> int:
+        """Rows beyond the capacity."""
+        return 0 if self.capacity is None else max(0, len(self.index) - self.capacity)
+
+    @contextmanager
+    def using(self) -> Iterator[Tensor]:
+        """The slab, which does not grow while the block lasts."""
+        with self._growing:
+            yield self.slab
+
+    def make_room(self, num_new: int) -> None:
+        """Grow until so many slots are free."""
+        short = num_new - self.index.num_free
+        if short <= 0:
+            return
+        before = self.index.room
+        # Overflow lasts for a batch or two, so it takes what it needs and a little; a whole table doubles.
+        room = max(before + short, 2 * before) if self.capacity is None else before + short + short // 4
+        with self._growing:
+            slab = torch.empty(room, self.width, device=self.device)
+            slab[:before] = self.slab
+            self.slab = slab
+            self.is_dirty = grown(self.is_dirty, room)
+        self.last_need = torch.cat([self.last_need, torch.full((room - before,), NEVER, dtype=torch.int64)])
+        self.is_guest = grown(self.is_guest, room)
+        self.index.grow(room)
+
+    def bring(self, keys: Tensor, rows: Tensor, dirty: Tensor) -> Tensor:
+        """Lay down rows [n, width] of keys that are not here, for which there is room; their slots."""
+        slots = self.index.add(keys)
+        self.slab.index_copy_(0, self.there(slots), rows.to(self.device, non_blocking=True))
+        self.is_dirty[slots] = dirty
+        self.is_guest[slots] = False
+        return slots
+
+    def leave(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Free slots: the keys, rows and dirty bits that were there."""
+        rows = self.rows(slots)
+        dirty = self.is_dirty[slots]
+        self.last_need[slots] = NEVER
+        return self.index.remove(slots), rows, dirty
+
+    def rows(self, slots: Tensor) -> Tensor:
+        """Copies of rows on the CPU."""
+        return self.slab.index_select(0, self.there(slots)).cpu()
+
+    def there(self, places: Tensor) -> Tensor:
+        """Slots or other numbers, on the device."""
+        return places.to(self.device)

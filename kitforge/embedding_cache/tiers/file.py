@@ -1,0 +1,207 @@
+"""The file tier: rows in slots of one file, their keys in memory.
+
+The file is scratch of one process, gone with it; what shall last is a checkpoint's matter.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.dispatch import TableKernels
+from kitforge.embedding_cache.coldest import Coldest
+from kitforge.embedding_cache.index import SlotIndex
+from kitforge.embedding_cache.store import RowStore
+from kitforge.foundation.errors import ConfigError, TrainingError
+
+# Reads in flight at once where rows are not in the page cache: a disk serves many far faster than one after the other.
+NUM_READERS = 32
+# Rows looked at to tell whether the page cache has them.
+NUM_SAMPLED = 24
+# The file grows by a quarter of itself, from this many bytes on.
+FIRST_BYTES = 2**20
+
+
+@final
+class FileStore(RowStore):
+    """Rows in `folder`/`name`.rows. Room on the disk is taken before anything is written to it.
+
+    Raises ConfigError where another process keeps its rows there, and TrainingError where the disk is full.
+    """
+
+    def __init__(self, folder: Path | str, name: str, width: int, kernels: TableKernels) -> None:
+        self.width = width
+        self.path = Path(folder) / f"{name}.rows"
+        self._row_bytes = 4 * width
+        self._lock = threading.Lock()
+        self._index = SlotIndex(kernels.hash_map, 0)
+        self._used_at = torch.zeros(0, dtype=torch.int64)
+        self._clock = 0
+        self._coldest = Coldest()
+        self._readers: ThreadPoolExecutor | None = None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._is_open = True
+        self._claim()
+        self._slab = torch.empty(0, width)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def read(self, keys: Tensor, out: Tensor) -> Tensor:
+        """See `RowStore`."""
+        with self._lock:
+            slots = self._index.lookup(keys)
+            found = slots >= 0
+            places = found.nonzero().squeeze(1)
+            self._clock += 1
+            self._used_at[slots[places]] = self._clock
+            self._read_slots(slots[places], places, out)
+            return found
+
+    def write(self, keys: Tensor, rows: Tensor) -> None:
+        """See `RowStore`."""
+        with self._lock:
+            slots = self._index.lookup(keys)
+            is_new = slots < 0
+            num_new = int(is_new.sum())
+            if num_new:
+                self._make_room(num_new)
+                slots[is_new] = self._index.add(keys[is_new])
+            self._slab.index_copy_(0, slots, rows)
+            self._clock += 1
+            self._used_at[slots] = self._clock
+
+    def take(self, keys: Tensor, out: Tensor) -> Tensor:
+        """See `RowStore`."""
+        found = self.read(keys, out)
+        self.delete(keys[found])
+        return found
+
+    def delete(self, keys: Tensor) -> None:
+        """See `RowStore`."""
+        with self._lock:
+            slots = self._index.lookup(keys)
+            self._index.remove(slots[slots >= 0])
+
+    def oldest(self, num: int) -> Tensor:
+        """The keys of the `num` rows that were neither read nor written for longest."""
+        with self._lock:
+            used = self._index.is_used
+            slots = self._coldest.pick(self._used_at, self._index.used, num, lambda slots: used[slots])
+            return self._index.keys[slots]
+
+    def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `RowStore`."""
+        for slots in torch.split(self._index.used(), chunk):
+            yield self._index.keys[slots], self._slab[slots]
+
+    def keys(self, chunk: int) -> Iterator[Tensor]:
+        """See `RowStore`."""
+        with self._lock:
+            keys = self._index.keys[self._index.used()]
+        return iter(torch.split(keys, chunk))
+
+    def flush(self) -> None:
+        """Hand what was written to the disk."""
+        with self._lock:
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        """Remove the file."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            if self._readers is not None:
+                self._readers.shutdown()
+            self._slab = torch.empty(0, self.width)
+            self.path.unlink(missing_ok=True)
+            os.close(self._file)
+
+    def _claim(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._file)
+            raise ConfigError(
+                "another table keeps its rows in this file",
+                got=self.path,
+                fix="give each process a path of its own, and each table a name of its own",
+            ) from None
+        os.ftruncate(self._file, 0)
+
+    def _make_room(self, num_new: int) -> None:
+        short = num_new - self._index.num_free
+        if short <= 0:
+            return
+        least = max(self._index.room // 4, FIRST_BYTES // self._row_bytes)
+        room = self._index.room + max(short, least)
+        try:
+            os.posix_fallocate(self._file, 0, room * self._row_bytes)
+        except OSError as error:
+            raise TrainingError(
+                "the file tier has no room for its rows",
+                got=f"{error.strerror} at {room * self._row_bytes / 2**20:.0f} MiB of {self.path}",
+                fix="free space there, or give cache.path a larger disk; what is in memory is kept",
+            ) from error
+        memory = mmap.mmap(self._file, room * self._row_bytes)
+        memory.madvise(mmap.MADV_RANDOM)
+        self._slab = torch.frombuffer(memory, dtype=torch.float32).view(room, self.width)
+        self._used_at = torch.cat([self._used_at, torch.zeros(room - len(self._used_at), dtype=torch.int64)])
+        self._index.grow(room)
+
+    def _read_slots(self, slots: Tensor, places: Tensor, out: Tensor) -> None:
+        """Copy the rows at `slots` to those places of `out`."""
+        if not len(slots):
+            return
+        if self._is_cached(slots):
+            out.index_copy_(0, places, self._slab.index_select(0, slots))
+            return
+        # In the order of the file, for the sake of disks that have one.
+        order = slots.argsort()
+        jobs = list(zip(slots[order].tolist(), places[order].tolist(), strict=True))
+        target, size = memoryview(out.numpy().data).cast("B"), self._row_bytes
+
+        def read(share: list[tuple[int, int]]) -> None:
+            for slot, place in share:
+                read_whole(self._file, target[place * size : (place + 1) * size], slot * size)
+
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="file tier")
+        share = -(-len(jobs) // NUM_READERS)
+        for done in [self._readers.submit(read, jobs[start : start + share]) for start in range(0, len(jobs), share)]:
+            done.result()
+
+    def _is_cached(self, slots: Tensor) -> bool:
+        """Whether the page cache seems to have all of these rows, judged by a sample of them."""
+        sample = slots[:: max(1, len(slots) // NUM_SAMPLED)].tolist()
+        buffer = bytearray(self._row_bytes)
+        try:
+            for slot in sample:
+                os.preadv(self._file, [buffer], slot * self._row_bytes, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except (OSError, AttributeError):
+            # Not every file system can tell; there the mapping is as good as any other way.
+            return True
+        return True
+
+
+def read_whole(file: int, target: memoryview, offset: int) -> None:
+    """Fill `target` from that offset; a read may give less than was asked for."""
+    done = os.preadv(file, [target], offset)
+    while done < len(target):
+        more = os.preadv(file, [target[done:]], offset + done)
+        if not more:
+            raise TrainingError("the file tier ended early", got=f"{done} of {len(target)} bytes at {offset}")
+        done += more

@@ -1,0 +1,193 @@
+"""Everything below the device tier, as one place from which rows come and to which they go.
+
+A row is in the host tier or below it; what the lower tiers hold of a row that is further up counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.dispatch import TableKernels
+from kitforge.embedding_cache.options import TableOptions
+from kitforge.embedding_cache.records import InitialRecords
+from kitforge.embedding_cache.stats import Counts
+from kitforge.embedding_cache.store import RowStore
+from kitforge.embedding_cache.tiers.bounded import BoundedStore
+from kitforge.embedding_cache.tiers.file import FileStore
+from kitforge.embedding_cache.tiers.host import HostStore
+from kitforge.embedding_cache.tiers.write_behind import WriteBehind
+from kitforge.foundation.config import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lower:
+    """The tiers below the device: a host tier, and below it one store, of which either may be missing."""
+
+    host: HostStore | None
+    store: RowStore | None
+    store_name: str  # file or remote, for the counts
+
+
+@final
+class Ladder:
+    """Fetches rows from the highest tier that has them, or begins them; takes back those that leave the device.
+
+    The host tier gives a row away when it goes up. The store below keeps its copy, so a row that comes back unchanged
+    needs no write.
+    """
+
+    def __init__(self, lower: Lower, initial: InitialRecords, counts: Counts) -> None:
+        self._host, self._store, self._store_name = lower.host, lower.store, lower.store_name
+        self._initial = initial
+        self._counts = counts
+        self.width = initial.layout.width
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no tier here at all."""
+        return self._host is None and self._store is None
+
+    def fetch(self, keys: Tensor, out: Tensor) -> Tensor:
+        """Fill `out` [n, width] with the rows of `keys` [n]; one that no tier has begins here.
+
+        Returns the mask [n] of those that are nowhere else as they are.
+        """
+        is_missing, dirty = torch.ones(len(keys), dtype=torch.bool), torch.zeros(len(keys), dtype=torch.bool)
+        if self._host is not None:
+            found, dirty = self._host.take_marked(keys, out)
+            is_missing = ~found
+            self._counts.hit("host", int(found.sum()))
+        missing = is_missing.nonzero().squeeze(1)
+        if self._store is not None and len(missing):
+            found = _read_part(self._store, keys, missing, out)
+            self._counts.hit(self._store_name, int(found.sum()))
+            missing = missing[~found]
+        if len(missing) == len(keys):
+            self._initial.fill(keys, out)
+        elif len(missing):
+            rows = torch.empty(len(missing), self.width)
+            self._initial.fill(keys[missing], rows)
+            out.index_copy_(0, missing, rows)
+        self._counts.hit("new", len(missing))
+        return dirty
+
+    def put(self, keys: Tensor, rows: Tensor, dirty: Tensor) -> None:
+        """Take rows that leave the device; those not `dirty` may be dropped."""
+        if self._host is None:
+            self._put_below(keys[dirty], rows[dirty])
+            return
+        capacity = self._host.capacity
+        if capacity is not None:
+            if len(keys) > capacity:
+                self._put_below(keys[capacity:][dirty[capacity:]], rows[capacity:][dirty[capacity:]])
+                keys, rows, dirty = keys[:capacity], rows[:capacity], dirty[:capacity]
+            over = len(self._host) + len(keys) - capacity
+            if over > 0:
+                self._put_below(*self._host.pop_oldest(over))
+        self._host.put(keys, rows, dirty)
+        self._counts.moved("host", len(keys), self.width)
+
+    def peek_host(self, keys: Tensor, out: Tensor) -> Tensor:
+        """Copy rows of the host tier without moving them; a mask of those found."""
+        return _nothing(keys) if self._host is None else self._host.read(keys, out)
+
+    def peek_store(self, keys: Tensor, out: Tensor) -> Tensor:
+        """The same of the store below."""
+        return _nothing(keys) if self._store is None else self._store.read(keys, out)
+
+    def host_keys(self) -> list[Tensor]:
+        """The keys of the host tier, if there is one."""
+        return [] if self._host is None else list(self._host.keys(2**20))
+
+    def store_keys(self, chunk: int) -> Iterator[Tensor]:
+        """The keys of the store below. Those that come or move while this runs may be left out, or come twice."""
+        return iter(()) if self._store is None else self._store.keys(chunk)
+
+    def delete(self, keys: Tensor) -> None:
+        """Let go of rows in all tiers."""
+        for tier in self._tiers():
+            tier.delete(keys)
+
+    def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """All rows here, each as the highest of these tiers has it; some may be further up as well."""
+        if self._host is not None:
+            yield from self._host.scan(chunk)
+        if self._store is None:
+            return
+        for keys, rows in self._store.scan(chunk):
+            if self._host is None:
+                yield keys, rows
+            else:
+                is_above = self._host.read(keys, torch.empty(len(keys), self.width))
+                yield keys[~is_above], rows[~is_above]
+
+    def clear(self) -> None:
+        """Let go of all rows."""
+        for tier in self._tiers():
+            for keys in [keys.clone() for keys, _ in tier.scan(2**16)]:
+                tier.delete(keys)
+
+    def flush(self) -> None:
+        """See `RowStore`."""
+        for tier in self._tiers():
+            tier.flush()
+
+    def close(self) -> None:
+        """See `RowStore`."""
+        for tier in self._tiers():
+            tier.close()
+
+    def num_rows(self) -> dict[str, int]:
+        """Rows by tier; the lower may hold old copies of what is further up."""
+        host = {"host": len(self._host)} if self._host is not None else {}
+        return host | ({self._store_name: len(self._store)} if self._store is not None else {})
+
+    def _put_below(self, keys: Tensor, rows: Tensor) -> None:
+        if self._store is not None and len(keys):
+            self._store.write(keys, rows)
+            self._counts.moved(self._store_name, len(keys), self.width)
+
+    def _tiers(self) -> list[RowStore]:
+        return [tier for tier in (self._host, self._store) if tier is not None]
+
+
+def build_ladder(
+    options: TableOptions, initial: InitialRecords, kernels: TableKernels, counts: Counts, rank: int
+) -> Ladder:
+    """The tiers below the device that `options` name; `rank` keeps the files of ranks apart."""
+    width = initial.layout.width
+    store: RowStore | None = options.remote
+    if store is not None:
+        check(store.width == width, "cache.remote", f"rows of {store.width} numbers", f"rows of {width}")
+    store_name = "remote"
+    if options.path is not None:
+        file = FileStore(Path(options.path), f"{options.name}-{rank}", width, kernels)
+        store_name = "file"
+        store = file if store is None or options.file_rows is None else BoundedStore(file, options.file_rows, store)
+    host: HostStore | None = None
+    has_host = options.host_rows != 0 if store is None else bool(options.host_rows)
+    if options.device_rows is not None and has_host:
+        host = HostStore(width, kernels, options.host_rows, options.device)
+    return Ladder(
+        Lower(host=host, store=None if store is None else WriteBehind(store), store_name=store_name), initial, counts
+    )
+
+
+def _nothing(keys: Tensor) -> Tensor:
+    return torch.zeros(len(keys), dtype=torch.bool)
+
+
+def _read_part(store: RowStore, keys: Tensor, places: Tensor, out: Tensor) -> Tensor:
+    """Read the rows of keys[places] to these places of `out`; a mask over `places` of those found."""
+    if len(places) == len(keys):
+        return store.read(keys, out)
+    rows = torch.empty(len(places), store.width)
+    found = store.read(keys[places], rows)
+    out[places[found]] = rows[found]
+    return found

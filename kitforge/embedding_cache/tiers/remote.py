@@ -1,0 +1,206 @@
+"""Rows on a Redis server (or any that speaks RESP): the tier for tables that no machine of the run can hold.
+
+A table is one hash on the server, from the eight bytes of an id to the bytes of its row. Beside it stand what the table
+is, and a stamp that says who wrote last and how often. A server that comes back with other rows than it was given, or
+that another run writes to, is thereby noticed: an absent row would begin anew, and nobody would know.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.dispatch import select_table
+from kitforge.core.optim.rows import Share
+from kitforge.embedding_cache.store import RowStore
+from kitforge.embedding_cache.tiers.remote_link import RemoteLink, RemoteOptions
+from kitforge.foundation.errors import ConfigError, TrainingError
+from kitforge.foundation.log import logger
+
+_log = logger(__name__)
+KEY_BYTES = 8
+FLOAT_BYTES = 4
+
+
+@final
+class RemoteStore(RowStore):
+    """The rows of one table, or one share of them, on a server.
+
+    It starts empty, as memory does, unless `keep` says to go on with the rows that are there. `schema` is what makes
+    these rows no other table's: plain values with the table's name. Rows of another schema are refused and left alone.
+
+    A call that fails is tried again, each time after a longer wait; none of them can happen twice. What stays
+    unreachable is a TrainingError, and the rows that were to be written are still the caller's.
+    """
+
+    def __init__(
+        self,
+        options: RemoteOptions,
+        schema: Mapping[str, Any],
+        width: int,
+        *,
+        share: Share = (0, 1),
+        keep: bool = False,
+    ) -> None:
+        self.width = width
+        self._options = options
+        self._schema: dict[str, Any] = json.loads(json.dumps({**schema, "width": width}))
+        name = f"{options.prefix}:{schema['name']}:{share[0]}-of-{share[1]}"
+        self._rows, self._about, self._stamp = f"{name}:rows", f"{name}:about", f"{name}:stamp"
+        self._who = secrets.token_hex(8)
+        self._num_writes = 0
+        # What the server's stamp may be. There are two while it is not known whether a write has happened.
+        self._stamps: set[bytes] = set()
+        self._lock = threading.RLock()
+        self._link = RemoteLink(options)
+        with self._lock:
+            self._open(keep)
+
+    def read(self, keys: Tensor, out: Tensor) -> Tensor:
+        """See `RowStore`."""
+        found = torch.zeros(len(keys), dtype=torch.bool)
+        with self._lock:
+            for part in self._batches(keys):
+                stamp, values = self._link.ask([("GET", self._stamp), ("HMGET", self._rows, *_fields(keys[part]))])
+                self._check_stamp(stamp)
+                found[part] = torch.tensor([value is not None for value in values])
+                out[part][found[part]] = self._decoded([value for value in values if value is not None])
+        return found
+
+    def write(self, keys: Tensor, rows: Tensor) -> None:
+        """See `RowStore`."""
+        row_bytes = FLOAT_BYTES * self.width
+        with self._lock:
+            for part in self._batches(keys):
+                values = _cut(rows[part].contiguous().numpy().astype("<f4", copy=False).tobytes(), row_bytes)
+                pairs = (item for pair in zip(_fields(keys[part]), values, strict=True) for item in pair)
+                self._change(("HSET", self._rows, *pairs))
+
+    def take(self, keys: Tensor, out: Tensor) -> Tensor:
+        """See `RowStore`. Rows are let go of only when they are here."""
+        with self._lock:
+            found = self.read(keys, out)
+            self.delete(keys[found])
+        return found
+
+    def delete(self, keys: Tensor) -> None:
+        """See `RowStore`."""
+        with self._lock:
+            for part in self._batches(keys):
+                self._change(("HDEL", self._rows, *_fields(keys[part])))
+
+    def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `RowStore`."""
+        # While the server rearranges a hash, it may tell of a row twice.
+        seen = select_table().hash_map()
+        cursor = 0
+        while True:
+            with self._lock:
+                stamp, (cursor, found) = self._link.ask(
+                    [("GET", self._stamp), ("HSCAN", self._rows, cursor, "COUNT", chunk)]
+                )
+                self._check_stamp(stamp)
+            keys = torch.from_numpy(np.frombuffer(b"".join(found), dtype="<i8").astype(np.int64))
+            rows = self._decoded(list(found.values()))
+            is_new = seen.lookup(keys) < 0
+            keys, rows = keys[is_new], rows[is_new]
+            seen.insert(keys, torch.zeros_like(keys))
+            for place in range(0, len(keys), chunk):
+                yield keys[place : place + chunk], rows[place : place + chunk]
+            if cursor == 0:
+                return
+
+    def clear(self) -> None:
+        """Let go of all rows."""
+        self._change(("UNLINK", self._rows))
+
+    def __len__(self) -> int:
+        with self._lock:
+            stamp, num_rows = self._link.ask([("GET", self._stamp), ("HLEN", self._rows)])
+            self._check_stamp(stamp)
+            return int(num_rows)
+
+    def flush(self) -> None:
+        """Nothing waits: what `write` returned from is on the server."""
+
+    def close(self) -> None:
+        """See `RowStore`. The rows stay on the server."""
+        self._link.close()
+
+    def _open(self, keep: bool) -> None:
+        self._link.refuse_forgetful_server()
+        about, stamp, num_rows = self._link.ask([("GET", self._about), ("GET", self._stamp), ("HLEN", self._rows)])
+        there = self._schema if about is None else json.loads(about)
+        if there != self._schema:
+            different = [key for key in sorted({*there, *self._schema}) if there.get(key) != self._schema.get(key)]
+            raise ConfigError(
+                f"{self._options.place} holds another table under {self._rows!r}",
+                got="; ".join(f"{key}: {there.get(key)}" for key in different),
+                expected="; ".join(f"{key}: {self._schema.get(key)}" for key in different),
+                fix="choose another prefix, or delete those keys if their rows are not needed",
+            )
+        if num_rows and not keep:
+            _log.warning("%s rows that an earlier run left in %s are deleted", f"{num_rows:,}", self._rows)
+        # Whoever wrote last has lost these rows from now on, and will notice.
+        self._stamps = {stamp} if stamp is not None else {None}  # type: ignore[arg-type]
+        self._change(("SET", self._about, json.dumps(self._schema)), *([] if keep else [("UNLINK", self._rows)]))
+
+    def _change(self, *commands: tuple[Any, ...]) -> None:
+        """Do it all or nothing of it, with a new stamp. Done twice it would be the same."""
+        with self._lock:
+            self._num_writes += 1
+            after = f"{self._who}:{self._num_writes}".encode()
+            before = self._stamps
+            self._stamps = {*before, after}
+            answers = self._link.ask([("GET", self._stamp), *commands, ("SET", self._stamp, after)], is_whole=True)
+            self._check_stamp(answers[0])
+            self._stamps = {after}
+
+    def _check_stamp(self, stamp: bytes | None) -> None:
+        if stamp in self._stamps:
+            return
+        who = "" if stamp is None else stamp.decode(errors="replace").partition(":")[0]
+        if stamp is None:
+            problem = "came back without the rows that it had"
+        elif who == self._who:
+            problem = "came back with rows older than those that it had"
+        else:
+            problem = "was written to by another run"
+        raise TrainingError(
+            f"{self._options.place} {problem}",
+            got=f"{self._stamp} = {stamp!r}",
+            expected=" or ".join(map(repr, self._stamps)),
+            fix="resume from the last checkpoint"
+            + ("; give every run a prefix of its own" if who not in ("", self._who) else ""),
+        )
+
+    def _batches(self, keys: Tensor) -> Iterator[slice]:
+        for place in range(0, len(keys), self._options.batch_rows):
+            yield slice(place, place + self._options.batch_rows)
+
+    def _decoded(self, values: Sequence[bytes]) -> Tensor:
+        row_bytes = FLOAT_BYTES * self.width
+        wrong = next((value for value in values if len(value) != row_bytes), None)
+        if wrong is not None:
+            raise TrainingError(
+                f"a row in {self._rows} at {self._options.place} is damaged",
+                got=f"{len(wrong)} bytes",
+                expected=f"{row_bytes} bytes",
+            )
+        rows = np.frombuffer(bytearray(b"".join(values)), dtype="<f4").astype(np.float32, copy=False)
+        return torch.from_numpy(rows).reshape(-1, self.width)
+
+
+def _fields(keys: Tensor) -> list[bytes]:
+    return _cut(keys.contiguous().numpy().astype("<i8", copy=False).tobytes(), KEY_BYTES)
+
+
+def _cut(data: bytes, num_bytes: int) -> list[bytes]:
+    return [data[start : start + num_bytes] for start in range(0, len(data), num_bytes)]

@@ -1,0 +1,158 @@
+"""The connection to a server of rows: one call at a time, tried again when it fails for a reason that may pass.
+
+It knows commands and their answers, no rows. https://redis.io/docs/latest/develop/reference/protocol-spec.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
+from urllib.parse import urlsplit
+
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import ConfigError, DependencyError, TrainingError
+from kitforge.foundation.log import logger
+
+_log = logger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteOptions:
+    """Where the server is, and how patient to be with it."""
+
+    url: str  # redis://, rediss:// (TLS) or unix://, with user, password, host, port and database
+    prefix: str = "kitforge"  # what the names of all keys begin with; runs at the same time need different ones
+    ca_file: str | None = None  # rediss: certificates that vouch for the server's; None: those of the system
+    timeout: float = 10.0  # seconds to wait for one answer
+    attempts: int = 8  # tries of one call, the first included, before the run stops
+    first_wait: float = 0.1  # seconds before the second try; twice as many before each further one
+    longest_wait: float = 10.0
+    batch_rows: int = 4096  # rows of one command: others are served between two commands
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        scheme = self.url.partition("://")[0]
+        check(scheme in ("redis", "rediss", "unix"), "cache.remote", scheme, "redis://, rediss:// or unix://")
+        check(
+            self.ca_file is None or scheme == "rediss", "cache.remote.ca_file", self.ca_file, "none without rediss://"
+        )
+        check(self.timeout > 0, "cache.remote.timeout", self.timeout, "seconds above 0")
+        for name in ("attempts", "batch_rows"):
+            check(getattr(self, name) >= 1, f"cache.remote.{name}", getattr(self, name), "a whole number of at least 1")
+        for name in ("first_wait", "longest_wait"):
+            check(getattr(self, name) >= 0, f"cache.remote.{name}", getattr(self, name), "seconds, 0 or more")
+
+    @property
+    def place(self) -> str:
+        """The URL without user and password, for messages."""
+        parts = urlsplit(self.url)
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+
+
+@final
+class RemoteLink:
+    """One client. Raises ConfigError for what only a person can put right, TrainingError for what stays broken."""
+
+    def __init__(self, options: RemoteOptions) -> None:
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ImportError as cause:
+            raise DependencyError("redis", needed_for="the remote tier", extra="remote") from cause
+        self._errors = redis.exceptions
+        self._options = options
+        extra = {} if options.ca_file is None else {"ssl_ca_certs": options.ca_file}
+        try:
+            # Tries are counted here, where they are told of.
+            self._client = redis.Redis.from_url(
+                options.url,
+                socket_timeout=options.timeout,
+                socket_connect_timeout=options.timeout,
+                retry=Retry(NoBackoff(), 0),
+                **extra,
+            )
+        except (ValueError, TypeError) as cause:
+            raise ConfigError(f"{options.place} is no address of a server", got=cause) from cause
+
+    def ask(self, commands: Sequence[tuple[Any, ...]], *, is_whole: bool = False) -> list[Any]:
+        """The answers to commands that are sent at once; `is_whole`: all of them happen or none."""
+
+        def send() -> list[Any]:
+            # The library types only some of its methods.
+            pipeline: Any = self._client.pipeline(transaction=is_whole)
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers: list[Any] = pipeline.execute()
+            return answers
+
+        return self._patiently(send)
+
+    def refuse_forgetful_server(self) -> None:
+        """Raise ConfigError for a server that would drop rows when its memory is full."""
+        try:
+            found = self._patiently(lambda: self._client.config_get("maxmemory*"))
+        except TrainingError as refusal:
+            if isinstance(refusal.__cause__, self._errors.ResponseError):
+                _log.warning("%s does not say whether it may drop rows when its memory is full", self._options.place)
+                return
+            raise
+        policy = found.get("maxmemory-policy", "noeviction")
+        if int(found.get("maxmemory") or 0) and policy != "noeviction":
+            raise ConfigError(
+                f"{self._options.place} drops rows when its memory is full",
+                got=f"maxmemory-policy {policy}",
+                expected="noeviction",
+                fix="set it on the server, or give rows a server of their own",
+            )
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._client.close()
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        options, wait = self._options, self._options.first_wait
+        for attempt in range(1, options.attempts + 1):
+            try:
+                return call()
+            except (self._errors.RedisError, OSError) as cause:
+                if not self._may_pass(cause):
+                    raise self._refusal(cause) from cause
+                if attempt == options.attempts:
+                    raise TrainingError(
+                        f"{options.place} did not answer in {attempt} tries: {cause}",
+                        fix="bring the server back and resume from the last checkpoint",
+                    ) from cause
+                _log.warning("%s does not answer (%s); trying again in %.1f s", options.place, cause, wait)
+            time.sleep(wait)
+            wait = min(2 * wait, options.longest_wait)
+        raise AssertionError("unreachable")
+
+    def _may_pass(self, cause: Exception) -> bool:
+        errors = self._errors
+        if isinstance(cause, errors.AuthenticationError) or isinstance(_root(cause), ssl.SSLCertVerificationError):
+            return False
+        return isinstance(cause, (errors.ConnectionError, errors.TimeoutError, errors.ReadOnlyError, OSError))
+
+    def _refusal(self, cause: Exception) -> ConfigError | TrainingError:
+        place, errors = self._options.place, self._errors
+        if isinstance(cause, errors.AuthenticationError) or "NOAUTH" in str(cause):
+            return ConfigError(
+                f"{place} refuses user or password", got=cause, fix="put them into the URL of cache.remote"
+            )
+        if isinstance(cause, errors.OutOfMemoryError):
+            return TrainingError(f"{place} has no memory left for rows", got=cause, fix="give it more, then resume")
+        if isinstance(_root(cause), ssl.SSLCertVerificationError):
+            return ConfigError(f"nobody vouches for {place}", got=cause, fix="name its certificates in ca_file")
+        return TrainingError(f"{place} refuses a command", got=cause)
+
+
+def _root(error: BaseException) -> BaseException:
+    """What an error came from in the beginning."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return error

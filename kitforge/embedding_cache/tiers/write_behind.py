@@ -1,0 +1,150 @@
+"""Rows on their way to a slow tier: written by a thread of their own, and found by reads meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from kitforge.embedding_cache.store import RowStore
+
+# Batches of rows that may wait; a writer waits when there are as many.
+DEPTH = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pending:
+    """Rows that the store below does not have yet."""
+
+    keys: Tensor  # ascending
+    rows: Tensor
+
+
+@final
+class WriteBehind(RowStore):
+    """A store whose `write` returns at once. What `read` gives is what was written last, wherever that is.
+
+    When the store below fails, what waits is kept, and every call raises what it raised.
+    """
+
+    def __init__(self, below: RowStore) -> None:
+        self.width = below.width
+        self._below = below
+        self._changed = threading.Condition()
+        self._pending: deque[Pending] = deque()
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        self.settle()
+        return len(self._below)
+
+    def read(self, keys: Tensor, out: Tensor) -> Tensor:
+        """See `RowStore`."""
+        # What is pending is looked at first: what is no longer pending by then is in the store below.
+        found = self._read_pending(keys, out)
+        missing = (~found).nonzero().squeeze(1)
+        if len(missing):
+            rows = out if len(missing) == len(keys) else torch.empty(len(missing), self.width)
+            below = self._below.read(keys[missing], rows)
+            if rows is not out:
+                out[missing[below]] = rows[below]
+            found[missing[below]] = True
+        return found
+
+    def write(self, keys: Tensor, rows: Tensor) -> None:
+        """See `RowStore`."""
+        if not len(keys):
+            return
+        ascending, order = keys.sort()
+        batch = Pending(keys=ascending, rows=rows[order])
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._pending) < DEPTH or self._error is not None)
+            self._check()
+            self._pending.append(batch)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._drain, name="write-behind", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def take(self, keys: Tensor, out: Tensor) -> Tensor:
+        """See `RowStore`."""
+        self.settle()
+        return self._below.take(keys, out)
+
+    def delete(self, keys: Tensor) -> None:
+        """See `RowStore`."""
+        self.settle()
+        self._below.delete(keys)
+
+    def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `RowStore`."""
+        self.settle()
+        return self._below.scan(chunk)
+
+    def keys(self, chunk: int) -> Iterator[Tensor]:
+        """See `RowStore`."""
+        self.settle()
+        return self._below.keys(chunk)
+
+    def settle(self) -> None:
+        """Wait until nothing is pending."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending or self._error is not None)
+            self._check()
+
+    def flush(self) -> None:
+        """See `RowStore`."""
+        self.settle()
+        self._below.flush()
+
+    def close(self) -> None:
+        """End the thread, when all that waits is written or cannot be, and close the store below."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        self._below.close()
+
+    def _read_pending(self, keys: Tensor, out: Tensor) -> Tensor:
+        found = torch.zeros(len(keys), dtype=torch.bool)
+        with self._changed:
+            self._check()
+            pending = list(self._pending)
+        # The later batch is written over what the earlier one gave.
+        for batch in pending:
+            places = torch.searchsorted(batch.keys, keys).clamp(max=len(batch.keys) - 1)
+            is_here = batch.keys[places] == keys
+            out[is_here] = batch.rows[places[is_here]]
+            found |= is_here
+        return found
+
+    def _drain(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._pending) or self._is_closed)
+                if not self._pending:
+                    return
+                batch = self._pending[0]
+            try:
+                self._below.write(batch.keys, batch.rows)
+            except BaseException as error:  # noqa: BLE001 (whoever calls next raises it)
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._pending.popleft()
+                self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error

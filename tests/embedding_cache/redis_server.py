@@ -1,0 +1,69 @@
+"""A real Redis server of its own, that a test may stop, kill and start again."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import final
+
+import pytest
+
+
+@final
+class RedisServer:
+    """Listens at `port` of this machine, with TLS where a certificate is given. Its data lie in `folder`."""
+
+    def __init__(self, folder: Path, *options: str, certificate: Path | None = None) -> None:
+        if shutil.which("redis-server") is None:
+            pytest.skip("redis-server is not installed")
+        self.folder = folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        ports = ["--port", str(self.port)]
+        if certificate is not None:
+            ports = ["--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no"]
+            ports += ["--tls-cert-file", str(certificate), "--tls-key-file", str(certificate.with_suffix(".key"))]
+            ports += ["--tls-ca-cert-file", str(certificate)]
+        self._command = ["redis-server", "--bind", "127.0.0.1", "--dir", str(folder), "--save", "", *ports, *options]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """Where it is, without TLS."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Start it, on what it kept; returns when it listens."""
+        with open(self.folder / "log", "ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        for _ in range(500):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.01)
+        raise AssertionError((self.folder / "log").read_text())
+
+    def stop(self, how: int = signal.SIGTERM) -> None:
+        """End it, with SIGKILL at once."""
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait(timeout=20)
+            self._process = None
+
+
+def make_certificate(folder: Path, name: str = "server") -> Path:
+    """A certificate for 127.0.0.1 that vouches for itself, its key beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.crt"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", str(path.with_suffix(".key")), "-out", str(path), "-days", "2"]
+    command += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    return path

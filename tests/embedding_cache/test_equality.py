@@ -1,0 +1,43 @@
+"""Where rows live changes nothing: outputs of every step and the final table, states and counters too, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.embedding_cache.training import (
+    DEPTHS,
+    OPTIMIZERS,
+    POLICIES,
+    TIERS,
+    Case,
+    assert_same_bits,
+    run,
+    sampled,
+    uncached,
+)
+
+SPARES = (0.0, 0.1, 0.5, 1.5)
+PRODUCT = [
+    Case(optimizer=optimizer, policy=policy, depth=depth, tiers=tiers, spare=spare, sleeps=sleeps)
+    for optimizer, policy, depth, tiers, spare, sleeps in itertools.product(
+        OPTIMIZERS, POLICIES, DEPTHS, TIERS, SPARES, (0, 1)
+    )
+]
+CASES = PRODUCT if os.environ.get("KITFORGE_PROVE") else sampled(PRODUCT, 36, seed=0)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_table_in_one_tier_equals_plain_indexing(optimizer: str, depth: int, tmp_path: Path) -> None:
+    case = Case(optimizer=optimizer, depth=depth, tiers="whole")
+    assert_same_bits(run(case, tmp_path), uncached(optimizer))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cached_equals_uncached(case: Case, tmp_path: Path) -> None:
+    assert_same_bits(run(case, tmp_path), uncached(case.optimizer))

@@ -1,0 +1,210 @@
+"""Faults planted one at a time, each of which some cache has had: the exactness suite must see every one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitforge.embedding_cache.claims import Claims
+from kitforge.embedding_cache.planner import Planner
+from kitforge.embedding_cache.records import InitialRecords
+from kitforge.embedding_cache.store import RowStore
+from kitforge.embedding_cache.tickets import Register
+from kitforge.embedding_cache.tiers.device import DeviceTier
+from kitforge.embedding_cache.tiers.file import FileStore
+from kitforge.embedding_cache.tiers.host import HostStore
+from kitforge.embedding_cache.tiers.write_behind import WriteBehind
+from tests.embedding_cache import training
+from tests.embedding_cache.training import DIM, Case, assert_same_bits, build, outcome, train, uncached
+
+# The tightest capacity, since with room to spare a broken cache may pass.
+TIGHT = Case(optimizer="lazy_adam", depth=2, tiers="file", spare=0.0)
+
+
+def training_falls_behind(patch: pytest.MonkeyPatch) -> None:
+    """Each lookup of the training waits until the one after it is planned, which a quick training need not see."""
+    place, forward = Planner.place, training.CachedEmbedding.forward
+    num_planned, num_computed = 0, 0
+
+    def counting(*arguments: Any) -> Any:
+        nonlocal num_planned
+        answer = place(*arguments)
+        num_planned += 1
+        return answer
+
+    def late(*arguments: Any) -> Tensor:
+        nonlocal num_computed
+        num_computed += 1
+        latest = time.monotonic() + 10
+        while num_planned < min(num_computed + 1, training.NUM_STEPS) and time.monotonic() < latest:
+            time.sleep(0.001)
+        return forward(*arguments)
+
+    patch.setattr(Planner, "place", counting)
+    patch.setattr(training.CachedEmbedding, "forward", late)
+
+
+def evict_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """A row may leave when the batch being planned does not need it, though one on its way does."""
+
+    def may_go(planner: Planner, slots: Tensor, done: int) -> Tensor:
+        newest = int(planner.device.last_need.max())
+        return planner.device.index.is_used[slots] & (planner.device.last_need[slots] < newest)
+
+    patch.setattr(Planner, "_may_go", may_go)
+    training_falls_behind(patch)
+
+
+def fetch_before_pending_write(patch: pytest.MonkeyPatch) -> None:
+    """A read goes to the file while the row is still on its way there."""
+    write = FileStore.write
+
+    def slow_write(store: FileStore, keys: Tensor, rows: Tensor) -> None:
+        time.sleep(0.003)
+        write(store, keys, rows)
+
+    patch.setattr(FileStore, "write", slow_write)
+    patch.setattr(WriteBehind, "_read_pending", lambda store, keys, out: torch.zeros(len(keys), dtype=torch.bool))
+
+
+def state_of_the_slot(patch: pytest.MonkeyPatch) -> None:
+    """A new row inherits the optimizer state of the row that had its slot before."""
+    bring = DeviceTier.bring
+
+    def careless(device: DeviceTier, keys: Tensor, rows: Tensor, dirty: Tensor) -> Tensor:
+        before = device.slab.clone()
+        slots = bring(device, keys, rows, dirty)
+        was_used = before[slots].isfinite().all(1) & (before[slots].abs() < 1e6).all(1)
+        device.slab[slots[was_used], DIM : 3 * DIM] = before[slots[was_used], DIM : 3 * DIM]
+        return slots
+
+    patch.setattr(DeviceTier, "bring", careless)
+
+
+def rows_begin_in_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
+    """Initial rows come from one stream of random numbers."""
+    stream = torch.Generator().manual_seed(0)
+    fill = InitialRecords.fill
+
+    def in_order(initial: InitialRecords, keys: Tensor, out: Tensor) -> None:
+        fill(initial, keys, out)
+        out[:, :DIM] = torch.randn(len(keys), DIM, generator=stream)
+
+    patch.setattr(InitialRecords, "fill", in_order)
+
+
+def zeros_are_missing(patch: pytest.MonkeyPatch) -> None:
+    """A row whose embedding is zero is taken for one that is not there."""
+
+    def seeing(read: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def of(store: RowStore, keys: Tensor, out: Tensor) -> Tensor:
+            return read(store, keys, out) & out[:, :DIM].any(1)
+
+        return of
+
+    for store in (FileStore, WriteBehind):
+        patch.setattr(store, "read", seeing(store.read))
+
+
+def rows_never_come_back(patch: pytest.MonkeyPatch) -> None:
+    """A dirty row that leaves is dropped as if it were clean."""
+    patch.setattr(HostStore, "put", lambda *_: None)
+    leave = DeviceTier.leave
+
+    def clean(device: DeviceTier, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys, rows, dirty = leave(device, slots)
+        return keys, rows, torch.zeros_like(dirty)
+
+    patch.setattr(DeviceTier, "leave", clean)
+
+
+def plan_reads_values(patch: pytest.MonkeyPatch) -> None:
+    """Values are copied when a lookup is planned instead of when it is computed."""
+    place = Planner.place
+    stale: dict[int, Tensor] = {}
+
+    def copying(planner: Planner, number: int, keys: Tensor, counts: bool) -> Any:
+        slots, trains = place(planner, number, keys, counts)
+        stale[id(slots)] = planner.device.slab[slots].clone()
+        return slots, trains
+
+    patch.setattr(Planner, "place", copying)
+    training_falls_behind(patch)
+    pool = training.CachedEmbedding._answer
+
+    def answer(table: Any, ticket: Any, query: Any) -> Tensor:
+        table.rows.device.slab[ticket.slots, :DIM] = stale[id(ticket.slots)][:, :DIM]
+        return pool(table, ticket, query)
+
+    patch.setattr(training.CachedEmbedding, "_answer", answer)
+
+
+FAULTS: dict[Callable[[pytest.MonkeyPatch], None], Case] = {
+    evict_in_flight: TIGHT,
+    fetch_before_pending_write: TIGHT,
+    state_of_the_slot: TIGHT,
+    rows_begin_in_order_of_arrival: TIGHT,
+    zeros_are_missing: replace(TIGHT, optimizer="ftrl"),
+    rows_never_come_back: replace(TIGHT, tiers="host"),
+    plan_reads_values: replace(TIGHT, spare=2.0),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_changes_what_comes_out(
+    fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = FAULTS[fault]
+    expected = uncached(case.optimizer)
+    fault(monkeypatch)
+    with build(case, tmp_path) as table, pytest.raises(AssertionError):
+        assert_same_bits(outcome(table, train(table, case)), expected)
+
+
+def test_without_a_fault_the_same_cases_pass(tmp_path: Path) -> None:
+    for number, case in enumerate(dict.fromkeys(FAULTS.values())):
+        with build(case, tmp_path / str(number)) as table:
+            assert_same_bits(outcome(table, train(table, case)), uncached(case.optimizer))
+
+
+def forget_unused_tickets(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Claims, "drop", lambda _: None)
+
+
+def forget_failed_lookups(patch: pytest.MonkeyPatch) -> None:
+    close = Register.close
+    patch.setattr(
+        Register, "close", lambda register, number: close(register, number) if register._open.get(number) else None
+    )
+
+
+@pytest.mark.parametrize("fault", [None, forget_unused_tickets, forget_failed_lookups])
+def test_pins_lost_on_an_exception_are_seen(
+    fault: Callable[[pytest.MonkeyPatch], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault is not None:
+        fault(monkeypatch)
+    fetch, batches = training.Ladder.fetch, training.batches()
+    with build(Case(), tmp_path) as table:
+        with pytest.raises(ZeroDivisionError):
+            for number, ids in enumerate(table.prefetch(batches, 2)):
+                table(ids).sum().backward()
+                table.clear_gradients()
+                if number == 4:
+                    raise ZeroDivisionError
+
+        def failing(ladder: Any, keys: Tensor, out: Tensor) -> Tensor:
+            raise OSError("the disk is gone")
+
+        monkeypatch.setattr(training.Ladder, "fetch", failing)
+        with pytest.raises(OSError, match="the disk is gone"):
+            table(torch.arange(8).view(2, 4))
+        monkeypatch.setattr(training.Ladder, "fetch", fetch)
+        assert (table.rows.register.num_open == 0) == (fault is None)

@@ -1,0 +1,155 @@
+"""Who leaves first, against oracles that sort everything anew each time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kitforge.core.kernels.dispatch import TABLE_REFERENCE
+from kitforge.embedding_cache.coldest import Coldest
+from kitforge.embedding_cache.index import SlotIndex
+from kitforge.embedding_cache.options import PolicyOptions
+from kitforge.embedding_cache.policy import LARGEST_EXPONENT, build_policy
+from kitforge.embedding_cache.table import CachedEmbedding
+from tests.embedding_cache.training import batches, largest_batch
+
+ROOM, HALF_LIFE = 40, 3.0
+ALL_GO = torch.ones(ROOM, dtype=torch.bool)
+need = st.lists(st.integers(0, 60), unique=True, min_size=1, max_size=12)
+
+
+class Oracle:
+    """Scores of keys in a dict."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.scores: dict[int, float] = {}
+
+    def need(self, keys: list[int], number: int) -> None:
+        for key in keys:
+            before = self.scores.get(key)
+            if self.name == "lru":
+                self.scores[key] = number
+            else:
+                self.scores[key] = (before or 0.0) + 2.0 ** (number / HALF_LIFE)
+
+    def victims(self, num: int, pinned: set[int], slot_of: dict[int, int]) -> list[int]:
+        going = [key for key in self.scores if key not in pinned]
+        going.sort(key=lambda key: (self.scores[key], slot_of[key]))
+        for key in going[:num]:
+            del self.scores[key]
+        return going[:num]
+
+
+@pytest.mark.parametrize("name", ["lru", "lfu"])
+@settings(max_examples=60)
+@given(needs=st.lists(need, max_size=40))
+def test_victims_are_those_of_an_oracle(name: str, needs: list[list[int]]) -> None:
+    index = SlotIndex(TABLE_REFERENCE.hash_map, ROOM)
+    policy = build_policy(PolicyOptions(name=name, half_life=HALF_LIFE), index)
+    oracle, pinned = Oracle(name), set[int]()
+    for number, given_keys in enumerate(needs):
+        keys = torch.tensor(given_keys)
+        slots = index.lookup(keys)
+        missing = keys[slots < 0]
+        policy.needed(slots[slots >= 0], number)
+        short = len(missing) - index.num_free
+        # Those of the batch before are still needed, like those of this one.
+        held = pinned | set(given_keys)
+        if short > 0:
+            slot_of = dict(zip(*(part.tolist() for part in index._slots.items()), strict=True))
+            # The oracle sees the new needs of what is there before it chooses, as the policy does.
+            oracle.need([key for key in given_keys if key in slot_of], number)
+
+            def may_go(slots: torch.Tensor, held: set[int] = held) -> torch.Tensor:
+                free = [bool(index.is_used[slot]) and int(index.keys[slot]) not in held for slot in slots.tolist()]
+                return torch.tensor(free, dtype=torch.bool)
+
+            victims = policy.victims(short, may_go)
+            assert index.remove(victims).tolist() == oracle.victims(short, held, slot_of)
+            oracle.need(missing.tolist(), number)
+        else:
+            oracle.need(given_keys, number)
+        missing = missing[: index.num_free]
+        policy.brought(index.add(missing), number, torch.zeros(len(missing), dtype=torch.int32))
+        oracle.scores = {
+            key: score for key, score in oracle.scores.items() if int(index.lookup(torch.tensor([key]))) >= 0
+        }
+        pinned = set(given_keys)
+
+
+def test_a_row_that_comes_back_brings_its_updates_as_needs() -> None:
+    index = SlotIndex(TABLE_REFERENCE.hash_map, 4)
+    policy = build_policy(PolicyOptions(name="lfu"), index)
+    policy.brought(index.add(torch.tensor([10, 11, 12])), 0, torch.tensor([5, 0, 9]))
+    assert index.keys[policy.victims(3, lambda slots: index.is_used[slots])].tolist() == [11, 10, 12]
+
+
+def test_counts_that_would_leave_their_range_are_scaled_down_together() -> None:
+    index = SlotIndex(TABLE_REFERENCE.hash_map, 3)
+    policy = build_policy(PolicyOptions(name="lfu", half_life=1.0), index)
+    zero = torch.zeros(1, dtype=torch.int32)
+    for number, key in ((0, 7), (int(LARGEST_EXPONENT) + 5, 8), (int(LARGEST_EXPONENT) + 7, 9)):
+        policy.brought(index.add(torch.tensor([key])), number, zero)
+    assert index.keys[policy.victims(3, lambda slots: index.is_used[slots])].tolist() == [7, 8, 9]
+
+
+def test_lookahead_gives_up_what_is_needed_last() -> None:
+    index = SlotIndex(TABLE_REFERENCE.hash_map, 5)
+    policy = build_policy(PolicyOptions(name="lookahead", window=3), index)
+    zeros = torch.zeros(5, dtype=torch.int32)
+    policy.brought(index.add(torch.arange(5)), 0, zeros)
+    for keys in ([0], [1, 4], [2, 0]):
+        policy.expect(torch.tensor(keys))
+    order = policy.victims(5, lambda slots: index.is_used[slots])
+    assert index.keys[order].tolist() == [3, 2, 1, 4, 0]
+    policy.met()
+    assert index.keys[policy.victims(2, lambda slots: index.is_used[slots])].tolist() == [3, 0]
+    policy.expect_nothing()
+    assert index.keys[policy.victims(1, lambda slots: index.is_used[slots])].tolist() == [0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_the_coldest_are_found_without_sorting_all_each_time(dtype: torch.dtype) -> None:
+    random = np.random.default_rng(0)
+    scores = torch.from_numpy(random.integers(0, 50, 4000)).to(dtype)
+    coldest, used = Coldest(), torch.ones(4000, dtype=torch.bool)
+    searches = 0
+    search = coldest._search
+
+    def counted(*arguments: Any) -> bool:
+        nonlocal searches
+        searches += 1
+        return search(*arguments)
+
+    coldest._search = counted  # type: ignore[method-assign]
+    for round_number in range(100):
+        picked = coldest.pick(scores, lambda: used.nonzero().squeeze(1), 20, lambda slots: used[slots])
+        order = np.lexsort((np.arange(4000), scores.numpy()))
+        expected = [slot for slot in order.tolist() if used[slot]][:20]
+        assert picked.tolist() == expected
+        used[picked] = False
+        touched = torch.from_numpy(random.permutation(4000)[:300])
+        scores[touched] += round_number % 7
+        back = picked[::2]
+        used[back] = True
+        scores[back] = round_number % 90
+        coldest.restarted(back)
+    assert searches < 30
+
+
+def test_knowing_the_future_moves_fewer_rows_than_guessing() -> None:
+    moved = {}
+    for name in ("lru", "lookahead"):
+        options = PolicyOptions(name=name, window=12)
+        table = CachedEmbedding(None, 4, device_rows=largest_batch() + 8, policy=options)
+        for ids in table.prefetch(batches(60), 1):
+            table(ids).sum().backward()
+            table.step(0.1)
+        moved[name] = table.stats().evicted
+    assert moved["lookahead"] < 0.9 * moved["lru"]
