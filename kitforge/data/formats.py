@@ -197,18 +197,26 @@ def _read_text(shard: FileShard) -> Iterator[str]:
 
 
 def _read_json_lines(shard: FileShard) -> Iterator[str]:
-    for offset, raw in _pieces(shard, b"\n"):
-        if not raw.strip():
-            continue
-        place = _Line(shard=shard, offset=offset)
-        row = _parse(_decode(shard, offset, raw), place)
+    for place, row in _json_lines(shard):
         yield document_of(row, shard.column, shard.encoding_errors, place)
 
 
+def _json_lines(shard: FileShard) -> Iterator[tuple[object, Any]]:
+    for offset, raw in _pieces(shard, b"\n"):
+        if raw.strip():
+            place = _Line(shard=shard, offset=offset)
+            yield place, _parse(_decode(shard, offset, raw), place)
+
+
 def _read_json(shard: FileShard) -> Iterator[str]:
+    for place, row in _json_rows(shard):
+        yield document_of(row, shard.column, shard.encoding_errors, place)
+
+
+def _json_rows(shard: FileShard) -> Iterator[tuple[object, Any]]:
     rows = _parse(_everything(shard), shard.path)
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
-        yield document_of(row, shard.column, shard.encoding_errors, f"{shard.path}, row {number}")
+        yield f"{shard.path}, row {number}", row
 
 
 def _parse(text: str, place: object) -> Any:
@@ -271,6 +279,27 @@ def _read_parquet(shard: FileShard) -> Iterator[str]:
         raise DataError(f"cannot read {shard.path}", got=error, expected="a whole Parquet file") from None
 
 
+def _parquet_rows(shard: FileShard) -> Iterator[tuple[object, Any]]:
+    try:
+        with _pyarrow().ParquetFile(shard.path) as file:
+            rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield f"{shard.path}, row {number}", row
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {shard.path}", got=error, expected="a whole Parquet file") from None
+
+
+def file_rows(path: Path) -> Iterator[tuple[object, Any]]:
+    """Every row of a file of rows with where it stands, which becomes text only for a message."""
+    kind = kind_of(path)
+    if kind not in _ROWS:
+        raise DataError(
+            f"{path} holds texts, not rows", got=f"suffix {kind!r}", expected=" ".join(_ROWS), fix="write rows as jsonl"
+        )
+    for part in file_shards(path, column="", separator=None, encoding_errors="strict"):
+        yield from _ROWS[kind](part)
+
+
 def _pyarrow() -> Any:
     return load_extra("pyarrow.parquet", needed_for="reading Parquet files", extra="transformers")
 
@@ -284,4 +313,9 @@ _READERS: dict[str, Callable[[FileShard], Iterator[str]]] = {
     ".csv": _read_table,
     ".tsv": _read_table,
     ".parquet": _read_parquet,
+}
+_ROWS: dict[str, Callable[[FileShard], Iterator[tuple[object, Any]]]] = {
+    ".jsonl": _json_lines,
+    ".json": _json_rows,
+    ".parquet": _parquet_rows,
 }

@@ -17,6 +17,7 @@ from kitforge.foundation.files import atomic_file
 
 HUGGINGFACE_FILE = "tokenizer.json"
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+_TEMPLATE = "chat_template.jinja"
 
 
 @final
@@ -45,6 +46,23 @@ class HuggingFaceTokenizer:
 
     def __reduce__(self) -> tuple[type[HuggingFaceTokenizer], tuple[dict[str, bytes]]]:
         return HuggingFaceTokenizer, (self._files,)
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The tokens that a chat template may write, by their spelling."""
+        added = self._pieces.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template of conversations that lies with the tokenizer; of several the one called "default"."""
+        if _TEMPLATE in self._files:
+            return self._files[_TEMPLATE].decode("utf-8")
+        config = parse_object(_CONFIGS[0], self._files.get(_CONFIGS[0], b"{}"))
+        found = config.get("chat_template")
+        if isinstance(found, list):
+            found = next((each.get("template") for each in found if each.get("name") == "default"), None)
+        return found if isinstance(found, str) else None
 
     def encode(self, text: str) -> list[int]:
         """The tokens of the text."""
@@ -97,5 +115,5 @@ class _SpecialTokens:
 
 
 def _tokenizer_files(folder: Path) -> dict[str, bytes]:
-    names = [name for name in _CONFIGS if (folder / name).is_file()]
+    names = [name for name in (*_CONFIGS, _TEMPLATE) if (folder / name).is_file()]
     return {name: read_tokenizer_file(folder / name) for name in [HUGGINGFACE_FILE, *names]}

@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
-from kitforge.data.formats import file_shards, is_known
+from kitforge.data.formats import file_rows, file_shards, is_known
 from kitforge.data.memory import dataset_shards, is_dataset, memory_shards
 from kitforge.data.shard import EncodingErrors, Shard, digest
 from kitforge.data.standard_library import standard_library_shards
@@ -92,6 +92,22 @@ def open_source(spec: object, config: SourceConfig = _DEFAULT) -> Source:
     if not shards:
         raise empty("the rows that were given")
     return Source("rows", shards)
+
+
+def open_rows(spec: object) -> Iterator[tuple[object, Any]]:
+    """Every row with where it stands, for messages: of a file of rows, a folder, a pattern, a list of these, a
+    datasets.Dataset, or an iterable of rows."""
+    if isinstance(spec, (str, os.PathLike)):
+        for file in _files(Path(spec).expanduser()):
+            yield from file_rows(file)
+    elif isinstance(spec, Mapping) or not isinstance(spec, Iterable):
+        raise _unusable(spec)
+    elif isinstance(spec, (list, tuple)) and spec and all(isinstance(item, (str, os.PathLike)) for item in spec):
+        for item in spec:
+            yield from open_rows(item)
+    else:
+        for number, row in enumerate(spec, start=1):
+            yield f"row {number} of the data", row
 
 
 def _unusable(spec: object) -> DataError:

@@ -8,12 +8,10 @@ the system releases when its holder dies lets one process build while others wai
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -26,7 +24,7 @@ from kitforge.data.source import Source, empty
 from kitforge.data.tokenise import Job, read_job, token_dtype, tokenise
 from kitforge.data.tokens import Tokenizer
 from kitforge.foundation.errors import DataError
-from kitforge.foundation.files import atomic_file, write_text
+from kitforge.foundation.files import atomic_file, one_at_a_time, write_text
 from kitforge.foundation.log import logger
 
 _log = logger(__name__)
@@ -93,7 +91,7 @@ def build(
         return TokenCache.open(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(folder):
+        with one_at_a_time(folder, _log, "building the token cache"):
             # Whoever held the lock before may have built it.
             if not (folder / _MANIFEST).exists():
                 jobs = _tokenise(source, tokenizer, folder, num_workers, progress)
@@ -107,17 +105,6 @@ def build(
             fix="free some room, or choose another place with the environment variable KITFORGE_CACHE",
         ) from None
     return TokenCache.open(folder)
-
-
-@contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    with open(folder / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _log.info("another process is building the token cache %s; waiting for it", folder)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _tokenise(

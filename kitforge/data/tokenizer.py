@@ -22,13 +22,17 @@ __all__ = [
     "ByteTokenizer",
     "HuggingFaceTokenizer",
     "SentencePieceTokenizer",
+    "TOKENIZER_FOLDER",
     "Tokenizer",
     "TokenizerConfig",
+    "find_tokenizer",
     "load_tokenizer",
     "make_tokenizer",
 ]
 
 _MARKER = "kitforge_tokenizer.json"
+# Where a run keeps its tokenizer.
+TOKENIZER_FOLDER = "tokenizer"
 
 
 @final
@@ -127,6 +131,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         got=present or "an empty folder",
         expected=f"{_MARKER}, {HUGGINGFACE_FILE} or {SENTENCEPIECE_FILE}",
     )
+
+
+def find_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that lies with a run, a step or a Hugging Face folder."""
+    places = [folder / TOKENIZER_FOLDER, folder.parent.parent / TOKENIZER_FOLDER, folder]
+    return load_tokenizer(next((place for place in places[:2] if place.is_dir()), folder))
 
 
 def _required(source: Source | None) -> Source:

@@ -1,0 +1,205 @@
+"""Rows a second that click logs are read, cached, encoded and drawn in shuffled order, beside pyarrow and pandas.
+
+Run: python benchmarks/data/tables.py [--date YYYY-MM-DD]; the table is written to tables.md beside this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import os
+import platform
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pyarrow
+import torch
+from pyarrow import csv, parquet
+
+from kitforge.data.sampler import order
+from kitforge.data.tables.chunk import BadRows
+from kitforge.data.tables.click_log import ClickLog, ClickLogConfig
+from kitforge.data.tables.column_cache import load_table
+from kitforge.data.tables.columns import KeyColumn, KeyKind, LabelColumn, Layout
+from kitforge.data.tables.csv_files import CRITEO_COLUMNS
+from kitforge.data.tables.reading import read
+from kitforge.data.tables.source import open_table
+from kitforge.data.tables.split import RowRange
+from kitforge.foundation.device import describe, keep_freed_memory
+from kitforge.foundation.log import console
+from kitforge.kits.recommender.features import Encoder
+from kitforge.kits.recommender.fitting import fit
+from kitforge.kits.recommender.samples import Samples
+from kitforge.kits.recommender.schema import CategoricalFeature, NumericFeature, Schema
+
+TEXT_ROWS, PARQUET_ROWS, GROUP_ROWS = 300_000, 1_000_000, 100_000
+BATCH = 16_000
+REPEATS = 5
+NUMBERS, CATEGORIES = CRITEO_COLUMNS[1:14], CRITEO_COLUMNS[14:]
+LABEL = LabelColumn(name="label")
+
+
+def layout(kind: KeyKind) -> Layout:
+    return Layout(numbers=NUMBERS, keys=tuple(KeyColumn(name=name, kind=kind) for name in CATEGORIES), label=LABEL)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--date", default=time.strftime("%Y-%m-%d"))
+    date = arguments.parse_args().date
+    torch.set_num_threads(os.cpu_count() or 1)
+    # As the trainer does.
+    keep_freed_memory()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        sizes = _write(folder)
+        lines = [*_readers(folder), *_epochs(folder)]
+    text = _page(lines, sizes, date)
+    console.print(text, markup=False, soft_wrap=True)
+    Path(__file__).with_suffix(".md").write_text(text)
+
+
+def _write(folder: Path) -> dict[str, float]:
+    """A log with the columns, the share of missing values and the skew of Criteo's, in every format."""
+    random = np.random.default_rng(0)
+    size = PARQUET_ROWS
+    numbers = np.floor(random.lognormal(2, 2, (size, 13))).astype(np.float32)
+    ids = np.minimum(random.zipf(1.2, (size, 26)), 10**6).astype(np.int64) * 2654435761 % 2**32
+    labels = (random.random(size) < 0.25).astype(np.int8)
+    columns: dict[str, Any] = {"label": labels}
+    columns |= {
+        name: pyarrow.array(numbers[:, place], mask=random.random(size) < 0.2) for place, name in enumerate(NUMBERS)
+    }
+    columns |= {name: ids[:, place] for place, name in enumerate(CATEGORIES)}
+    table = pyarrow.table(columns)
+    parquet.write_table(table, folder / "ids.parquet", row_group_size=GROUP_ROWS)
+    texts = {
+        name: pyarrow.array([f"{value:08x}" for value in ids[:TEXT_ROWS, place]])
+        for place, name in enumerate(CATEGORIES)
+    }
+    whole = {name: table[name].slice(0, TEXT_ROWS).cast(pyarrow.int64()) for name in NUMBERS}
+    small = pyarrow.table({"label": labels[:TEXT_ROWS], **whole, **texts})
+    parquet.write_table(small, folder / "texts.parquet", row_group_size=GROUP_ROWS)
+    options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    csv.write_csv(small, folder / "criteo.tsv", options)
+    (folder / "packed.tsv.gz").write_bytes(gzip.compress((folder / "criteo.tsv").read_bytes(), 6, mtime=0))
+    return {path.name: path.stat().st_size / 1e6 for path in folder.iterdir()}
+
+
+def _readers(folder: Path) -> Iterable[str]:
+    """Ours to numbers and keys; the peers to columns of their own, with the texts left as texts."""
+    converted = csv.ConvertOptions(
+        column_types={name: pyarrow.float32() for name in NUMBERS} | dict.fromkeys(CATEGORIES, pyarrow.string())
+    )
+    named = csv.ReadOptions(column_names=CRITEO_COLUMNS)
+    tabs = csv.ParseOptions(delimiter="\t", quote_char=False)
+
+    def with_pyarrow(name: str) -> Any:
+        return csv.read_csv(folder / name, named, tabs, converted)
+
+    def with_pandas(name: str) -> Any:
+        return pandas.read_csv(
+            folder / name, sep="\t", names=list(CRITEO_COLUMNS), dtype=dict.fromkeys(CATEGORIES, "str")
+        )
+
+    for name, kind, rows in (("criteo.tsv", "text", TEXT_ROWS), ("packed.tsv.gz", "text", TEXT_ROWS)):
+        peers = [lambda name=name: with_pyarrow(name), lambda name=name: with_pandas(name)]
+        yield _line(
+            f"Criteo TSV{', packed' if 'gz' in name else ''}",
+            rows,
+            [lambda name=name, kind=kind: _read(folder / name, kind), *peers],
+        )
+    for name, kind, rows in (("texts.parquet", "text", TEXT_ROWS), ("ids.parquet", "integer", PARQUET_ROWS)):
+        peers = [
+            lambda name=name: parquet.read_table(folder / name),
+            lambda name=name: pandas.read_parquet(folder / name),
+        ]
+        label = "Parquet, categories as text" if kind == "text" else "Parquet, categories as 64-bit ids"
+        yield _line(label, rows, [lambda name=name, kind=kind: _read(folder / name, kind), *peers])
+
+
+def _read(path: Path, kind: KeyKind) -> None:
+    for _ in read(open_table(path), layout(kind), BadRows()):
+        pass
+
+
+def _epochs(folder: Path) -> Iterable[str]:
+    source, bad = open_table(folder / "ids.parquet"), BadRows()
+    begin = time.perf_counter()
+    table = load_table(source, layout("integer"), folder / "cache", bad)
+    built = time.perf_counter() - begin
+    bytes_a_row = sum(path.stat().st_size for path in (folder / "cache").rglob("*.bin")) / PARQUET_ROWS
+    yield f"| building the column cache ({bytes_a_row:.0f} bytes a row) | {_thousands(PARQUET_ROWS / built)} | | |"
+    for encoding in ("hash", "vocabulary"):
+        schema = Schema(
+            label=LABEL,
+            numeric={name: NumericFeature(log=True) for name in NUMBERS},
+            categorical={name: CategoricalFeature(kind="integer", encoding=encoding) for name in CATEGORIES},
+        )
+        begin = time.perf_counter()
+        encoder = Encoder(schema, fit(schema, table, RowRange(0, PARQUET_ROWS)))
+        yield f"| fitting the features ({encoding}) | {_thousands(PARQUET_ROWS / (time.perf_counter() - begin))} | | |"
+        samples = Samples(table, RowRange(0, PARQUET_ROWS), encoder)
+        yield _line(
+            f"shuffled batches of {BATCH:,}, encoded ({encoding})", 10 * BATCH, [lambda samples=samples: _draw(samples)]
+        )
+    log = ClickLog(ClickLogConfig())
+    yield _line("the click log, made up", BATCH, [lambda: log.rows(np.arange(BATCH))])
+
+
+def _draw(samples: Samples) -> None:
+    for start in range(0, 10 * BATCH, BATCH):
+        samples.batch(order(0, samples.num_rows, start, BATCH))
+
+
+def _line(name: str, rows: int, runs: list[Callable[[], object]]) -> str:
+    """Medians of runs in turn, so that whatever else the machine does meets all of them."""
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(REPEATS):
+        for place, run in enumerate(runs):
+            begin = time.perf_counter()
+            run()
+            times[place].append(time.perf_counter() - begin)
+    speeds = [_thousands(rows / statistics.median(each)) for each in times]
+    return f"| {name} | {' | '.join(speeds + [''] * (3 - len(speeds)))} |"
+
+
+def _thousands(speed: float) -> str:
+    return f"{speed / 1000:,.0f}"
+
+
+def _page(lines: list[str], sizes: dict[str, float], date: str) -> str:
+    versions = (
+        f"numpy {np.__version__}, pyarrow {pyarrow.__version__}, pandas {pandas.__version__}, torch {torch.__version__}"
+    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    files = ", ".join(f"{name} {size:.0f} MB" for name, size in sorted(sizes.items()))
+    return "\n".join(
+        [
+            "# Click logs, read and drawn",
+            "",
+            f"Thousand rows a second, the median of {REPEATS} runs, ours and the peers in turn. All rows have 40",
+            "columns: a label, 13 numbers of which a fifth is missing, 26 categories. Ours become numbers and 64-bit",
+            "keys, texts hashed; the peers keep texts as they are. Files: " + files + ".",
+            "",
+            f"{describe(torch.device('cpu'))}; Python {platform.python_version()}, {versions}; {date}.",
+            f"Largest memory {peak:.1f} GiB, the peers' whole tables among it.",
+            "Made by `python benchmarks/data/tables.py`.",
+            "",
+            "| | ours | pyarrow | pandas |",
+            "|---|---|---|---|",
+            *lines,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

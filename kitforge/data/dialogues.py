@@ -1,0 +1,250 @@
+"""Rows of conversations, preferences and prompts, whatever project's columns they have. Knows no training.
+
+Read are TRL's types (language modelling, prompt-completion, preference with or without a prompt of its own, unpaired
+preference, prompt-only), each as text, as chat messages or as tokens; Alpaca's and ShareGPT's columns; and dialogues
+spelt "\\n\\nHuman: ... \\n\\nAssistant: ...", as in hh-rlhf. Other names are mapped by `columns`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from kitforge.data.source import open_rows
+from kitforge.data.template import ChatTemplate, Message
+from kitforge.data.tokens import Tokenizer
+from kitforge.foundation.errors import DataError, nearest
+
+# Text, messages or tokens.
+Said = str | Sequence[Message] | Sequence[int]
+
+_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+_ROLES = {"Human": "user", "Assistant": "assistant", "human": "user", "gpt": "assistant"}
+_EMPTY = "an empty response"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """Tokens of a text; `learnt` marks those that a model is to write itself."""
+
+    tokens: tuple[int, ...]
+    learnt: tuple[bool, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two responses to one prompt, of which the first was preferred."""
+
+    chosen: Response
+    rejected: Response
+    margin: float = 0.0
+    source: str = ""  # which collection it is from, for separate figures
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One response that was found good or bad."""
+
+    response: Response
+    is_desirable: bool
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What a policy answers; all columns of its row go on to the rewards."""
+
+    tokens: tuple[int, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@final
+class DialogueReader:
+    """Reads rows into tokens. `columns` maps a name of ours to the one that the rows have."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, columns: Mapping[str, str] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._columns = dict(columns or {})
+
+    def demonstrations(self, spec: object) -> Iterator[Response]:
+        """Texts, conversations, or completions of prompts."""
+        for place, row in self._rows(spec):
+            if "messages" in row or "text" in row:
+                whole = self._said(row, "messages" if "messages" in row else "text", place)
+                yield self._whole(whole, place)
+            else:
+                yield self._response(self._prompt(row, place), self._said(row, "completion", place), place)
+
+    def pairs(self, spec: object) -> Iterator[Pair]:
+        """A preferred and a rejected response to each prompt."""
+        for place, row in self._rows(spec):
+            chosen, rejected = self._said(row, "chosen", place), self._said(row, "rejected", place)
+            if chosen == rejected:
+                raise DataError(f"{place} prefers a response to itself", fix="leave such rows out")
+            prompt: Said
+            if "prompt" in row:
+                prompt = self._prompt(row, place)
+            else:
+                prompt, chosen, rejected = _shared(chosen, rejected)
+            yield Pair(
+                chosen=self._response(prompt, chosen, place),
+                rejected=self._response(prompt, rejected, place),
+                margin=_number(row, "margin", place),
+                source=str(row.get("source", "")),
+            )
+
+    def judged(self, spec: object) -> Iterator[Judged]:
+        """Responses with a verdict each."""
+        for place, row in self._rows(spec):
+            label = _required(row, "label", place)
+            if label not in (True, False):
+                raise DataError(f"{place} has no verdict", got=f"label {label!r}", expected="true or false")
+            completion = self._said(row, "completion", place)
+            yield Judged(response=self._response(self._prompt(row, place), completion, place), is_desirable=bool(label))
+
+    def prompts(self, spec: object) -> Iterator[Prompt]:
+        """What is to be answered."""
+        for place, row in self._rows(spec):
+            tokens = self._prompt_tokens(self._prompt(row, place))
+            if not tokens:
+                raise DataError(f"{place} has an empty prompt", expected="at least one token")
+            yield Prompt(tokens=tuple(tokens), columns=row)
+
+    def _rows(self, spec: object) -> Iterator[tuple[object, dict[str, Any]]]:
+        is_empty = True
+        for place, row in open_rows(spec):
+            if not isinstance(row, Mapping):
+                raise DataError(f"{place} is no row", got=type(row).__name__, expected="a mapping of columns")
+            is_empty = False
+            renamed = {name: row[own] for name, own in self._columns.items() if own in row}
+            yield place, imported({**row, **renamed})
+        if is_empty:
+            name = spec if isinstance(spec, (str, os.PathLike)) else "the data"
+            raise DataError(f"there are no rows in {name}", expected="at least one")
+
+    def _prompt(self, row: Mapping[str, Any], place: object) -> Said:
+        return self._said(row, "prompt", place)
+
+    def _said(self, row: Mapping[str, Any], name: str, place: object) -> Said:
+        value = _required(row, name, place)
+        if isinstance(value, str):
+            return messages_of(value) if _TURN.match(value) else value
+        items = list(value) if isinstance(value, (list, tuple)) else []
+        if items and all(isinstance(item, Mapping) for item in items):
+            return [_message(item, place) for item in items]
+        if items and all(isinstance(item, int) for item in items):
+            return items
+        raise DataError(
+            f"{place} cannot be read in column {name!r}",
+            got=f"{type(value).__name__} {str(value)[:60]!r}",
+            expected="text, a list of messages with role and content, or a list of tokens",
+        )
+
+    def _whole(self, said: Said, place: object) -> Response:
+        """All of a text is learnt; of a conversation the replies."""
+        if not _is_chat(said):
+            tokens = (*self._plain(said), self._tokenizer.eos_id)
+            return Response(tokens=tokens, learnt=(True,) * len(tokens))
+        turns = self._template.turns(said)  # type: ignore[arg-type]
+        learnt = tuple(turn.is_reply for turn in turns for _ in turn.tokens)
+        if not any(learnt):
+            raise DataError(f"{place} has nothing to learn", got="no reply", expected="a message of the assistant")
+        return Response(tokens=tuple(token for turn in turns for token in turn.tokens), learnt=learnt)
+
+    def _response(self, prompt: Said, completion: Said, place: object) -> Response:
+        if not completion:
+            raise DataError(f"{place} has {_EMPTY}", expected="at least one token", fix="leave such rows out")
+        opening = self._prompt_tokens(prompt)
+        if not _is_chat(prompt):
+            answer = [*self._plain(completion), self._tokenizer.eos_id]
+            return Response(tokens=(*opening, *answer), learnt=(False,) * len(opening) + (True,) * len(answer))
+        replies = completion if _is_chat(completion) else [{"role": "assistant", "content": completion}]
+        turns = self._template.turns([*prompt, *replies])
+        tokens = tuple(token for turn in turns for token in turn.tokens)
+        if list(tokens[: len(opening)]) != opening:
+            raise DataError(f"{place}: the chat template writes a prompt otherwise once it is answered")
+        # Replies within the prompt are no answer to it.
+        learnt = [turn.is_reply for turn in turns for _ in turn.tokens][len(opening) :]
+        return Response(tokens=tokens, learnt=(False,) * len(opening) + tuple(learnt))
+
+    def _prompt_tokens(self, prompt: Said) -> list[int]:
+        if _is_chat(prompt):
+            return self._template.tokens(prompt, opens_reply=True)  # type: ignore[arg-type]
+        return self._plain(prompt)
+
+    def _plain(self, said: Said) -> list[int]:
+        return self._tokenizer.encode(said) if isinstance(said, str) else list(said)  # type: ignore[arg-type]
+
+
+def imported(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with the columns of Alpaca (instruction, input, output) or ShareGPT (conversations) under our names."""
+    found = dict(row)
+    if "instruction" in found and "prompt" not in found:
+        extra = found.get("input") or ""
+        found["prompt"] = f"{found['instruction']}\n\n{extra}" if extra else found["instruction"]
+        found.setdefault("completion", found.get("output"))
+    if "conversations" in found:
+        # Beside a chosen and a rejected reply the conversation is what they answer.
+        found.setdefault("prompt" if "chosen" in found else "messages", found.pop("conversations"))
+        for name in ("chosen", "rejected"):
+            if isinstance(found.get(name), Mapping):
+                found[name] = [found[name]]
+    return found
+
+
+def messages_of(text: str) -> list[Message]:
+    """The messages of a dialogue that is spelt "\\n\\nHuman: ... \\n\\nAssistant: ..."."""
+    _, *parts = _TURN.split(text)
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": _ROLES[speaker], "content": content.strip()} for speaker, content in pairs]
+
+
+def _message(item: Mapping[str, Any], place: object) -> Message:
+    """A message under the names that templates know."""
+    role = item.get("role", _ROLES.get(str(item.get("from")), item.get("from")))
+    content = item.get("content", item.get("value"))
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise DataError(f"{place} holds a message without role or content", got=str(dict(item))[:80])
+    return {**item, "role": role, "content": content}
+
+
+def _shared(chosen: Said, rejected: Said) -> tuple[Said, Said, Said]:
+    """The prompt that two responses begin with, and what is left of each: whole messages, whole words or tokens."""
+    length = 0
+    for left, right in zip(chosen, rejected, strict=False):
+        if left != right:
+            break
+        length += 1
+    if isinstance(chosen, str):
+        # A word that both begin with belongs to what they differ in.
+        length = chosen.rfind(" ", 0, length) + 1 if length < min(len(chosen), len(rejected)) else length
+    return chosen[:length], chosen[length:], rejected[length:]
+
+
+def _is_chat(said: Said) -> bool:
+    return not isinstance(said, str) and bool(said) and isinstance(said[0], Mapping)
+
+
+def _required(row: Mapping[str, Any], name: str, place: object) -> Any:
+    if row.get(name) is None:
+        raise DataError(
+            f"{place} has no column {name!r}",
+            got=f"columns {', '.join(map(str, row))}",
+            expected=name,
+            fix=f"data.columns.{name}=NAME; {nearest(name, map(str, row))}",
+        )
+    return row[name]
+
+
+def _number(row: Mapping[str, Any], name: str, place: object) -> float:
+    value = row.get(name, 0.0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise DataError(f"{place} has a {name} that is no number", got=repr(value), expected="a number")
+    return float(value)

@@ -1,0 +1,216 @@
+"""A table as numbers: what is read of each column, and the arrays that rows become. Knows no files and no features.
+
+Legend: n rows, d columns of numbers, k columns of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kitforge.data.shard import digest
+
+# How a value becomes a 64-bit key: an integer is its own key, a text is hashed.
+KeyKind = Literal["text", "integer"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyColumn:
+    """A column of ids or categories."""
+
+    name: str
+    kind: KeyKind = "text"
+    is_required: bool = False  # a row without a value is a bad row
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListColumn:
+    """A column with any number of ids a row: a list, or a text that `separator` cuts."""
+
+    name: str
+    kind: KeyKind = "text"
+    separator: str = " "
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelColumn:
+    """The column to predict: 0 and 1, or two texts."""
+
+    name: str
+    positive: str | None = None  # the text that counts as 1; None: the column holds 0 and 1
+    negative: str | None = None  # the text that counts as 0; None: every text that is not `positive`
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Which columns of a table are read, and as what. A column may be both a number and a key."""
+
+    numbers: tuple[str, ...] = ()
+    keys: tuple[KeyColumn, ...] = ()
+    lists: tuple[ListColumn, ...] = ()
+    label: LabelColumn | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Every column that is read, once."""
+        label = [] if self.label is None else [self.label.name]
+        named = [*label, *self.numbers, *(key.name for key in self.keys), *(item.name for item in self.lists)]
+        return list(dict.fromkeys(named))
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with whatever decides what is read."""
+        return digest("layout", self.numbers, self.keys, self.lists, self.label)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lists:
+    """Keys of n rows end to end: row i has values[offsets[i] : offsets[i + 1]]."""
+
+    values: NDArray[np.int64]  # [total]
+    offsets: NDArray[np.int64]  # [n + 1], from 0
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """How many keys each row has."""
+        return np.diff(self.offsets)
+
+    def take(self, rows: NDArray[np.int64]) -> Lists:
+        """The lists of these rows, in this order."""
+        lengths = self.lengths[rows]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        places = np.arange(offsets[-1]) + np.repeat(np.asarray(self.offsets)[rows] - offsets[:-1], lengths)
+        return Lists(values=np.asarray(self.values[places]), offsets=offsets)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Rows of a table in the order of its layout's columns."""
+
+    numbers: NDArray[np.float64]  # [n, d], NaN where there is none
+    keys: NDArray[np.int64]  # [n, k], 0 where there is none
+    absent: NDArray[np.bool_]  # [n, k], where there is none
+    lists: Mapping[str, Lists]
+    labels: NDArray[np.float32] | None = None  # [n], 0 or 1
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def take(self, rows: NDArray[np.int64]) -> Columns:
+        """These rows, in this order."""
+        return Columns(
+            numbers=self.numbers[rows],
+            keys=self.keys[rows],
+            absent=self.absent[rows],
+            lists={name: lists.take(rows) for name, lists in self.lists.items()},
+            labels=None if self.labels is None else self.labels[rows],
+        )
+
+
+@final
+class NamedColumns:
+    """Columns by the names that their layout has for them."""
+
+    def __init__(self, columns: Columns, layout: Layout) -> None:
+        self._columns = columns
+        self._numbers = {name: place for place, name in enumerate(layout.numbers)}
+        self._keys = {column.name: place for place, column in enumerate(layout.keys)}
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    @property
+    def labels(self) -> NDArray[np.float32] | None:
+        """Labels [n], where they were read."""
+        return self._columns.labels
+
+    def numbers(self, name: str) -> NDArray[np.float64]:
+        """Values [n], NaN where there is none."""
+        return np.ascontiguousarray(self._columns.numbers[:, self._numbers[name]])
+
+    def keys(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Keys [n], and where there is none [n]."""
+        place = self._keys[name]
+        return np.ascontiguousarray(self._columns.keys[:, place]), self._columns.absent[:, place]
+
+    def lists(self, name: str) -> Lists:
+        """Keys of every row."""
+        return self._columns.lists[name]
+
+
+class Table(Protocol):
+    """Rows that can be had in any order."""
+
+    @property
+    def layout(self) -> Layout:
+        """What its columns are."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tables with equal rows."""
+        ...
+
+    def rows(self, indices: NDArray[np.int64]) -> Columns:
+        """The rows of these numbers, in this order."""
+        ...
+
+
+def concatenate(parts: Sequence[Columns]) -> Columns:
+    """One after the other. There must be at least one."""
+    first = parts[0]
+    return Columns(
+        numbers=np.concatenate([part.numbers for part in parts]),
+        keys=np.concatenate([part.keys for part in parts]),
+        absent=np.concatenate([part.absent for part in parts]),
+        lists={name: _joined([part.lists[name] for part in parts]) for name in first.lists},
+        labels=None if first.labels is None else np.concatenate([_labels(part) for part in parts]),
+    )
+
+
+def _joined(parts: Sequence[Lists]) -> Lists:
+    lengths = np.concatenate([part.lengths for part in parts])
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    return Lists(values=np.concatenate([part.values for part in parts]), offsets=offsets)
+
+
+def _labels(part: Columns) -> NDArray[Any]:
+    assert part.labels is not None
+    return part.labels
+
+
+@final
+class MemoryTable:
+    """Rows held in memory."""
+
+    def __init__(self, layout: Layout, columns: Columns, fingerprint: str) -> None:
+        self.layout = layout
+        self.fingerprint = fingerprint
+        self._columns = columns
+
+    @property
+    def num_rows(self) -> int:
+        """How many there are."""
+        return len(self._columns)
+
+    def rows(self, indices: NDArray[np.int64]) -> Columns:
+        """The rows of these numbers, in this order."""
+        return self._columns.take(indices)

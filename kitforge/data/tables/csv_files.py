@@ -1,0 +1,231 @@
+"""Rows of text files: Criteo's TSV, CSV and TSV with a header, packed or not. Finds the line of whatever is wrong."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, final
+
+from kitforge.data.tables.canonical import pyarrow
+from kitforge.data.tables.chunk import BadRow, Chunk, Problem
+from kitforge.foundation.errors import DataError
+
+_BLOCK_BYTES = 2**21
+# A record is at most this long; a quote that is never closed would swallow the whole file.
+_RECORD_BYTES = 2**25
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+CRITEO_COLUMNS = ("label", *(f"I{place}" for place in range(1, 14)), *(f"C{place}" for place in range(1, 27)))
+
+Job = Callable[[], Chunk]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextFile:
+    """A file with a record a line (or more, where a cell in quotes has line breaks)."""
+
+    path: Path
+    names: tuple[str, ...]
+    delimiter: str
+    has_header: bool
+    has_quotes: bool
+    missing: tuple[str, ...] = ("",)  # texts that stand for no value
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return str(self.path)
+
+    def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
+        """Chunks of the file in order, each to be parsed by whoever has time. Only the columns asked for are made."""
+        is_head = self.has_header
+        for first_line, raw in _blocks(self.path, self.has_quotes):
+            head = 0
+            if is_head:
+                head = raw.find(b"\n") + 1 or len(raw)
+                is_head = False
+            # The header becomes an empty line, which keeps the count of lines.
+            yield partial(self._parse, b"\n" + raw[head:] if head else raw, first_line, tuple(columns))
+
+    def _parse(self, raw: bytes, first_line: int, columns: tuple[str, ...]) -> Chunk:
+        block = _Block(file=self, raw=raw, first_line=first_line)
+        if not raw.strip(b"\r\n"):
+            return Chunk(table=_empty(columns), place=block.place([]))
+        skipped: list[Any] = []
+        try:
+            table = self._table(raw, columns, skipped)
+            bad: list[BadRow] = []
+        except pyarrow().ArrowInvalid:
+            skipped.clear()
+            block, bad = block.decodable()
+            if not block.raw.strip(b"\r\n"):
+                return Chunk(table=_empty(columns), place=block.place([]), bad=tuple(bad))
+            table = self._table(block.raw, columns, skipped)
+        records = [row.number - 1 for row in skipped]
+        bad += [block.wrong_cells(record, row.actual_columns) for record, row in zip(records, skipped, strict=True)]
+        return Chunk(table=table, place=block.place(records), bad=tuple(bad))
+
+    def _table(self, raw: bytes, columns: tuple[str, ...], skipped: list[Any]) -> Any:
+        reader = pyarrow("pyarrow.csv")
+
+        def skip(row: Any) -> str:
+            skipped.append(row)
+            return "skip"
+
+        return reader.read_csv(
+            pyarrow().BufferReader(raw),
+            read_options=reader.ReadOptions(column_names=self.names, use_threads=False, block_size=len(raw) + 1),
+            parse_options=reader.ParseOptions(
+                delimiter=self.delimiter,
+                quote_char='"' if self.has_quotes else False,
+                newlines_in_values=self.has_quotes,
+                invalid_row_handler=skip,
+            ),
+            convert_options=reader.ConvertOptions(
+                column_types=dict.fromkeys(columns, pyarrow().string()),
+                include_columns=columns,
+                strings_can_be_null=True,
+                quoted_strings_can_be_null=False,
+                null_values=list(self.missing),
+            ),
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """Whole records of a file."""
+
+    file: TextFile
+    raw: bytes
+    first_line: int  # number of the first line, from 1
+
+    def lines(self) -> list[int]:
+        """The number of the line on which each record begins; an empty line is no record."""
+        if not (self.file.has_quotes and b'"' in self.raw):
+            pieces = self.raw.split(b"\n")
+            return [self.first_line + place for place, piece in enumerate(pieces) if piece.strip(b"\r")]
+        lines, begin = [], 0
+        text = io.StringIO(self.raw.decode("utf-8", "replace"), newline="")
+        rows = csv.reader(text, delimiter=self.file.delimiter)
+        for row in rows:
+            if row:
+                lines.append(self.first_line + begin)
+            begin = rows.line_num
+        return lines
+
+    def place(self, skipped: list[int]) -> Callable[[int], str]:
+        """Where the rows of a table stand that lacks the records `skipped`."""
+
+        def find(row: int) -> str:
+            left_out = set(skipped)
+            kept = [line for record, line in enumerate(self.lines()) if record not in left_out]
+            return f"{self.file.path}:{kept[row]}"
+
+        return find
+
+    def decodable(self) -> tuple[_Block, list[BadRow]]:
+        """The block with every line that is not UTF-8 made empty, and these lines."""
+        pieces, bad = self.raw.split(b"\n"), []
+        for number, piece in enumerate(pieces):
+            try:
+                piece.decode()
+            except UnicodeDecodeError as error:
+                problem = Problem(
+                    reason="is not UTF-8",
+                    got=f"byte 0x{piece[error.start]:02x} at place {error.start} of the line",
+                    expected="UTF-8 throughout",
+                    fix="convert the file",
+                )
+                place = f"{self.file.path}:{self.first_line + number}"
+                bad.append(BadRow(problem=problem, place=partial(str, place)))
+                pieces[number] = b""
+        return _Block(file=self.file, raw=b"\n".join(pieces), first_line=self.first_line), bad
+
+    def wrong_cells(self, record: int, count: int) -> BadRow:
+        """The bad row about a record with too many or too few cells."""
+        problem = Problem(
+            reason="has the wrong number of cells",
+            got=count,
+            expected=f"{len(self.file.names)} cells",
+            fix="put cells that hold separators, quotes or line breaks in double quotes"
+            if self.file.has_quotes
+            else None,
+        )
+        return BadRow(problem=problem, place=lambda: f"{self.file.path}:{self.lines()[record]}")
+
+
+def _empty(columns: tuple[str, ...]) -> Any:
+    return pyarrow().table({name: pyarrow().array([], pyarrow().string()) for name in columns})
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, unpacked where it is packed. DataError for what is wrong with it."""
+    try:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb") as stream:
+            yield stream  # type: ignore[misc]
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(
+            f"cannot read {path}", got=error, fix="check the file's permissions and that it is complete"
+        ) from None
+
+
+def _blocks(path: Path, has_quotes: bool) -> Iterator[tuple[int, bytes]]:
+    """Whole records, with the number of the first line."""
+    line, rest = 1, b""
+    with opened(path) as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            if line == 1 and not rest and block.startswith(_BYTE_ORDER_MARK):
+                block = block[len(_BYTE_ORDER_MARK) :]
+            rest += block
+            cut = _last_record(rest) if has_quotes and b'"' in rest else rest.rfind(b"\n") + 1
+            if cut:
+                yield line, rest[:cut]
+                line, rest = line + rest.count(b"\n", 0, cut), rest[cut:]
+            if len(rest) > _RECORD_BYTES:
+                raise DataError(
+                    f"{path}:{line} begins a record that does not end",
+                    got=f"more than {_RECORD_BYTES // 2**20} MiB",
+                    expected="a line break outside of quotes",
+                    fix="look for a double quote that is never closed",
+                )
+    if rest.strip(b"\r\n"):
+        if has_quotes and rest.count(b'"') % 2:
+            raise DataError(f"{path}:{line} and what follows has a quote that is never closed", got=rest[:60])
+        yield line, rest
+
+
+def _last_record(raw: bytes) -> int:
+    """Where the last line break is that no quotes enclose, and behind it; 0 where there is none."""
+    cut, quotes = raw.rfind(b"\n") + 1, raw.count(b'"')
+    if cut:
+        quotes -= raw.count(b'"', cut)
+    while cut and quotes % 2:
+        before = raw.rfind(b"\n", 0, cut - 1) + 1
+        quotes -= raw.count(b'"', before, cut)
+        cut = before
+    return cut
+
+
+def first_line(path: Path) -> str:
+    """The first line of a file, for finding out what it is. DataError when there is none."""
+    with opened(path) as stream:
+        raw = stream.readline(_RECORD_BYTES).removeprefix(_BYTE_ORDER_MARK)
+    if not raw.strip():
+        raise DataError(f"{path} is empty", got="no first line", expected="rows of a table")
+    try:
+        return raw.decode().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}:1 is not UTF-8",
+            got=f"byte 0x{raw[error.start]:02x} at place {error.start}",
+            fix="convert the file",
+        ) from None

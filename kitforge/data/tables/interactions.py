@@ -1,0 +1,96 @@
+"""Interaction logs: a line `user item` each, in order of time within a user; a row is a user with all items."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kitforge.data.tables.canonical import pyarrow, to_columns
+from kitforge.data.tables.chunk import BadRow, Chunk
+from kitforge.data.tables.columns import KeyColumn, Layout
+from kitforge.data.tables.csv_files import Job, TextFile
+from kitforge.foundation.errors import DataError
+
+_LAYOUT = Layout(keys=tuple(KeyColumn(name=name, kind="integer", is_required=True) for name in ("user", "item")))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InteractionFile:
+    """A file of pairs of whole numbers, the lines of a user one behind the other."""
+
+    path: Path
+    delimiter: str = " "
+    names: tuple[str, ...] = ("user", "items")
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return str(self.path)
+
+    def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
+        """Chunks of whole users, in order."""
+        lines = TextFile(
+            path=self.path, names=("user", "item"), delimiter=self.delimiter, has_header=False, has_quotes=False
+        )
+        seen = _Seen(self.path)
+        users, items, bad = np.zeros(0, np.int64), np.zeros(0, np.int64), list[BadRow]()
+        for job in lines.jobs(lines.names):
+            found, more = to_columns(job(), _LAYOUT)
+            bad += more
+            users, items = np.append(users, found.keys[:, 0]), np.append(items, found.keys[:, 1])
+            # The last user may go on in the next block.
+            cut = int(np.flatnonzero(users != users[-1])[-1]) + 1 if len(users) and users[0] != users[-1] else 0
+            if cut:
+                yield partial(self._chunk, users[:cut], items[:cut], tuple(bad), tuple(columns), seen)
+                users, items, bad = users[cut:], items[cut:], []
+        yield partial(self._chunk, users, items, tuple(bad), tuple(columns), seen)
+
+    def _chunk(
+        self,
+        users: NDArray[np.int64],
+        items: NDArray[np.int64],
+        bad: tuple[BadRow, ...],
+        columns: tuple[str, ...],
+        seen: _Seen,
+    ) -> Chunk:
+        firsts = np.flatnonzero(np.append(True, users[1:] != users[:-1])[: len(users)])
+        seen.add(users[firsts])
+        arrow = pyarrow()
+        offsets = np.append(firsts, len(users)).astype(np.int64)
+        arrays = {"user": arrow.array(users[firsts]), "items": arrow.LargeListArray.from_arrays(offsets, items)}
+        table = arrow.table({name: arrays[name] for name in columns})
+        return Chunk(table=table, place=partial(self._place, users[firsts]), bad=bad)
+
+    def _place(self, users: Any, row: int) -> str:
+        return f"{self.path}, user {users[row]},"
+
+
+@final
+class _Seen:
+    """The users that have ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._users: set[int] = set()
+
+    def add(self, users: NDArray[np.int64]) -> None:
+        """Take note of users; DataError when one comes a second time."""
+        new = set(users.tolist())
+        again = new & self._users
+        if len(new) < len(users):
+            values, counts = np.unique(users, return_counts=True)
+            again |= {int(values[np.argmax(counts)])}
+        if again:
+            raise DataError(
+                f"{self._path} has user {min(again)} in two places",
+                expected="all lines of a user one behind the other, in order of time",
+                fix="sort the file by user, keeping the order within: sort -s -n -k1,1",
+            )
+        self._users |= new

@@ -1,0 +1,219 @@
+"""Where tables come from: files of several formats, patterns, lists, or rows in Python. Finds out what a file is."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, final
+
+from kitforge.data.memory import is_dataset
+from kitforge.data.shard import digest
+from kitforge.data.tables.chunk import OnBadRow
+from kitforge.data.tables.csv_files import CRITEO_COLUMNS, Job, TextFile, first_line
+from kitforge.data.tables.interactions import InteractionFile
+from kitforge.data.tables.objects import DatasetRows, open_rows
+from kitforge.data.tables.parquet_files import open_parquet
+from kitforge.foundation.errors import DataError, nearest
+
+TableFormat = Literal["auto", "criteo", "csv", "tsv", "parquet", "interactions"]
+_SUFFIXES = (".csv", ".tsv", ".txt", ".parquet")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableConfig:
+    """How rows are read out of files."""
+
+    format: TableFormat = "auto"  # auto: by the suffix and the first line
+    # Names of the columns of a csv or tsv file without a header.
+    columns: tuple[str, ...] | None = None
+    # Texts that stand for no value, besides an empty cell.
+    missing_values: tuple[str, ...] = ()
+    on_bad_row: OnBadRow = "error"
+
+
+_DEFAULT = TableConfig()
+
+
+class TablePart(Protocol):
+    """A file, or rows in memory."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its columns."""
+        ...
+
+    def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
+        """Chunks in order, each to be made by whoever has time."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSource:
+    """Parts that are read one after the other."""
+
+    name: str
+    parts: tuple[TablePart, ...]
+    # Changes whenever the rows may have changed; None for rows that were handed over and have no name.
+    fingerprint: str | None
+    is_once: bool = False  # an iterator, which cannot be read a second time and may have no end
+    # Of files: path, size in bytes and time of change in nanoseconds when the table was opened.
+    stamps: tuple[tuple[Path, int, int], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns of the first part."""
+        return self.parts[0].names
+
+    def check_unchanged(self) -> None:
+        """Raise DataError when a file is no longer the one that was opened."""
+        for stamp in self.stamps:
+            if not stamp[0].exists() or _stamp(stamp[0]) != stamp:
+                raise DataError(f"{stamp[0]} has changed since the table was opened", fix="run the command again")
+
+    def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
+        """Chunks of all parts in order. DataError for a column that a part lacks; the nearest one is named."""
+        for part in self.parts:
+            for column in columns:
+                if column not in part.names:
+                    raise DataError(
+                        f"{part.name} has no column {column!r}",
+                        got=f"columns {', '.join(part.names[:40])}",
+                        expected=f"a column {column!r}",
+                        fix=nearest(column, part.names),
+                    )
+            yield from part.jobs(columns)
+
+
+def open_table(spec: object, config: TableConfig = _DEFAULT) -> TableSource:
+    """The rows that `spec` names.
+
+    A spec is a file (.tsv of Criteo or with a header, .csv, .parquet, .txt of interactions; all but Parquet also as
+    .gz), a folder or a pattern of such files, a list of these, a datasets.Dataset, or an iterable of mappings; an
+    iterator is read once. Raises DataError for what is missing, empty or unreadable.
+    """
+    if isinstance(spec, (str, os.PathLike)):
+        return _of_files(str(spec), _files(Path(spec).expanduser()), config)
+    if is_dataset(spec):
+        names = tuple(spec.column_names)  # type: ignore[attr-defined]
+        mark = digest("dataset", spec._fingerprint)  # type: ignore[attr-defined]
+        return TableSource(name="the dataset", parts=(DatasetRows(dataset=spec, names=names),), fingerprint=mark)
+    if isinstance(spec, (list, tuple)) and spec and all(isinstance(item, (str, os.PathLike)) for item in spec):
+        files = [file for item in spec for file in _files(Path(item).expanduser())]
+        return _of_files(", ".join(map(str, spec)), files, config)
+    if isinstance(spec, Iterable) and not isinstance(spec, (bytes, bytearray, dict)):
+        is_once = iter(spec) is spec
+        return TableSource(name="the rows", parts=(open_rows(spec),), fingerprint=None, is_once=is_once)
+    raise DataError(
+        "this is no table",
+        got=type(spec).__name__,
+        expected="click_log, a file, a folder, a pattern, a list of these, a datasets.Dataset, or rows as mappings",
+    )
+
+
+def _of_files(name: str, files: Sequence[Path], config: TableConfig) -> TableSource:
+    stamps = tuple(_stamp(file.absolute()) for file in files)
+    parts = tuple(_open_file(file.absolute(), config) for file in files)
+    mark = digest("table", [(str(path), size, time) for path, size, time in stamps])
+    fingerprint = digest(mark, config.format, config.columns, config.missing_values)
+    return TableSource(name=name, parts=parts, fingerprint=fingerprint, stamps=stamps)
+
+
+def _stamp(path: Path) -> tuple[Path, int, int]:
+    status = path.stat()
+    return path, status.st_size, status.st_mtime_ns
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        found = sorted(item for item in path.rglob("*") if item.is_file() and _suffix(item) in _SUFFIXES)
+        if found:
+            return found
+        got = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"
+        raise DataError(f"the folder {path} holds no tables", got=got, expected=" ".join(_SUFFIXES))
+    if path.is_file():
+        return [path]
+    matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+    if matches:
+        return matches
+    if glob.has_magic(str(path)):
+        raise DataError(f"no file matches {path}", got=f"in {Path.cwd()}", fix="check the pattern, and quote it")
+    present = sorted(os.listdir(path.parent)) if path.parent.is_dir() else []
+    fix = nearest(path.name, present[:200]) if present else f"there is no folder {path.parent}"
+    raise DataError(f"{path} does not exist", got=path.absolute(), expected="a file, a folder or a pattern", fix=fix)
+
+
+def _suffix(path: Path) -> str:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return "".join(suffixes[:-1][-1:] if suffixes[-1:] == [".gz"] else suffixes[-1:])
+
+
+def _open_file(path: Path, config: TableConfig) -> TablePart:
+    form = _format(path) if config.format == "auto" else config.format
+    if form == "parquet":
+        return open_parquet(path)
+    line = first_line(path)
+    if form == "interactions":
+        return InteractionFile(path=path, delimiter="\t" if "\t" in line else " ")
+    missing = ("", *config.missing_values)
+    if form == "criteo":
+        return TextFile(
+            path=path, names=CRITEO_COLUMNS, delimiter="\t", has_header=False, has_quotes=False, missing=missing
+        )
+    delimiter = "\t" if form == "tsv" else ","
+    names = tuple(next(csv.reader([line], delimiter=delimiter))) if config.columns is None else config.columns
+    _check_header(path, names)
+    return TextFile(
+        path=path,
+        names=names,
+        delimiter=delimiter,
+        has_header=config.columns is None,
+        has_quotes=True,
+        missing=missing,
+    )
+
+
+def _format(path: Path) -> TableFormat:
+    """What a file is, by its suffix; a .tsv and a .txt by the first line too."""
+    suffix = _suffix(path)
+    if suffix == ".parquet":
+        return "parquet"
+    if suffix == ".csv":
+        return "csv"
+    cells = first_line(path).split("\t") if suffix in (".tsv", ".txt") else []
+    if len(cells) == len(CRITEO_COLUMNS) and cells[0] in ("0", "1"):
+        return "criteo"
+    if suffix == ".tsv":
+        return "tsv"
+    pair = first_line(path).split() if suffix == ".txt" else []
+    if len(pair) == 2 and all(cell.lstrip("-").isdigit() for cell in pair):
+        return "interactions"
+    raise DataError(
+        f"{path} is of no format that is known",
+        got=f"suffix {suffix!r}" if suffix not in _SUFFIXES else f"a first line {first_line(path)[:60]!r}",
+        expected="a .tsv as Criteo has it or with a header, .csv, .parquet, or a .txt of lines `user item`",
+        fix="rename the file, or name its format: data.format=criteo, csv, tsv, parquet or interactions",
+    )
+
+
+def _check_header(path: Path, names: Sequence[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    numbers = [name for name in names if name.replace(".", "", 1).lstrip("-").isdigit()]
+    if twice or numbers or "" in names:
+        got = f"columns {', '.join(twice)} twice" if twice else f"a column named {numbers[0] if numbers else ''!r}"
+        raise DataError(
+            f"the first line of {path} is no header",
+            got=got,
+            expected="a different name for every column",
+            fix="name the columns of a file without a header: data.columns=[label,user,...]",
+        )

@@ -1,0 +1,113 @@
+"""Which rows are trained on and which are kept for evaluation: a pure function of the rule, never of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kitforge.data.scramble import scramble
+from kitforge.data.tables.columns import NamedColumns, Table
+from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.seed import key
+
+# random: one of every so many rows, anywhere; last: the last rows, as time goes; group: all rows of some groups.
+SplitRule = Literal["random", "last", "group"]
+
+_CHUNK_ROWS = 65_536
+
+
+class RowSet(Protocol):
+    """Some rows of a table, numbered anew from 0."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many there are."""
+        ...
+
+    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The table's numbers of these rows [n]."""
+        ...
+
+
+@final
+class RowRange:
+    """Rows start .. stop - 1."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.num_rows = stop - start
+        self._start = start
+
+    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The table's numbers of these rows [n]."""
+        return indices + self._start
+
+
+@final
+class RowList:
+    """Rows by their numbers, 8 bytes each."""
+
+    def __init__(self, rows: NDArray[np.int64]) -> None:
+        self.num_rows = len(rows)
+        self._rows = rows
+
+    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The table's numbers of these rows [n]."""
+        return self._rows[indices]
+
+
+@final
+class Picked:
+    """One row out of each group of `period` neighbours, by the hash of the group's number; or all the others.
+
+    A row's number is computed, so nothing is kept, however many rows there are.
+    """
+
+    def __init__(self, num_rows: int, period: int, seed: int, *, is_validation: bool) -> None:
+        self._period, self._key, self._is_validation = period, key(seed, "validation"), is_validation
+        groups, rest = divmod(num_rows, period)
+        picked = groups + int(self._places(np.array([groups]))[0] < rest)
+        self.num_rows = picked if is_validation else num_rows - picked
+
+    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The table's numbers of these rows [n]."""
+        if self._is_validation:
+            return indices * self._period + self._places(indices)
+        groups, places = np.divmod(indices, self._period - 1)
+        return groups * self._period + places + (places >= self._places(groups))
+
+    def _places(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which row of each group is picked."""
+        return (scramble(groups.astype(np.uint64), self._key) % np.uint64(self._period)).astype(np.int64)
+
+
+def split(table: Table, rule: SplitRule, share: float, seed: int, group: str | None = None) -> tuple[RowSet, RowSet]:
+    """Rows to train on and rows to evaluate on. `random` rounds the share to one of so many rows."""
+    num_rows = table.num_rows
+    if share == 0:
+        return RowRange(0, num_rows), RowRange(num_rows, num_rows)
+    if rule == "last":
+        cut = num_rows - round(num_rows * share)
+        return RowRange(0, cut), RowRange(cut, num_rows)
+    if rule == "random":
+        period = max(2, round(1 / share))
+        training, validation = (Picked(num_rows, period, seed, is_validation=flag) for flag in (False, True))
+        return training, validation
+    if group is None:
+        raise ConfigError(
+            "a split by group needs a group key", got="data.split=group", fix="name a column as data.schema.group"
+        )
+    is_held_out = np.concatenate(list(_held_out(table, share, seed, group)))
+    return RowList(np.flatnonzero(~is_held_out)), RowList(np.flatnonzero(is_held_out))
+
+
+def _held_out(table: Table, share: float, seed: int, group: str) -> Iterator[NDArray[np.bool_]]:
+    """For each row whether its group is kept for evaluation."""
+    yield np.zeros(0, bool)
+    for start in range(0, table.num_rows, _CHUNK_ROWS):
+        rows = np.arange(start, min(start + _CHUNK_ROWS, table.num_rows))
+        keys, _ = NamedColumns(table.rows(rows), table.layout).keys(group)
+        mixed = scramble(keys.view(np.uint64), key(seed, "validation"))
+        yield (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53 < share

@@ -1,0 +1,307 @@
+"""Parquet, interactions, rows in Python; which files a spec names, and what is said about those that are none."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from kitforge.data.tables import objects, parquet_files
+from kitforge.data.tables.chunk import BadRows
+from kitforge.data.tables.columns import KeyColumn, LabelColumn, Layout, ListColumn
+from kitforge.data.tables.hashing import hash_text
+from kitforge.data.tables.reading import read
+from kitforge.data.tables.source import open_table
+from kitforge.foundation.errors import DataError
+from tests.data.tables.reading_rows import DATA, columns_of, equal
+
+LAYOUT = Layout(
+    numbers=("price",),
+    keys=(KeyColumn(name="site"), KeyColumn(name="user", kind="integer")),
+    lists=(ListColumn(name="tags", kind="integer"),),
+    label=LabelColumn(name="click"),
+)
+ROWS: list[dict[str, Any]] = [
+    {"click": number % 2, "price": None if number == 3 else number / 2, "site": f"s{number % 3}", "user": number - 5}
+    | {"tags": [number] * (number % 4)}
+    for number in range(10)
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=3)
+    return tmp_path / "a.parquet"
+
+
+def test_parquet_and_rows_in_python_are_the_same_table(path: Path) -> None:
+    found = columns_of(path, LAYOUT)
+    assert found.keys.tolist() == [[hash_text(row["site"]), row["user"]] for row in ROWS]
+    assert np.flatnonzero(np.isnan(found.numbers[:, 0])).tolist() == [3]
+    assert found.lists["tags"].values.tolist() == [item for row in ROWS for item in row["tags"]]
+    assert equal(found, columns_of(ROWS, LAYOUT))
+    assert equal(found, columns_of(iter(ROWS), LAYOUT))
+
+
+def test_a_dataset_is_the_same_table_too(path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_list(ROWS)
+    assert equal(columns_of(dataset, LAYOUT), columns_of(path, LAYOUT))
+    chosen = columns_of(dataset.select([7, 2]), LAYOUT)
+    assert chosen.keys[:, 1].tolist() == [2, -3]
+
+
+def test_a_text_that_is_stored_by_a_dictionary_has_the_same_keys(tmp_path: Path, path: Path) -> None:
+    table = pyarrow.Table.from_pylist(ROWS)
+    coded = table.set_column(table.schema.get_field_index("site"), "site", table["site"].dictionary_encode())
+    parquet.write_table(coded, tmp_path / "b.parquet")
+    assert parquet.ParquetFile(tmp_path / "b.parquet").schema_arrow.field("site").type != pyarrow.string()
+    assert equal(columns_of(tmp_path / "b.parquet", LAYOUT), columns_of(path, LAYOUT))
+
+
+def test_a_large_row_group_is_read_in_parts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = columns_of(path, LAYOUT)
+    monkeypatch.setattr(parquet_files, "_GROUP_BYTES", 0)
+    monkeypatch.setattr(parquet_files, "_PART_ROWS", 2)
+    assert equal(columns_of(path, LAYOUT), whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "wanted"),
+    [
+        (pyarrow.float64(), [1.0, None, 3.0], [1, 0, 3]),
+        (pyarrow.uint64(), [1, None, 3], [1, 0, 3]),
+        (pyarrow.bool_(), [True, None, False], [1, 0, 0]),
+        (pyarrow.string(), ["1", None, "3"], [1, 0, 3]),
+        (pyarrow.binary(), [b"1", None, b"3"], [1, 0, 3]),
+        (pyarrow.null(), [None, None, None], [0, 0, 0]),
+    ],
+)
+def test_integer_keys_come_from_many_types(kind: pyarrow.DataType, values: list[object], wanted: list[int]) -> None:
+    table = pyarrow.table({"id": pyarrow.array(values, kind)})
+    found = columns_of(table.to_pylist(), Layout(keys=(KeyColumn(name="id", kind="integer"),)))
+    assert found.keys[:, 0].tolist() == wanted
+
+
+def test_an_integer_and_its_text_have_one_key_as_text() -> None:
+    layout = Layout(keys=(KeyColumn(name="id"),))
+    assert columns_of([{"id": 7}, {"id": "7"}], layout).keys[:, 0].tolist() == [hash_text("7")] * 2
+    assert columns_of([{"id": 7}], layout).keys[0, 0] == hash_text("7")
+
+
+@pytest.mark.parametrize("kind", ["text", "integer"])
+@pytest.mark.parametrize("is_coded", [False, True])
+def test_an_empty_text_is_no_value_in_any_format(tmp_path: Path, kind: Any, is_coded: bool) -> None:
+    texts = pyarrow.array(["1", "", None, "1"])
+    parquet.write_table(pyarrow.table({"id": texts.dictionary_encode() if is_coded else texts}), tmp_path / "a.parquet")
+    layout = Layout(numbers=("id",), keys=(KeyColumn(name="id", kind=kind),))
+    for spec in (tmp_path / "a.parquet", [{"id": text} for text in ("1", "", None, "1")]):
+        found = columns_of(spec, layout)
+        assert found.absent[:, 0].tolist() == [False, True, True, False]
+        assert np.isnan(found.numbers[:, 0]).tolist() == [False, True, True, False]
+        assert found.keys[0, 0] == found.keys[3, 0] != found.keys[1, 0] == found.keys[2, 0] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [(pyarrow.uint64(), 2**63), (pyarrow.string(), "x"), (pyarrow.string(), str(2**63))]
+)
+def test_a_parquet_row_is_named_by_its_number(tmp_path: Path, kind: pyarrow.DataType, value: object) -> None:
+    parquet.write_table(pyarrow.table({"id": pyarrow.array([None] * 4 + [value], kind)}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet, row 5, holds no 64-bit id in column 'id'"):
+        columns_of(tmp_path / "a.parquet", Layout(keys=(KeyColumn(name="id", kind="integer"),)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "values"),
+    [
+        (Layout(numbers=("x",)), [[1]]),
+        (Layout(keys=(KeyColumn(name="x"),)), [1.5]),
+        (Layout(keys=(KeyColumn(name="x"),)), [[1]]),
+        (Layout(lists=(ListColumn(name="x"),)), [1]),
+    ],
+)
+def test_a_column_of_the_wrong_type_is_refused(layout: Layout, values: list[object]) -> None:
+    with pytest.raises(DataError, match=r"(?s)column 'x' is of a type that cannot be used so.*expected"):
+        columns_of([{"x": value} for value in values], layout)
+
+
+def test_a_parquet_of_another_schema_names_the_nearest_column(tmp_path: Path, path: Path) -> None:
+    other = pyarrow.Table.from_pylist(ROWS).rename_columns(["click", "prices", "site", "user", "tags"])
+    parquet.write_table(other, tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"(?s)b\.parquet has no column 'price'.*did you mean 'prices'"):
+        columns_of([path, tmp_path / "b.parquet"], LAYOUT)
+
+
+@pytest.mark.parametrize("raw", [b"", b"PAR1 not a table PAR1"])
+def test_what_is_no_parquet_is_refused(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "a.parquet").write_bytes(raw)
+    with pytest.raises(DataError, match=r"(?s)cannot read .*a\.parquet.*a whole Parquet file"):
+        columns_of(tmp_path / "a.parquet", LAYOUT)
+
+
+def test_a_damaged_row_group_is_refused(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[4:300] = bytes(296)
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"cannot read .*a\.parquet"):
+        columns_of(path, LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"click": 1}, r"(?s)row 11 of the data has no column 'price'.*columns click"),
+        ("text", "row 11 of the data is no row"),
+        (ROWS[0] | {"user": 2**80}, "row 11 of the data holds no 64-bit id"),
+        (ROWS[0] | {"price": "dear"}, "row 11 of the data holds no number"),
+        (ROWS[0] | {"tags": [1, None]}, "row 11 of the data has no value in column 'tags'"),
+    ],
+)
+def test_a_bad_row_in_python_is_named_by_its_number(row: object, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_CHUNK_ROWS", 4)
+    with pytest.raises(DataError, match=message):
+        columns_of([*ROWS, row], LAYOUT)
+    bad = BadRows(policy="skip")
+    assert equal(columns_of([*ROWS, row], LAYOUT, bad), columns_of(ROWS, LAYOUT))
+    assert bad.total == 1
+
+
+@pytest.mark.parametrize("spec", [None, 3, b"raw", {"click": [1]}])
+def test_what_is_no_table_is_refused(spec: object) -> None:
+    with pytest.raises(DataError, match="this is no table"):
+        open_table(spec)
+
+
+@pytest.mark.parametrize("rows", [[], iter([]), [3]])
+def test_no_rows_are_refused(rows: object) -> None:
+    with pytest.raises(DataError, match="these are no rows of a table"):
+        open_table(rows)
+
+
+def test_an_endless_source_is_read_no_further_than_is_asked() -> None:
+    taken = 0
+
+    def rows() -> Iterator[dict[str, int]]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield {"x": taken}
+
+    parts = read(open_table(rows()), Layout(numbers=("x",)), BadRows(), num_workers=2)
+    first = next(parts)
+    assert first.numbers[:3, 0].tolist() == [1, 2, 3]
+    parts.close()  # type: ignore[attr-defined]
+    assert taken == len(first)
+
+
+def test_an_interaction_log_has_a_row_a_user(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("3 10\n3 11\n\n1 12\n-2 13\n-2 14\n-2 10\n")
+    layout = Layout(keys=(KeyColumn(name="user", kind="integer"),), lists=(ListColumn(name="items", kind="integer"),))
+    found = columns_of(tmp_path / "a.txt", layout)
+    assert found.keys[:, 0].tolist() == [3, 1, -2]
+    assert found.lists["items"].values.tolist() == [10, 11, 12, 13, 14, 10]
+    assert found.lists["items"].lengths.tolist() == [2, 1, 3]
+
+
+def test_small_blocks_cut_no_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(user, item) for user in range(20) for item in range(user % 7 + 1)]
+    (tmp_path / "a.txt").write_text("".join(f"{user}\t{item}\n" for user, item in pairs))
+    layout = Layout(lists=(ListColumn(name="items", kind="integer"),))
+    whole = columns_of(tmp_path / "a.txt", layout)
+    monkeypatch.setattr("kitforge.data.tables.csv_files._BLOCK_BYTES", 25)
+    assert equal(columns_of(tmp_path / "a.txt", layout), whole)
+    assert whole.lists["items"].lengths.tolist() == [user % 7 + 1 for user in range(20)]
+
+
+@pytest.mark.parametrize("size", [8, 2**20])
+def test_a_user_in_two_places_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr("kitforge.data.tables.csv_files._BLOCK_BYTES", size)
+    (tmp_path / "a.txt").write_text("1 10\n2 11\n3 11\n1 12\n")
+    with pytest.raises(DataError, match=r"(?s)has user 1 in two places.*sort"):
+        columns_of(tmp_path / "a.txt", Layout(keys=(KeyColumn(name="user", kind="integer"),)))
+
+
+def test_a_line_that_is_no_pair_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("1 10\n1 x\n2\n")
+    layout = Layout(keys=(KeyColumn(name="user", kind="integer"),))
+    with pytest.raises(DataError, match=r"a\.txt:3 has the wrong number of cells"):
+        columns_of(tmp_path / "a.txt", layout)
+    bad = BadRows(policy="skip")
+    assert len(columns_of(tmp_path / "a.txt", layout, bad)) == 1
+    assert bad.total == 2
+
+
+def test_folders_patterns_and_lists_are_read_in_order(tmp_path: Path) -> None:
+    for name in ("b.csv", "a.csv", "sub/c.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"x,y\n{ord(name[-5])},1\n")
+    layout = Layout(numbers=("x",))
+    assert columns_of(tmp_path, layout).numbers[:, 0].tolist() == [97, 98, 99]
+    assert columns_of(str(tmp_path / "?.csv"), layout).numbers[:, 0].tolist() == [97, 98]
+    assert columns_of([tmp_path / "b.csv", tmp_path / "sub"], layout).numbers[:, 0].tolist() == [98, 99]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("clicks.csvv", r"(?s)does not exist.*did you mean 'clicks.csv'"),
+        ("*.tsv", "no file matches"),
+        ("none/a.csv", "there is no folder"),
+        ("notes.md", r"(?s)of no format that is known.*data\.format"),
+        ("prose.txt", r"(?s)of no format that is known.*a first line 'a text'"),
+        ("folder", "holds no tables"),
+    ],
+)
+def test_a_spec_that_names_no_table_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "clicks.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "notes.md").write_text("notes")
+    (tmp_path / "prose.txt").write_text("a text\n")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match=message):
+        open_table(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("header", ["a,a", "a,1.5", "a,"])
+def test_what_is_no_header_is_refused(tmp_path: Path, header: str) -> None:
+    (tmp_path / "a.csv").write_text(f"{header}\n1,2\n")
+    with pytest.raises(DataError, match="is no header"):
+        open_table(tmp_path / "a.csv")
+
+
+CRITEO = Layout(
+    numbers=tuple(f"I{place}" for place in range(1, 14)),
+    keys=tuple(KeyColumn(name=f"C{place}") for place in range(1, 27)),
+    label=LabelColumn(name="label"),
+)
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the data sets are not here")
+@pytest.mark.parametrize(
+    ("name", "layout", "num_rows", "positive"),
+    [
+        ("criteo_kaggle_10k/train.tsv.gz", CRITEO, 8000, 0.216),
+        ("criteo_1tb_1k/rows.tsv.gz", CRITEO, 1000, 0.021),
+        ("avazu_9k/train.csv.gz", Layout(keys=(KeyColumn(name="id"),), label=LabelColumn(name="click")), 6295, 0.173),
+        ("adult_income/test.csv.gz", Layout(label=LabelColumn(name="income", positive=">50K")), 8000, 0.233125),
+    ],
+)
+def test_real_logs_are_read_whole(name: str, layout: Layout, num_rows: int, positive: float) -> None:
+    found = columns_of(DATA / name, layout)
+    assert len(found) == num_rows
+    assert found.labels is not None and found.labels.mean() == pytest.approx(positive, abs=1e-3)
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the data sets are not here")
+def test_a_real_interaction_log_has_all_its_users_and_items() -> None:
+    layout = Layout(lists=(ListColumn(name="items", kind="integer"),))
+    found = columns_of(DATA / "amazon_video/interactions.txt.gz", layout)
+    assert (len(found), len(found.lists["items"].values)) == (31013, 281242)
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the data sets are not here")
+def test_ids_of_a_real_log_that_are_beyond_int64_are_named() -> None:
+    with pytest.raises(DataError, match=r"(?s)train\.csv\.gz:2 holds no 64-bit id.*11222333684130851894.*kind: text"):
+        columns_of(DATA / "avazu_9k/train.csv.gz", Layout(keys=(KeyColumn(name="id", kind="integer"),)))

@@ -1,0 +1,182 @@
+"""Every kind of row gives the tokens that it means, and a row that means nothing is named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kitforge.data.dialogues import DialogueReader, Response, messages_of
+from kitforge.data.template import template_of
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.errors import DataError
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+TOKENIZER = ByteTokenizer()
+CHAT = [{"role": "user", "content": "Hi"}]
+REPLY = [{"role": "assistant", "content": "Hello"}]
+
+
+def reader(columns: Mapping[str, str] | None = None) -> DialogueReader:
+    return DialogueReader(TOKENIZER, template_of(TOKENIZER), columns)
+
+
+def learnt(response: Response) -> str:
+    """What is to be learnt, with a bar for the end."""
+    kept = [token for token, is_learnt in zip(response.tokens, response.learnt, strict=True) if is_learnt]
+    return "".join("|" if token == TOKENIZER.eos_id else chr(token) for token in kept)
+
+
+def given(response: Response) -> str:
+    kept = [token for token, is_learnt in zip(response.tokens, response.learnt, strict=True) if not is_learnt]
+    return TOKENIZER.decode(kept)
+
+
+DEMONSTRATIONS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "text": ({"text": "abc"}, "", "abc|"),
+    "prompt and completion": ({"prompt": "ab", "completion": "cd"}, "ab", "cd|"),
+    "tokens": ({"prompt": [97, 98], "completion": [99]}, "ab", "c|"),
+    "messages": ({"messages": CHAT + REPLY}, "\n\nHuman: Hi\n\nAssistant: ", "Hello|"),
+    "chat prompt": ({"prompt": CHAT, "completion": REPLY}, "\n\nHuman: Hi\n\nAssistant: ", "Hello|"),
+    "alpaca": ({"instruction": "Add", "input": "1 2", "output": "3"}, "Add\n\n1 2", "3|"),
+    "alpaca without input": ({"instruction": "Say", "input": "", "output": "so"}, "Say", "so|"),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        "\n\nHuman: Hi\n\nAssistant: ",
+        "Hello|",
+    ),
+    "two replies": (
+        {"messages": [*CHAT, *REPLY, *CHAT, *REPLY]},
+        "\n\nHuman: Hi\n\nAssistant: \n\nHuman: Hi\n\nAssistant: ",
+        "Hello|Hello|",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEMONSTRATIONS)
+def test_a_demonstration_is_learnt_where_the_model_speaks(name: str) -> None:
+    row, before, wanted = DEMONSTRATIONS[name]
+    (response,) = reader().demonstrations([row])
+    assert (given(response), learnt(response)) == (before, wanted)
+
+
+NO = [{"role": "assistant", "content": "No"}]
+OPENED = "\n\nHuman: Hi\n\nAssistant: "
+SHAREGPT = {
+    "conversations": [{"from": "human", "value": "Hi"}],
+    "chosen": {"from": "gpt", "value": "Hello"},
+    "rejected": {"from": "gpt", "value": "No"},
+}
+SKY = {"chosen": "the sky is blue", "rejected": "the sky is black"}
+PAIRS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "text": ({"prompt": "ab", "chosen": "cd", "rejected": "e"}, "ab", "cd|", "e|"),
+    "implicit prompt": (SKY, "the sky is ", "blue|", "black|"),
+    "chat": ({"chosen": [*CHAT, *REPLY], "rejected": [*CHAT, *NO]}, OPENED, "Hello|", "No|"),
+    "chat prompt and text": ({"prompt": CHAT, "chosen": "Hello", "rejected": "No"}, OPENED, "Hello|", "No|"),
+    "hh": ({"chosen": f"{OPENED}Hello", "rejected": f"{OPENED}No"}, OPENED, "Hello|", "No|"),
+    "sharegpt": (SHAREGPT, OPENED, "Hello|", "No|"),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_pair_shares_its_prompt(name: str) -> None:
+    row, prompt, chosen, rejected = PAIRS[name]
+    (pair,) = reader().pairs([{**row, "margin": 2, "source": "here"}])
+    assert given(pair.chosen) == given(pair.rejected) == prompt
+    assert (learnt(pair.chosen), learnt(pair.rejected)) == (chosen, rejected)
+    assert (pair.margin, pair.source) == (2.0, "here")
+
+
+def test_replies_within_a_prompt_are_not_learnt() -> None:
+    # NVIDIA-NeMo/RL #2176 trained on them.
+    row = {"prompt": [*CHAT, *REPLY, *CHAT], "chosen": "Yes", "rejected": "No"}
+    (pair,) = reader().pairs([row])
+    assert learnt(pair.chosen) == "Yes|"
+
+
+def test_single_verdicts_and_prompts_are_read() -> None:
+    (judged,) = reader().judged([{"prompt": "a", "completion": "b", "label": False}])
+    assert (learnt(judged.response), judged.is_desirable) == ("b|", False)
+    (prompt,) = reader().prompts([{"prompt": CHAT, "answer": "4"}])
+    assert TOKENIZER.decode(prompt.tokens) == "\n\nHuman: Hi\n\nAssistant: "
+    assert prompt.columns["answer"] == "4"
+
+
+def test_columns_of_other_names_are_mapped() -> None:
+    (prompt,) = reader({"prompt": "question"}).prompts([{"question": "2+2?", "answer": "4"}])
+    assert TOKENIZER.decode(prompt.tokens) == "2+2?"
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a missing column": ("pairs", {"prompt": "a", "chosen": "b", "rejcted": "c"}, "rejected"),
+    "an empty response": ("pairs", {"prompt": "a", "chosen": "", "rejected": "c"}, "empty response"),
+    "a response preferred to itself": ("pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, "to itself"),
+    "a number for a text": ("demonstrations", {"prompt": "a", "completion": 3}, "completion"),
+    "no reply": ("demonstrations", {"messages": CHAT}, "nothing to learn"),
+    "a message without a role": ("demonstrations", {"messages": [{"content": "x"}]}, "role"),
+    "no verdict": ("judged", {"prompt": "a", "completion": "b", "label": "good"}, "verdict"),
+    "an empty prompt": ("prompts", {"prompt": ""}, "empty prompt"),
+    "a margin in words": ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "big"}, "margin"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_row_that_cannot_be_used_is_named(name: str, tmp_path: Path) -> None:
+    kind, row, words = WRONG[name]
+    good = {"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "label": True}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in (good, row)))
+    with pytest.raises(DataError, match=words) as error:
+        list(getattr(reader(), kind)(file))
+    assert "rows.jsonl:2" in str(error.value)
+
+
+@pytest.mark.parametrize("spec", [[], [3], "missing.jsonl"])
+def test_no_rows_at_all_are_refused(spec: object) -> None:
+    with pytest.raises(DataError):
+        list(reader().prompts(spec))
+
+
+def test_a_text_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    with pytest.raises(DataError, match="holds texts"):
+        list(reader().prompts(tmp_path / "a.txt"))
+
+
+def test_files_of_every_format_give_the_same_rows(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(lines)
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    wanted = list(reader().demonstrations(rows))
+    for name in ("rows.jsonl", "rows.json", "rows.jsonl.gz"):
+        assert list(reader().demonstrations(tmp_path / name)) == wanted
+
+
+def test_a_spelt_dialogue_is_its_messages() -> None:
+    found = messages_of("\n\nHuman: a\nb\n\nAssistant: c\n\nHuman: d\n\nAssistant: e")
+    assert [(each["role"], each["content"]) for each in found] == [
+        ("user", "a\nb"), ("assistant", "c"), ("user", "d"), ("assistant", "e"),
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the data sets are not here")
+@pytest.mark.parametrize(
+    ("kind", "file", "columns"),
+    [
+        ("pairs", "hh_rlhf/helpful_test.jsonl.gz", {"source": "tranche"}),
+        ("pairs", "dpo_en_demo/train.jsonl.gz", {}),
+        ("demonstrations", "alpaca_demo/alpaca_en_demo.jsonl.gz", {}),
+        ("prompts", "gsm8k/test.jsonl.gz", {"prompt": "question"}),
+    ],
+)
+def test_real_rows_are_read(kind: str, file: str, columns: dict[str, str]) -> None:
+    with gzip.open(SHARED / file) as lines:
+        rows = [json.loads(line) for line in lines][:200]
+    found = list(getattr(reader(columns), kind)(rows))
+    assert len(found) == len(rows)
