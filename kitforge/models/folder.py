@@ -15,7 +15,7 @@ from kitforge.core.checkpoint.layout import step_folder
 from kitforge.core.checkpoint.load import Checkpoint, load_tensors, newest, open_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
-from kitforge.core.nn.init import initialise
+from kitforge.core.nn.init import initialise, make_real
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.log import logger
 from kitforge.models.catalog import FAMILIES, config_of, family_of_type
@@ -31,7 +31,8 @@ def build(
 
     Without a seed the weights hold no values; whoever asked for that loads them next.
     """
-    model = outline(config, level).to_empty(device=device)
+    model = outline(config, level)
+    make_real(model, device)
     if seed is not None:
         initialise(model.named_parameters(), model.geometry.num_layers, seed)
     return model

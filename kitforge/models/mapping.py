@@ -12,6 +12,9 @@ from torch import Tensor
 from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.foundation.errors import ModelError
 
+# What the head is called where a checkpoint holds one.
+HEADS = ("lm_head.weight", "transformer.output_layer.weight")
+
 
 @final
 class ConfigFile(dict[str, Any]):
@@ -49,10 +52,11 @@ def import_tensors(
     family: Family, pieces: Sequence[Piece], names: Iterable[str], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Our names and tensors from a checkpoint that holds `names`. Raises ModelError listing what is missing or left
-    over."""
+    over; a head beside the embedding that it is tied to is left over unless they are equal."""
     wanted = {piece.theirs for piece in pieces}
     held = {_full_name(name, family, wanted): name for name in names if not name.endswith(family.ignored)}
-    missing, unexpected = sorted(wanted - held.keys()), sorted(held.keys() - wanted)
+    missing, surplus = sorted(wanted - held.keys()), sorted(held.keys() - wanted)
+    unexpected = [name for name in surplus if name not in HEADS or not _is_embedding(name, pieces, held, read)]
     if missing or unexpected:
         raise ModelError(
             "the checkpoint does not hold this architecture",
@@ -76,6 +80,12 @@ def import_tensors(
                 fix="check that config.json belongs to these weights",
             )
         yield piece.ours, whole if piece.rows is None else whole[piece.start : piece.start + piece.rows]
+
+
+def _is_embedding(name: str, pieces: Sequence[Piece], held: Mapping[str, str], read: Callable[[str], Tensor]) -> bool:
+    """Whether a tensor is the embedding once more."""
+    theirs = next(piece.theirs for piece in pieces if piece.ours == "embedding.weight")
+    return theirs in held and torch.equal(read(held[name]), read(held[theirs]))
 
 
 def export_tensors(pieces: Sequence[Piece], ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kitforge.foundation.errors import ConfigError
-from kitforge.models.catalog import FAMILIES, config_of
+from kitforge.models.catalog import FAMILIES, config_of, recommender_of
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.llama.model import LlamaConfig
 
@@ -61,3 +61,10 @@ def test_a_rotated_fraction_outside_of_a_head_is_refused(fraction: float) -> Non
         GLMConfig(
             vocab_size=97, dim=64, num_layers=1, num_heads=4, num_kv_heads=2, mlp_dim=96, rotary_fraction=fraction
         )
+
+
+def test_a_family_of_another_kit_says_which_task_it_is_for() -> None:
+    with pytest.raises(ConfigError, match="add task=recommendation"):
+        config_of({"family": "wide_deep"})
+    with pytest.raises(ConfigError, match="task=text_generation"):
+        recommender_of({"family": "llama"})

@@ -68,6 +68,15 @@ def test_a_head_beside_a_tied_embedding_is_not_dropped_in_silence(peer: GetPeer)
         imported(peer("llama_tied"), held | {"lm_head.weight": torch.ones(97, 64)})
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama_tied"])
+def test_a_head_that_equals_the_embedding_it_is_tied_to_is_accepted(name: str, peer: GetPeer) -> None:
+    held = tensors_of(peer(name))
+    embedding = held[next(key for key in held if key.endswith(("wte.weight", "embed_tokens.weight")))]
+    found, plain = imported(peer(name), held | {"lm_head.weight": embedding.clone()}), imported(peer(name), held)
+    assert found.keys() == plain.keys()
+    assert all(found[key].equal(plain[key]) for key in plain)
+
+
 @pytest.mark.parametrize("rows", [100, 400])
 def test_a_joined_tensor_of_another_size_is_refused(rows: int, peer: GetPeer) -> None:
     held = tensors_of(peer("gpt2"))

@@ -1,0 +1,104 @@
+"""Adapters in folders of PEFT's kind: adapter_config.json beside adapter_model.safetensors.
+
+Layout: https://huggingface.co/docs/peft/developer_guides/checkpoint. Layers that a family keeps apart and its peer
+keeps in one matrix (GPT-2's and GLM's queries, keys and values) have no such folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kitforge.core.checkpoint.tensor_file import TensorFile, write
+from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach
+from kitforge.foundation.errors import ModelError
+from kitforge.foundation.files import write_text
+from kitforge.models.catalog import FAMILIES
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX, _SUFFIXES = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
+
+
+def save_adapter(network: Decoder, name: str, config: LoraConfig, folder: Path, base: str | None = None) -> None:
+    """Write the adapter of that name; `base` says where the network itself can be found."""
+    theirs = _names(network)
+    tensors = []
+    for path, factors in adapter_tensors(network, name).items():
+        own = _of_layer(theirs, path)
+        tensors += [
+            (f"{_PREFIX}{own}{suffix}", each.detach().contiguous())
+            for suffix, each in zip(_SUFFIXES, factors, strict=True)
+        ]
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / WEIGHTS, tensors)
+    page = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "target_modules": sorted({key.removeprefix(_PREFIX).split(".")[-3] for key, _ in tensors}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    write_text(folder / CONFIG, json.dumps(page, indent=1))
+
+
+@torch.no_grad()
+def load_adapter(network: Decoder, name: str, folder: Path) -> LoraConfig:
+    """Give the network the adapter of a folder. Raises ModelError for one that does not fit or is more than low-rank
+    factors beside linear layers."""
+    page = _read(folder / CONFIG)
+    file = TensorFile(folder / WEIGHTS, ModelError)
+    theirs = _names(network)
+    ours = {other: path for path, other in theirs.items()}
+    layers: dict[str, list[str]] = {}
+    for key in file.names():
+        layer = key.removeprefix(_PREFIX)
+        suffix = next((each for each in _SUFFIXES if layer.endswith(each)), None)
+        if suffix is None or layer.removesuffix(suffix) not in ours:
+            raise ModelError("the adapter is of another architecture", got=key, expected="layers of this network")
+        layers.setdefault(ours[layer.removesuffix(suffix)], []).append(key)
+    targets = tuple(sorted({path.split(".")[-1] for path in layers}))
+    config = LoraConfig(rank=int(page["r"]), alpha=float(page["lora_alpha"]), targets=targets)
+    attach(network, name, config)
+    for path, factors in adapter_tensors(network, name).items():
+        for suffix, factor in zip(_SUFFIXES, factors, strict=True):
+            found = file.tensor(f"{_PREFIX}{theirs[path]}{suffix}")
+            if found.shape != factor.shape:
+                raise ModelError(f"the adapter of {path} is of another size", got=found.shape, expected=factor.shape)
+            factor.copy_(found)
+    return config
+
+
+def _names(network: Decoder) -> dict[str, str]:
+    """Their name of each linear layer of ours that is a matrix of its own there."""
+    family = FAMILIES[network.config.family]
+    model_type = family.write_config(network.config)["model_type"]
+    pieces = [piece for piece in family.pieces(network.config, model_type) if piece.ours.endswith(".weight")]
+    whole = [piece for piece in pieces if piece.rows is None and not piece.transpose]
+    return {piece.ours.removesuffix(".weight"): piece.theirs.removesuffix(".weight") for piece in whole}
+
+
+def _of_layer(names: dict[str, str], path: str) -> str:
+    if path not in names:
+        raise ModelError(
+            "this layer is no matrix of its own in a Hugging Face folder", got=path, expected="a layer of a LLaMA"
+        )
+    return names[path]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        page = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is no adapter's configuration", got=error) from None
+    if page.get("peft_type") != "LORA" or page.get("use_dora") or page.get("bias", "none") != "none":
+        raise ModelError("this is not a plain LoRA adapter", got=page.get("peft_type"), expected="LORA, bias none")
+    return dict(page)

@@ -1,0 +1,72 @@
+"""DCN V2: a cross network beside or below a tower (Wang et al., 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.nn.cross import CrossNetwork
+from kitforge.core.nn.linear import Linear
+from kitforge.core.nn.lookup import Lookup, SampleShape, deep_lookups, joined, width
+from kitforge.core.nn.noise import SampleNoise
+from kitforge.core.nn.tower import Tower, check_widths
+from kitforge.foundation.config import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DCNV2Config:
+    """Sizes and options."""
+
+    family: ClassVar[str] = "dcn_v2"
+    dim: int = 16  # width of a row
+    num_cross_layers: int = 3
+    rank: int | None = None  # of the crossing matrices; None: full
+    hidden: tuple[int, ...] = (256, 128)
+    structure: Literal["parallel", "stacked"] = "parallel"  # stacked: the tower works on what was crossed
+    dropout: float = 0.0  # after each hidden layer
+
+    def __post_init__(self) -> None:
+        check(self.dim > 0, "model.dim", self.dim, "a positive whole number")
+        check(self.num_cross_layers > 0, "model.num_cross_layers", self.num_cross_layers, "a positive whole number")
+        check(self.rank is None or self.rank > 0, "model.rank", self.rank, "a positive whole number")
+        check_widths("model.hidden", self.hidden, self.dropout)
+
+    def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
+        """The rows of all categorical features."""
+        return deep_lookups(shape, self.dim)
+
+    def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
+        """The network over these features."""
+        return DCNV2(self, shape, kernels)
+
+
+@final
+class DCNV2(nn.Module):
+    """Logits [B] of dense [B, d] and vectors {deep [B, F, dim], ...}."""
+
+    def __init__(self, config: DCNV2Config, shape: SampleShape, kernels: Kernels = REFERENCE) -> None:
+        super().__init__()
+        self.config = config
+        self._deep = config.lookups(shape)
+        dim = len(shape.numeric) + width(self._deep)
+        dims = (dim, *config.hidden)
+        self.cross = CrossNetwork(dim, config.num_cross_layers, rank=config.rank, kernels=kernels)
+        self.tower = Tower("tower", dims, kernels=kernels, dropout=config.dropout, ends_in_relu=True)
+        head_dim = dims[-1] if config.structure == "stacked" else dim + dims[-1]
+        self.head = Linear(head_dim, 1, bias=True, kernels=kernels)
+
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleNoise | None = None) -> Tensor:
+        """See the class."""
+        input = joined(dense, vectors, self._deep)
+        crossed = self.cross(input)
+        if self.config.structure == "stacked":
+            features = self.tower(crossed, noise)
+        else:
+            features = torch.cat([crossed, self.tower(input, noise).to(crossed.dtype)], dim=1)
+        logits: Tensor = self.head(features).float().squeeze(1)
+        return logits

@@ -1,0 +1,74 @@
+"""DeepFM: a factorisation machine and a tower over the same vectors (Guo et al., 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import Tensor, nn
+
+from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.nn.linear import Linear
+from kitforge.core.nn.lookup import Lookup, SampleShape, joined, one_width, width
+from kitforge.core.nn.noise import SampleNoise
+from kitforge.core.nn.tower import Tower, check_widths
+from kitforge.foundation.config import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepFMConfig:
+    """Sizes and options."""
+
+    family: ClassVar[str] = "deepfm"
+    dim: int = 16  # width of a row
+    hidden: tuple[int, ...] = (256, 128, 64)
+    dropout: float = 0.0  # after each hidden layer
+
+    def __post_init__(self) -> None:
+        check(self.dim > 0, "model.dim", self.dim, "a positive whole number")
+        check_widths("model.hidden", self.hidden, self.dropout)
+
+    def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
+        """The sum of the first-order weights, and the vectors that both parts share."""
+        check(len(shape.categorical) >= 2, "features", list(shape.categorical), "at least two categorical ones")
+        one_width(shape, shape.categorical, self.dim)
+        first = (*shape.categorical, *shape.crosses)
+        return (
+            Lookup(name="wide", features=first, dim=1, pooling="sum", kind="wide"),
+            Lookup(name="deep", features=shape.categorical, dim=self.dim),
+        )
+
+    def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
+        """The network over these features."""
+        return DeepFM(self, shape, kernels)
+
+
+@final
+class DeepFM(nn.Module):
+    """`first order + second order + tower`: logits [B] of dense [B, d] and vectors {wide [B, 1], deep [B, F, dim]}."""
+
+    def __init__(self, config: DeepFMConfig, shape: SampleShape, kernels: Kernels = REFERENCE) -> None:
+        super().__init__()
+        _, deep = config.lookups(shape)
+        self.config = config
+        self._deep = deep
+        self.linear = Linear(len(shape.numeric), 1, bias=False, kernels=kernels) if shape.numeric else None
+        dims = (len(shape.numeric) + width([deep]), *config.hidden, 1)
+        self.tower = Tower("tower", dims, kernels=kernels, dropout=config.dropout)
+
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleNoise | None = None) -> Tensor:
+        """See the class."""
+        logits = self.tower(joined(dense, vectors, [self._deep]), noise).float() + vectors["wide"]
+        if self.linear is not None:
+            logits = logits + self.linear(dense).float()
+        first: Tensor = logits.squeeze(1)
+        return first + pairwise(vectors["deep"])
+
+
+def pairwise(vectors: Tensor) -> Tensor:
+    """The sum over all pairs of features of the product of their vectors, [B, F, dim] -> [B], in linear time:
+    ((sum v)^2 - sum v^2) / 2 (Rendle, 2010)."""
+    total = vectors.sum(1).square() - vectors.square().sum(1)
+    pairs: Tensor = total.sum(1) * 0.5
+    return pairs

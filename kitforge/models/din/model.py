@@ -1,0 +1,105 @@
+"""Deep Interest Network: an item of a history weighs what it has to do with the target (Zhou et al., 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.nn.lookup import Lookup, SampleShape, joined, one_width, width
+from kitforge.core.nn.noise import SampleNoise
+from kitforge.core.nn.tower import Tower, check_widths
+from kitforge.foundation.config import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DINConfig:
+    """Sizes and options."""
+
+    family: ClassVar[str] = "din"
+    dim: int = 16  # width of a row
+    attention: tuple[int, ...] = (36,)  # hidden widths of the tower that weighs an item
+    hidden: tuple[int, ...] = (200, 80)
+    softmax: bool = False  # weights that add up to one; the paper lets them be, so that strong interests stay strong
+    targets: dict[str, str] = field(default_factory=dict)  # of each sequence; {}: what it shares a table with
+    dropout: float = 0.0  # after each hidden layer
+
+    def __post_init__(self) -> None:
+        check(self.dim > 0, "model.dim", self.dim, "a positive whole number")
+        check_widths("model.attention", self.attention)
+        check_widths("model.hidden", self.hidden, self.dropout)
+
+    def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
+        """The rows of all categorical features, and those of every sequence."""
+        check(len(shape.sequences) > 0, "features", "no sequence", "at least one, for a din to weigh")
+        for name, target in self.pairs(shape).items():
+            check(target in shape.categorical, f"model.targets.{name}", target, "the name of a categorical feature")
+        one_width(shape, (*shape.categorical, *shape.sequences), self.dim)
+        sequences = (Lookup(name=name, features=(name,), dim=self.dim, pooling="sequence") for name in shape.sequences)
+        return (Lookup(name="deep", features=shape.categorical, dim=self.dim), *sequences)
+
+    def pairs(self, shape: SampleShape) -> dict[str, str]:
+        """The target of each sequence."""
+
+        def partner(sequence: str) -> str:
+            table = shape.table_of(sequence)
+            return next((name for name in shape.categorical if shape.table_of(name) == table), "none")
+
+        return {name: self.targets.get(name) or partner(name) for name in shape.sequences}
+
+    def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
+        """The network over these features."""
+        return DIN(self, shape, kernels)
+
+
+@final
+class Interest(nn.Module):
+    """`sum over the history of weight(target, item) * item`, where a tower gives the weight."""
+
+    def __init__(self, config: DINConfig, name: str, kernels: Kernels) -> None:
+        super().__init__()
+        self.tower = Tower(name, (4 * config.dim, *config.attention, 1), kernels=kernels)
+        self._softmax = config.softmax
+
+    def forward(self, target: Tensor, history: Tensor, lengths: Tensor) -> Tensor:
+        """target [B, dim], history [B, L, dim], lengths [B] -> [B, dim]; what lies beyond a length is never seen."""
+        padding = torch.arange(history.shape[1], device=history.device) >= lengths.unsqueeze(1)
+        history = history.masked_fill(padding.unsqueeze(2), 0.0)
+        query = target.unsqueeze(1).expand_as(history)
+        pairs = torch.cat([query, history, query - history, query * history], dim=2)
+        # Two dims, as a layer that lies cut gives a view of more, which nobody may change in place.
+        scores = self.tower(pairs.flatten(0, 1)).float().view(padding.shape)
+        if self._softmax:
+            # A history without items has no weights; the largest finite number instead of infinity keeps them finite.
+            scores = scores.masked_fill(padding, torch.finfo(scores.dtype).min).softmax(1)
+        weights = scores.masked_fill(padding, 0.0)
+        return torch.einsum("bl,bld->bd", weights.to(history.dtype), history)
+
+
+@final
+class DIN(nn.Module):
+    """Logits [B] of dense [B, d] and vectors {deep [B, F, dim], <sequence> [B, L, dim], <sequence>.lengths [B]}."""
+
+    def __init__(self, config: DINConfig, shape: SampleShape, kernels: Kernels = REFERENCE) -> None:
+        super().__init__()
+        deep, *sequences = config.lookups(shape)
+        self.config = config
+        self._deep = deep
+        self._targets = {name: deep.features.index(target) for name, target in config.pairs(shape).items()}
+        self.interests = nn.ModuleDict({each.name: Interest(config, each.name, kernels) for each in sequences})
+        dims = (len(shape.numeric) + width([deep, *sequences]), *config.hidden, 1)
+        self.tower = Tower("tower", dims, kernels=kernels, dropout=config.dropout)
+
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleNoise | None = None) -> Tensor:
+        """See the class."""
+        interests = [
+            self.interests[name](vectors["deep"][:, place], vectors[name], vectors[f"{name}.lengths"])
+            for name, place in self._targets.items()
+        ]
+        input = torch.cat([joined(dense, vectors, [self._deep]), *interests], dim=1)
+        logits: Tensor = self.tower(input, noise).float().squeeze(1)
+        return logits

@@ -1,0 +1,81 @@
+"""DLRM: numbers become one more vector, vectors meet in products, a tower decides (Naumov et al., 2019); with
+`interaction: cross` it is the DLRM-DCNv2 of MLPerf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.nn.cross import CrossNetwork, dot_interaction
+from kitforge.core.nn.lookup import Lookup, SampleShape, one_width
+from kitforge.core.nn.noise import SampleNoise
+from kitforge.core.nn.tower import Tower, check_widths
+from kitforge.foundation.config import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DLRMConfig:
+    """Sizes and options."""
+
+    family: ClassVar[str] = "dlrm"
+    dim: int = 16  # width of a row, and of the vector that the numbers become
+    bottom: tuple[int, ...] = (64, 32)  # hidden widths of the tower over the numbers; it ends in `dim`
+    top: tuple[int, ...] = (256, 128)  # hidden widths of the tower that ends in the logit
+    interaction: Literal["dot", "cross"] = "dot"
+    num_cross_layers: int = 3  # cross
+    rank: int | None = None  # cross: of the matrices; None: full
+    dropout: float = 0.0  # after each hidden layer of the top
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "num_cross_layers"):
+            check(getattr(self, name) > 0, f"model.{name}", getattr(self, name), "a positive whole number")
+        check(self.rank is None or self.rank > 0, "model.rank", self.rank, "a positive whole number")
+        check_widths("model.bottom", self.bottom)
+        check_widths("model.top", self.top, self.dropout)
+
+    def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
+        """The rows of all categorical features."""
+        check(len(shape.numeric) > 0, "features", "no numeric one", "at least one, for the bottom of a dlrm")
+        one_width(shape, shape.categorical, self.dim)
+        return (Lookup(name="deep", features=shape.categorical, dim=self.dim),)
+
+    def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
+        """The network over these features."""
+        return DLRM(self, shape, kernels)
+
+
+@final
+class DLRM(nn.Module):
+    """Logits [B] of dense [B, d] and vectors {deep [B, F, dim]}."""
+
+    def __init__(self, config: DLRMConfig, shape: SampleShape, kernels: Kernels = REFERENCE) -> None:
+        super().__init__()
+        (deep,) = config.lookups(shape)
+        self.config = config
+        num_vectors = len(deep.features) + 1
+        dims = (len(shape.numeric), *config.bottom, config.dim)
+        self.bottom = Tower("bottom", dims, kernels=kernels, ends_in_relu=True)
+        wide = num_vectors * config.dim
+        is_cross = config.interaction == "cross"
+        self.cross = (
+            CrossNetwork(wide, config.num_cross_layers, rank=config.rank, kernels=kernels) if is_cross else None
+        )
+        met = wide if is_cross else config.dim + num_vectors * (num_vectors - 1) // 2
+        self.top = Tower("top", (met, *config.top, 1), kernels=kernels, dropout=config.dropout)
+
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleNoise | None = None) -> Tensor:
+        """See the class."""
+        numbers = self.bottom(dense)
+        deep = vectors["deep"]
+        together = torch.cat([numbers.to(deep.dtype).unsqueeze(1), deep], dim=1)
+        if self.cross is None:
+            met = torch.cat([numbers, dot_interaction(together).to(numbers.dtype)], dim=1)
+        else:
+            met = self.cross(together.flatten(1))
+        logits: Tensor = self.top(met, noise).float().squeeze(1)
+        return logits

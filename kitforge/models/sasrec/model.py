@@ -1,0 +1,108 @@
+"""SASRec: self-attention over what a user took, to say what comes next (Kang and McAuley, 2018)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.nn.attention import AttentionConfig
+from kitforge.core.nn.block import Block, BlockConfig
+from kitforge.core.nn.context import Context, DropoutKey, dropout
+from kitforge.core.nn.lookup import Lookup, SampleShape
+from kitforge.core.nn.mlp import MLPConfig
+from kitforge.core.nn.norm import Norm
+from kitforge.foundation.config import check
+
+NORM_EPS = 1e-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SASRecConfig:
+    """Sizes and options."""
+
+    family: ClassVar[str] = "sasrec"
+    sequence: str | None = None  # the feature that holds the items; None: the only one there is
+    dim: int = 64  # width of an item's row and of the stream
+    num_layers: int = 2
+    num_heads: int = 1
+    mlp_dim: int | None = None  # None: dim
+    max_length: int = 50  # the last items of a history that are looked at
+    dropout: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "num_layers", "num_heads", "max_length"):
+            check(getattr(self, name) > 0, f"model.{name}", getattr(self, name), "a positive whole number")
+        divides = self.dim % self.num_heads == 0
+        check(divides, "model.num_heads", self.num_heads, f"a divisor of model.dim={self.dim}")
+        check(0 <= self.dropout < 1, "model.dropout", self.dropout, "at least 0, below 1")
+
+    def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
+        """The rows of the items, in order."""
+        return (Lookup(name="items", features=(self.items(shape),), dim=self.dim, pooling="sequence"),)
+
+    def items(self, shape: SampleShape) -> str:
+        """The feature that holds the items."""
+        found = self.sequence or (shape.sequences[0] if len(shape.sequences) == 1 else None)
+        known = ", ".join(shape.sequences) or "none"
+        check(found in shape.sequences, "model.sequence", found, f"the name of a sequence of the data: {known}")
+        assert found is not None
+        return found
+
+    def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
+        """The network over these features."""
+        self.items(shape)
+        return SASRec(self, kernels)
+
+    def block(self) -> BlockConfig:
+        """One layer."""
+        attention = AttentionConfig(
+            dim=self.dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.dim // self.num_heads,
+            qkv_bias=True,
+            out_bias=True,
+            dropout=self.dropout,
+        )
+        mlp = MLPConfig(dim=self.dim, hidden_dim=self.mlp_dim or self.dim, kind="gelu_tanh", bias=True)
+        return BlockConfig(attention=attention, mlp=mlp, norm="layer", norm_eps=NORM_EPS, dropout=self.dropout)
+
+
+@final
+class SASRec(nn.Module):
+    """States [B, L, dim] of items [B, L, dim]: the state at a place is compared with rows of items to say what comes
+    next there. The shared block in the place of the paper's own, which leaves keys and values without a norm.
+
+    Histories stand at the front of a row, so causal attention alone keeps padding out. Positions count from the end of
+    a history, as if it were padded at the front: the newest item always has the same one.
+    """
+
+    def __init__(self, config: SASRecConfig, kernels: Kernels = REFERENCE) -> None:
+        super().__init__()
+        self.config = config
+        self.position = nn.Embedding(config.max_length, config.dim)
+        self.blocks = nn.ModuleList(Block(config.block(), layer, kernels) for layer in range(config.num_layers))
+        self.norm = Norm("layer", config.dim, NORM_EPS, kernels)
+
+    def forward(self, items: Tensor, lengths: Tensor, noise: DropoutKey | None = None) -> Tensor:
+        """See the class; what stands beyond `lengths` [B] changes nothing before it."""
+        length = items.shape[1]
+        check(length <= self.config.max_length, "data.sequence_length", length, f"at most {self.config.max_length}")
+        places = torch.arange(length, device=items.device)
+        padding = places >= lengths.unsqueeze(1)
+        from_end = (lengths.unsqueeze(1) - 1 - places).clamp(min=0)
+        stream = items.masked_fill(padding.unsqueeze(2), 0.0) * self.config.dim**0.5 + self.position(from_end)
+        context = Context(dropout=noise)
+        stream = dropout(stream, self.config.dropout, "items", noise)
+        for block in self.blocks:
+            stream = block(stream, None, context)
+        states: Tensor = self.norm(stream).float()
+        return states
+
+    def last(self, states: Tensor, lengths: Tensor) -> Tensor:
+        """The states [B, dim] at the ends of the histories, which are not empty."""
+        return states[torch.arange(len(states), device=states.device), lengths - 1]

@@ -1,0 +1,116 @@
+"""Two towers: a user and an item become vectors whose product says how well they match (Yi et al., 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.nn.lookup import Lookup, SampleShape, one_width
+from kitforge.core.nn.noise import SampleNoise
+from kitforge.core.nn.tower import Tower, check_widths
+from kitforge.foundation.config import check
+
+SIDES = ("user", "item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoTowerConfig:
+    """Sizes and options."""
+
+    family: ClassVar[str] = "two_tower"
+    user: tuple[str, ...] = ()  # features of the user: numeric, categorical, or sequences, whose mean is taken
+    item: tuple[str, ...] = ()  # features of the item; the first one is its id
+    dim: int = 32  # width of a row
+    hidden: tuple[int, ...] = (128,)  # hidden widths of either tower
+    output_dim: int = 32  # width of the vectors that are compared
+    temperature: float = 0.1  # divides the product
+    dropout: float = 0.0  # after each hidden layer
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "output_dim"):
+            check(getattr(self, name) > 0, f"model.{name}", getattr(self, name), "a positive whole number")
+        check(self.temperature > 0, "model.temperature", self.temperature, "a number above 0")
+        check_widths("model.hidden", self.hidden, self.dropout)
+
+    def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
+        """The rows of either side's categorical features, and of the sequences of the user."""
+        one_width(shape, (*shape.categorical, *shape.sequences), self.dim)
+        known = (*shape.numeric, *shape.categorical, *shape.sequences)
+        for side in SIDES:
+            names = getattr(self, side)
+            check(len(names) > 0, f"model.{side}", list(names), f"the features of the {side}, of {', '.join(known)}")
+            for name in names:
+                check(name in known, f"model.{side}", name, f"features of the data: {', '.join(known)}")
+        check(self.item[0] in shape.categorical, "model.item", self.item[0], "first the categorical feature of its id")
+        found = []
+        for side in SIDES:
+            names = tuple(name for name in getattr(self, side) if name in shape.categorical)
+            found += [Lookup(name=side, features=names, dim=self.dim)] if names else []
+        sequences = (name for name in (*self.user, *self.item) if name in shape.sequences)
+        return (
+            *found,
+            *(Lookup(name=name, features=(name,), dim=self.dim, pooling="sequence") for name in sequences),
+        )
+
+    def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
+        """The network over these features."""
+        return TwoTower(self, shape, kernels)
+
+
+@final
+class Side(nn.Module):
+    """One of the towers, over this side's features: vectors [B, output_dim] of length one."""
+
+    def __init__(self, config: TwoTowerConfig, side: str, shape: SampleShape, kernels: Kernels) -> None:
+        super().__init__()
+        names = getattr(config, side)
+        self._side = side
+        self._numeric = [shape.numeric.index(name) for name in names if name in shape.numeric]
+        self._sequences = [name for name in names if name in shape.sequences]
+        self._num_categorical = sum(name in shape.categorical for name in names)
+        num_vectors = self._num_categorical + len(self._sequences)
+        dims = (len(self._numeric) + num_vectors * config.dim, *config.hidden, config.output_dim)
+        self.tower = Tower(side, dims, kernels=kernels, dropout=config.dropout)
+
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleNoise | None = None) -> Tensor:
+        """See the class."""
+        parts = [dense[:, self._numeric]]
+        if self._num_categorical:
+            parts.append(vectors[self._side].flatten(1))
+        parts += [mean_of(vectors[name], vectors[f"{name}.lengths"]) for name in self._sequences]
+        output: Tensor = self.tower(torch.cat(parts, dim=1), noise)
+        return functional.normalize(output.float(), dim=1)
+
+
+@final
+class TwoTower(nn.Module):
+    """Logits [B] of each user with its own item; `user` and `item` give the vectors, as Side does."""
+
+    def __init__(self, config: TwoTowerConfig, shape: SampleShape, kernels: Kernels = REFERENCE) -> None:
+        super().__init__()
+        config.lookups(shape)
+        self.config = config
+        self.user = Side(config, "user", shape, kernels)
+        self.item = Side(config, "item", shape, kernels)
+
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleNoise | None = None) -> Tensor:
+        """See the class."""
+        users: Tensor = self.user(dense, vectors, noise)
+        items: Tensor = self.item(dense, vectors, noise)
+        return (users * items).sum(1) / self.config.temperature
+
+    def scores(self, users: Tensor, items: Tensor) -> Tensor:
+        """Logits [B, K] of vectors of users [B, output_dim] with vectors of items [K, output_dim]."""
+        return users @ items.t() / self.config.temperature
+
+
+def mean_of(sequence: Tensor, lengths: Tensor) -> Tensor:
+    """The mean [B, dim] of the first `lengths` [B] vectors of sequence [B, L, dim]; zero where there are none."""
+    padding = torch.arange(sequence.shape[1], device=sequence.device) >= lengths.unsqueeze(1)
+    return sequence.masked_fill(padding.unsqueeze(2), 0.0).sum(1) / lengths.clamp(min=1).unsqueeze(1)

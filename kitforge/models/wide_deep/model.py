@@ -1,0 +1,76 @@
+"""Wide & Deep: a linear model over sparse features beside a tower over their vectors (Cheng et al., 2016)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.nn.linear import Linear
+from kitforge.core.nn.lookup import Lookup, SampleShape, deep_lookups, joined, width
+from kitforge.core.nn.noise import SampleNoise
+from kitforge.core.nn.tower import Tower, check_widths
+from kitforge.foundation.config import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WideDeepConfig:
+    """Sizes and options."""
+
+    family: ClassVar[str] = "wide_deep"
+    dim: int = 16  # width of a row of the deep part, where the schema gives a feature no other
+    hidden: tuple[int, ...] = (256, 128, 64)
+    dropout: float = 0.0  # after each hidden layer
+    wide: tuple[str, ...] | None = None  # features of the wide part; None: all categorical ones and the crosses
+    # dense: numbers enter the tower as they are. rows: each scales a row of its own, as an id with a weight would.
+    numeric: Literal["dense", "rows"] = "dense"
+
+    def __post_init__(self) -> None:
+        check(self.dim > 0, "model.dim", self.dim, "a positive whole number")
+        check_widths("model.hidden", self.hidden, self.dropout)
+
+    def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
+        """The sum of the wide weights, then the rows of the deep part."""
+        known = (*shape.categorical, *shape.crosses)
+        chosen = known if self.wide is None else self.wide
+        for name in chosen:
+            check(name in known, "model.wide", name, f"categorical features or crosses: {', '.join(known)}")
+        wide = Lookup(name="wide", features=chosen, dim=1, pooling="sum", kind="wide")
+        return (*([wide] if chosen else []), *deep_lookups(shape, self.dim))
+
+    def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
+        """The network over these features."""
+        return WideDeep(self, shape, kernels)
+
+
+@final
+class WideDeep(nn.Module):
+    """`wide weights + linear(dense) + tower(dense and vectors)`: logits [B] of dense [B, d] and
+    vectors {wide [B, 1], deep [B, F, dim], ...}."""
+
+    def __init__(self, config: WideDeepConfig, shape: SampleShape, kernels: Kernels = REFERENCE) -> None:
+        super().__init__()
+        lookups = config.lookups(shape)
+        self.config = config
+        self._has_wide = any(lookup.kind == "wide" for lookup in lookups)
+        self._deep = [lookup for lookup in lookups if lookup.kind == "deep"]
+        num_numeric = len(shape.numeric)
+        as_rows = config.numeric == "rows"
+        self.rows = nn.Parameter(torch.empty(num_numeric, config.dim)) if as_rows else None
+        self.linear = Linear(num_numeric, 1, bias=False, kernels=kernels) if num_numeric else None
+        dims = (num_numeric * (config.dim if as_rows else 1) + width(self._deep), *config.hidden, 1)
+        self.tower = Tower("tower", dims, kernels=kernels, dropout=config.dropout)
+
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleNoise | None = None) -> Tensor:
+        """See the class."""
+        numbers = dense if self.rows is None else (dense.unsqueeze(2) * self.rows).flatten(1)
+        logits: Tensor = self.tower(joined(numbers, vectors, self._deep), noise).float()
+        if self.linear is not None:
+            logits = logits + self.linear(dense).float()
+        if self._has_wide:
+            logits = logits + vectors["wide"]
+        return logits.squeeze(1)
