@@ -1,9 +1,13 @@
-"""From logits to the next token. Noise is a pure function of (seed, request, position), so a request's text does not
-depend on its batch mates."""
+"""From logits to the next token and its log-probability. R rows, each the last position of some text.
+
+Noise is a pure function of (seed, key, position): a text depends neither on its batch mates nor on how often its step
+was tried.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +24,12 @@ class SamplingOptions:
     temperature: float = 0.0  # 0: always the most likely token
     top_k: int | None = None  # only the k most likely tokens
     top_p: float | None = None  # only the smallest set of tokens that holds this much probability
+    min_p: float | None = None  # only tokens at least this share as likely as the most likely one
+    presence_penalty: float = 0.0  # taken from the logit of every token that was generated already
+    frequency_penalty: float = 0.0  # the same, for each time that it was
+    repetition_penalty: float = 1.0  # divides a positive logit, multiplies a negative one, of tokens of the whole text
+    logit_bias: dict[str, float] = field(default_factory=dict)  # added to the logit of the token of that number
+    stop_ids: tuple[int, ...] = ()  # tokens that end this text, besides those of the engine
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -27,34 +37,119 @@ class SamplingOptions:
         check(self.temperature >= 0, "inference.temperature", self.temperature, "a number of at least 0")
         check(self.top_k is None or self.top_k > 0, "inference.top_k", self.top_k, "at least 1")
         check(self.top_p is None or 0 < self.top_p <= 1, "inference.top_p", self.top_p, "above 0, at most 1")
+        check(self.min_p is None or 0 <= self.min_p <= 1, "inference.min_p", self.min_p, "at least 0, at most 1")
+        penalty = self.repetition_penalty
+        check(penalty > 0, "inference.repetition_penalty", penalty, "above 0; 1 changes nothing")
+        numbers = all(token.isdecimal() for token in self.logit_bias)
+        check(numbers, "inference.logit_bias", list(self.logit_bias), "numbers of tokens as keys")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the text so far changes the logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    def signature(self) -> Hashable:
+        """Equal for options that treat logits alike."""
+        shape = (self.temperature, self.top_k, self.top_p, self.min_p)
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return (*shape, *penalties, *sorted(self.logit_bias.items()))
 
 
-def probabilities(logits: Tensor, options: SamplingOptions) -> Tensor:
-    """The distribution [B, vocab] that tokens are drawn from, for logits [B, vocab] and a temperature above 0."""
-    scores = logits.float() / options.temperature
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """One token to be chosen."""
+
+    options: SamplingOptions
+    signature: Hashable  # of the options, found once a text
+    text: Sequence[int]  # the tokens before it; read only where a penalty looks back
+    prompt_length: int  # how many of them were given rather than generated
+    position: int  # how many tokens of this text were chosen before
+    key: str | int  # what its noise is keyed by besides seed and position
+
+    def uniform(self) -> float:
+        """A number in [0, 1), in steps of 2⁻³²."""
+        return (seeds.key(self.options.seed, "token", self.key, self.position) >> 31) * 2.0**-32
+
+
+def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+    """The next token of every row of logits [R, vocab], and its log-probability in the distribution that it was drawn
+    from; see `scores_of`. A row that holds NaN has a log-probability of NaN, and its token means nothing."""
+    kinds: dict[Hashable, list[int]] = {}
+    for row, draw in enumerate(draws):
+        kinds.setdefault(draw.signature, []).append(row)
+    if len(kinds) == 1:
+        return _choose_alike(logits, draws)
+    tokens, logprobs = [0] * len(draws), [0.0] * len(draws)
+    for rows in kinds.values():
+        found = _choose_alike(logits[rows], [draws[row] for row in rows])
+        for row, token, logprob in zip(rows, *found, strict=True):
+            tokens[row], logprobs[row] = token, logprob
+    return tokens, logprobs
+
+
+def scores_of(logits: Tensor, options: SamplingOptions, draws: Sequence[Draw] = ()) -> Tensor:
+    """Scores [R, vocab] in fp32 at least, whose softmax is the distribution of the next token: after bias and
+    penalties, temperature, and with -inf where top_k, top_p or min_p leave no room.
+
+    At temperature 0, where no distribution is left, the scores are those of temperature 1 without truncation: the
+    log-probability of a greedy token then still tells how sure the model was. `draws` holds the text of each row and
+    is needed for penalties only.
+    """
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if options.looks_back or options.logit_bias:
+        scores = _penalised(scores.clone(), options, draws)
+    if options.is_greedy:
+        return scores
+    # However small the temperature, the largest score stays a number.
+    scores = (scores - scores.amax(-1, keepdim=True)) / max(options.temperature, torch.finfo(scores.dtype).tiny)
     if options.top_k is not None and options.top_k < scores.shape[-1]:
         smallest = scores.topk(options.top_k).values[:, -1:]
         scores = scores.masked_fill(scores < smallest, float("-inf"))
-    weights = torch.softmax(scores, dim=-1)
-    if options.top_p is None or options.top_p >= 1:
-        return weights
-    ordered, index = weights.sort(descending=True, stable=True)
+    if options.min_p:
+        weights = torch.softmax(scores, dim=-1)
+        scores = scores.masked_fill(weights < options.min_p * weights.amax(-1, keepdim=True), float("-inf"))
+    if options.top_p is not None and options.top_p < 1:
+        scores = _nucleus(scores, options.top_p)
+    return scores
+
+
+def _choose_alike(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+    options = draws[0].options
+    scores = scores_of(logits, options, draws)
+    if options.is_greedy:
+        chosen = scores.argmax(-1, keepdim=True)
+    else:
+        # The token on which a point of the unit interval falls when tokens lie on it one after another, each as long
+        # as it is likely; the sums are exact enough in double precision for any vocabulary.
+        ends = torch.softmax(scores, dim=-1).cumsum(-1, dtype=torch.float64)
+        points = torch.tensor([[draw.uniform()] for draw in draws], dtype=torch.float64, device=scores.device)
+        chosen = torch.searchsorted(ends, points * ends[:, -1:], right=True).clamp_(max=scores.shape[-1] - 1)
+    logprobs = scores.gather(-1, chosen) - scores.logsumexp(-1, keepdim=True)
+    return chosen.flatten().tolist(), logprobs.flatten().tolist()
+
+
+def _penalised(scores: Tensor, options: SamplingOptions, draws: Sequence[Draw]) -> Tensor:
+    """Repetition penalty (Keskar et al., 2019), presence and frequency penalties, bias; in place, row by row."""
+    if options.looks_back:
+        for row, draw in zip(scores, draws, strict=True):
+            text = torch.tensor(draw.text, device=scores.device)
+            seen = torch.unique(text)
+            old = row[seen]
+            row[seen] = torch.where(old > 0, old / options.repetition_penalty, old * options.repetition_penalty)
+            tokens, counts = torch.unique(text[draw.prompt_length :], return_counts=True)
+            row[tokens] -= options.frequency_penalty * counts + options.presence_penalty
+    for token, bias in options.logit_bias.items():
+        scores[:, int(token)] += bias
+    return scores
+
+
+def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+    ordered, index = torch.softmax(scores, dim=-1).sort(descending=True, stable=True)
     # A token stays while those before it do not yet hold top_p; so the most likely one always stays.
-    dropped = ordered.cumsum(-1) - ordered >= options.top_p
-    kept = torch.zeros_like(weights).scatter(-1, index, ordered.masked_fill(dropped, 0.0))
-    return kept / kept.sum(-1, keepdim=True)
-
-
-def choose(logits: Tensor, options: SamplingOptions, requests: list[int], position: int) -> Tensor:
-    """The next token [B] of every request, for logits [B, vocab]; `position` counts the tokens generated so far."""
-    if options.temperature == 0:
-        return logits.argmax(-1)
-    weights = probabilities(logits, options).cpu()
-    # The largest of weight / exponential noise falls on each token with its probability (the Gumbel trick).
-    noise = torch.stack(
-        [
-            torch.empty(weights.shape[1]).exponential_(generator=seeds.generator(options.seed, request, position))
-            for request in requests
-        ]
-    )
-    return (weights / noise).argmax(-1).to(logits.device)
+    dropped = ordered.cumsum(-1) - ordered >= top_p
+    return scores.masked_fill(torch.zeros_like(dropped).scatter(-1, index, dropped), float("-inf"))

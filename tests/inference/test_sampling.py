@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kitforge.foundation.errors import ConfigError
-from kitforge.inference.sampling import SamplingOptions, choose, probabilities
+from kitforge.inference.sampling import Draw, SamplingOptions, choose, scores_of
 
+NUM_TOKENS = 6
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -3.0]])
+
+
+def draw(options: SamplingOptions, key: int = 0, position: int = 0, prompt: Sequence[int] = ()) -> Draw:
+    text = [*prompt, *range(position)]
+    return Draw(
+        options=options,
+        signature=options.signature(),
+        text=text,
+        prompt_length=len(prompt),
+        position=position,
+        key=key,
+    )
+
+
+def distribution(logits: Tensor, options: SamplingOptions, draws: Sequence[Draw] = ()) -> Tensor:
+    return torch.softmax(scores_of(logits, options, draws), dim=-1)
 
 
 def plain(logits: list[float], options: SamplingOptions) -> list[float]:
@@ -20,6 +40,7 @@ def plain(logits: list[float], options: SamplingOptions) -> list[float]:
     weights = [math.exp(logit / options.temperature) for logit in logits]
     order = sorted(range(len(weights)), key=lambda token: -weights[token])
     kept = order[: options.top_k]
+    kept = [token for token in kept if weights[token] >= (options.min_p or 0) * weights[order[0]]]
     total = sum(weights[token] for token in kept)
     if options.top_p is not None:
         held, nucleus = 0.0, []
@@ -37,56 +58,125 @@ def plain(logits: list[float], options: SamplingOptions) -> list[float]:
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
     top_k=st.sampled_from([None, 1, 2, 5, 100]),
     top_p=st.sampled_from([None, 0.013, 0.31, 0.77, 0.97, 1.0]),
+    min_p=st.sampled_from([None, 0.0, 0.043, 0.61]),
 )
 def test_the_distribution_is_the_one_described(
-    logits: list[int], temperature: float, top_k: int | None, top_p: float | None
+    logits: list[int], temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
 ) -> None:
-    options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p)
+    options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     scores = [logit / 10 for logit in logits]
-    got = probabilities(torch.tensor([scores]), options)[0].tolist()
+    got = distribution(torch.tensor([scores]), options)[0].tolist()
     assert got == pytest.approx(plain(scores, options), abs=1e-6)
 
 
 @pytest.mark.parametrize(
-    "choices", [{}, {"top_k": 3}, {"top_p": 0.8}, {"top_k": 4, "top_p": 0.9}, {"temperature": 2.0}]
+    "choices", [{}, {"top_k": 3}, {"top_p": 0.8}, {"top_k": 4, "top_p": 0.9}, {"min_p": 0.2}, {"temperature": 2.0}]
 )
 def test_draws_follow_the_distribution(choices: dict[str, float]) -> None:
     options = SamplingOptions(**{"temperature": 1.0} | choices)
     num_draws = 4000
-    tokens = choose(LOGITS.expand(num_draws, -1), options, list(range(num_draws)), 0)
-    counts = torch.bincount(tokens, minlength=6).double()
-    expected = probabilities(LOGITS, options)[0].double() * num_draws
+    draws = [draw(options, key) for key in range(num_draws)]
+    tokens, logprobs = choose(LOGITS.expand(num_draws, -1), draws)
+    counts = torch.bincount(torch.tensor(tokens), minlength=NUM_TOKENS).double()
+    exact = distribution(LOGITS, options)[0].double()
+    expected = exact * num_draws
     assert counts[expected == 0].sum() == 0
     possible = expected > 0
     chi_square = float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
     # 99.9 % of samples of five degrees of freedom lie below 20.5; the seed is fixed, so this is no lottery.
     assert chi_square < 20.5
+    assert logprobs == pytest.approx(exact[torch.tensor(tokens)].log().tolist(), abs=1e-6)
 
 
 def test_positions_of_a_text_are_drawn_independently() -> None:
     options = SamplingOptions(temperature=1.0)
-    tokens = torch.cat([choose(LOGITS, options, [0], position) for position in range(2000)])
+    draws = [draw(options, position=position) for position in range(2000)]
+    tokens = torch.tensor(choose(LOGITS.expand(2000, -1), draws)[0])
     pairs = torch.bincount(tokens[:-1] * 6 + tokens[1:], minlength=36).double().view(6, 6)
-    single = probabilities(LOGITS, options)[0].double()
+    single = distribution(LOGITS, options)[0].double()
     expected = single[:, None] * single[None, :] * 1999
     often = expected > 5
     chi_square = float(((pairs - expected)[often] ** 2 / expected[often]).sum())
     assert chi_square < 2 * int(often.sum())
 
 
-def test_temperature_zero_takes_the_most_likely() -> None:
-    assert choose(LOGITS, SamplingOptions(), [0], 0).tolist() == [0]
+def test_noise_depends_on_seed_key_and_position_alone() -> None:
+    options = SamplingOptions(temperature=1.0, seed=4)
+    numbers = {draw(options, key, position).uniform() for key in range(30) for position in range(30)}
+    assert len(numbers) == 900
+    assert draw(options, 2, 3).uniform() == draw(options, 2, 3, prompt=[5, 5]).uniform()
+    assert draw(options, 2, 3).uniform() != draw(SamplingOptions(temperature=1.0, seed=5), 2, 3).uniform()
+
+
+def test_the_ends_of_the_unit_interval_fall_on_tokens_that_may_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = SamplingOptions(temperature=1.0, top_k=2)
+    logits = torch.tensor([[-3.0, 2.0, -4.0, 1.0, -5.0]])
+    for point, token in ((0.0, 1), (1 - 2.0**-32, 3)):
+        monkeypatch.setattr(Draw, "uniform", lambda _, point=point: point)
+        assert choose(logits, [draw(options)])[0] == [token]
+
+
+def test_rows_of_different_options_do_not_mix() -> None:
+    kinds = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.6}, {"repetition_penalty": 2.0}]
+    draws = [draw(SamplingOptions(**kind), key, position=2) for key, kind in enumerate(kinds * 3)]
+    logits = torch.randn(len(draws), NUM_TOKENS, generator=torch.Generator().manual_seed(1))
+    alone = [choose(row.unsqueeze(0), [each]) for row, each in zip(logits, draws, strict=True)]
+    tokens, logprobs = choose(logits, draws)
+    assert tokens == [token for (token,), _ in alone]
+    assert logprobs == pytest.approx([logprob for _, (logprob,) in alone], abs=1e-6)
+
+
+def test_temperature_zero_takes_the_most_likely_and_tells_how_likely_it_was() -> None:
+    tokens, logprobs = choose(LOGITS, [draw(SamplingOptions(top_k=1))])
+    assert tokens == [0]
+    assert logprobs == pytest.approx([float(LOGITS.log_softmax(-1)[0, 0])])
+
+
+def test_penalties_and_bias_are_those_of_the_papers() -> None:
+    options = SamplingOptions(
+        repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={"5": 7.0, "0": -1.0}
+    )
+    # The prompt says 5 and 2; then 2, 2 and 1 were generated.
+    text = Draw(options=options, signature=(), text=[5, 2, 2, 2, 1], prompt_length=2, position=3, key=0)
+    got = scores_of(LOGITS, options, [text])[0].tolist()
+    wanted = [2.0 - 1.0, 1.0 / 2 - 0.5 - 0.25, 0.5 / 2 - 0.5 - 2 * 0.25, 0.0, -1.0, -3.0 * 2 + 7.0]
+    assert got == pytest.approx(wanted)
+    assert LOGITS[0].tolist() == [2.0, 1.0, 0.5, 0.0, -1.0, -3.0]
 
 
 def test_ties_at_the_edge_of_top_k_all_stay() -> None:
-    got = probabilities(torch.tensor([[1.0, 1.0, 0.0]]), SamplingOptions(temperature=1.0, top_k=1))
+    got = distribution(torch.tensor([[1.0, 1.0, 0.0]]), SamplingOptions(temperature=1.0, top_k=1))
     assert got.tolist() == [[0.5, 0.5, 0.0]]
 
 
+def test_half_precision_is_widened_before_anything_is_counted() -> None:
+    logits = LOGITS.to(torch.bfloat16)
+    assert scores_of(logits, SamplingOptions(temperature=0.7)).dtype == torch.float32
+    assert scores_of(LOGITS.double(), SamplingOptions(temperature=0.7)).dtype == torch.float64
+
+
 @pytest.mark.parametrize(
-    "choices", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}]
+    "choices",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"logit_bias": {"the": 1.0}},
+    ],
 )
-def test_options_out_of_range_are_refused(choices: dict[str, float]) -> None:
+def test_options_out_of_range_are_refused(choices: dict[str, Any]) -> None:
     name = next(iter(choices))
     with pytest.raises(ConfigError, match=f"inference.{name}"):
         SamplingOptions(**choices)
+
+
+def test_a_temperature_near_zero_takes_the_most_likely_token() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    for temperature in (1e-5, 1e-38, 2e-207):
+        options = SamplingOptions(temperature=temperature)
+        drawn = Draw(options=options, signature=0, text=(), prompt_length=0, position=0, key=0)
+        assert choose(logits, [drawn] * 3) == (logits.argmax(-1).tolist(), [0.0] * 3)

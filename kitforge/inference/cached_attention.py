@@ -1,0 +1,181 @@
+"""Keys and values of all running texts, and the attention over them.
+
+N tokens of a step, of any number of texts, in one row; D head_dim. A slot is one position of a block: block b of size s
+has the slots b * s to b * s + s - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from kitforge.core.nn.context import AttentionSpec, causal_mask
+
+# What a call of the attention kernel costs, in positions of one text that it could have read in the time.
+CALL = 64
+
+
+@final
+class KeyValueCache:
+    """For each layer a slab [slots, kv_heads, D] of keys and one of values. Behind the blocks there is a spare one."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_slots = self.spare_slot = num_blocks * block_size
+        self._slabs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The slabs of a layer; made when its first key [.., kv_heads, .., D] comes, as a rank may hold only some of
+        the heads. Zero from the start: what a mask hides must still be a number."""
+        found = self._slabs.get(layer)
+        if found is None:
+            shape = (self.num_slots + self.block_size, like.shape[1], like.shape[3])
+            found = self._slabs[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+        return found
+
+    def copy(self, copies: Mapping[int, int]) -> None:
+        """Copy whole blocks, {to: from}; all are read before any is written."""
+        for pair in self._slabs.values():
+            for slab in pair:
+                blocks = slab.view(-1, self.block_size, *slab.shape[1:])
+                blocks[list(copies)] = blocks[list(copies.values())]
+
+    def clear(self, blocks: list[int]) -> None:
+        """Make them zero again, so that they hold numbers."""
+        for pair in self._slabs.values():
+            for slab in pair:
+                slab.view(-1, self.block_size, *slab.shape[1:])[blocks] = 0
+
+    def num_bytes(self) -> int:
+        """What the slabs take."""
+        return sum(slab.nbytes for pair in self._slabs.values() for slab in pair)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Tokens `first` .. `first + num_tokens - 1` of a step, the last ones of a text of `length` tokens."""
+
+    first: int
+    num_tokens: int
+    length: int
+    start: int | None  # the slot of the text's first token, if the others follow it one by one
+    slots: Tensor | None  # [length], if they do not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lanes:
+    """Tokens `first` .. `first + len(lengths) - 1` of a step, each the last one of a text; the texts start at slots
+    that are `stride` apart, so that one view holds them all."""
+
+    first: int
+    start: int
+    stride: int
+    lengths: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """The same for texts whose blocks lie anywhere; every tensor has a fixed shape, as recorded steps need."""
+
+    first: int
+    tables: Tensor  # [texts, blocks], filled up with the text's own last block
+    lengths: Tensor  # [texts]
+
+
+Part = Stretch | Lanes | Pages
+
+
+@final
+class CachedAttend:
+    """Attends for all tokens of a step, part by part. Is an `Attend`.
+
+    `slots` [N] is where the step's keys go; parts are in the order of the tokens and leave none out.
+    """
+
+    def __init__(self, cache: KeyValueCache, slots: Tensor, parts: list[Part]) -> None:
+        self._cache = cache
+        self._slots = slots
+        self._parts = parts
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Write the new keys and values [1, kv_heads, N, D], attend to all that are seen; see `Attend`."""
+        keys, values = self._cache.layer(spec.layer, key)
+        keys.index_copy_(0, self._slots, key[0].transpose(0, 1).to(keys.dtype))
+        values.index_copy_(0, self._slots, value[0].transpose(0, 1).to(values.dtype))
+        slabs = keys.to(query.dtype), values.to(query.dtype)
+        outputs = [self._part(place, part, query, slabs, spec) for place, part in enumerate(self._parts)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+    def _part(self, place: int, part: Part, query: Tensor, slabs: tuple[Tensor, Tensor], spec: AttentionSpec) -> Tensor:
+        """The mixture [1, heads, tokens of the part, D]."""
+        if isinstance(part, Stretch):
+            return self._stretch(place, part, query, slabs, spec)
+        if isinstance(part, Lanes):
+            num_texts, longest = len(part.lengths), max(part.lengths)
+            view = [_lanes(slab, part.start, part.stride, num_texts, longest) for slab in slabs]
+        else:
+            num_texts = len(part.lengths)
+            view = [_pages(slab, part.tables, self._cache.block_size) for slab in slabs]
+        if (place, spec.window) not in self._masks:
+            self._masks[place, spec.window] = _length_mask(part, view[0].shape[2], spec.window, query.device)
+        # Each token is a text of its own, [texts, heads, 1, D].
+        tokens = query[:, :, part.first : part.first + num_texts].transpose(0, 2)
+        mask = self._masks[place, spec.window]
+        return spec.kernel(tokens, *view, mask=mask, causal=False, scale=spec.scale).transpose(0, 2)
+
+    def _stretch(
+        self, place: int, part: Stretch, query: Tensor, slabs: tuple[Tensor, Tensor], spec: AttentionSpec
+    ) -> Tensor:
+        tokens = query[:, :, part.first : part.first + part.num_tokens]
+        # A single token sees its window and nothing else, so that it needs no mask.
+        skipped = 0 if spec.window is None or part.num_tokens > 1 else max(0, part.length - spec.window)
+        if part.slots is not None:
+            view = [slab.index_select(0, part.slots[skipped:]) for slab in slabs]
+        else:
+            assert part.start is not None
+            view = [slab[part.start + skipped : part.start + part.length] for slab in slabs]
+        view = [each.transpose(0, 1).unsqueeze(0) for each in view]
+        if (place, spec.window) not in self._masks:
+            self._masks[place, spec.window] = _stretch_mask(part, spec.window, query.device)
+        mask = self._masks[place, spec.window]
+        causal = mask is None and part.num_tokens > 1
+        return spec.kernel(tokens, *view, mask=mask, causal=causal, scale=spec.scale)
+
+
+def _lanes(slab: Tensor, start: int, stride: int, num_texts: int, longest: int) -> Tensor:
+    """[texts, kv_heads, longest, D], nothing copied."""
+    slot, head, feature = slab.stride()
+    shape = (num_texts, slab.shape[1], longest, slab.shape[2])
+    return slab.as_strided(shape, (stride * slot, head, slot, feature), slab.storage_offset() + start * slot)
+
+
+def _pages(slab: Tensor, tables: Tensor, block_size: int) -> Tensor:
+    """[texts, kv_heads, positions, D], gathered."""
+    num_texts, num_blocks = tables.shape
+    blocks = slab.view(-1, block_size, *slab.shape[1:])[tables]
+    return blocks.view(num_texts, num_blocks * block_size, *slab.shape[1:]).transpose(1, 2)
+
+
+def _length_mask(part: Lanes | Pages, num_keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[texts, 1, 1, keys]; None where every text fills its row."""
+    if isinstance(part, Lanes):
+        if min(part.lengths) == num_keys and (window is None or window >= num_keys):
+            return None
+        lengths = torch.tensor(part.lengths, device=device)
+    else:
+        lengths = part.lengths
+    return causal_mask(lengths.unsqueeze(1) - 1, torch.arange(num_keys, device=device), window).unsqueeze(1)
+
+
+def _stretch_mask(part: Stretch, window: int | None, device: torch.device) -> Tensor | None:
+    """[tokens, keys]; None where a single token sees all that it is shown, or the plain causal mask holds."""
+    is_whole = part.num_tokens == part.length and (window is None or window >= part.length)
+    if part.num_tokens == 1 or is_whole:
+        return None
+    positions = torch.arange(part.length, device=device)
+    return causal_mask(positions[part.length - part.num_tokens :], positions, window)

@@ -1,0 +1,350 @@
+"""Many texts at once from one model. Knows token ids only; `text` has the words.
+
+The engine runs the very module that a trainer trains, so there is nothing to convert and nothing to disagree. In a
+world of several ranks every rank has an engine, and all submit and step alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Numbers
+from dataclasses import dataclass
+from math import isnan
+from typing import cast, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.quantized import Int8Linear, int8_copy
+from kitforge.foundation import device as devices
+from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.inference.block_manager import BlockManager
+from kitforge.inference.cached_attention import KeyValueCache
+from kitforge.inference.options import EngineOptions
+from kitforge.inference.recording import RecordedSteps
+from kitforge.inference.runner import Runner, arranged
+from kitforge.inference.sampling import SamplingOptions, choose
+from kitforge.inference.scheduler import Scheduler, Work
+from kitforge.inference.score import score
+from kitforge.inference.sequence import FinishReason, Sequence
+
+# Bytes of keys and values that an engine does not exceed on CPU unless it is told to, except for a single text.
+ROOM = 4 * 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What a step added to one sample of a request."""
+
+    request: int
+    sample: int
+    tokens: list[int]  # the token that stops a text is the last one of it
+    logprobs: list[float]  # in the distribution that each token was drawn from; see sampling.scores_of
+    finish_reason: FinishReason | None
+    version: int  # of the weights
+
+
+@dataclass(slots=True, kw_only=True)
+class Completion:
+    """A whole sample."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason | None = None
+
+    @property
+    def content(self) -> list[int]:
+        """The tokens without the one that stopped them."""
+        return self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
+
+
+@final
+class Engine:
+    """Generates from `model`, whose weights it shares. `stop_ids` end every text."""
+
+    def __init__(
+        self, model: nn.Module, options: EngineOptions | None = None, *, stop_ids: Collection[int] = ()
+    ) -> None:
+        self.model = model
+        self.options = EngineOptions() if options is None else options
+        self.version = 0
+        self._geometry = cast(CausalLM, model).geometry
+        self._stop_ids = frozenset(stop_ids)
+        self._num_requests = 0
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._live: dict[int, list[Sequence]] = {}
+        self._undelivered: list[Output] = []
+        num_blocks = self._num_blocks()
+        is_contiguous = self._is_contiguous()
+        size = self.options.block_size
+        self._blocks = BlockManager(
+            num_blocks,
+            size,
+            self.options.max_sequences,
+            is_contiguous=is_contiguous,
+            keeps_prefixes=self.options.prefix_cache,
+        )
+        self._scheduler = Scheduler(
+            self._blocks, self.options.max_sequences, self.options.max_step_tokens, self.options.speculation
+        )
+        self._int8: Int8Linear | None = None
+        running = model
+        if self.options.weights == "int8":
+            running, self._int8 = int8_copy(model)
+        cache = KeyValueCache(num_blocks, size)
+        recorded = RecordedSteps(running, cache) if self._records(is_contiguous) else None
+        self._runner = Runner(running, cache, is_paged=not is_contiguous, recorded=recorded)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would give something, now or later."""
+        return bool(self._live or self._undelivered)
+
+    def submit(
+        self,
+        prompt: Numbers[int],
+        options: SamplingOptions | None = None,
+        *,
+        priority: int = 0,
+        num_samples: int = 1,
+        key: str | int | None = None,
+    ) -> int:
+        """Ask for `num_samples` continuations of a prompt; returns the number of the request. Higher priorities go
+        first. Noise is keyed by `key`, by default the request's number.
+
+        Raises DataError for a prompt that is empty or has unknown tokens, and ConfigError for a text that would be
+        longer than the model or the cache allows.
+        """
+        options = SamplingOptions() if options is None else options
+        self._check(prompt, options)
+        request, self._num_requests = self._num_requests, self._num_requests + 1
+        signature, stops = options.signature(), self._stop_ids | frozenset(options.stop_ids)
+        key = request if key is None else key
+        samples = [
+            Sequence(
+                request=request,
+                sample=sample,
+                prompt_length=len(prompt),
+                options=options,
+                signature=signature,
+                stop_ids=stops,
+                key=key if sample == 0 else f"{key}/{sample}",
+                priority=priority,
+                arrival=self._num_arrivals + sample,
+                root=self._root(len(prompt) + options.max_new_tokens),
+                tokens=list(prompt),
+            )
+            for sample in range(num_samples)
+        ]
+        self._num_arrivals += num_samples
+        samples[0].forks = samples[1:]
+        self._live[request] = list(samples)
+        self._scheduler.add(samples[0])
+        return request
+
+    def cancel(self, request: int, sample: int | None = None) -> None:
+        """Stop what is left of a request, or one sample of it; the next step says so once for every sample that had
+        not ended."""
+        for sequence in list(self._live.get(request, [])):
+            if sample is None or sequence.sample == sample:
+                self._undelivered.append(self._give_up(sequence, "cancelled"))
+
+    @torch.no_grad()
+    def step(self) -> list[Output]:
+        """Run the model once; returns what came of it, sample by sample."""
+        outputs, self._undelivered = self._undelivered, []
+        works = arranged(self._scheduler.plan())
+        if not works:
+            return outputs
+        self._num_steps += 1
+        model = self._runner.model
+        was_training = model.training
+        if was_training:
+            model.eval()
+        try:
+            if self._blocks.copies:
+                self._runner.cache.copy(self._blocks.copies)
+                self._blocks.copies.clear()
+            logits, diverged = self._runner.run(works)
+        finally:
+            if was_training:
+                model.train()
+        return outputs + self._advance(works, logits, diverged)
+
+    def generate(
+        self, prompts: Iterable[Numbers[int]], options: SamplingOptions | None = None, *, num_samples: int = 1
+    ) -> list[list[Completion]]:
+        """`num_samples` completions of every prompt, in order. The noise of a prompt is keyed by its place."""
+        requests: dict[int, list[Completion]] = {}
+        try:
+            for place, prompt in enumerate(prompts):
+                request = self.submit(prompt, options, num_samples=num_samples, key=place)
+                requests[request] = [Completion(tokens=[], logprobs=[]) for _ in range(num_samples)]
+            while any(request in self._live for request in requests):
+                self._deliver(self.step(), requests)
+        finally:
+            for request in requests:
+                self.cancel(request)
+            self._undelivered = [output for output in self._undelivered if output.request not in requests]
+        return list(requests.values())
+
+    def score(self, sequences: Iterable[Numbers[int]]) -> list[list[float]]:
+        """The log-probability of every token but the first, given those before it."""
+        return score(self._runner.model, [list(sequence) for sequence in sequences], self.options.max_step_tokens)
+
+    def update_weights(self, version: int) -> None:
+        """The weights have changed: whatever was read with the old ones is read anew."""
+        self.version = version
+        if self._int8 is not None:
+            self._int8.forget()
+        self._runner.forget()
+        self._scheduler.preempt_all()
+        self._blocks.forget()
+
+    def stats(self) -> dict[str, int]:
+        """Counts for people and metrics."""
+        blocks = self._blocks
+        return {
+            "running": len(self._scheduler.running),
+            "waiting": len(self._scheduler.waiting),
+            "steps": self._num_steps,
+            "preemptions": self._scheduler.num_preemptions,
+            "blocks": blocks.num_blocks,
+            "blocks_used": blocks.num_blocks - blocks.num_free,
+            "blocks_kept": blocks.num_kept,
+            "cache_bytes": self._runner.cache.num_bytes(),
+        }
+
+    def _deliver(self, outputs: list[Output], requests: dict[int, list[Completion]]) -> None:
+        """Book what belongs to these requests; keep what belongs to others for their next step."""
+        for output in outputs:
+            if output.request not in requests:
+                self._undelivered.append(output)
+                continue
+            completion = requests[output.request][output.sample]
+            completion.tokens += output.tokens
+            completion.logprobs += output.logprobs
+            completion.finish_reason = output.finish_reason
+
+    def _advance(self, works: list[Work], logits: Tensor, diverged: set[int]) -> list[Output]:
+        """Choose the next tokens and book what was read; `diverged` are the places of works that cannot go on."""
+        ready = [work for work in works if work.completes]
+        draws = [work.sequence.draw(work.drafts[:place]) for work in ready for place in range(len(work.drafts) + 1)]
+        tokens, logprobs = choose(logits, draws) if draws else ([], [])
+        outputs, end = [], 0
+        for place, work in enumerate(works):
+            start, end = end, end + (len(work.drafts) + 1 if work.completes else 0)
+            if place in diverged or any(map(isnan, logprobs[start:end])):
+                outputs.append(self._lose(work.sequence))
+            elif work.completes:
+                outputs.append(self._grow(work, tokens[start:end], logprobs[start:end]))
+            else:
+                self._blocks.advance(work.sequence, work.num_tokens)
+        return outputs
+
+    def _lose(self, sequence: Sequence) -> Output:
+        """End a text whose keys may not be numbers, and leave none of them to the texts that get its blocks."""
+        self._runner.cache.clear(sequence.blocks[sequence.num_cached // self.options.block_size :])
+        return self._give_up(sequence, "diverged")
+
+    def _give_up(self, sequence: Sequence, reason: FinishReason) -> Output:
+        sequence.finish_reason = reason
+        # The samples that wait for this one to read the prompt find another to wait for.
+        if sequence.forks:
+            heir, *heir.forks = sequence.forks
+            self._scheduler.add(heir)
+        self._end(sequence)
+        return self._output(sequence, [], [])
+
+    def _grow(self, work: Work, chosen: list[int], logprobs: list[float]) -> Output:
+        """Append the chosen tokens as far as the drafts before them were right."""
+        sequence, before = work.sequence, len(work.sequence.tokens)
+        for token, draft in zip(chosen, [*work.drafts, None], strict=True):
+            sequence.append(token)
+            if sequence.finish_reason is not None or token != draft:
+                break
+        grown = sequence.tokens[before:]
+        # The last token has been chosen but not yet read.
+        self._blocks.advance(sequence, work.num_tokens + len(grown) - 1)
+        for fork in sequence.forks:
+            self._scheduler.fork(sequence, fork)
+        sequence.forks = []
+        output = self._output(sequence, grown, logprobs[: len(grown)])
+        if sequence.finish_reason is not None:
+            self._end(sequence)
+        return output
+
+    def _end(self, sequence: Sequence) -> None:
+        self._scheduler.finish(sequence)
+        samples = self._live[sequence.request]
+        samples.remove(sequence)
+        if not samples:
+            del self._live[sequence.request]
+
+    def _output(self, sequence: Sequence, tokens: list[int], logprobs: list[float]) -> Output:
+        return Output(
+            request=sequence.request,
+            sample=sequence.sample,
+            tokens=tokens,
+            logprobs=logprobs,
+            finish_reason=sequence.finish_reason,
+            version=self.version,
+        )
+
+    def _root(self, final_length: int) -> bytes:
+        return final_length.to_bytes(8, "little") if self._geometry.depends_on_length else b""
+
+    def _check(self, prompt: Numbers[int], options: SamplingOptions) -> None:
+        size, new = len(prompt), options.max_new_tokens
+        if not size:
+            raise DataError(
+                "a prompt is empty", got="no tokens", expected="at least one token", fix="give it some text"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self._geometry.vocab_size:
+            unknown = next(token for token in prompt if not 0 <= token < self._geometry.vocab_size)
+            raise DataError(
+                "a prompt has an unknown token", got=unknown, expected=f"0 to {self._geometry.vocab_size - 1}"
+            )
+        room = self._blocks.num_blocks * self._blocks.block_size
+        for limit, what, wider in (
+            (self._geometry.max_length, "the model allows", "max_length"),
+            (room, "its keys have room for", "inference.engine.memory"),
+        ):
+            if size + new > limit:
+                raise ConfigError(
+                    f"the text would become longer than {what}",
+                    got=f"{size} prompt tokens + {new} new ones = {size + new}",
+                    expected=f"at most {wider}={limit}" if wider == "max_length" else f"at most {limit} tokens",
+                    fix="shorten the prompt or lower max_new_tokens",
+                )
+
+    def _num_blocks(self) -> int:
+        """As many as the memory holds, or as all texts at full length need, but no more than `ROOM` bytes."""
+        geometry, options = self._geometry, self.options
+        size = cast(CausalLM, self.model).head_weight.element_size()
+        block = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * size * options.block_size
+        whole = -(-geometry.max_length // options.block_size)
+        if options.memory is None:
+            free = devices.free_memory(cast(CausalLM, self.model).head_weight.device)
+            room = ROOM if free is None else free // 2
+            return max(whole, min(whole * options.max_sequences, room // block))
+        if options.memory < block:
+            raise ConfigError(
+                "inference.engine.memory holds no text at all",
+                got=f"{options.memory} bytes",
+                expected=f"at least {block}",
+            )
+        return options.memory // block
+
+    def _is_contiguous(self) -> bool:
+        if self.options.layout != "auto":
+            return self.options.layout == "contiguous"
+        return cast(CausalLM, self.model).head_weight.device.type == "cpu"
+
+    def _records(self, is_contiguous: bool) -> bool:
+        """Whether decoding steps are recorded: on devices that can, and not where ranks talk in the middle of them."""
+        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        able = devices.can_record(cast(CausalLM, self.model).head_weight.device)
+        return self.options.cuda_graphs and able and alone and not is_contiguous

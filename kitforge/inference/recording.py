@@ -1,0 +1,113 @@
+"""Decoding steps of fixed shapes, recorded once and replayed, for devices that compute faster than they are asked.
+
+B texts, filled up to a power of two; M blocks of the longest, likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.context import Context
+from kitforge.foundation import device as devices
+from kitforge.inference.cached_attention import CachedAttend, KeyValueCache, Pages
+from kitforge.inference.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffers:
+    """What a recorded step reads, written anew before each replay."""
+
+    tokens: Tensor  # [1, B]
+    positions: Tensor  # [1, B]
+    finals: Tensor  # [1, B] how long each text may become
+    slots: Tensor  # [B]
+    lengths: Tensor  # [B]
+    tables: Tensor  # [B, M]
+
+
+@final
+class RecordedSteps:
+    """Steps in which every text reads one token. A row that is filled up writes to the cache's spare block."""
+
+    def __init__(self, model: nn.Module, cache: KeyValueCache) -> None:
+        self._network = cast(CausalLM, model)
+        self._cache = cache
+        self._steps: dict[tuple[int, int], tuple[Buffers, Callable[[], Tensor]]] = {}
+        self._weights = self._addresses()
+
+    def run(self, sequences: list[Sequence]) -> Tensor:
+        """Logits [texts, vocab]."""
+        num_blocks = max(sequence.num_cached // self._cache.block_size + 1 for sequence in sequences)
+        shape = (_power_of_two(len(sequences)), _power_of_two(num_blocks))
+        if shape not in self._steps:
+            self._steps[shape] = self._record(*shape)
+        buffers, replay = self._steps[shape]
+        self._fill(buffers, sequences)
+        return replay()[: len(sequences)]
+
+    def forget_moved_weights(self) -> None:
+        """A step reads weights where they were when it was recorded; record anew if they are elsewhere now."""
+        weights = self._addresses()
+        if weights != self._weights:
+            self._weights, self._steps = weights, {}
+
+    def _record(self, num_texts: int, num_blocks: int) -> tuple[Buffers, Callable[[], Tensor]]:
+        device = self._network.head_weight.device
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.long, device=device)
+
+        buffers = Buffers(
+            tokens=numbers(1, num_texts),
+            positions=numbers(1, num_texts),
+            finals=numbers(1, num_texts) + 1,
+            slots=numbers(num_texts) + self._cache.spare_slot,
+            lengths=numbers(num_texts) + 1,
+            tables=numbers(num_texts, num_blocks),
+        )
+
+        def step() -> Tensor:
+            pages = Pages(first=0, tables=buffers.tables, lengths=buffers.lengths)
+            attend = CachedAttend(self._cache, buffers.slots, [pages])
+            context = Context(positions=buffers.positions, lengths=buffers.finals, attend=attend)
+            return self._network.head(self._network.hidden(buffers.tokens, context)[0])
+
+        # Once as it is, so that the cache has its memory before anything is recorded.
+        step()
+        return buffers, devices.recorded(step, device)
+
+    def _fill(self, buffers: Buffers, sequences: list[Sequence]) -> None:
+        num_texts, num_blocks = buffers.tables.shape
+        rows = [_row(sequence, self._cache.block_size, num_blocks) for sequence in sequences]
+        rows += [[0, 0, 1, self._cache.spare_slot, 1] + [0] * num_blocks] * (num_texts - len(rows))
+        # One transfer for everything.
+        filled = torch.tensor(rows).to(buffers.tables.device)
+        columns = (buffers.tokens[0], buffers.positions[0], buffers.finals[0], buffers.slots, buffers.lengths)
+        for place, column in enumerate(columns):
+            column.copy_(filled[:, place])
+        buffers.tables.copy_(filled[:, len(columns) :])
+
+    def _addresses(self) -> tuple[int, ...]:
+        return tuple(parameter.data_ptr() for parameter in cast(nn.Module, self._network).parameters())
+
+
+def padded(blocks: list[int], num_blocks: int) -> list[int]:
+    """The first blocks of a table, and its last one where there are not as many."""
+    return (blocks + blocks[-1:] * num_blocks)[:num_blocks]
+
+
+def _row(sequence: Sequence, size: int, num_blocks: int) -> list[int]:
+    position = sequence.num_cached
+    slot = sequence.blocks[position // size] * size + position % size
+    table = padded(sequence.blocks, num_blocks)
+    return [sequence.tokens[position], position, sequence.final_length, slot, position + 1, *table]
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

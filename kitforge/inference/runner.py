@@ -1,0 +1,156 @@
+"""From planned work to logits: lays the tokens of a step in one row and lets the model read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.context import Context
+from kitforge.inference.cached_attention import CALL, CachedAttend, KeyValueCache, Lanes, Pages, Part, Stretch
+from kitforge.inference.recording import RecordedSteps, padded
+from kitforge.inference.scheduler import Work
+from kitforge.inference.sequence import Sequence
+
+
+@final
+class Runner:
+    """Runs a model over sequences whose keys lie in `cache`. With `is_paged` the texts of a batch are gathered from
+    wherever their blocks are; else they are read in place as far as they lie one after another."""
+
+    def __init__(
+        self, model: nn.Module, cache: KeyValueCache, *, is_paged: bool, recorded: RecordedSteps | None = None
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self._is_paged = is_paged
+        self._recorded = recorded
+        self._size = cache.block_size
+
+    def forget(self) -> None:
+        """The weights have changed."""
+        if self._recorded is not None:
+            self._recorded.forget_moved_weights()
+
+    def run(self, works: list[Work]) -> tuple[Tensor, set[int]]:
+        """Logits [R, vocab]: for each work in order that completes its text, one row for the last of its tokens and one
+        for each of its drafts; and the places of the works whose keys may not be numbers. Works must be ordered as by
+        `arranged`."""
+        if self._recorded is not None and all(work.is_single and work.completes for work in works):
+            # Single tokens all have logits, which tell as much.
+            return self._recorded.run([work.sequence for work in works]), set()
+        network = cast(CausalLM, self.model)
+        device = network.head_weight.device
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        rows: list[int] = []
+        for work in works:
+            sequence, start = work.sequence, work.sequence.num_cached
+            end = start + work.num_tokens
+            tokens += sequence.tokens[start:end] + work.drafts
+            positions += range(start, end + len(work.drafts))
+            slots += self._slots(sequence, start, end + len(work.drafts))
+            if work.completes:
+                rows += range(len(tokens) - len(work.drafts) - 1, len(tokens))
+        attend = CachedAttend(self.cache, torch.tensor(slots, device=device), self._parts(works, device))
+        context = Context(
+            positions=torch.tensor([positions], device=device), lengths=self._lengths(works, device), attend=attend
+        )
+        hidden = network.hidden(torch.tensor([tokens], device=device), context)[0]
+        return network.head(hidden if len(rows) == len(tokens) else hidden[rows]), _diverged(works, hidden)
+
+    def _slots(self, sequence: Sequence, start: int, end: int) -> Iterable[int]:
+        """Where positions start .. end - 1 of the sequence lie."""
+        size, table = self._size, sequence.blocks
+        if sequence.is_consecutive:
+            return range(table[0] * size + start, table[0] * size + end)
+        return [table[position // size] * size + position % size for position in range(start, end)]
+
+    def _lengths(self, works: list[Work], device: torch.device) -> Tensor | None:
+        """[1, N], for models whose positions depend on how long a text becomes."""
+        if not cast(CausalLM, self.model).geometry.depends_on_length:
+            return None
+        lengths = [work.sequence.final_length for work in works for _ in range(work.num_tokens + len(work.drafts))]
+        return torch.tensor([lengths], device=device)
+
+    def _parts(self, works: list[Work], device: torch.device) -> list[Part]:
+        singles = 0
+        while singles < len(works) and works[singles].is_single:
+            singles += 1
+        parts: list[Part] = []
+        if self._is_paged and singles:
+            parts.append(self._pages([work.sequence for work in works[:singles]], device))
+        elif singles:
+            parts += self._lanes([work.sequence for work in works[:singles]], device)
+        first = singles
+        for work in works[singles:]:
+            count = work.num_tokens + len(work.drafts)
+            parts.append(self._stretch(work.sequence, first, count, device))
+            first += count
+        return parts
+
+    def _stretch(self, sequence: Sequence, first: int, num_tokens: int, device: torch.device) -> Stretch:
+        length = sequence.num_cached + num_tokens
+        start, slots = sequence.blocks[0] * self._size, None
+        if not sequence.is_consecutive:
+            slots = torch.tensor(list(self._slots(sequence, 0, length)), device=device)
+        return Stretch(
+            first=first, num_tokens=num_tokens, length=length, start=start if slots is None else None, slots=slots
+        )
+
+    def _pages(self, sequences: list[Sequence], device: torch.device) -> Pages:
+        lengths = [sequence.num_cached + 1 for sequence in sequences]
+        num_blocks = -(-max(lengths) // self._size)
+        tables = [padded(sequence.blocks, num_blocks) for sequence in sequences]
+        return Pages(first=0, tables=torch.tensor(tables, device=device), lengths=torch.tensor(lengths, device=device))
+
+    def _lanes(self, sequences: list[Sequence], device: torch.device) -> list[Part]:
+        """Single tokens in few parts. Sequences that start at equal distances are read as one, unless more would be
+        read in vain than calls are saved."""
+        parts: list[Part] = []
+        group: list[Sequence] = []
+        for place, sequence in enumerate([*sequences, None]):
+            if sequence is not None and self._joins(group, sequence):
+                group.append(sequence)
+                continue
+            first = place - len(group)
+            if len(group) == 1:
+                parts.append(self._stretch(group[0], first, 1, device))
+            elif group:
+                start, second = group[0].blocks[0] * self._size, group[1].blocks[0] * self._size
+                lengths = [each.num_cached + 1 for each in group]
+                parts.append(Lanes(first=first, start=start, stride=second - start, lengths=lengths))
+            group = [] if sequence is None else [sequence]
+        return parts
+
+    def _joins(self, group: list[Sequence], sequence: Sequence) -> bool:
+        if not group:
+            return True
+        if not (sequence.is_consecutive and group[0].is_consecutive):
+            return False
+        stride = sequence.blocks[0] - group[-1].blocks[0]
+        if len(group) > 1 and stride != group[1].blocks[0] - group[0].blocks[0]:
+            return False
+        lengths = [each.num_cached + 1 for each in [*group, sequence]]
+        # What a view holds beyond its text is masked, but must be a number: no text of the others that run.
+        is_inside = max(lengths) <= stride * self._size
+        # The view of the last text must end within the cache too.
+        is_inside &= sequence.blocks[0] * self._size + max(lengths) <= self.cache.num_slots
+        return is_inside and max(lengths) * len(lengths) - sum(lengths) <= CALL * len(lengths)
+
+
+def _diverged(works: list[Work], hidden: Tensor) -> set[int]:
+    """The places of works with hidden [N, dim] that is not finite; so is that of every token with such a key."""
+    if torch.isfinite(hidden.sum()):
+        return set()
+    sizes = [work.num_tokens + len(work.drafts) for work in works]
+    return {place for place, part in enumerate(torch.split(hidden, sizes)) if not part.isfinite().all()}
+
+
+def arranged(works: list[Work]) -> list[Work]:
+    """Single tokens first, in the order in which they lie in the cache."""
+    return sorted(works, key=lambda work: (not work.is_single, work.sequence.blocks[0]))

@@ -1,0 +1,173 @@
+"""Which texts take part in the next step, and with how many tokens.
+
+Texts are served by rank: higher priority first, then in order of arrival. Those that run go on; a prompt is read in
+pieces that fill what the others leave of a step. Where the cache is full, the last in rank gives up its blocks and is
+read anew later, which costs time and changes nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import final
+
+from kitforge.inference.block_manager import BlockManager
+from kitforge.inference.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The share of one sequence in a step: its tokens from `num_cached` on, then `drafts` to be verified."""
+
+    sequence: Sequence
+    num_tokens: int  # of its own
+    drafts: list[int]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it reads one token."""
+        return self.num_tokens == 1 and not self.drafts
+
+    @property
+    def completes(self) -> bool:
+        """Whether its next token can be chosen afterwards."""
+        return self.num_tokens == self.sequence.num_waiting
+
+
+@final
+class Scheduler:
+    """Queues of sequences, waiting and running."""
+
+    def __init__(self, blocks: BlockManager, max_sequences: int, max_step_tokens: int, speculation: int = 0) -> None:
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._blocks = blocks
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._max_sequences = max_sequences
+        self._max_step_tokens = max_step_tokens
+        self._speculation = speculation
+        self._plan: dict[int, Work] = {}
+        self._room = 0
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Those that have no blocks, in no particular order."""
+        return [sequence for _, sequence in self._waiting if sequence.finish_reason is None]
+
+    def add(self, sequence: Sequence) -> None:
+        """Let it wait for its turn."""
+        heappush(self._waiting, (sequence.rank, sequence))
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a sample go on from the prompt that its parent has read, or wait for its turn to read it itself."""
+        if len(self.running) < self._max_sequences and self._blocks.fork(parent, child):
+            self._start(child)
+        else:
+            self.add(child)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take out a sequence that has ended; one in the queue is passed over when its turn comes."""
+        if sequence.is_running:
+            self._stop(sequence)
+
+    def preempt_all(self) -> None:
+        """Have every sequence read anew."""
+        for sequence in list(self.running):
+            self._preempt(sequence)
+
+    def plan(self) -> list[Work]:
+        """The next step. Empty only where nothing waits or runs."""
+        self._plan, self._room = {}, self._max_step_tokens
+        for is_reading in (False, True):
+            for sequence in list(self.running):
+                if sequence.is_running and (sequence.num_waiting > 1) == is_reading and self._room:
+                    self._go_on(sequence)
+        while self._waiting and self._room and self._admit_first():
+            pass
+        return list(self._plan.values())
+
+    def _go_on(self, sequence: Sequence) -> None:
+        """Plan for a running sequence, at the expense of those behind it."""
+        num_tokens = min(sequence.num_waiting, self._room)
+        drafts = self._drafts(sequence, num_tokens)
+        while not self._blocks.reserve(sequence, num_tokens + len(drafts)):
+            if drafts:
+                drafts = []
+                continue
+            last = self.running[-1]
+            self._preempt(last)
+            if last is sequence:
+                return
+        self._take(sequence, num_tokens, drafts)
+
+    def _admit_first(self) -> bool:
+        """Start the first in the queue; False where there is no room for it."""
+        sequence = self._waiting[0][1]
+        if sequence.finish_reason is not None:
+            heappop(self._waiting)
+            return True
+        if len(self.running) == self._max_sequences and not self._yields(sequence):
+            return False
+        self._blocks.admit(sequence)
+        num_tokens = min(sequence.num_waiting, self._room)
+        while not self._fits(sequence, num_tokens):
+            if not self._yields(sequence):
+                self._blocks.release(sequence)
+                return False
+        heappop(self._waiting)
+        self._start(sequence)
+        self._take(sequence, num_tokens, [])
+        return True
+
+    def _fits(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Reserve, if every running sequence could still grow by a block; else those would soon be thrown out."""
+        margin = len(self.running)
+        lacking = self._blocks.missing(sequence, num_tokens) + margin > self._blocks.num_free
+        return not lacking and self._blocks.reserve(sequence, num_tokens)
+
+    def _yields(self, sequence: Sequence) -> bool:
+        """Whether the last in rank made room, having less priority."""
+        if not self.running or self.running[-1].priority >= sequence.priority:
+            return False
+        self._preempt(self.running[-1])
+        return True
+
+    def _drafts(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """A guess at what follows, where the sequence is about to choose a token and there is room."""
+        if not self._speculation or num_tokens < sequence.num_waiting:
+            return []
+        most = min(self._speculation, self._room - num_tokens, sequence.final_length - len(sequence.tokens) - 1)
+        return looked_up(sequence.tokens, most)
+
+    def _take(self, sequence: Sequence, num_tokens: int, drafts: list[int]) -> None:
+        self._plan[sequence.arrival] = Work(sequence=sequence, num_tokens=num_tokens, drafts=drafts)
+        self._room -= num_tokens + len(drafts)
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.is_running = True
+        insort(self.running, sequence, key=lambda each: each.rank)
+
+    def _stop(self, sequence: Sequence) -> None:
+        sequence.is_running = False
+        self.running.remove(sequence)
+        self._blocks.release(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        work = self._plan.pop(sequence.arrival, None)
+        if work is not None:
+            self._room += work.num_tokens + len(work.drafts)
+        self.num_preemptions += 1
+        self._stop(sequence)
+        self.add(sequence)
+
+
+def looked_up(tokens: list[int], most: int, longest: int = 3) -> list[int]:
+    """Up to `most` tokens that followed the last ones where they stood before: the longest ending of up to `longest`
+    tokens that occurs earlier, in its latest place (prompt lookup, Saxena 2023)."""
+    for size in range(min(longest, len(tokens) - 1), 0, -1):
+        ending = tokens[-size:]
+        for start in range(len(tokens) - size - 1, -1, -1):
+            if most > 0 and tokens[start : start + size] == ending:
+                return tokens[start + size : start + size + most]
+    return []

@@ -1,0 +1,68 @@
+"""How likely a model finds given texts, without a cache. B texts, T the longest of them."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.context import Context
+
+# Rows of which logits exist at once.
+ROWS = 256
+
+
+@torch.no_grad()
+def score(model: nn.Module, texts: list[list[int]], max_tokens: int) -> list[list[float]]:
+    """For each text the log-probability of every token but the first. Texts of similar length share a pass of at most
+    `max_tokens` tokens, or one text where that is longer."""
+    scores: list[list[float]] = [[] for _ in texts]
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in _batches(texts, max_tokens):
+            found = _score_batch(cast(CausalLM, model), [texts[place] for place in batch])
+            for place, logprobs in zip(batch, found, strict=True):
+                scores[place] = logprobs
+    finally:
+        model.train(was_training)
+    return scores
+
+
+def _batches(texts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Places of the texts, in order of length; those too short to have a score are left out."""
+    batches: list[list[int]] = []
+    for place in sorted(range(len(texts)), key=lambda place: len(texts[place])):
+        length = len(texts[place])
+        if length < 2:
+            continue
+        # The latest text is the longest so far, and all of a batch are padded to it.
+        if batches and (len(batches[-1]) + 1) * length <= max_tokens:
+            batches[-1].append(place)
+        else:
+            batches.append([place])
+    return batches
+
+
+def _score_batch(network: CausalLM, texts: list[list[int]]) -> list[list[float]]:
+    """Padding on the right is never seen by what stands before it, so it needs no mask."""
+    device = network.head_weight.device
+    longest = max(map(len, texts))
+    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
+    lengths = torch.tensor([[len(text)] for text in texts], device=device)
+    hidden = network.hidden(tokens, Context(lengths=lengths))
+    is_scored = torch.arange(1, longest, device=device) < lengths
+    logprobs = logprobs_of(network, hidden[:, :-1][is_scored], tokens[:, 1:][is_scored])
+    return [part.tolist() for part in torch.split(logprobs, [len(text) - 1 for text in texts])]
+
+
+def logprobs_of(network: CausalLM, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities [rows] of targets [rows] for hidden [rows, dim]; the logits of a few rows at a time."""
+    found = []
+    for rows, wanted in zip(torch.split(hidden, ROWS), torch.split(targets, ROWS), strict=True):
+        logits = network.head(rows)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        found.append(logits.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1))
+    return torch.cat(found)

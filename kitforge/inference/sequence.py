@@ -1,0 +1,73 @@
+"""One text that is being generated: its tokens, how far its keys are in the cache, and what its owner asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kitforge.inference.sampling import Draw, SamplingOptions
+
+# diverged: what the model makes of the text is not a number.
+FinishReason = Literal["stop", "length", "cancelled", "diverged"]
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Sequence:
+    """One of the samples of a request. The scheduler moves it, the block manager fills its table."""
+
+    request: int
+    sample: int
+    prompt_length: int
+    options: SamplingOptions
+    signature: Hashable
+    stop_ids: frozenset[int]
+    key: str | int
+    priority: int
+    arrival: int
+    root: bytes = b""  # keeps apart texts whose equal beginnings have unequal keys
+    tokens: list[int]  # the prompt and what was generated so far
+    num_cached: int = 0  # positions whose keys and values lie in the blocks
+    blocks: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # one for each leading block that is full
+    lane: int | None = None  # where in the cache it is at home
+    is_consecutive: bool = True  # whether each block is the one after the one before
+    is_running: bool = False
+    finish_reason: FinishReason | None = None
+    forks: list[Sequence] = field(default_factory=list)  # further samples, waiting for the prompt to be read
+
+    @property
+    def final_length(self) -> int:
+        """The most tokens that it can come to."""
+        return self.prompt_length + self.options.max_new_tokens
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller goes first: by priority, then in order of arrival."""
+        return -self.priority, self.arrival
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens that have to pass through the model before the next one can be chosen."""
+        return len(self.tokens) - self.num_cached
+
+    def draw(self, drafts: list[int] | None = None) -> Draw:
+        """The choice of its next token, after `drafts` that are taken for granted."""
+        text = [*self.tokens, *(drafts or ())] if self.options.looks_back else ()
+        length = len(self.tokens) + len(drafts or ())
+        return Draw(
+            options=self.options,
+            signature=self.signature,
+            text=text,
+            prompt_length=self.prompt_length,
+            position=length - self.prompt_length,
+            key=self.key,
+        )
+
+    def append(self, token: int) -> None:
+        """Take the next token, which may be the last."""
+        self.tokens.append(token)
+        if token in self.stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.final_length:
+            self.finish_reason = "length"

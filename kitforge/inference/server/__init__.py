@@ -1,0 +1,1 @@
+"""An engine over HTTP, in the words of OpenAI's interface."""

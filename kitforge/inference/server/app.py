@@ -1,0 +1,196 @@
+"""The routes. FastAPI is imported when a server is made, so that everything else works without it."""
+
+# Annotations are evaluated where they stand here: FastAPI reads them, and its names exist in these functions only.
+
+import asyncio
+import contextlib
+import typing
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kitforge.data.extras import load_extra
+from kitforge.inference.server.answers import ChatShape, CompletionShape, Shape, collected, events
+from kitforge.inference.server.asked import ChatRequest, CompletionRequest, parse, read
+from kitforge.inference.server.exchange import Exchange, Service
+from kitforge.inference.server.gate import CLOSING, Gate
+from kitforge.inference.server.metrics import TEXT_FORMAT
+from kitforge.inference.server.page import page, policy
+from kitforge.inference.server.refusal import RefusalError
+from kitforge.inference.server.schema import schema_of
+
+_REFUSALS = {
+    400: "The request is wrong.",
+    401: "The token is wrong or missing.",
+    403: "The host is not this machine.",
+    404: "There is no such model.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "Too much is asked at once.",
+    500: "The model's numbers have diverged.",
+    503: "The engine has stopped.",
+}
+
+
+def create(service: Service) -> Any:
+    """The application that answers for a service. Raises DependencyError where FastAPI is not installed."""
+    load_extra("fastapi", needed_for="kitforge serve", extra="serve")
+    from fastapi import FastAPI
+
+    @contextlib.asynccontextmanager
+    async def life(_app: FastAPI) -> AsyncIterator[None]:
+        service.worker.start()
+        yield
+        await asyncio.to_thread(service.worker.stop)
+
+    # The pages of documentation that FastAPI brings fetch their scripts from elsewhere.
+    app = FastAPI(title="Kitforge", docs_url=None, redoc_url=None, lifespan=life)
+    _add_facts(app, service)
+    _add_answers(app, service)
+
+    async def refused(_request: Any, error: Exception) -> Any:
+        return _response(typing.cast(RefusalError, error))
+
+    async def unknown(_request: Any, error: Exception) -> Any:
+        found = typing.cast(Any, error)
+        return _response(RefusalError(found.status_code, str(found.detail), headers=found.headers))
+
+    app.add_exception_handler(RefusalError, refused)
+    for status in (404, 405):
+        app.add_exception_handler(status, unknown)
+    app.add_middleware(Gate, limits=service.limits, metrics=service.metrics)
+    return app
+
+
+def _add_facts(app: Any, service: Service) -> None:
+    """What can be asked about the server itself."""
+    from fastapi import FastAPI
+    from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+
+    routes: FastAPI = app
+
+    @routes.get("/", include_in_schema=False)
+    async def root() -> HTMLResponse:
+        text = page(service.name, needs_token=service.limits.token is not None)
+        return HTMLResponse(text, headers={"Content-Security-Policy": policy()})
+
+    @routes.get("/health", responses=_documented(503))
+    async def health() -> JSONResponse:
+        if service.worker.failure is not None:
+            raise RefusalError(503, "the engine has stopped; the server's log says why", code="engine_stopped")
+        return JSONResponse({"status": "ok"})
+
+    @routes.get("/metrics", response_class=PlainTextResponse, responses=_documented(401, 403))
+    async def metrics() -> PlainTextResponse:
+        gauges = {"prompts": service.num_live, **await service.worker.stats()}
+        return PlainTextResponse(service.metrics.text(gauges), headers={"Content-Type": TEXT_FORMAT})
+
+    @routes.get("/v1/models", responses=_documented(401, 403))
+    async def models() -> JSONResponse:
+        model = {"id": service.name, "object": "model", "created": service.created, "owned_by": "kitforge"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+
+def _add_answers(app: Any, service: Service) -> None:
+    """What the model is asked through."""
+    from fastapi import FastAPI, Request
+    from fastapi.responses import Response
+
+    routes: FastAPI = app
+
+    @routes.post("/v1/completions", **_described(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        asked = await _read(request, service, CompletionRequest)
+        prompts = await asyncio.to_thread(lambda: [service.encode(prompt) for prompt in asked.prompts()])
+        shape = CompletionShape(service.name, service.tokenizer, has_logprobs=asked.logprobs is not None)
+        answer: Response = await _answer(request, service, asked, prompts, shape)
+        return answer
+
+    @routes.post("/v1/chat/completions", **_described(ChatRequest))
+    async def chat(request: Request) -> Response:
+        asked = await _read(request, service, ChatRequest)
+        prompt = await asyncio.to_thread(service.encode_chat, asked)
+        shape = ChatShape(service.name, service.tokenizer, has_logprobs=bool(asked.logprobs))
+        answer: Response = await _answer(request, service, asked, [prompt], shape)
+        return answer
+
+
+async def _read(request: Any, service: Service, kind: type[Any]) -> Any:
+    """What is asked for. Raises RefusalError for a body that is too large, too slow or wrong."""
+    limits = service.limits
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RefusalError(
+            415, "the body must be JSON; send Content-Type: application/json", code="invalid_content_type"
+        )
+    too_large = RefusalError(413, f"the body is larger than {limits.max_body} bytes", code="body_too_large")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:18]) > limits.max_body:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.patience):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limits.max_body:
+                    raise too_large
+    except TimeoutError:
+        raise RefusalError(408, f"the body did not arrive within {limits.patience:g} s", code="body_too_slow") from None
+    asked = read(kind, parse(bytes(body)))
+    service.check_model(asked.model)
+    return asked
+
+
+async def _answer(request: Any, service: Service, asked: Any, prompts: list[list[int]], shape: Shape) -> Any:
+    """The answer, whole or as a stream; it ends with its client."""
+    from fastapi.responses import JSONResponse, StreamingResponse
+
+    if not prompts:
+        raise RefusalError(400, "there is no prompt", parameter="prompt", code="empty_prompt")
+    exchange = service.open(asked, prompts)
+    request.scope[CLOSING].callback(exchange.close)
+    if asked.stream:
+        await exchange.begin()
+        has_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        return StreamingResponse(
+            events(shape, exchange, has_usage=has_usage),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+    return JSONResponse(await _unless_gone(request, shape, exchange))
+
+
+async def _unless_gone(request: Any, shape: Shape, exchange: Exchange) -> dict[str, Any]:
+    """The whole answer; a RefusalError that nobody reads as soon as the client has left."""
+    answer = asyncio.ensure_future(collected(shape, exchange))
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        raise RefusalError(499, "the client has left", code="client_left")
+    finally:
+        answer.cancel()
+        gone.cancel()
+
+
+def _response(refusal: RefusalError) -> Any:
+    from fastapi.responses import JSONResponse
+
+    return JSONResponse(refusal.body(), status_code=refusal.status, headers=refusal.headers)
+
+
+def _documented(*statuses: int) -> dict[int | str, Any]:
+    error = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
+    return {
+        status: {"description": _REFUSALS[status], "content": {"application/json": {"schema": error}}}
+        for status in statuses
+    }
+
+
+def _described(kind: type[Any]) -> dict[str, Any]:
+    """What the server's description of itself says of a route with a body."""
+    answer = {"application/json": {"schema": {"type": "object", "required": ["id", "choices"]}}}
+    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    body = {"required": True, "content": {"application/json": {"schema": schema_of(kind)}}}
+    responses = {200: {"description": "The answer.", "content": answer | stream}, **_documented(*_REFUSALS)}
+    return {"responses": responses, "openapi_extra": {"requestBody": body}, "response_model": None}

@@ -1,0 +1,53 @@
+"""A server from start to end: until it is told to stop, and then until what was asked has been answered."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kitforge.data.extras import load_extra
+from kitforge.foundation.errors import ConfigError
+from kitforge.inference.server.app import create
+from kitforge.inference.server.exchange import Service
+
+# Seconds that a connection may rest between two requests. Where the server ends it first, a client that is just then
+# sending its next request on it sees it break; clients keep theirs for 5 s (httpx, OpenAI's) to 60 s (proxies).
+KEEP_ALIVE = 75
+
+
+def serve(service: Service, port: int, ready: Callable[[str], None]) -> None:
+    """Answer on that port until SIGTERM or SIGINT; `ready` is told the address. Prompts that are being answered then
+    have `serve.drain` seconds. Raises ConfigError where the port cannot be listened on."""
+    server, limits = server_of(service), service.limits
+    family = socket.AF_INET6 if ":" in limits.host else socket.AF_INET
+    try:
+        listener = socket.create_server((limits.host, port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            "the port cannot be listened on",
+            got=f"{limits.host}:{port}, {error.strerror or error}",
+            fix="stop what uses it, or choose another: port=8001",
+        ) from None
+    if threading.current_thread() is threading.main_thread():
+        # uvicorn drains first and then raises the signal once more, which is the end of a process that did well.
+        signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
+    host = f"[{limits.host}]" if family == socket.AF_INET6 else limits.host
+    ready(f"http://{host}:{listener.getsockname()[1]}")
+    server.run(sockets=[listener])
+
+
+def server_of(service: Service) -> Any:
+    """What answers for a service on sockets that are listening."""
+    uvicorn = load_extra("uvicorn", needed_for="kitforge serve", extra="serve")
+    config = uvicorn.Config(
+        create(service),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=max(1, round(service.limits.drain)),
+    )
+    return uvicorn.Server(config)

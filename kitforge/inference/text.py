@@ -1,0 +1,149 @@
+"""Words for an engine that knows numbers only: pieces of text as they become certain, and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from kitforge.data.tokenizer import Tokenizer
+from kitforge.foundation.config import check
+from kitforge.inference.engine import Engine
+from kitforge.inference.options import EngineOptions
+from kitforge.inference.sampling import SamplingOptions
+from kitforge.inference.sequence import FinishReason
+
+# How a decoder shows bytes that are not a character, or not yet.
+_UNREADABLE = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceOptions(SamplingOptions):
+    """How texts are continued, and by what engine."""
+
+    stop: tuple[str, ...] = ()  # a text ends before the first of these
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+    def __post_init__(self) -> None:
+        SamplingOptions.__post_init__(self)
+        check(all(self.stop), "inference.stop", list(self.stop), "strings that are not empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What a step added to one sample of a request."""
+
+    request: int
+    sample: int
+    text: str  # whole characters, none of a stop string
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason | None
+
+
+@final
+class Detokeniser:
+    """The text of one sample, token by token. All pieces together are the decoded text, cut before the first stop
+    string. What could still become a stop string, or is half a character, is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self.is_stopped = False
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._tokens: list[int] = []
+        # Tokens before `_known` have been decoded; those from `_context` on are decoded again with the next ones,
+        # since a token may be written differently after another than alone.
+        self._context = self._known = 0
+        self._held = ""
+
+    def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
+        """The text that has become certain with these tokens; all of it with the last ones."""
+        self._tokens += tokens
+        self._held += self._decoded(is_last)
+        found = min((place for place in map(self._held.find, self._stop) if place >= 0), default=None)
+        if found is not None:
+            self.is_stopped = True
+            return self._release(found)
+        return self._release(len(self._held) - (0 if is_last else self._num_open()))
+
+    def _decoded(self, is_last: bool) -> str:
+        before = self._tokenizer.decode(self._tokens[self._context : self._known])
+        after = self._tokenizer.decode(self._tokens[self._context :])
+        if after.endswith(_UNREADABLE) and not is_last:
+            return ""
+        self._context, self._known = self._known, len(self._tokens)
+        return after[len(before) :]
+
+    def _num_open(self) -> int:
+        """How many of the last characters may be the beginning of a stop string."""
+        for size in range(min(len(self._held), max(map(len, self._stop), default=1) - 1), 0, -1):
+            if any(stop.startswith(self._held[-size:]) for stop in self._stop):
+                return size
+        return 0
+
+    def _release(self, size: int) -> str:
+        text, self._held = self._held[:size], self._held[size:]
+        return text
+
+
+@final
+class TextEngine:
+    """An engine that takes and gives text. Requests are numbered by the engine, which should have no other user."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._texts: dict[tuple[int, int], Detokeniser] = {}
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        options: InferenceOptions,
+        *,
+        priority: int = 0,
+        num_samples: int = 1,
+        key: str | int | None = None,
+    ) -> int:
+        """See `Engine.submit`; a prompt may be tokens already."""
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        request = self.engine.submit(tokens, options, priority=priority, num_samples=num_samples, key=key)
+        for sample in range(num_samples):
+            self._texts[request, sample] = Detokeniser(self.tokenizer, options.stop)
+        return request
+
+    def cancel(self, request: int) -> None:
+        """Stop what is left of a request; nothing more is heard of it."""
+        self.engine.cancel(request)
+        for named in [named for named in self._texts if named[0] == request]:
+            del self._texts[named]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would give something, now or later."""
+        return self.engine.has_work
+
+    def step(self) -> list[Piece]:
+        """One step of the engine, in words."""
+        pieces = []
+        for output in self.engine.step():
+            text = self._texts.get((output.request, output.sample))
+            if text is None:
+                continue
+            reason = output.finish_reason
+            kept = output.tokens[:-1] if reason == "stop" else output.tokens
+            words = text.push(kept, is_last=reason is not None)
+            if text.is_stopped and reason != "stop":
+                self.engine.cancel(output.request, output.sample)
+                reason = "stop"
+            if reason is not None:
+                del self._texts[output.request, output.sample]
+            piece = Piece(
+                request=output.request,
+                sample=output.sample,
+                text=words,
+                tokens=output.tokens,
+                logprobs=output.logprobs,
+                finish_reason=reason,
+            )
+            pieces.append(piece)
+        return pieces

@@ -1,0 +1,63 @@
+"""What every text should be: chosen token by token, each from a plain forward pass over all tokens before it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kitforge.core.nn.context import Context
+from kitforge.core.nn.decoder import Decoder
+from kitforge.inference.engine import Completion
+from kitforge.inference.sampling import Draw, SamplingOptions, choose
+from tests.core.nn.networks import CONFIGS, build
+
+# Beyond the original length of the scaled positions, so that both of their regimes occur.
+LENGTH = 40
+
+
+@cache
+def network(name: str, dtype: torch.dtype = torch.float64) -> Decoder:
+    """A network of that position scheme with room for some text; to be read and never written."""
+    return build(replace(CONFIGS[name], max_length=LENGTH), dtype=dtype).requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def logits_of(model: Decoder, tokens: Sequence[int], final_length: int) -> Tensor:
+    """Logits [length, vocab] of a text that will come to `final_length` tokens."""
+    lengths = torch.tensor([[final_length]])
+    logits: Tensor = model(torch.tensor([list(tokens)]), Context(lengths=lengths))[0]
+    return logits
+
+
+def recomputed(
+    model: Decoder,
+    prompt: Sequence[int],
+    options: SamplingOptions,
+    key: str | int = 0,
+    stop_ids: Collection[int] = (),
+) -> Completion:
+    """The continuation of a prompt without a cache, an engine or batch mates."""
+    completion = Completion(tokens=[], logprobs=[])
+    final_length = len(prompt) + options.max_new_tokens
+    while completion.finish_reason is None:
+        text = [*prompt, *completion.tokens]
+        draw = Draw(
+            options=options,
+            signature=(),
+            text=text,
+            prompt_length=len(prompt),
+            position=len(completion.tokens),
+            key=key,
+        )
+        tokens, logprobs = choose(logits_of(model, text, final_length)[-1:], [draw])
+        completion.tokens += tokens
+        completion.logprobs += logprobs
+        if tokens[0] in stop_ids or tokens[0] in options.stop_ids:
+            completion.finish_reason = "stop"
+        elif len(completion.tokens) == options.max_new_tokens:
+            completion.finish_reason = "length"
+    return completion

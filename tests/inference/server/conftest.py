@@ -1,0 +1,86 @@
+"""A server of a tiny random model in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import uvicorn
+
+from kitforge.core.nn.decoder import Decoder
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.inference.engine import Engine
+from kitforge.inference.options import EngineOptions
+from kitforge.inference.server.exchange import Service
+from kitforge.inference.server.options import ServeOptions
+from kitforge.inference.server.run import server_of
+from kitforge.inference.text import InferenceOptions, TextEngine
+from kitforge.models.catalog import config_of
+from kitforge.models.folder import build
+from tests.trainer import tiny
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    service: Service
+    server: uvicorn.Server
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+
+def small_model() -> Decoder:
+    config = config_of(tiny.LLAMA | {"vocab_size": ByteTokenizer.vocab_size})
+    return build(config, device=torch.device("cpu"), seed=3).eval()
+
+
+def make_service(model: Decoder, limits: ServeOptions, engine: EngineOptions) -> Service:
+    tokenizer = ByteTokenizer()
+    texts = TextEngine(Engine(model, engine, stop_ids=tokenizer.eos_ids), tokenizer)
+    return Service(texts, "tiny", InferenceOptions(max_new_tokens=16), limits)
+
+
+@contextlib.contextmanager
+def serving(service: Service) -> Iterator[Served]:
+    """The server behind a real socket; it has ended when the block has."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    server = server_of(service)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", service, server)
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def until(holds: Callable[[], Any], seconds: float = 20) -> None:
+    """Wait for something to hold; it is an error when it does not in time."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="package")
+def model() -> Decoder:
+    return small_model()
+
+
+@pytest.fixture(scope="package")
+def served(model: Decoder) -> Iterator[Served]:
+    """A server with the limits that it has by default."""
+    with serving(make_service(model, ServeOptions(), EngineOptions())) as found:
+        yield found

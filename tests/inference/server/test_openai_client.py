@@ -1,0 +1,134 @@
+"""OpenAI's own client understands every answer, and answers are what the pipeline gives."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from kitforge.core.nn.decoder import Decoder
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.inference.pipeline import TextGenerationPipeline
+from kitforge.inference.text import InferenceOptions
+from tests.inference.server.conftest import Served
+
+CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Wér are you?"}]
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def pipeline(model: Decoder) -> TextGenerationPipeline:
+    return TextGenerationPipeline(model, ByteTokenizer(), InferenceOptions(max_new_tokens=16))
+
+
+def test_a_completion_is_the_pipelines(client: openai.OpenAI, pipeline: TextGenerationPipeline) -> None:
+    answer = client.completions.create(model="tiny", prompt="Once", max_tokens=20)
+    assert "Once" + answer.choices[0].text == pipeline("Once", max_new_tokens=20)[0]["generated_text"]
+    assert answer.object == "text_completion" and answer.model == "tiny"
+    assert answer.usage and answer.usage.prompt_tokens == 4
+    assert answer.usage.total_tokens == 4 + answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_loop_is_woken_for_every_token_of_a_stream_only(
+    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    told: list[object] = []
+    tell = served.service.worker._tell
+    monkeypatch.setattr(served.service.worker, "_tell", lambda *given: (told.append(given), tell(*given)))
+    answer = client.completions.create(model="tiny", prompt=["Once", "Wér"], n=2, max_tokens=12, stream=streams)
+    if streams:
+        list(answer)
+    assert len(told) >= 12 if streams else len(told) <= 2
+
+
+def test_a_chat_is_the_pipelines(client: openai.OpenAI, pipeline: TextGenerationPipeline) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=CHAT, max_completion_tokens=20)
+    assert answer.choices[0].message.content == pipeline(CHAT, max_new_tokens=20)[0]["generated_text"][-1]["content"]
+    assert answer.choices[0].message.role == "assistant"
+    parts = [{"type": "text", "text": "Wér "}, {"type": "text", "text": "are you?"}]
+    same = client.chat.completions.create(
+        model="tiny", messages=[CHAT[0], {"role": "user", "content": parts}], max_tokens=20
+    )
+    assert same.choices[0].message.content == answer.choices[0].message.content
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
+    wishes = {"model": "tiny", "max_tokens": 20, "temperature": 1.0, "seed": 5, "n": 3}
+    whole = client.chat.completions.create(messages=CHAT, **wishes)
+    texts, reasons, usage = [""] * 3, [None] * 3, None
+    for event in client.chat.completions.create(
+        messages=CHAT, stream=True, stream_options={"include_usage": True}, **wishes
+    ):
+        usage = event.usage or usage
+        for choice in event.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+    assert len(set(texts)) > 1
+
+
+def test_several_prompts_are_answered_in_order(client: openai.OpenAI, pipeline: TextGenerationPipeline) -> None:
+    prompts = ["a", "Once upon", "the river"]
+    answer = client.completions.create(model="tiny", prompt=prompts, max_tokens=8, n=2)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    expected = [
+        each[0]["generated_text"].removeprefix(prompt)
+        for prompt, each in zip(prompts, pipeline(prompts, max_new_tokens=8), strict=True)
+    ]
+    assert [choice.text for choice in answer.choices] == [text for text in expected for _ in range(2)]
+    tokens = [list(prompt.encode()) for prompt in prompts]
+    assert [
+        choice.text for choice in client.completions.create(model="tiny", prompt=tokens, max_tokens=8).choices
+    ] == expected
+
+
+def test_a_seed_repeats_an_answer_and_none_does_not(client: openai.OpenAI) -> None:
+    def text(**wishes: int) -> str:
+        answer = client.completions.create(model="tiny", prompt="a", max_tokens=16, temperature=1.5, **wishes)
+        return answer.choices[0].text
+
+    assert text(seed=7) == text(seed=7) != text(seed=8)
+    assert len({text() for _ in range(3)}) > 1
+
+
+def test_a_stop_string_ends_an_answer(client: openai.OpenAI) -> None:
+    wishes = {"model": "tiny", "prompt": "a", "max_tokens": 24, "temperature": 1.0, "seed": 1}
+    whole = client.completions.create(**wishes).choices[0].text
+    stop = whole[8:10]
+    cut = client.completions.create(**wishes, stop=[stop]).choices[0]
+    assert cut.text == whole[: whole.index(stop)] and cut.finish_reason == "stop"
+
+
+def test_log_probabilities_come_with_their_tokens(client: openai.OpenAI, model: Decoder) -> None:
+    answer = client.completions.create(model="tiny", prompt="a", max_tokens=6, logprobs=0).choices[0]
+    assert answer.logprobs and answer.logprobs.token_logprobs and len(answer.logprobs.token_logprobs) == 6
+    assert all(value <= 0 for value in answer.logprobs.token_logprobs)
+    chat = client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=6, logprobs=True).choices[0]
+    assert chat.logprobs and chat.logprobs.content and len(chat.logprobs.content) == 6
+
+
+def test_a_bias_changes_what_is_said(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="tiny", prompt="a", max_tokens=4, logit_bias={"120": 100})
+    assert answer.choices[0].text == "xxxx"
+
+
+def test_what_it_is_and_how_it_fares(client: openai.OpenAI, served: Served) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
+    text = httpx.get(f"{served.url}/metrics").text
+    assert 'kitforge_requests_total{path="/v1/completions",status="200"}' in text
+    assert "kitforge_engine_blocks_used 0\n" in text
+    assert "kitforge_first_token_seconds_bucket" in text
+
+
+def test_unknown_models_are_told(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="gpt-9") as told:
+        client.completions.create(model="gpt-9", prompt="a")
+    assert told.value.code == "model_not_found"

@@ -1,0 +1,245 @@
+"""What an engine promises those who use it: ends, priorities, cancellation, weights, errors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kitforge.core.nn.decoder import Decoder
+from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.inference.block_manager import BlockManager
+from kitforge.inference.engine import Completion, Engine, Output
+from kitforge.inference.options import EngineOptions
+from kitforge.inference.runner import Runner
+from kitforge.inference.sampling import SamplingOptions
+from kitforge.inference.scheduler import looked_up
+from tests.inference.recomputation import LENGTH, network, recomputed
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
+EIGHT = SamplingOptions(max_new_tokens=8)
+
+
+def tokens_of(completions: list[list[Completion]]) -> list[list[int]]:
+    return [sample.tokens for samples in completions for sample in samples]
+
+
+def until_end(engine: Engine) -> Iterator[Output]:
+    while engine.has_work:
+        yield from engine.step()
+
+
+def test_each_text_ends_with_any_of_the_stop_tokens_of_engine_or_request() -> None:
+    model = network("gpt2")
+    free = tokens_of(Engine(model).generate(PROMPTS, EIGHT))
+    stops = {free[0][3], free[1][5]}
+    own = SamplingOptions(max_new_tokens=8, stop_ids=(free[1][5],))
+    for samples, whole in zip(Engine(model, stop_ids=[free[0][3]]).generate(PROMPTS, own), free, strict=True):
+        place = next((place for place, token in enumerate(whole) if token in stops), len(whole))
+        assert samples[0].content == whole[:place]
+        assert samples[0].tokens == whole[: place + 1]
+        assert samples[0].finish_reason == ("length" if place == len(whole) else "stop")
+
+
+def test_sampled_text_depends_on_seed_and_key_alone() -> None:
+    engine = Engine(network("llama"))
+    options = SamplingOptions(max_new_tokens=8, temperature=1.0, seed=4)
+    together = tokens_of(engine.generate(PROMPTS, options))
+    assert together == tokens_of(engine.generate(PROMPTS, options))
+    engine.submit(PROMPTS[2], options, key=2)
+    assert together[2] == [token for output in until_end(engine) for token in output.tokens]
+    assert together != tokens_of(engine.generate(PROMPTS, SamplingOptions(max_new_tokens=8, temperature=1.0, seed=5)))
+
+
+def test_samples_of_one_prompt_differ_and_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = list(range(20))
+    sizes: list[int] = []
+    run = Runner.run
+
+    def watched(runner: Runner, works: list) -> torch.Tensor:  # type: ignore[type-arg]
+        sizes.append(sum(work.num_tokens for work in works))
+        return run(runner, works)
+
+    monkeypatch.setattr(Runner, "run", watched)
+    options = SamplingOptions(max_new_tokens=6, temperature=1.0)
+    outputs = tokens_of(Engine(network("llama")).generate([prompt], options, num_samples=4))
+    assert len({tuple(output) for output in outputs}) == 4
+    assert sizes[:3] == [20, 4, 4]
+
+
+def test_higher_priority_goes_first_and_takes_the_place_of_lower() -> None:
+    engine = Engine(network("llama"), EngineOptions(max_sequences=1, block_size=4))
+    slow = engine.submit(PROMPTS[0], EIGHT)
+    engine.step()
+    later = engine.submit(PROMPTS[1], EIGHT, priority=1)
+    urgent = engine.submit(PROMPTS[2], EIGHT, priority=2)
+    ends = [output.request for output in until_end(engine) if output.finish_reason]
+    assert ends == [urgent, later, slow]
+    assert engine.stats()["preemptions"] == 1
+
+
+def test_what_is_cancelled_says_so_once_and_leaves_nothing_behind() -> None:
+    engine = Engine(network("llama"), EngineOptions(max_sequences=2))
+    requests = [engine.submit(prompt, EIGHT, num_samples=2) for prompt in PROMPTS]
+    engine.step()
+    engine.step()
+    engine.cancel(requests[0])
+    engine.cancel(requests[0])
+    engine.cancel(requests[2])
+    ends = [(output.request, output.sample, output.finish_reason) for output in until_end(engine)]
+    cancelled = [end for end in ends if end[2] == "cancelled"]
+    assert cancelled == [(request, sample, "cancelled") for request in (requests[0], requests[2]) for sample in (0, 1)]
+    assert [end for end in ends if end[2] == "length"] == [(requests[1], 0, "length"), (requests[1], 1, "length")]
+    assert engine.stats()["blocks_used"] == 0
+
+
+def test_samples_outlive_the_one_that_reads_their_prompt() -> None:
+    model = network("llama")
+    engine = Engine(model, EngineOptions(max_step_tokens=16, max_sequences=4))
+    prompt = list(range(25))
+    request = engine.submit(prompt, SamplingOptions(max_new_tokens=5, temperature=1.0), num_samples=3, key=0)
+    engine.step()
+    engine.cancel(request, 0)
+    texts: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for output in until_end(engine):
+        texts[output.sample] += output.tokens
+    options = SamplingOptions(max_new_tokens=5, temperature=1.0)
+    assert texts == {0: []} | {sample: recomputed(model, prompt, options, f"0/{sample}").tokens for sample in (1, 2)}
+
+
+def test_many_requests_at_once_are_neither_lost_nor_mixed_up() -> None:
+    engine = Engine(network("llama", torch.float32), EngineOptions(max_sequences=64))
+    options = SamplingOptions(max_new_tokens=1)
+    alone = [tokens_of(engine.generate([[token]], options))[0] for token in range(31)]
+    requests = {engine.submit([place % 31], options): place for place in range(2000)}
+    outputs = list(until_end(engine))
+    assert sorted(output.request for output in outputs) == sorted(requests)
+    assert all(output.tokens == alone[requests[output.request] % 31] for output in outputs)
+
+
+def changed(model: Decoder) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.8)
+
+
+def stale_and_fresh(*, bump: bool) -> tuple[list[float], list[float]]:
+    """Log-probabilities after a change of weights, from an engine with a past and from a new one."""
+    model = copy.deepcopy(network("llama"))
+    engine = Engine(model, EngineOptions(block_size=2))
+    engine.generate(PROMPTS, EIGHT)
+    changed(model)
+    if bump:
+        engine.update_weights(1)
+    stale, fresh = (each.generate(PROMPTS, EIGHT) for each in (engine, Engine(model, EngineOptions(block_size=2))))
+    return [logprob for (each,) in stale for logprob in each.logprobs], [
+        logprob for (each,) in fresh for logprob in each.logprobs
+    ]
+
+
+def test_new_weights_leave_nothing_of_the_old_ones() -> None:
+    stale, fresh = stale_and_fresh(bump=True)
+    assert stale == pytest.approx(fresh, abs=1e-12)
+
+
+def test_without_the_new_version_the_cache_would_be_stale() -> None:
+    stale, fresh = stale_and_fresh(bump=False)
+    assert stale != pytest.approx(fresh, abs=1e-6)
+
+
+def test_texts_under_way_go_on_with_the_new_weights() -> None:
+    model = copy.deepcopy(network("llama"))
+    engine = Engine(model)
+    request = engine.submit(PROMPTS[0], EIGHT)
+    before = [token for _ in range(3) for output in engine.step() for token in output.tokens]
+    changed(model)
+    engine.update_weights(7)
+    outputs = list(until_end(engine))
+    rest = recomputed(model, PROMPTS[0] + before, SamplingOptions(max_new_tokens=5))
+    assert [token for output in outputs for token in output.tokens] == rest.tokens
+    assert {(output.request, output.version) for output in outputs} == {(request, 7)}
+
+
+def test_a_second_prompt_reads_only_what_is_new() -> None:
+    engine = Engine(network("llama"), EngineOptions(block_size=4))
+    options = SamplingOptions(max_new_tokens=1)
+    engine.generate([list(range(30))], options)
+    sizes: list[int] = []
+    admit = BlockManager.admit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockManager, "admit", lambda *args: (admit(*args), sizes.append(args[1].num_cached))[0])
+        engine.generate([list(range(30)), [*range(17), 30], [30, *range(9)]], options)
+    assert sizes == [28, 16, 0]
+
+
+def test_the_models_mode_is_put_back_and_weights_are_not_copied() -> None:
+    model = copy.deepcopy(network("llama")).train()
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    engine = Engine(model)
+    engine.generate(PROMPTS, EIGHT)
+    engine.score(PROMPTS)
+    assert model.training
+    assert {name: parameter.data_ptr() for name, parameter in engine.model.named_parameters()} == before
+
+
+def test_no_prompts_give_no_texts() -> None:
+    assert Engine(network("llama")).generate([], EIGHT) == []
+    assert Engine(network("llama")).step() == []
+    assert Engine(network("llama")).score([]) == []
+
+
+def test_generating_leaves_others_their_outputs() -> None:
+    engine = Engine(network("llama"))
+    request = engine.submit(PROMPTS[0], EIGHT)
+    engine.generate(PROMPTS[1:], EIGHT)
+    outputs = [output for output in until_end(engine) if output.request == request]
+    assert [token for output in outputs for token in output.tokens] == recomputed(
+        network("llama"), PROMPTS[0], EIGHT
+    ).tokens
+
+
+def test_bad_prompts_are_refused_and_harm_no_other() -> None:
+    engine = Engine(network("llama"))
+    request = engine.submit(PROMPTS[0], EIGHT)
+    for prompt, words in (([], "a prompt is empty"), ([1, 99], "unknown token"), ([-1], "unknown token")):
+        with pytest.raises(DataError, match=words):
+            engine.submit(prompt, EIGHT)
+    with pytest.raises(ConfigError, match=rf"5 prompt tokens \+ 36 new ones = 41(.|\n)*max_length={LENGTH}"):
+        engine.submit(PROMPTS[0], SamplingOptions(max_new_tokens=36))
+    assert {output.request for output in until_end(engine)} == {request}
+
+
+def test_a_text_larger_than_the_memory_is_refused() -> None:
+    block = 2 * 2 * 2 * 6 * 8 * 4
+    engine = Engine(network("llama"), EngineOptions(memory=3 * block, block_size=4))
+    engine.generate([[1] * 4], EIGHT)
+    with pytest.raises(ConfigError, match=r"5 prompt tokens \+ 8 new ones = 13(.|\n)*at most 12 tokens"):
+        engine.submit([1] * 5, EIGHT)
+    with pytest.raises(ConfigError, match="holds no text at all"):
+        Engine(network("llama"), EngineOptions(memory=block - 1, block_size=4))
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [{"block_size": 0}, {"max_sequences": 0}, {"memory": 0}, {"speculation": -1}, {"max_step_tokens": 3}],
+)
+def test_options_out_of_range_are_refused(choices: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=f"inference.engine.{next(iter(choices))}"):
+        EngineOptions(**choices)
+
+
+def test_a_guess_is_what_followed_the_longest_ending_last_time() -> None:
+    assert looked_up([1, 2, 3, 9, 1, 2, 3, 8, 5, 2, 3], 2) == [8, 5]
+    assert looked_up([1, 2, 3, 9, 5, 2, 3, 8, 1, 2, 3], 3) == [9, 5, 2]
+    assert looked_up([4, 4], 3) == [4]
+    assert looked_up([1, 2, 3], 3) == looked_up([1], 3) == looked_up([4, 4], 0) == []
+
+
+def test_guesses_that_come_true_save_steps() -> None:
+    model, options = network("llama"), SamplingOptions(max_new_tokens=24, repetition_penalty=0.2)
+    engines = [Engine(model, EngineOptions(speculation=guess)) for guess in (0, 4)]
+    plain, guessed = (tokens_of(engine.generate(PROMPTS, options)) for engine in engines)
+    assert plain == guessed
+    assert engines[1].stats()["steps"] < engines[0].stats()["steps"] * 0.7

@@ -1,0 +1,180 @@
+"""Every text equals itself alone, recomputed without a cache, whatever else the engine does meanwhile."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kitforge.inference.block_manager import BlockManager
+from kitforge.inference.cached_attention import KeyValueCache, Part
+from kitforge.inference.engine import Engine
+from kitforge.inference.options import EngineOptions
+from kitforge.inference.runner import Runner
+from kitforge.inference.sampling import SamplingOptions
+from kitforge.inference.scheduler import Work
+from kitforge.inference.sequence import Sequence
+from tests.core.nn.networks import CONFIGS, VOCAB
+from tests.inference import workload
+from tests.inference.recomputation import logits_of, network, recomputed
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+WHOLE = "KITFORGE_PROVE" in os.environ
+SEEDS = range(200 if WHOLE else 3)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_text_of_a_workload_is_the_one_it_is_alone(name: str) -> None:
+    model = network(name)
+    for seed in SEEDS:
+        workload.check(model, *workload.run(model, seed))
+
+
+def test_the_workloads_reach_what_they_are_meant_to_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preemption, copies of shared blocks, texts that lie apart, all kinds of attention, and every kind of end."""
+    model, seen = network("llama"), Counter[str]()
+    copy, parts = KeyValueCache.copy, Runner._parts
+
+    def watched_copy(cache: KeyValueCache, copies: dict[int, int]) -> None:
+        seen.update(["copies"])
+        copy(cache, copies)
+
+    def watched_parts(runner: Runner, works: list[Work], device: torch.device) -> list[Part]:
+        found = parts(runner, works, device)
+        seen.update(type(part).__name__ for part in found)
+        seen.update("apart" for work in works if not work.sequence.is_consecutive)
+        seen.update("drafts" for work in works if work.drafts)
+        return found
+
+    monkeypatch.setattr(KeyValueCache, "copy", watched_copy)
+    monkeypatch.setattr(Runner, "_parts", watched_parts)
+    for seed in SEEDS:
+        result = workload.run(model, seed)[1]
+        seen["preemptions"] += result.stats["preemptions"]
+        seen.update(str(each.finish_reason) for samples in result.completions for each in samples)
+    wanted = ["copies", "Stretch", "Lanes", "Pages", "apart", "drafts", "preemptions", "stop", "length", "cancelled"]
+    assert all(seen[kind] > 0 for kind in wanted), seen
+
+
+def forget_copies(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KeyValueCache, "copy", lambda *_: None)
+
+
+def write_to_shared_blocks(patch: pytest.MonkeyPatch) -> None:
+    reserve = BlockManager.reserve
+
+    def careless(blocks: BlockManager, sequence: Sequence, num_tokens: int) -> bool:
+        counted, blocks._references = blocks._references, [min(count, 1) for count in blocks._references]
+        done = reserve(blocks, sequence, num_tokens)
+        blocks._references = [max(pair) for pair in zip(counted, blocks._references, strict=True)]
+        return done
+
+    patch.setattr(BlockManager, "reserve", careless)
+
+
+def mistake_prefixes(patch: pytest.MonkeyPatch) -> None:
+    digest = BlockManager._next_digest
+
+    def of_length(blocks: BlockManager, sequence: Sequence) -> bytes:
+        digest(blocks, sequence)
+        return bytes([len(sequence.digests)])
+
+    patch.setattr(BlockManager, "_next_digest", of_length)
+
+
+def keep_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
+    advance = BlockManager.advance
+    patch.setattr(
+        BlockManager, "advance", lambda blocks, sequence, count: advance(blocks, sequence, count + (count > 1))
+    )
+
+
+def forget_masks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("kitforge.inference.cached_attention._length_mask", lambda *_: None)
+
+
+def ignore_order_of_slots(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        Runner,
+        "_slots",
+        lambda runner, sequence, start, end: range(
+            sequence.blocks[0] * runner._size + start, sequence.blocks[0] * runner._size + end
+        ),
+    )
+
+
+FAULTS = [
+    forget_copies,
+    write_to_shared_blocks,
+    mistake_prefixes,
+    keep_rejected_drafts,
+    forget_masks,
+    ignore_order_of_slots,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_noticed(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    model = network("llama")
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        for seed in range(25):
+            workload.check(model, *workload.run(model, seed))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_log_probabilities_are_those_of_the_trainers_forward_pass(name: str) -> None:
+    model = network(name, torch.float32)
+    limit = model.geometry.max_length
+    options = SamplingOptions(max_new_tokens=limit // 2, temperature=1.0)
+    prompts = [[place + 1] * (1 + place % (limit // 2)) for place in range(6)]
+    completions = Engine(model, EngineOptions(block_size=4, max_step_tokens=16)).generate(prompts, options)
+    for prompt, (completion,) in zip(prompts, completions, strict=True):
+        final_length = len(prompt) + options.max_new_tokens
+        logprobs = logits_of(model, prompt + completion.tokens, final_length).log_softmax(-1)
+        places = torch.arange(len(prompt), final_length) - 1
+        wanted = logprobs[places, torch.tensor(completion.tokens)]
+        assert float((wanted - torch.tensor(completion.logprobs)).abs().max()) < 2e-6
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_given_texts_are_scored_like_one_by_one(name: str) -> None:
+    model = network(name)
+    limit = model.geometry.max_length
+    chance = random.Random(3)
+    texts = [[chance.randrange(VOCAB) for _ in range(length)] for length in (2, limit, 1, 3, limit // 2, 3)]
+    scores = Engine(model, EngineOptions(max_step_tokens=64)).score(texts)
+    for text, got in zip(texts, scores, strict=True):
+        logprobs = logits_of(model, text, len(text)).log_softmax(-1)
+        wanted = [float(logprobs[place, token]) for place, token in enumerate(text[1:])]
+        assert got == pytest.approx(wanted, abs=1e-10)
+
+
+def test_a_step_that_fails_can_be_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, options = network("llama"), SamplingOptions(max_new_tokens=9)
+    engine = Engine(model, EngineOptions(block_size=2))
+    prompts, runs = [[3, 1, 4, 1, 5], [3, 1, 4, 1, 5, 9]], 0
+    run = Runner.run
+
+    def failing(runner: Runner, works: list[Work]) -> torch.Tensor:
+        nonlocal runs
+        runs += 1
+        if runs % 2:
+            raise RuntimeError("out of memory")
+        return run(runner, works)
+
+    monkeypatch.setattr(Runner, "run", failing)
+    requests = [engine.submit(prompt, options, key=0) for prompt in prompts]
+    tokens: dict[int, list[int]] = {request: [] for request in requests}
+    while engine.has_work:
+        try:
+            for output in engine.step():
+                tokens[output.request] += output.tokens
+        except RuntimeError:
+            continue
+    assert list(tokens.values()) == [recomputed(model, prompt, options).tokens for prompt in prompts]

@@ -1,0 +1,119 @@
+"""Texts in, Hugging Face's shapes out; a stream never cuts a character."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.errors import ConfigError
+from kitforge.inference.options import EngineOptions
+from kitforge.inference.pipeline import TextGenerationPipeline
+from kitforge.inference.text import InferenceOptions
+from kitforge.models.catalog import config_of
+from kitforge.models.folder import build
+from tests.trainer import tiny
+
+TEXTS = ["the sun", "a", "old café"]
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> TextGenerationPipeline:
+    config = config_of(tiny.LLAMA | {"vocab_size": ByteTokenizer.vocab_size})
+    model = build(config, device=torch.device("cpu"), seed=3)
+    return TextGenerationPipeline(model, ByteTokenizer(), InferenceOptions(max_new_tokens=6, temperature=1.0))
+
+
+def test_a_text_gives_a_list_of_one_answer(pipeline: TextGenerationPipeline) -> None:
+    answers = pipeline("the sun")
+    assert [list(answer) for answer in answers] == [["generated_text"]]
+    assert answers[0]["generated_text"].startswith("the sun")
+
+
+def test_texts_give_a_list_for_each(pipeline: TextGenerationPipeline) -> None:
+    answers = pipeline(TEXTS)
+    assert all(answer[0]["generated_text"].startswith(text) for answer, text in zip(answers, TEXTS, strict=True))
+    assert pipeline([]) == []
+
+
+def test_how_many_texts_run_at_once_changes_no_text(pipeline: TextGenerationPipeline) -> None:
+    options = dataclasses.replace(pipeline.options, engine=EngineOptions(max_sequences=2, max_step_tokens=9))
+    small = TextGenerationPipeline(pipeline.model, pipeline.tokenizer, options)
+    assert small(TEXTS * 5) == pipeline(TEXTS * 5)
+
+
+def test_samples_of_a_text_differ_and_the_first_is_the_only_one_asked_for_alone(
+    pipeline: TextGenerationPipeline,
+) -> None:
+    samples = pipeline(TEXTS, num_samples=3)
+    assert [each[0] for each in samples] == [each[0] for each in pipeline(TEXTS)]
+    assert all(len({answer["generated_text"] for answer in each}) == 3 for each in samples)
+
+
+def test_a_text_ends_before_a_stop_string(pipeline: TextGenerationPipeline) -> None:
+    whole = pipeline("a", max_new_tokens=30)[0]["generated_text"]
+    stop = whole[9:12]
+    cut = pipeline("a", max_new_tokens=30, stop=[stop, "never said"])[0]["generated_text"]
+    assert cut == "a" + whole[1 : whole.index(stop, 1)]
+    assert "a" + "".join(pipeline.stream("a", max_new_tokens=30, stop=[stop])) == cut
+
+
+def test_a_chat_is_answered_in_its_own_shape(pipeline: TextGenerationPipeline) -> None:
+    chat = [{"role": "user", "content": "the sun?"}]
+    answer = pipeline(chat)[0]["generated_text"]
+    assert answer[:-1] == chat
+    assert answer[-1]["role"] == "assistant"
+    plain = pipeline("\n\nHuman: the sun?\n\nAssistant: ")[0]["generated_text"]
+    assert plain.endswith(answer[-1]["content"])
+    several = pipeline([chat, answer], num_samples=2)
+    assert several[0][0]["generated_text"] == answer
+    assert [len(sample["generated_text"]) for sample in several[1]] == [3, 3]
+    assert "".join(pipeline.stream(chat)) == answer[-1]["content"]
+
+
+def test_a_weight_that_changes_is_heard(pipeline: TextGenerationPipeline) -> None:
+    model = copy.deepcopy(pipeline.model)
+    opened = TextGenerationPipeline(model, ByteTokenizer(), pipeline.options)
+    text = "the sun sings over the river and the stone sleeps"
+    before = opened(text)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    fresh = TextGenerationPipeline(model, ByteTokenizer(), pipeline.options)
+    assert opened(text) == fresh(text) != before
+
+
+def test_options_of_a_call_hold_for_that_call(pipeline: TextGenerationPipeline) -> None:
+    greedy = pipeline("a", temperature=0, max_new_tokens=2)
+    assert greedy == pipeline("a", temperature=0, max_new_tokens=2, seed=9)
+    assert len(pipeline("a", temperature=0, max_new_tokens=12)[0]["generated_text"]) > len(greedy[0]["generated_text"])
+    with pytest.raises(ConfigError, match="temperature"):
+        pipeline("a", temperatur=1.0)
+
+
+def test_a_stream_is_the_text_in_pieces(pipeline: TextGenerationPipeline) -> None:
+    for seed in range(5):
+        whole = pipeline("a", max_new_tokens=20, seed=seed)[0]["generated_text"]
+        assert "a" + "".join(pipeline.stream("a", max_new_tokens=20, seed=seed)) == whole
+
+
+def test_streams_may_be_read_in_turn_or_left(pipeline: TextGenerationPipeline) -> None:
+    texts = ["".join(pipeline.stream(text, max_new_tokens=20)) for text in TEXTS]
+    streams = [pipeline.stream(text, max_new_tokens=20) for text in TEXTS]
+    left = pipeline.stream("left", max_new_tokens=20)
+    next(left)
+    got = [""] * len(TEXTS)
+    for pieces in itertools.zip_longest(*streams, fillvalue=""):
+        got = [text + piece for text, piece in zip(got, pieces, strict=True)]
+    assert got == texts
+    left.close()
+    assert pipeline(TEXTS[0])[0]["generated_text"].startswith(TEXTS[0])
+
+
+def test_an_engine_is_not_for_one_call(pipeline: TextGenerationPipeline) -> None:
+    with pytest.raises(ConfigError, match="once for a pipeline"):
+        pipeline("a", engine={"max_sequences": 2})
