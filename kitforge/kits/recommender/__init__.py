@@ -1,0 +1,1 @@
+"""The recommender kit: features, tables of embeddings, click and retrieval models, their metrics."""

@@ -1,0 +1,76 @@
+"""What a model sees of some rows. Legend: B rows, d dense numbers, L places of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bag:
+    """Row i has ids[offsets[i] : offsets[i + 1]]."""
+
+    ids: Tensor  # int64 [total]
+    offsets: Tensor  # int64 [B + 1]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequence:
+    """Row i has its first lengths[i] places; the others hold 0 and mean nothing."""
+
+    ids: Tensor  # int64 [B, L]
+    lengths: Tensor  # int64 [B]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureBatch:
+    """Features by name, as tensors on the CPU."""
+
+    dense: Tensor  # float32 [B, d]
+    ids: Mapping[str, Tensor]  # int64 [B]: categorical, bucketed and crossed features
+    bags: Mapping[str, Bag]
+    sequences: Mapping[str, Sequence]
+    labels: Tensor | None = None  # float32 [B]
+    groups: Tensor | None = None  # int64 [B]
+
+    def __len__(self) -> int:
+        return len(self.dense)
+
+    def narrow(self, start: int, stop: int) -> FeatureBatch:
+        """Rows start .. stop - 1, as views where that can be."""
+        bags = {}
+        for name, bag in self.bags.items():
+            offsets = bag.offsets[start : stop + 1]
+            bags[name] = Bag(ids=bag.ids[int(offsets[0]) : int(offsets[-1])], offsets=offsets - offsets[0])
+        return FeatureBatch(
+            dense=self.dense[start:stop],
+            ids={name: ids[start:stop] for name, ids in self.ids.items()},
+            bags=bags,
+            sequences={
+                name: Sequence(ids=item.ids[start:stop], lengths=item.lengths[start:stop])
+                for name, item in self.sequences.items()
+            },
+            labels=None if self.labels is None else self.labels[start:stop],
+            groups=None if self.groups is None else self.groups[start:stop],
+        )
+
+    def to(self, device: torch.device) -> FeatureBatch:
+        """The same batch on a device."""
+        return FeatureBatch(
+            dense=self.dense.to(device),
+            ids={name: ids.to(device) for name, ids in self.ids.items()},
+            bags={name: Bag(ids=bag.ids.to(device), offsets=bag.offsets.to(device)) for name, bag in self.bags.items()},
+            sequences={
+                name: Sequence(ids=item.ids.to(device), lengths=item.lengths.to(device))
+                for name, item in self.sequences.items()
+            },
+            labels=None if self.labels is None else self.labels.to(device),
+            groups=None if self.groups is None else self.groups.to(device),
+        )

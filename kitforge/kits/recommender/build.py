@@ -1,0 +1,259 @@
+"""The wiring of the recommender kit: from options and objects to a run, and from a folder to a pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from rich.console import RenderableType
+from torch import nn
+
+from kitforge.core.checkpoint.load import Checkpoint
+from kitforge.core.kernels.dispatch import CompileLevel
+from kitforge.core.nn.lookup import RecommenderConfig
+from kitforge.core.parallel.apply import apply, parallel_of
+from kitforge.core.parallel.lobby import Lobby
+from kitforge.core.parallel.sharding import Sharding
+from kitforge.core.parallel.world import World
+from kitforge.foundation.config import from_dict, to_dict, to_yaml
+from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.kits.recommender.assembling import (
+    checkpoint_of,
+    data_of,
+    new_recommender,
+    objective_of,
+    recorded_options,
+    restored,
+    with_items,
+)
+from kitforge.kits.recommender.config import RecommendationOptions, sized
+from kitforge.kits.recommender.counting import CountTables, curves, distinct_rows
+from kitforge.kits.recommender.data import Dataset, iter_of, load_dataset, schema_of
+from kitforge.kits.recommender.features import Encoder
+from kitforge.kits.recommender.guess import with_rare_values
+from kitforge.kits.recommender.inspection import inspect
+from kitforge.kits.recommender.inspection_view import rendered
+from kitforge.kits.recommender.keeping import KeepFeatures, find_catalogue, find_features
+from kitforge.kits.recommender.model import Recommender
+from kitforge.kits.recommender.objective import Objective
+from kitforge.kits.recommender.pipeline import RecommendationPipeline
+from kitforge.kits.recommender.samples import Samples
+from kitforge.kits.recommender.serving import serve_as, served
+from kitforge.kits.recommender.task import RecommendationTask
+from kitforge.models.catalog import RECOMMENDERS, recommender_of
+from kitforge.models.sasrec.model import SASRecConfig
+from kitforge.models.two_tower.model import TwoTowerConfig
+from kitforge.trainer.assembly import RunAssembly, RunInputs
+from kitforge.trainer.precision import autocast
+from kitforge.trainer.run import default_folder, make_loop
+
+OPTIONS = RecommendationOptions
+# Further models or callables that the task takes by name.
+ROLES: tuple[str, ...] = ()
+
+
+Inputs: TypeAlias = RunInputs[Encoder]
+Assembly: TypeAlias = RunAssembly[RecommendationOptions, Encoder]
+
+
+def read_options(values: Mapping[str, Any]) -> RecommendationOptions:
+    """The options of the task from a plain dict; raises ConfigError."""
+    return from_dict(RecommendationOptions, values)
+
+
+def assemble(options: RecommendationOptions, inputs: Inputs, lobby: Lobby) -> Assembly:
+    """Everything that a run needs, in the order in which mistakes are cheapest to find."""
+    given = _given(inputs)
+    start = None if options.checkpoint is None else checkpoint_of(Path(options.checkpoint))
+    config = _network_config(options, given, start)
+    with lobby.turns():
+        dataset = _dataset(options, inputs, config)
+    options = sized(options, dataset.train.num_rows if isinstance(dataset.train, Samples) else None)
+    objective = objective_of(config, options, dataset)
+    world = lobby.join()
+    recorded = to_dict(options) | {"model": {"family": config.family, **to_dict(config)}}
+    config_text = to_yaml(recorded)
+    lobby.check_same({"configuration": config_text, "training rows": dataset.fingerprint})
+
+    def build(world: World) -> nn.Module:
+        if given is not None:
+            parallel_of(given.to(world.device), world)
+            return given
+        distinct = {} if world.mesh is None else distinct_rows(config, options, dataset, objective)
+        known = (dataset.encoder, options, world, distinct)
+        model = new_recommender(config, *known) if start is None else restored(start, *known)
+        model.catalogue = dataset.catalogue
+        apply(model, Sharding(), world)
+        return model
+
+    options = _watched(options, objective, dataset)
+    folder = world.first(default_folder(options, inputs.model_name))
+    loop = make_loop(
+        RecommendationTask(options, dataset, objective, build, world),
+        dataclasses.replace(options, device=str(world.device)),
+        folder,
+        world=world,
+        config=recorded,
+        callbacks=[
+            *inputs.callbacks,
+            KeepFeatures(dataset.encoder, dataset.catalogue),
+            CountTables(curves(config, options, dataset, objective)),
+        ],
+    )
+    return Assembly(loop=loop, folder=folder, tokenizer=dataset.encoder, options=options, config_text=config_text)
+
+
+def check_degrees(options: RecommendationOptions) -> None:
+    """Nothing that the options do not refuse themselves: replicas and shards fit every network."""
+
+
+def evaluate(options: RecommendationOptions, inputs: Inputs, lobby: Lobby) -> dict[str, float]:
+    """The objective's metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
+    model, checkpoint = _given(inputs), None
+    if model is None:
+        if options.checkpoint is None:
+            raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
+        checkpoint = checkpoint_of(Path(options.checkpoint))
+        recorded = recorded_options(checkpoint)
+        data = data_of(options.data, recorded.data)
+        options = dataclasses.replace(options, seed=recorded.seed, data=data, retrieval=recorded.retrieval)
+        config = recommender_of(recorded.model)
+    else:
+        config = model.config
+    with lobby.turns():
+        dataset = _dataset(options, inputs, config)
+    world = lobby.join()
+    if model is None:
+        assert checkpoint is not None
+        model = restored(checkpoint, dataset.encoder, options, world)
+    found = _measured(model, options, dataset, world)
+    if not found:
+        raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
+    return found
+
+
+def _measured(model: Recommender, options: RecommendationOptions, dataset: Dataset, world: World) -> dict[str, float]:
+    parallel = parallel_of(model.to(world.device), world)
+    objective = objective_of(model.config, options, dataset)
+    task = RecommendationTask(options, dataset, objective, lambda _world: model, world)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), autocast(world.device, options.precision):
+            return task.evaluate(model)
+    finally:
+        parallel.rest()
+        model.train(was_training)
+
+
+def load(folder: Path, device: torch.device, level: CompileLevel = "O1") -> Recommender:
+    """The network of a run folder or a step folder over its tables, which stay in the files and are only read."""
+    return served(folder, device, level)
+
+
+def find_tokenizer(folder: Path) -> Encoder:
+    """What reads rows for the network of a run: its features."""
+    return find_features(folder)
+
+
+def open_pipeline(model: nn.Module, tokenizer: Encoder, options: RecommendationOptions) -> RecommendationPipeline:
+    """What scores rows, and finds items for users."""
+    found = _given(Inputs(model=model))
+    assert found is not None
+    if options.tables.served is not None:
+        serve_as(found, options.tables.served)
+    return RecommendationPipeline(found, tokenizer, options)
+
+
+def save(model: nn.Module, folder: Path, tokenizer: Encoder) -> None:
+    """Write the item vectors of a family that finds items as an index of faiss; raises ModelError for any other."""
+    open_pipeline(model, tokenizer, RecommendationOptions()).save_index(folder)
+
+
+def resolved(options: RecommendationOptions) -> dict[str, Any]:
+    """The whole tree of options, the model's own defaults among them unless it comes with the checkpoint."""
+    values = to_dict(options)
+    if options.checkpoint is not None:
+        return values
+    config = recommender_of(options.model)
+    return values | {"model": {"family": config.family, **to_dict(config)}}
+
+
+def describe_presets(presets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+    """A row for every preset of a family of ours."""
+    rows = []
+    for name, values in presets.items():
+        if values.get("family") in RECOMMENDERS:
+            config: Any = recommender_of(values)
+            hidden = getattr(config, "hidden", getattr(config, "top", ()))
+            row = {"model": name, "family": config.family, "row width": str(config.dim)}
+            rows.append(row | {"tower": " ".join(map(str, hidden)) or f"{config.num_layers} blocks"})
+    return rows
+
+
+def inspected(spec: object) -> RenderableType:
+    """What a table holds, for a terminal."""
+    return rendered(inspect(spec))
+
+
+def next_steps(folder: Path) -> list[str]:
+    """Commands to try after a run."""
+    return [
+        f"kitforge evaluate checkpoint={folder} data.eval=FILE",
+        "kitforge inspect FILE",
+        "kitforge train task=recommendation data.train=FILE",
+    ]
+
+
+def _network_config(
+    options: RecommendationOptions, given: Recommender | None, start: Checkpoint | None
+) -> RecommenderConfig:
+    """That of the network handed over, else that of the checkpoint's, else the one that the options describe."""
+    if given is not None:
+        return given.config
+    return recommender_of(options.model if start is None else recorded_options(start).model)
+
+
+def _given(inputs: Inputs) -> Recommender | None:
+    if inputs.model is None:
+        return None
+    if not isinstance(inputs.model, Recommender):
+        raise ModelError(
+            "this network cannot be trained on recommendation",
+            got=type(inputs.model).__name__,
+            expected="a preset, or the model of a run",
+            fix="or give it its own loss in a Task of your own (docs/tasks.md)",
+        )
+    return inputs.model
+
+
+def _dataset(options: RecommendationOptions, inputs: Inputs, config: RecommenderConfig) -> Dataset:
+    """Rows read as the model's own were, where there is one already."""
+    train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
+    evaluation = options.data.eval if inputs.eval_dataset is None else inputs.eval_dataset
+    given = _given(inputs)
+    encoder, catalogue = (None, None) if given is None else (given.encoder, given.catalogue)
+    if options.checkpoint is not None and given is None:
+        folder = Path(options.checkpoint)
+        encoder, catalogue = find_features(folder), find_catalogue(folder)
+    data = options.data
+    if isinstance(config, SASRecConfig):
+        # What is kept for evaluation are the last items of sequences, not whole ones.
+        data = dataclasses.replace(data, validation=0.0)
+    is_guessed = encoder is None and data.schema is None and train is not None and iter_of(train) is None
+    if isinstance(config, TwoTowerConfig) and is_guessed:
+        # Every item is to be found, however rare.
+        data = dataclasses.replace(data, schema=to_dict(with_rare_values(schema_of(train, data))))
+    dataset = load_dataset(train, evaluation, data, options.seed, encoder)
+    return with_items(dataclasses.replace(dataset, catalogue=catalogue), config)
+
+
+def _watched(options: RecommendationOptions, objective: Objective[Any], dataset: Dataset) -> RecommendationOptions:
+    """With the objective's own metric as the one that says what is best, unless another one is named."""
+    if options.trainer.monitor != type(options.trainer)().monitor or dataset.eval is None:
+        return options
+    trainer = dataclasses.replace(options.trainer, monitor=objective.monitor, monitor_mode=objective.monitor_mode)
+    return dataclasses.replace(options, trainer=trainer)

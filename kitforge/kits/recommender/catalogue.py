@@ -1,0 +1,111 @@
+"""The items that can be found: their keys, the ids that the model knows them by, and how often they were taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kitforge.core.checkpoint.tensor_file import TensorFile, write
+from kitforge.foundation.errors import ModelError
+from kitforge.kits.recommender.batch import Bag, FeatureBatch
+from kitforge.kits.recommender.samples import Samples
+
+_CHUNK_ROWS = 65_536
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalogue:
+    """Every item of the training rows once, by rising id."""
+
+    ids: NDArray[np.int64]  # [I]
+    keys: NDArray[np.int64]  # [I] what the data call it: a whole number itself, or the hash of a text
+    counts: NDArray[np.int64]  # [I] how often it was taken
+    samples: FeatureBatch | None = None  # [I] the features of a row with the item, where a network asks for them
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def places(self, ids: torch.Tensor) -> NDArray[np.int64]:
+        """Where in the catalogue ids [n] are; -1 for one that is not there."""
+        wanted = ids.cpu().numpy()
+        found = np.minimum(np.searchsorted(self.ids, wanted), max(len(self.ids) - 1, 0))
+        return np.where(self.ids[found] == wanted, found, -1) if len(self.ids) else np.full(len(wanted), -1)
+
+    def log_shares(self, ids: torch.Tensor) -> torch.Tensor:
+        """The logarithm of each item's share of all that was taken [n]; one that was never taken counts as once."""
+        places = self.places(ids)
+        counts = np.where(places < 0, 1, self.counts[places])
+        return torch.from_numpy(np.log(counts / self.counts.sum()))
+
+
+def catalogue_of(rows: Samples, feature: str, held_out: int = 0) -> Catalogue:
+    """The items that a categorical feature or a sequence of these rows names; of a sequence without its last
+    `held_out` items. Those of a categorical feature come with the features of the first row that has them."""
+    is_sequence = feature in rows.encoder.schema.sequences
+    read = _of_lists if is_sequence else _of_column
+    found = []
+    for start in range(0, rows.num_rows, _CHUNK_ROWS):
+        numbers = np.arange(start, min(start + _CHUNK_ROWS, rows.num_rows))
+        keys, owners = read(rows, feature, numbers, held_out)
+        keys, firsts, counts = np.unique(keys, return_index=True, return_counts=True)
+        found.append((keys, owners[firsts], counts))
+    keys, owners, counts = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    keys, firsts, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    totals = np.bincount(inverse, weights=counts, minlength=len(keys)).astype(np.int64)
+    # Items that share an id, as those of a hash may, are one item to the model.
+    ids, order = np.unique(rows.encoder.ids_of(feature, keys), return_index=True)
+    samples = None if is_sequence else rows.batch(owners[firsts][order])
+    return Catalogue(ids=ids, keys=keys[order], counts=totals[order], samples=samples)
+
+
+def save_catalogue(path: Path, catalogue: Catalogue) -> None:
+    """Write it to one file, whole or not at all."""
+    tensors = {name: torch.from_numpy(getattr(catalogue, name)) for name in ("ids", "keys", "counts")}
+    if (samples := catalogue.samples) is not None:
+        tensors["dense"] = samples.dense
+        tensors |= {f"ids.{name}": ids for name, ids in samples.ids.items()}
+        for name, bag in samples.bags.items():
+            tensors |= {f"bag.{name}": bag.ids, f"offsets.{name}": bag.offsets}
+    write(path, list(tensors.items()))
+
+
+def load_catalogue(path: Path) -> Catalogue:
+    """What `save_catalogue` wrote."""
+    file = TensorFile(path, ModelError)
+    tensors = {name: file.tensor(name) for name in file.names()}
+    ids, keys, counts = (tensors[name].numpy() for name in ("ids", "keys", "counts"))
+    samples = _samples(tensors) if "dense" in tensors else None
+    return Catalogue(ids=ids, keys=keys, counts=counts, samples=samples)
+
+
+def _samples(tensors: Mapping[str, torch.Tensor]) -> FeatureBatch:
+    ids = {name.removeprefix("ids."): each for name, each in tensors.items() if name.startswith("ids.")}
+    bags = {
+        name.removeprefix("bag."): Bag(ids=each, offsets=tensors[f"offsets.{name.removeprefix('bag.')}"])
+        for name, each in tensors.items()
+        if name.startswith("bag.")
+    }
+    return FeatureBatch(dense=tensors["dense"], ids=ids, bags=bags, sequences={})
+
+
+def _of_column(
+    rows: Samples, feature: str, numbers: NDArray[np.int64], _held_out: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    column = rows.encoder.schema.categorical[feature].column or feature
+    keys, absent = rows.columns(numbers).keys(column)
+    return keys[~absent], numbers[~absent]
+
+
+def _of_lists(
+    rows: Samples, feature: str, numbers: NDArray[np.int64], held_out: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    lists = rows.columns(numbers).lists(rows.encoder.schema.sequences[feature].column or feature)
+    kept = np.repeat(lists.offsets[1:], lists.lengths) - np.arange(len(lists.values)) > held_out
+    return lists.values[kept], np.repeat(numbers, lists.lengths)[kept]

@@ -1,0 +1,94 @@
+"""Clicks: how likely is one? Log loss, and the metrics of clicks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from kitforge.core.nn.noise import SampleNoise
+from kitforge.core.parallel.world import World
+from kitforge.foundation.errors import DataError
+from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.kits.recommender.batch import FeatureBatch
+from kitforge.kits.recommender.lookups import LookupPlan
+from kitforge.kits.recommender.metrics import ClickMetrics
+from kitforge.kits.recommender.model import Recommender, inputs_of
+from kitforge.kits.recommender.objective import Objective
+from kitforge.kits.recommender.samples import Samples
+
+
+@final
+class Clicks(Objective[FeatureBatch]):
+    """The cross entropy of labels 0 and 1."""
+
+    monitor = "eval/auc"
+    monitor_mode: Literal["min", "max"] = "max"
+
+    def __init__(self, plan: LookupPlan, seed: int) -> None:
+        self._plan = plan
+        self._seed = seed
+
+    def read(self, rows: Samples, indices: NDArray[np.int64], own: slice, step: int) -> FeatureBatch:
+        """See `Objective`."""
+        return rows.batch(indices[own])
+
+    def part(self, batch: FeatureBatch, start: int, stop: int) -> Mapping[str, Any]:
+        """See `Objective`."""
+        own = batch.narrow(start, stop)
+        inputs = inputs_of(own, self._plan)
+        return {**inputs, "labels": labels_of(own), "calls": [inputs["requests"]]}
+
+    def loss(self, model: Recommender, micro_batch: MicroBatch) -> Sums:
+        """See `Objective`."""
+        noise = None
+        if model.training:
+            noise = SampleNoise(seed=self._seed, step=micro_batch["step"], samples=micro_batch["samples"])
+        logits = model(lambda: model.logits(micro_batch, noise))
+        labels = micro_batch["labels"].to(logits.device)
+        return {"loss": functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")}
+
+    def count(self, micro_batch: MicroBatch) -> int:
+        """See `Objective`."""
+        return len(micro_batch["dense"])
+
+    def evaluate(
+        self, model: Recommender, rows: Samples, batches: Iterable[NDArray[np.int64]], world: World
+    ) -> dict[str, float]:
+        """loss in nats a sample, auc, normalised_entropy, calibration; grouped_auc where a group key is named; where a
+        log is made up best_auc, that of the true chances."""
+        is_grouped = rows.encoder.schema.group is not None
+        metrics, truth = ClickMetrics(is_grouped=is_grouped), ClickMetrics()
+        for indices in batches:
+            batch = rows.batch(indices)
+            inputs = inputs_of(batch, self._plan)
+            logits = model(lambda inputs=inputs: model.logits(inputs)).double().cpu().numpy()
+            groups = None if batch.groups is None else batch.groups.numpy()
+            labels = labels_of(batch).numpy()
+            metrics.add(logits, labels, groups)
+            if (chances := rows.chances(indices)) is not None:
+                truth.add(np.log(chances / (1 - chances)), labels)
+        found = _over_ranks(metrics, world, is_grouped=is_grouped)
+        best = {}
+        if rows.is_made_up:
+            best["best_auc"] = _over_ranks(truth, world, is_grouped=False)["auc"]
+        return {"loss": found.pop("log_loss"), **found, **best}
+
+
+def _over_ranks(metrics: ClickMetrics, world: World, *, is_grouped: bool) -> dict[str, float]:
+    """The metrics of all ranks' rows, the same on each."""
+    whole = ClickMetrics(is_grouped=is_grouped)
+    for state in world.agree(metrics.state()):
+        whole.merge(state)
+    return whole.result()
+
+
+def labels_of(batch: FeatureBatch) -> Tensor:
+    """The labels [B]; raises DataError where the rows have none."""
+    if batch.labels is None:
+        raise DataError("these rows have no label", expected="a column of 0 and 1", fix="name it in data.schema, label")
+    return batch.labels

@@ -1,0 +1,178 @@
+"""The options of the task `recommendation`. Built from a plain dict, without Hydra."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from kitforge.core.nn.lookup import TableKind
+from kitforge.core.optim.build import OptimizerConfig
+from kitforge.core.optim.sparse import SparseOptimizerConfig, SparseOptimizerName
+from kitforge.data.tables.chunk import OnBadRow
+from kitforge.data.tables.source import TableFormat
+from kitforge.data.tables.split import SplitRule
+from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions, PolicyOptions
+from kitforge.embedding_cache.placement import Way
+from kitforge.embedding_cache.serving.table import ServedDtype
+from kitforge.foundation.config import check
+from kitforge.trainer.options import RunOptions, TrainerOptions
+
+TASK = "recommendation"
+SMALLEST_BATCH, LARGEST_BATCH = 64, 4096
+# Steps of a pass over a small table: with fewer, what is learned first decides too much.
+WANTED_STEPS = 256
+WIDE_RATE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions:
+    """Which rows, what they mean, and how they are cut into batches."""
+
+    train: Any = None  # click_log, a file, a folder, a glob, or a list of them; None: click_log
+    eval: Any = None  # None: a share of the training rows
+    # Which columns become which features: a YAML file, or what it would hold; None: guessed.
+    schema: dict[str, Any] | str | None = None
+    format: TableFormat = "auto"  # auto: by the suffix and the first line
+    columns: tuple[str, ...] | None = None  # names for a csv or tsv file without a header
+    missing_values: tuple[str, ...] = ()  # texts that stand for no value, besides an empty cell
+    batch_size: int | None = None  # samples of a step; None: a 256th of the rows, from 64 to 4096
+    validation: float = 0.05  # share of the training rows kept for evaluation where data.eval is not given
+    split: SplitRule = "random"  # which rows those are: random, the last ones, or all rows of some groups
+    on_bad_row: OnBadRow = "error"  # skip: left out, counted and told
+    shuffle: bool = True
+    prefetch: int = 2  # batches made ready ahead
+    num_workers: int | None = None  # threads that parse files; None: one per core, up to four
+    cache: str | None = None  # folder of column caches; None: $KITFORGE_CACHE or ~/.cache/kitforge
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "prefetch"):
+            value = getattr(self, name)
+            check(value is None or value > 0, f"data.{name}", value, "a whole number of at least 1")
+        check(0 <= self.validation < 1, "data.validation", self.validation, "at least 0, below 1")
+
+    @property
+    def step_size(self) -> int:
+        """Samples of a step; the largest where nobody has said."""
+        return self.batch_size or LARGEST_BATCH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepRows(SparseOptimizerConfig):
+    """How rows of vectors move."""
+
+    name: SparseOptimizerName = "lazy_adam"
+    learning_rate: float | None = 3e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WideRows(SparseOptimizerConfig):
+    """How weights of the wide part move: FTRL leaves those that say little at zero (McMahan et al., 2013)."""
+
+    name: SparseOptimizerName = "ftrl"
+    # None: by the number of rows, since many say more of each weight: 0.05 for ten thousand, 0.25 for a million.
+    learning_rate: float | None = None
+    # 0: by the size of a batch, since what is seen once has one sample's share of a gradient.
+    initial_sum: float = 0.0
+    l1: float = 1e-8
+    l2: float = 1e-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableOptions:
+    """How rows of embedding tables begin, how bags of them are put together, and how they move."""
+
+    deep: DeepRows = field(default_factory=DeepRows)
+    wide: WideRows = field(default_factory=WideRows)
+    pooling: Literal["sum", "mean"] = "sum"  # of the vectors of a bag
+    spread: float = 0.01  # deviation of the numbers that deep rows begin with; wide ones begin at zero
+    # What a pipeline reads rows as, from files that it makes once in RUN/serving; None: as training left them.
+    served: ServedDtype | None = None
+
+    def __post_init__(self) -> None:
+        check(0 <= self.spread < math.inf, "tables.spread", self.spread, "0 or more")
+
+    def rule(self, kind: TableKind) -> SparseOptimizerConfig:
+        """How rows of a table of that kind move."""
+        return self.wide if kind == "wide" else self.deep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """Where the rows of tables live. Nothing here changes what is computed."""
+
+    device_rows: int | None = None  # rows of each table's fastest tier; None: all
+    host_rows: int | None = None  # rows in memory below it; None: all where no file lies below
+    path: str | None = None  # folder of files for the others
+    file_rows: int | None = None  # rows of those files where a remote lies below them
+    remote: str | None = None  # redis:// or rediss:// URL of the last tier
+    prefetch_depth: int = 0  # batches whose rows are fetched ahead; 0: only when they are needed
+    policy: PolicyOptions = field(default_factory=PolicyOptions)
+    admission: AdmissionOptions = field(default_factory=AdmissionOptions)
+    forgetting: ForgettingOptions = field(default_factory=ForgettingOptions)
+    strict: bool = False  # a batch with more distinct rows than device_rows is an error
+    # On several ranks: each row on one of them, columns of all rows, a whole table on one, or all of it on all; by the
+    # name of the table, or one way for all. auto: by size and by how many rows a step needs.
+    placement: Way | Literal["auto"] | dict[str, Way | Literal["auto"]] = "auto"
+
+    def __post_init__(self) -> None:
+        check(self.prefetch_depth >= 0, "cache.prefetch_depth", self.prefetch_depth, "a whole number of at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalOptions:
+    """How families that find items, rather than score pairs, learn and are measured."""
+
+    num_negatives: int = 512  # sasrec: items drawn for a step, which all its samples are told apart from
+    top: int = 10  # of HR@k and NDCG@k
+    index: str = "Flat"  # faiss's words for the index of item vectors; Flat is exact
+
+    def __post_init__(self) -> None:
+        check(self.num_negatives >= 1, "retrieval.num_negatives", self.num_negatives, "a whole number of at least 1")
+        check(self.top >= 1, "retrieval.top", self.top, "a whole number of at least 1")
+
+
+def _optimizer() -> OptimizerConfig:
+    return OptimizerConfig(learning_rate=3e-3, weight_decay=0.0, betas=(0.9, 0.999))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecommendationOptions(RunOptions):
+    """All options of the task."""
+
+    task: str = TASK
+    model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
+    optimizer: OptimizerConfig = field(default_factory=_optimizer)  # of all that is no row of a table
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    tables: TableOptions = field(default_factory=TableOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    retrieval: RetrievalOptions = field(default_factory=RetrievalOptions)
+    checkpoint: str | None = None  # weights and rows to start from, or to evaluate
+
+    def __post_init__(self) -> None:
+        degree = self.parallel.tensor
+        expected = "1: a recommender's network is small, and its rows lie on all ranks in any case"
+        check(degree == 1, "parallel.tensor", degree, expected, f"parallel.data={degree}")
+
+
+def sized(options: RecommendationOptions, num_rows: int | None) -> RecommendationOptions:
+    """With what was left to the number of training rows: the size of a batch, a second pass over a table so small that
+    the smallest batches make few steps of it, and how the wide weights move. None: nobody knows how many will come."""
+    size, trainer, wide = options.data.step_size, options.trainer, options.tables.wide
+    if options.data.batch_size is None and num_rows is not None:
+        size = min(max(2 ** (num_rows // WANTED_STEPS).bit_length() // 2, SMALLEST_BATCH), LARGEST_BATCH)
+    if (
+        num_rows is not None
+        and num_rows < WANTED_STEPS * SMALLEST_BATCH
+        and trainer.max_steps == trainer.epochs is None
+    ):
+        trainer = replace(trainer, epochs=2.0)
+    if wide.learning_rate is None:
+        wide = replace(wide, learning_rate=WIDE_RATE if num_rows is None else min(0.0025 * num_rows ** (1 / 3), 0.3))
+    if wide.initial_sum == 0 and wide.learning_rate is not None:
+        # In gradients of one sample: a weight that was seen once moves by a fourth of its gradient, as that of a
+        # logistic regression would with a prior of that variance. To one that is seen often it is as if it were 0.
+        wide = replace(wide, initial_sum=(4 * wide.learning_rate / size) ** 2)
+    data, tables = replace(options.data, batch_size=size), replace(options.tables, wide=wide)
+    return replace(options, data=data, trainer=trainer, tables=tables)

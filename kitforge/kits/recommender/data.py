@@ -1,0 +1,163 @@
+"""From what the options name to rows to train on and rows to evaluate on, encoded alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kitforge.data.shard import digest
+from kitforge.data.tables.chunk import BadRows
+from kitforge.data.tables.click_log import ClickLog, ClickLogConfig
+from kitforge.data.tables.column_cache import load_table
+from kitforge.data.tables.columns import Table
+from kitforge.data.tables.source import TableConfig, open_table
+from kitforge.data.tables.split import RowRange, split
+from kitforge.data.token_cache import default_root
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.recommender.catalogue import Catalogue
+from kitforge.kits.recommender.config import DataOptions
+from kitforge.kits.recommender.features import Encoder
+from kitforge.kits.recommender.fitting import fit
+from kitforge.kits.recommender.inspection import inspect
+from kitforge.kits.recommender.samples import Samples
+from kitforge.kits.recommender.schema import (
+    BucketFeature,
+    CategoricalFeature,
+    CrossFeature,
+    NumericFeature,
+    Schema,
+    SequenceFeature,
+    read_schema,
+)
+from kitforge.kits.recommender.stream import Stream
+
+CLICK_LOG = "click_log"
+# What is learned to near the best AUC in the steps and the time that a first look has.
+FIRST_LOOK = ClickLogConfig(num_rows=1_300_000, fields=(500, 200, 50, 30, 24, 8), zipf=1.2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """Rows to train on and rows to evaluate on; either may be absent."""
+
+    train: Samples | Stream | None
+    eval: Samples | None
+    encoder: Encoder
+    catalogue: Catalogue | None = None  # the items that can be found
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for data sets that give equal batches."""
+        return digest("dataset", *(None if each is None else each.fingerprint for each in (self.train, self.eval)))
+
+    def train_rows(self) -> Samples:
+        """The rows to train on, in any order; raises ConfigError where there are none."""
+        if not isinstance(self.train, Samples):
+            raise ConfigError("there is nothing to train on", got="data.train=null", expected="rows to train on")
+        return self.train
+
+
+def load_dataset(train: Any, evaluation: Any, options: DataOptions, seed: int, encoder: Encoder | None) -> Dataset:
+    """Open, split, and fit what features need to know of the training rows.
+
+    An `encoder` that is given is kept: new rows are read as those were that it was fitted on.
+    """
+    if train is None and evaluation is not None and encoder is not None:
+        return Dataset(train=None, eval=_all(evaluation, options, encoder), encoder=encoder)
+    spec = CLICK_LOG if train is None else train
+    if iter_of(spec) is not None:
+        return _endless(spec, evaluation, options, encoder)
+    schema = schema_of(spec, options) if encoder is None else encoder.schema
+    table = _table(spec, options, schema)
+    kept, held_out = split(
+        table, options.split, 0.0 if evaluation is not None else options.validation, seed, schema.group
+    )
+    fitted = encoder or Encoder(schema, fit(schema, table, kept))
+    given = Samples(table, held_out, fitted) if evaluation is None else _all(evaluation, options, fitted)
+    return Dataset(train=Samples(table, kept, fitted), eval=given, encoder=fitted)
+
+
+def iter_of(spec: Any) -> Iterator[Any] | None:
+    """The rows themselves, where they come once."""
+    return spec if isinstance(spec, Iterator) else None
+
+
+def _endless(spec: Any, evaluation: Any, options: DataOptions, encoder: Encoder | None) -> Dataset:
+    """Rows that come once. What they hold cannot be found out beforehand."""
+    if encoder is None and options.schema is None:
+        raise ConfigError(
+            "rows that come once cannot be looked at beforehand",
+            got="data.schema=null",
+            fix="add data.schema, or go on from a run: checkpoint=RUN",
+        )
+    schema = read_schema(options.schema) if encoder is None else encoder.schema
+    bad = BadRows(policy=options.on_bad_row)
+    stream = Stream(open_table(spec, table_config(options)), schema, bad, encoder)
+    held_out = None if evaluation is None else _all(evaluation, options, stream.encoder)
+    return Dataset(train=stream, eval=held_out, encoder=stream.encoder)
+
+
+def schema_of(spec: Any, options: DataOptions) -> Schema:
+    """The schema that the options give, or the one that the rows seem to ask for."""
+    if options.schema is not None:
+        return read_schema(options.schema)
+    if (log := click_log(spec)) is not None:
+        return click_log_schema(log)
+    return inspect(spec, table_config(options)).schema
+
+
+def table_config(options: DataOptions) -> TableConfig:
+    """How files are read."""
+    return TableConfig(
+        format=options.format,
+        columns=options.columns,
+        missing_values=options.missing_values,
+        on_bad_row=options.on_bad_row,
+    )
+
+
+def click_log(spec: Any) -> ClickLog | None:
+    """The log that is made up, where that is what `spec` means."""
+    if isinstance(spec, str) and spec == CLICK_LOG:
+        return ClickLog(FIRST_LOOK)
+    if isinstance(spec, ClickLogConfig):
+        return ClickLog(spec)
+    return spec if isinstance(spec, ClickLog) else None
+
+
+def click_log_schema(log: ClickLog) -> Schema:
+    """What the columns of a log that is made up are."""
+    crosses = {f"c{one + 1}_x_c{other + 1}": (f"c{one + 1}", f"c{other + 1}") for one, other in log.config.crosses}
+    # A history has the ids of the second field.
+    tables = {"c2": "c2"}
+    return Schema(
+        label=log.layout.label,
+        numeric={name: NumericFeature(log=True) for name in log.layout.numbers},
+        # Some numbers rise and fall and rise again, which ranges say at once and a tower learns late.
+        bucketed={f"{name}_range": BucketFeature(column=name, num_buckets=32) for name in log.layout.numbers},
+        categorical={
+            key.name: CategoricalFeature(kind="integer", encoding="vocabulary", table=tables.get(key.name))
+            for key in log.layout.keys
+        },
+        sequences={
+            item.name: SequenceFeature(kind="integer", encoding="vocabulary", table="c2") for item in log.layout.lists
+        },
+        crosses={name: CrossFeature(of=pair) for name, pair in crosses.items()},
+    )
+
+
+def _all(spec: Any, options: DataOptions, encoder: Encoder) -> Samples:
+    table = _table(spec, options, encoder.schema)
+    return Samples(table, RowRange(0, table.num_rows), encoder)
+
+
+def _table(spec: Any, options: DataOptions, schema: Schema) -> Table:
+    if (log := click_log(spec)) is not None:
+        return log
+    root = default_root() if options.cache is None else Path(options.cache)
+    source = open_table(spec, table_config(options))
+    return load_table(
+        source, schema.layout(), root, BadRows(policy=options.on_bad_row), num_workers=options.num_workers
+    )

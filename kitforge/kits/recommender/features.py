@@ -1,0 +1,219 @@
+"""From rows of a table to the tensors of a model, the same in training, evaluation and serving. Knows no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kitforge.data.scramble import scramble
+from kitforge.data.shard import digest
+from kitforge.data.tables.columns import Lists, NamedColumns
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.seed import key
+from kitforge.kits.recommender.batch import Bag, FeatureBatch, Sequence
+from kitforge.kits.recommender.ids import ExactIds, HashedIds, IdSpace, VocabularyIds
+from kitforge.kits.recommender.schema import BucketFeature, CrossFeature, IdFeature, NumericFeature, Schema
+from kitforge.kits.recommender.statistics import Moments, Statistics
+
+_FOLD = 0x9E3779B97F4A7C15
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSpec:
+    """An embedding table that the features ask for."""
+
+    name: str
+    num_ids: int | None  # None: any int64
+    dim: int | None  # None: the model's
+    features: tuple[str, ...]
+
+
+@final
+class Encoder:
+    """Turns columns into batches by a schema and the statistics of the training rows."""
+
+    def __init__(self, schema: Schema, statistics: Statistics) -> None:
+        self.schema = schema
+        self.statistics = statistics
+        self._spaces = {
+            name: _space(name, item, statistics)
+            for name, item in table_features(schema).items()
+            if not isinstance(item, BucketFeature)
+        }
+        self._tables = feature_tables(schema)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for encoders that give equal batches."""
+        return digest("encoder", self.schema, self.statistics)
+
+    @property
+    def num_dense(self) -> int:
+        """Width of the dense input."""
+        return sum(1 + feature.indicator for feature in self.schema.numeric.values())
+
+    def tables(self) -> list[TableSpec]:
+        """The embedding tables, by the order of their first features."""
+        return [
+            TableSpec(
+                name=name,
+                num_ids=self._num_ranges(name) if isinstance(first, BucketFeature) else self._spaces[name].num_ids,
+                dim=first.dim,
+                features=tuple(feature for feature, table in self._tables.items() if table == name),
+            )
+            for name, first in table_features(self.schema).items()
+        ]
+
+    def encode(self, read: NamedColumns) -> FeatureBatch:
+        """The features of rows, with labels where they were read."""
+        schema = self.schema
+        ids = {name: self._bucketed(name, feature, read) for name, feature in schema.bucketed.items()}
+        for name, item in schema.categorical.items():
+            keys, absent = read.keys(item.column or name)
+            ids[name] = self._ids(name, keys, absent)
+        for name, keys in self._cross_keys(read, ids).items():
+            ids[name] = self._ids(name, keys, None)
+        groups = None if schema.group is None else read.keys(schema.group)[0]
+        return FeatureBatch(
+            dense=torch.from_numpy(self._dense(read)),
+            ids={name: torch.from_numpy(found) for name, found in ids.items()},
+            bags={name: self._bag(name, read.lists(item.column or name)) for name, item in schema.bags.items()},
+            sequences={
+                name: self._sequence(name, read.lists(item.column or name), item.max_length)
+                for name, item in schema.sequences.items()
+            },
+            labels=None if read.labels is None else torch.from_numpy(read.labels),
+            groups=None if groups is None else torch.from_numpy(np.ascontiguousarray(groups)),
+        )
+
+    def ids_of(self, feature: str, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The ids [n] of keys [n] of a categorical feature, a bag or a sequence."""
+        return self._ids(feature, keys, None)
+
+    def cross_keys(self, read: NamedColumns) -> dict[str, NDArray[np.int64]]:
+        """The 64-bit keys [n] of every cross, before they become ids."""
+        ranges = {name: self._bucketed(name, feature, read) for name, feature in self.schema.bucketed.items()}
+        return self._cross_keys(read, ranges)
+
+    def _num_ranges(self, name: str) -> int:
+        """The ranges of a bucketed feature, and the id of what is missing."""
+        return len(self.statistics.edges[name]) + 2
+
+    def _dense(self, read: NamedColumns) -> NDArray[np.float32]:
+        dense = np.empty((len(read), self.num_dense), np.float32)
+        place = 0
+        for name, feature in self.schema.numeric.items():
+            raw = read.numbers(feature.column or name)
+            dense[:, place] = standardised(raw, feature, self.statistics.moments[name])
+            place += 1
+            if feature.indicator:
+                dense[:, place] = np.isnan(raw)
+                place += 1
+        return dense
+
+    def _bucketed(self, name: str, feature: BucketFeature, read: NamedColumns) -> NDArray[np.int64]:
+        values = read.numbers(feature.column or name)
+        found = np.searchsorted(np.array(self.statistics.edges[name]), values, side="right") + 1
+        return np.where(np.isnan(values), 0, found)
+
+    def _ids(self, name: str, keys: NDArray[np.int64], absent: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+        space = self._spaces[self._tables[name]]
+        ids = space.ids(keys)
+        if absent is not None:
+            ids[absent] = space.missing
+        return ids
+
+    def _cross_keys(self, read: NamedColumns, ranges: dict[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
+        return {name: self._crossed(cross, read, ranges) for name, cross in self.schema.crosses.items()}
+
+    def _crossed(
+        self, cross: CrossFeature, read: NamedColumns, ranges: dict[str, NDArray[np.int64]]
+    ) -> NDArray[np.int64]:
+        """One key for the values of several features, of their names and their order too."""
+        state = np.full(len(read), key("cross", *cross.of), np.uint64)
+        for part in cross.of:
+            if part in self.schema.bucketed:
+                mixed = ranges[part].view(np.uint64)
+            else:
+                keys, absent = read.keys(self.schema.categorical[part].column or part)
+                mixed = np.where(absent, key("missing", part), keys).view(np.uint64)
+            state = scramble(state ^ scramble(mixed, key("part", part)), _FOLD)
+        return state.view(np.int64)
+
+    def _bag(self, name: str, lists: Lists) -> Bag:
+        ids = self._ids(name, lists.values, None)
+        return Bag(ids=torch.from_numpy(ids), offsets=torch.from_numpy(np.array(lists.offsets)))
+
+    def _sequence(self, name: str, lists: Lists, max_length: int) -> Sequence:
+        lengths = np.minimum(lists.lengths, max_length)
+        places = np.arange(max_length)
+        is_there = places < lengths[:, None]
+        ids = np.zeros(is_there.shape, np.int64)
+        values = lists.values[(lists.offsets[1:, None] - lengths[:, None] + places)[is_there]]
+        ids[is_there] = self._ids(name, values, None)
+        return Sequence(ids=torch.from_numpy(ids), lengths=torch.from_numpy(lengths))
+
+
+def transformed(raw: NDArray[np.float64], feature: NumericFeature) -> NDArray[np.float64]:
+    """Values with zeros put in and the logarithm taken; what is to become the mean is still NaN."""
+    values = np.nan_to_num(raw, nan=0.0) if feature.missing == "zero" else raw
+    return np.sign(values) * np.log1p(np.abs(values)) if feature.log else values
+
+
+def standardised(raw: NDArray[np.float64], feature: NumericFeature, moments: Moments) -> NDArray[np.float64]:
+    """What the model sees of a number."""
+    values = transformed(raw, feature)
+    if feature.missing == "mean":
+        values = np.where(np.isnan(values), moments.mean, values)
+    return (values - moments.mean) / (moments.deviation or 1.0) if feature.standardise else values
+
+
+def feature_tables(schema: Schema) -> dict[str, str]:
+    """The table of every feature that has ids, by the feature's name."""
+    own = {name: name for name in (*schema.bucketed, *schema.crosses)}
+    return own | {name: feature.table or name for name, feature in id_features(schema)}
+
+
+def table_features(schema: Schema) -> dict[str, IdFeature | BucketFeature | CrossFeature]:
+    """The first feature of every table, by the table's name. Features of one table must agree on its ids."""
+    first: dict[str, IdFeature] = {}
+    for name, feature in id_features(schema):
+        present = first.setdefault(feature.table or name, feature)
+        if _settings(present) != _settings(feature):
+            raise ConfigError(
+                f"the features of table {feature.table or name!r} disagree",
+                got=f"{_settings(feature)} for {name!r}",
+                expected=str(_settings(present)),
+                fix="give them one kind, encoding, size and dim",
+            )
+    clash = [name for name in (*schema.bucketed, *schema.crosses) if name in first]
+    check(not clash, "data.schema table", clash, "a name that no bucketed feature or cross has")
+    return dict(schema.bucketed) | first | dict(schema.crosses)
+
+
+def id_features(schema: Schema) -> Iterator[tuple[str, IdFeature]]:
+    """Every feature whose values are keys, by name."""
+    yield from schema.categorical.items()
+    yield from schema.bags.items()
+    yield from schema.sequences.items()
+
+
+def _settings(feature: IdFeature) -> dict[str, object]:
+    """Whatever decides which ids a table has."""
+    names = ("kind", "encoding", "num_buckets", "min_count", "max_size", "dim")
+    return {name: getattr(feature, name) for name in names}
+
+
+def _space(table: str, feature: IdFeature | CrossFeature, statistics: Statistics) -> IdSpace:
+    if isinstance(feature, CrossFeature) or feature.encoding == "hash":
+        return HashedIds(table, feature.num_buckets)
+    if feature.encoding == "vocabulary":
+        return VocabularyIds(np.array(statistics.vocabularies[table], np.int64))
+    return ExactIds(table)

@@ -1,0 +1,147 @@
+"""What a table holds: columns, values, the share of clicks, the first rows, and the schema that it seems to ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+
+from kitforge.data.tables.canonical import pyarrow
+from kitforge.data.tables.chunk import BadRows
+from kitforge.data.tables.columns import LabelColumn
+from kitforge.data.tables.source import TableConfig, TableSource, open_table
+from kitforge.foundation.errors import DataError
+from kitforge.kits.recommender.guess import ColumnView, guess_label, guess_schema
+from kitforge.kits.recommender.schema import Schema, schema_yaml
+
+INSPECTED_ROWS = 200_000
+_HEAD_ROWS = 5
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What is known of a table."""
+
+    name: str
+    num_rows: int  # that were looked at
+    is_whole: bool  # whether these are all
+    columns: tuple[ColumnView, ...]
+    head: tuple[tuple[str, ...], ...]  # the first rows, as text
+    schema: Schema
+    left_out: Mapping[str, str]  # columns that the schema does not use, and why
+    label_rate: float | None
+    bad_rows: Mapping[str, int]  # rows that could not be read, by reason
+
+    @property
+    def yaml(self) -> str:
+        """The schema as it may stand in the file of `data.schema`."""
+        return schema_yaml(self.schema)
+
+
+def inspect(spec: object, config: TableConfig | None = None, num_rows: int = INSPECTED_ROWS) -> Inspection:
+    """Look at the first rows of a table. Bad rows are counted, whatever the policy about them is. DataError for a table
+    without rows or features, and for an iterator, whose rows would be lost."""
+    source = open_table(spec, config or TableConfig())
+    if source.is_once:
+        raise DataError(
+            "rows that can be read only once cannot be looked at first",
+            got=type(spec).__name__,
+            expected="a file, a list, a dataset",
+            fix="give a schema (data.schema=FILE)",
+        )
+    table, bad, is_whole = _first_rows(source, num_rows)
+    if table.num_rows == 0:
+        raise DataError(f"there are no rows in {source.name}", got=f"{bad.total} bad ones", expected="at least one")
+    columns = tuple(_view(name, table.column(name)) for name in table.column_names)
+    label = guess_label(columns)
+    schema, left_out = guess_schema(columns, label, table.num_rows, is_whole=is_whole)
+    texts = [[_cell(value) for value in column.to_pylist()] for column in table.slice(0, _HEAD_ROWS).columns]
+    return Inspection(
+        name=source.name,
+        num_rows=table.num_rows,
+        is_whole=is_whole,
+        columns=columns,
+        head=tuple(zip(*texts, strict=True)),
+        schema=schema,
+        left_out=left_out,
+        label_rate=None if label is None else _label_rate(table, label),
+        bad_rows=dict(bad.counts),
+    )
+
+
+def _first_rows(source: TableSource, num_rows: int) -> tuple[Any, BadRows, bool]:
+    tables: list[Any] = []
+    bad, count = BadRows(policy="skip"), 0
+    for job in source.jobs(source.names):
+        if count >= num_rows:
+            return pyarrow().concat_tables(tables).slice(0, num_rows), bad, False
+        chunk = job()
+        bad.meet(chunk.bad)
+        tables.append(chunk.table)
+        count += chunk.table.num_rows
+    options = {"promote_options": "permissive"} if len(tables) > 1 else {}
+    table = pyarrow().concat_tables(tables, **options)
+    return table.slice(0, num_rows), bad, count <= num_rows
+
+
+def _view(name: str, column: Any) -> ColumnView:
+    arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
+    types = arrow.types
+    if types.is_dictionary(column.type):
+        column = compute.cast(column, column.type.value_type)
+    if types.is_null(column.type):
+        return ColumnView(name=name, type="nothing", stored="null", num_values=0, num_missing=len(column))
+    if types.is_list(column.type) or types.is_large_list(column.type):
+        values = compute.count_distinct(compute.list_flatten(column)).as_py()
+        return ColumnView(
+            name=name, type="list", stored=str(column.type), num_values=values, num_missing=column.null_count
+        )
+    if types.is_string(column.type) or types.is_large_string(column.type):
+        column = compute.if_else(compute.equal(compute.binary_length(column), 0), None, column)
+    counts = compute.value_counts(column.drop_null().combine_chunks())
+    frequent = np.argsort(-np.asarray(counts.field("counts")), kind="stable")[:3]
+    view = ColumnView(
+        name=name,
+        type="text" if len(counts) else "nothing",
+        stored=str(column.type),
+        num_values=len(counts),
+        num_missing=column.null_count,
+        common=tuple((_cell(pair["values"]), pair["counts"]) for pair in counts.take(frequent).to_pylist()),
+    )
+    return _with_range(view, column)
+
+
+def _with_range(view: ColumnView, column: Any) -> ColumnView:
+    """The view of a column of numbers, where all its values are numbers."""
+    arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
+    try:
+        numbers = np.asarray(compute.cast(column.drop_null(), arrow.float64(), safe=False))
+    except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError):
+        return view
+    if len(numbers) == 0 or not np.isfinite(numbers).all():
+        return view
+    is_whole = bool((numbers == np.floor(numbers)).all())
+    return replace(
+        view,
+        type="integer" if is_whole else "number",
+        smallest=float(numbers.min()),
+        largest=float(numbers.max()),
+        median=float(np.median(numbers)),
+    )
+
+
+def _cell(value: object) -> str:
+    """A value as a person reads it."""
+    if value is None:
+        return ""
+    text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return text if len(text) <= 32 else text[:31] + "…"
+
+
+def _label_rate(table: Any, label: LabelColumn) -> float:
+    found = table.column(label.name).cast(pyarrow().string()).to_pylist()
+    positive = ("1", "true", "True", "1.0") if label.positive is None else (label.positive,)
+    return sum(value in positive for value in found) / len(found)

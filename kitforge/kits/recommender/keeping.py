@@ -1,0 +1,51 @@
+"""What a run keeps beside its checkpoints: the features, by which new rows are read as the old ones were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import final
+
+from kitforge.foundation.errors import DataError
+from kitforge.kits.recommender.catalogue import Catalogue, load_catalogue, save_catalogue
+from kitforge.kits.recommender.features import Encoder
+from kitforge.kits.recommender.statistics import load_features, save_features
+from kitforge.trainer.callbacks.callback import Callback, Event, Run
+
+FEATURES = "features.json"
+ITEMS = "items.safetensors"
+
+
+@final
+class KeepFeatures(Callback):
+    """Writes features.json when the run starts, and items.safetensors where items are to be found."""
+
+    def __init__(self, encoder: Encoder, catalogue: Catalogue | None) -> None:
+        self._encoder = encoder
+        self._catalogue = catalogue
+
+    def on_event(self, event: Event, run: Run) -> None:
+        """Save at the start."""
+        if event.kind == "start" and run.folder is not None and run.world.rank == 0:
+            save_features(run.folder / FEATURES, self._encoder.schema, self._encoder.statistics)
+            if self._catalogue is not None:
+                save_catalogue(run.folder / ITEMS, self._catalogue)
+
+
+def find_features(folder: Path) -> Encoder:
+    """The features of a run folder or a step folder."""
+    path = _kept(folder, FEATURES)
+    if path is None:
+        raise DataError("there are no features", got=folder, expected=f"a run of the recommender, with its {FEATURES}")
+    return Encoder(*load_features(path))
+
+
+def find_catalogue(folder: Path) -> Catalogue | None:
+    """The items of a run folder or a step folder; None where the run is not about finding any."""
+    path = _kept(folder, ITEMS)
+    return None if path is None else load_catalogue(path)
+
+
+def _kept(folder: Path, name: str) -> Path | None:
+    """A step lies in RUN/checkpoints/."""
+    places = (folder / name, folder.resolve().parent.parent / name)
+    return next((place for place in places if place.is_file()), None)

@@ -1,0 +1,174 @@
+"""Matching by two towers: of all items of a batch, which one did the user take?
+
+The batch is that of the whole step, however it is split: every micro-batch and every rank compares its users with the
+same items, so that k micro-batches are one batch and N ranks are one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kitforge.core.nn.noise import SampleNoise
+from kitforge.core.parallel.world import World
+from kitforge.foundation.config import check
+from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.kits.recommender.batch import FeatureBatch
+from kitforge.kits.recommender.catalogue import Catalogue
+from kitforge.kits.recommender.lookups import LookupPlan
+from kitforge.kits.recommender.model import Recommender, inputs_of
+from kitforge.kits.recommender.objective import Finding
+from kitforge.kits.recommender.ranking import RankingMetrics, target_ranks
+from kitforge.kits.recommender.samples import Samples
+from kitforge.models.two_tower.model import TwoTower, TwoTowerConfig
+
+# Items whose vectors are made at once.
+ITEMS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """The samples of a whole step, and which of them are this rank's users."""
+
+    batch: FeatureBatch
+    first: int
+    log_shares: Tensor  # [B]
+
+
+@final
+class Matching(Finding[Pool]):
+    """Softmax over the items of the batch, corrected by how often each is sampled (Yi et al., 2019). Rows whose label
+    is 0 are items, and no users."""
+
+    monitor = "eval/hr@10"
+    monitor_mode: Literal["min", "max"] = "max"
+
+    def __init__(self, config: TwoTowerConfig, plan: LookupPlan, catalogue: Catalogue, seed: int) -> None:
+        self._item = config.item[0]
+        sequences = [name for name in config.item if any(name in each.features for each in plan.sequences())]
+        check(not sequences, "model.item", sequences, "features of one value or a bag: an item has no history")
+        sides = {side: set(getattr(config, side)) | {side} for side in ("user", "item")}
+        self._lookups = {
+            side: [lookup.name for lookup in plan.lookups if lookup.name in names] for side, names in sides.items()
+        }
+        self._plan = plan
+        self._catalogue = catalogue
+        self._seed = seed
+
+    def read(self, rows: Samples, indices: NDArray[np.int64], own: slice, step: int) -> Pool:
+        """See `Objective`."""
+        batch = rows.batch(indices)
+        return Pool(batch=batch, first=own.start, log_shares=self._catalogue.log_shares(batch.ids[self._item]))
+
+    def part(self, batch: Pool, start: int, stop: int) -> Mapping[str, Any]:
+        """See `Objective`."""
+        first, last = batch.first + start, batch.first + stop
+        own = batch.batch.narrow(first, last)
+        users = inputs_of(own, self._plan, self._lookups["user"])
+        items = inputs_of(batch.batch, self._plan, self._lookups["item"])
+        return {
+            "users": users,
+            "items": items,
+            "calls": [users["requests"], items["requests"]],
+            "weights": torch.ones(len(own)) if own.labels is None else own.labels,
+            "targets": torch.arange(first, last),
+            "ids": batch.batch.ids[self._item],
+            "log_shares": batch.log_shares,
+        }
+
+    def loss(self, model: Recommender, micro_batch: MicroBatch) -> Sums:
+        """See `Objective`."""
+        noises: dict[str, SampleNoise | None] = {"users": None, "items": None}
+        if model.training:
+            step, targets = micro_batch["step"], micro_batch["targets"]
+            places = torch.arange(len(micro_batch["ids"]))
+            noises = {
+                "users": SampleNoise(seed=self._seed, step=step, samples=targets),
+                "items": SampleNoise(seed=self._seed, step=step, samples=places),
+            }
+
+        def compute() -> Tensor:
+            users = side_vectors(model, "user", micro_batch["users"], noises["users"])
+            items = side_vectors(model, "item", micro_batch["items"], noises["items"])
+            scores = network_of(model).scores(users, items)
+            return in_batch_loss(scores, micro_batch).sum()
+
+        return {"loss": model(compute)}
+
+    def count(self, micro_batch: MicroBatch) -> int:
+        """See `Objective`."""
+        return int(micro_batch["weights"].sum())
+
+    def evaluate(
+        self, model: Recommender, rows: Samples, batches: Iterable[NDArray[np.int64]], world: World
+    ) -> dict[str, float]:
+        """hr@k, ndcg@k and mrr of the item among all items of the training rows, and the loss over them."""
+        items = model(lambda: self.item_vectors(model))
+        metrics, total = RankingMetrics(), 0.0
+        for indices in batches:
+            batch = rows.batch(indices)
+            users = model(lambda batch=batch: self.user_vectors(model, batch))
+            places = self._catalogue.places(batch.ids[self._item])
+            # An item that was never seen in training cannot be found, nor can a row without a click look for one.
+            asks = places >= 0 if batch.labels is None else (places >= 0) & (batch.labels.numpy() > 0)
+            scores = network_of(model).scores(users[torch.from_numpy(asks)], items).double().cpu()
+            targets = places[asks]
+            total += float((scores.logsumexp(1) - scores[torch.arange(len(targets)), targets]).sum())
+            metrics.add(target_ranks(scores.numpy(), targets))
+        return over_ranks(metrics, total, world)
+
+    def user_vectors(self, model: Recommender, batch: FeatureBatch) -> Tensor:
+        """See `Finding`."""
+        return side_vectors(model, "user", inputs_of(batch, self._plan, self._lookups["user"]), None)
+
+    def item_vectors(self, model: Recommender) -> Tensor:
+        """See `Finding`."""
+        samples, found = self._catalogue.samples, []
+        assert samples is not None
+        for start in range(0, len(self._catalogue), ITEMS_AT_ONCE):
+            batch = samples.narrow(start, min(start + ITEMS_AT_ONCE, len(samples)))
+            found.append(side_vectors(model, "item", inputs_of(batch, self._plan, self._lookups["item"]), None))
+        return torch.cat(found)
+
+
+def network_of(model: Recommender) -> TwoTower:
+    """The towers of a model that has two."""
+    network = model.network
+    assert isinstance(network, TwoTower)
+    return network
+
+
+def side_vectors(model: Recommender, side: str, inputs: Mapping[str, Any], noise: SampleNoise | None) -> Tensor:
+    """The vectors [B, dim] of the users or of the items of samples."""
+    tower = getattr(model.network, side)
+    vectors: Tensor = tower(inputs["dense"], model.vectors(inputs), noise)
+    return vectors
+
+
+def in_batch_loss(scores: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
+    """The loss [b] of scores [b, B] of users with the items of the whole batch. An item that happens to be the user's
+    own in another row is no wrong answer."""
+    targets, ids = micro_batch["targets"].to(scores.device), micro_batch["ids"].to(scores.device)
+    corrected = scores - micro_batch["log_shares"].to(scores.device, scores.dtype)
+    is_same = ids[targets].unsqueeze(1) == ids
+    is_same[torch.arange(len(targets)), targets] = False
+    corrected = corrected.masked_fill(is_same, -math.inf)
+    losses = torch.nn.functional.cross_entropy(corrected, targets, reduction="none")
+    weighted: Tensor = losses * micro_batch["weights"].to(scores.device)
+    return weighted
+
+
+def over_ranks(metrics: RankingMetrics, loss: float, world: World) -> dict[str, float]:
+    """The metrics of all ranks' rows, the same on each."""
+    whole, total = RankingMetrics(), 0.0
+    for counts, share in world.agree((metrics.counts, loss)):
+        whole.merge(counts)
+        total += share
+    return {"loss": total / max(int(whole.counts.sum()), 1), **whole.result()}

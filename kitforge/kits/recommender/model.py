@@ -1,0 +1,162 @@
+"""A network with its tables: what a run trains, and what scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.kernels.dispatch import CompileLevel, select
+from kitforge.core.nn.init import normal_rows
+from kitforge.core.nn.lookup import RecommenderConfig, SampleShape
+from kitforge.core.nn.noise import SampleNoise
+from kitforge.core.optim.sparse import build_row_optimizer
+from kitforge.core.parallel.world import World
+from kitforge.embedding_cache.collection import EmbeddingCollection
+from kitforge.embedding_cache.spread import Spread
+from kitforge.embedding_cache.table import CachedEmbedding
+from kitforge.embedding_cache.tiers.remote import RemoteStore
+from kitforge.embedding_cache.tiers.remote_link import RemoteOptions
+from kitforge.foundation.config import to_dict
+from kitforge.kits.recommender.batch import FeatureBatch
+from kitforge.kits.recommender.catalogue import Catalogue
+from kitforge.kits.recommender.config import CacheOptions, TableOptions
+from kitforge.kits.recommender.features import Encoder
+from kitforge.kits.recommender.lookups import LookupPlan, Request, StackedTable
+
+
+@final
+class Recommender(nn.Module):
+    """A network over its tables, which hold rows wherever they live: rows are no parameters.
+
+    All use of the network passes through `model(compute)`, since until then its weights may lie cut on many ranks.
+    """
+
+    def __init__(
+        self, config: RecommenderConfig, encoder: Encoder, tables: nn.Module, level: CompileLevel = "O1"
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = encoder
+        self.plan = plan_of(config, encoder)
+        self.network = config.network(sample_shape(encoder), select(level))
+        self.tables = tables
+        self.catalogue: Catalogue | None = None  # the items that can be found, for families that find some
+        self.origin: Path | None = None  # the step that it was opened from, where it only reads
+
+    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
+        """What `compute` gives, in memory of its own: `fully_shard` warns of a module that returns a view."""
+        return compute().clone()
+
+    def logits(self, inputs: Mapping[str, Any], noise: SampleNoise | None = None) -> Tensor:
+        """Logits [B] of the inputs that `inputs_of` makes of samples, for families that score."""
+        output: Tensor = self.network(inputs["dense"], self.vectors(inputs), noise)
+        return output
+
+    def vectors(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The vectors of all lookups that the inputs ask for."""
+        return self.plan.vectors(self.tables(inputs["requests"]), inputs["lengths"])
+
+
+@final
+class ServedTables(nn.Module):
+    """Tables that are only read, by name, looked up as a collection of those that train is."""
+
+    def __init__(self, tables: Mapping[str, nn.Module], features: Mapping[str, str]) -> None:
+        super().__init__()
+        self.tables = nn.ModuleDict(tables)
+        self.features = dict(features)
+
+    def forward(self, requests: Mapping[str, Request]) -> dict[str, Tensor]:
+        """The vectors of every request."""
+        return {
+            name: self.tables[self.features[name]](*(request if isinstance(request, tuple) else (request,)))
+            for name, request in requests.items()
+        }
+
+
+def inputs_of(batch: FeatureBatch, plan: LookupPlan, lookups: Collection[str] | None = None) -> dict[str, Any]:
+    """What a network is called with for these samples; of its lookups those that are named, or all."""
+    requests = plan.requests(batch, lookups)
+    lengths = {name: sequence.lengths for name, sequence in batch.sequences.items()}
+    return {"dense": batch.dense, "lengths": lengths, "requests": requests}
+
+
+def sample_shape(encoder: Encoder) -> SampleShape:
+    """What a network is told about the features of a schema."""
+    schema = encoder.schema
+    numeric = []
+    for name, feature in schema.numeric.items():
+        numeric += [name, f"{name} is missing"] if feature.indicator else [name]
+    specs = encoder.tables()
+    return SampleShape(
+        numeric=tuple(numeric),
+        categorical=(*schema.bucketed, *schema.categorical, *schema.bags),
+        crosses=tuple(schema.crosses),
+        sequences=tuple(schema.sequences),
+        tables={feature: spec.name for spec in specs for feature in spec.features},
+        dims={feature: spec.dim for spec in specs for feature in spec.features if spec.dim is not None},
+    )
+
+
+def plan_of(config: RecommenderConfig, encoder: Encoder) -> LookupPlan:
+    """Which tables a network needs over these features, and how they are called."""
+    shape = sample_shape(encoder)
+    return LookupPlan(config.lookups(shape), encoder.tables(), shape, tuple(encoder.schema.bags))
+
+
+def make_tables(
+    plan: LookupPlan, options: TableOptions, cache: CacheOptions, seed: int, world: World, spreads: Mapping[str, Spread]
+) -> EmbeddingCollection:
+    """The tables of a plan, without rows: those come into being when they are first asked for. `spreads` says how each
+    is spread over several ranks."""
+    tables = {
+        name: CachedEmbedding(
+            table.num_rows,
+            table.dim,
+            name=name,
+            # What a wide part wants is a sum over all features.
+            mode="sum" if table.kind == "wide" else options.pooling,
+            optimizer=options.rule(table.kind),
+            seed=seed,
+            spread=0.0 if table.kind == "wide" else options.spread,
+            ranks=spreads.get(name),
+            device=str(world.device),
+            device_rows=cache.device_rows,
+            host_rows=cache.host_rows,
+            path=None if cache.path is None else str(Path(cache.path) / name),
+            file_rows=cache.file_rows,
+            remote=None if cache.remote is None else _remote(cache.remote, name, table, options, world),
+            policy=cache.policy,
+            admission=cache.admission,
+            forgetting=cache.forgetting,
+            strict=cache.strict,
+        )
+        for name, table in plan.tables.items()
+    }
+    return EmbeddingCollection(tables, plan.features)
+
+
+def _remote(url: str, name: str, table: StackedTable, options: TableOptions, world: World) -> RemoteStore:
+    """The server's share of a table's rows that this rank has."""
+    rule = options.rule(table.kind)
+    schema = {"name": name, "dim": table.dim, "optimizer": to_dict(rule)}
+    width = build_row_optimizer(rule).layout(table.dim).width
+    share = (0, 1) if world.mesh is None else (world.rank, world.mesh.size)
+    return RemoteStore(RemoteOptions(url=url), schema, width, share=share)
+
+
+@torch.no_grad()
+def initialise(network: nn.Module, seed: int) -> None:
+    """Fill all parameters with a pure function of (seed, name): matrices with Glorot's normal numbers (2010), biases
+    with zeros, norms with ones."""
+    for name, parameter in network.named_parameters():
+        if parameter.dim() < 2:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        deviation = math.sqrt(2.0 / sum(parameter.shape))
+        parameter.copy_(normal_rows(seed, name, parameter.shape, 0, len(parameter)) * deviation)

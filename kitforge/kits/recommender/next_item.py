@@ -1,0 +1,167 @@
+"""The next item of a sequence, out of items drawn for the step: the same for all its samples, however it is split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from kitforge.core.nn.context import DropoutKey
+from kitforge.core.parallel.world import World
+from kitforge.foundation import seed as seeds
+from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.kits.recommender.batch import FeatureBatch, Sequence
+from kitforge.kits.recommender.catalogue import Catalogue
+from kitforge.kits.recommender.lookups import LookupPlan, padded
+from kitforge.kits.recommender.matching import ITEMS_AT_ONCE, over_ranks
+from kitforge.kits.recommender.model import Recommender
+from kitforge.kits.recommender.objective import Finding
+from kitforge.kits.recommender.ranking import RankingMetrics, target_ranks
+from kitforge.kits.recommender.samples import Samples
+from kitforge.models.sasrec.model import SASRec
+
+LOOKUP = "items"
+# The last item of every sequence is never trained on: evaluation asks for it.
+HELD_OUT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """The sequences of a rank's share of a step, and the items that all of the step are told apart from."""
+
+    sequences: Sequence
+    negatives: Tensor  # int64 [K]
+
+
+@final
+class NextItem(Finding[Draw]):
+    """Softmax over the next item and K that are drawn, which stand for all others (Jean et al., 2015)."""
+
+    monitor = "eval/hr@10"
+    monitor_mode: Literal["min", "max"] = "max"
+
+    def __init__(self, feature: str, plan: LookupPlan, catalogue: Catalogue, num_negatives: int, seed: int) -> None:
+        self._feature = feature
+        self._plan = plan
+        self._catalogue = catalogue
+        self._num_negatives = min(num_negatives, len(catalogue))
+        self._seed = seed
+
+    def read(self, rows: Samples, indices: NDArray[np.int64], own: slice, step: int) -> Draw:
+        """See `Objective`."""
+        generator = seeds.generator(self._seed, "negatives", step)
+        drawn = torch.randint(len(self._catalogue), (self._num_negatives,), generator=generator).numpy()
+        sequences = rows.batch(indices[own]).sequences[self._feature]
+        return Draw(sequences=sequences, negatives=torch.from_numpy(self._catalogue.ids[drawn]))
+
+    def part(self, batch: Draw, start: int, stop: int) -> Mapping[str, Any]:
+        """See `Objective`."""
+        ids = batch.sequences.ids[start:stop]
+        lengths = (batch.sequences.lengths[start:stop] - HELD_OUT).clamp(min=0)
+        items, negatives = self._request(ids, lengths), self._ids_request(batch.negatives)
+        return {
+            "items": items,
+            "negatives": negatives,
+            "calls": [items, negatives],
+            "ids": ids,
+            "lengths": lengths,
+            "negative_ids": batch.negatives,
+        }
+
+    def loss(self, model: Recommender, micro_batch: MicroBatch) -> Sums:
+        """See `Objective`."""
+        noise = None
+        if model.training:
+            samples = tuple(micro_batch["samples"].tolist())
+            noise = DropoutKey(seed=self._seed, step=micro_batch["step"], samples=samples)
+        return {"loss": model(lambda: self._loss(model, micro_batch, noise))}
+
+    def count(self, micro_batch: MicroBatch) -> int:
+        """See `Objective`."""
+        return int((micro_batch["lengths"] - 1).clamp(min=0).sum())
+
+    def evaluate(
+        self, model: Recommender, rows: Samples, batches: Iterable[NDArray[np.int64]], world: World
+    ) -> dict[str, float]:
+        """hr@k, ndcg@k and mrr of the last item of every sequence among all items, and the loss over them."""
+        items = model(lambda: self.item_vectors(model))
+        metrics, total = RankingMetrics(), 0.0
+        for indices in batches:
+            sequences = rows.batch(indices).sequences[self._feature]
+            lengths = (sequences.lengths - HELD_OUT).clamp(min=0)
+            histories = sequences.ids[:, :-HELD_OUT]
+            states = model(lambda ids=histories, lengths=lengths: self.states(model, ids, lengths))
+            last = sequences.ids.gather(1, (sequences.lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+            places = self._catalogue.places(last)
+            asks = (places >= 0) & (lengths.numpy() > 0)
+            scores = (states[torch.from_numpy(asks)] @ items.t()).double().cpu()
+            targets = places[asks]
+            total += float((scores.logsumexp(1) - scores[torch.arange(len(targets)), targets]).sum())
+            metrics.add(target_ranks(scores.numpy(), targets))
+        return over_ranks(metrics, total, world)
+
+    def states(self, model: Recommender, ids: Tensor, lengths: Tensor) -> Tensor:
+        """What stands at the end of histories ids [B, L] of these lengths [B], to be compared with items: [B, dim]."""
+        network = network_of(model)
+        vectors = padded(self._rows(model, self._request(ids, lengths)), lengths, ids.shape[1])
+        return network.last(network(vectors, lengths), lengths.clamp(min=1))
+
+    def user_vectors(self, model: Recommender, batch: FeatureBatch) -> Tensor:
+        """See `Finding`; nothing of a history is held out."""
+        sequence = batch.sequences[self._feature]
+        longest = network_of(model).config.max_length
+        # Of a longer history the last items count.
+        starts = (sequence.lengths - longest).clamp(min=0).unsqueeze(1)
+        width = min(longest, sequence.ids.shape[1])
+        ids = sequence.ids.gather(1, (starts + torch.arange(width)).clamp(max=sequence.ids.shape[1] - 1))
+        return self.states(model, ids, sequence.lengths.clamp(max=width))
+
+    def item_vectors(self, model: Recommender) -> Tensor:
+        """See `Finding`."""
+        ids = torch.from_numpy(self._catalogue.ids)
+        return torch.cat([self._rows(model, self._ids_request(part)) for part in torch.split(ids, ITEMS_AT_ONCE)])
+
+    def _loss(self, model: Recommender, micro_batch: MicroBatch, noise: DropoutKey | None) -> Tensor:
+        ids, lengths = micro_batch["ids"], micro_batch["lengths"]
+        # As long for every micro-batch, as noise is drawn for the whole of it.
+        vectors = padded(self._rows(model, micro_batch["items"]), lengths, ids.shape[1])
+        negatives = self._rows(model, micro_batch["negatives"])
+        before = (lengths - 1).clamp(min=0)
+        asks = torch.arange(vectors.shape[1] - 1) < before.unsqueeze(1)
+        if not bool(asks.any()):
+            # Nothing is asked, and yet all ranks and all weights take part.
+            unused = sum((weight.sum() for weight in model.network.parameters()), vectors.sum() + negatives.sum())
+            return unused * 0.0
+        states = network_of(model)(vectors[:, :-1], before, noise)[asks]
+        wanted = (states * vectors[:, 1:][asks]).sum(1, keepdim=True)
+        # The K that are drawn stand for all items but the wanted one.
+        others = states @ negatives.t() + math.log(max(len(self._catalogue) - 1, 1) / len(negatives))
+        is_wanted = ids[:, 1:][asks].unsqueeze(1) == micro_batch["negative_ids"]
+        others = others.masked_fill(is_wanted.to(others.device), -math.inf)
+        scores = torch.cat([wanted, others], dim=1)
+        return functional.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.int64), reduction="sum")
+
+    def _rows(self, model: Recommender, request: Mapping[str, Any]) -> Tensor:
+        (rows,) = model.tables(request).values()
+        found: Tensor = rows
+        return found
+
+    def _request(self, ids: Tensor, lengths: Tensor) -> dict[str, Any]:
+        return self._ids_request(ids[torch.arange(ids.shape[1]) < lengths.unsqueeze(1)])
+
+    def _ids_request(self, ids: Tensor) -> dict[str, Any]:
+        return self._plan.request_of(LOOKUP, self._feature, ids)
+
+
+def network_of(model: Recommender) -> SASRec:
+    """The network of a model that looks at sequences."""
+    network = model.network
+    assert isinstance(network, SASRec)
+    return network

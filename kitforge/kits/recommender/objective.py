@@ -1,0 +1,60 @@
+"""What a family is trained for and measured by. The task owns order, shares and steps; an objective owns the loss."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kitforge.core.parallel.world import World
+from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.kits.recommender.batch import FeatureBatch
+from kitforge.kits.recommender.model import Recommender
+from kitforge.kits.recommender.samples import Samples
+
+Batch = TypeVar("Batch")
+
+
+class Objective(ABC, Generic[Batch]):
+    """A loss that is a sum over samples, and metrics that do not depend on how rows are batched."""
+
+    monitor: str  # the metric that says what is best
+    monitor_mode: Literal["min", "max"]
+
+    @abstractmethod
+    def read(self, rows: Samples, indices: NDArray[np.int64], own: slice, step: int) -> Batch:
+        """The samples of a step that are this rank's: those at the places `own` of `indices`."""
+
+    @abstractmethod
+    def part(self, batch: Batch, start: int, stop: int) -> Mapping[str, Any]:
+        """Samples start .. stop - 1 of a batch as a micro-batch. `calls` are the requests of its forward passes."""
+
+    @abstractmethod
+    def loss(self, model: Recommender, micro_batch: MicroBatch) -> Sums:
+        """Sums over the micro-batch, "loss" among them."""
+
+    @abstractmethod
+    def count(self, micro_batch: MicroBatch) -> int:
+        """How many losses the sum is of."""
+
+    @abstractmethod
+    def evaluate(
+        self, model: Recommender, rows: Samples, batches: Iterable[NDArray[np.int64]], world: World
+    ) -> dict[str, float]:
+        """Metrics by name over this rank's batches of rows and those of all others, "loss" among them."""
+
+
+class Finding(Objective[Batch]):
+    """An objective of a family that finds items: vectors of users and items whose products say what goes together."""
+
+    @abstractmethod
+    def item_vectors(self, model: Recommender) -> Tensor:
+        """The vectors [I, dim] of the catalogue's items, in its order."""
+
+    @abstractmethod
+    def user_vectors(self, model: Recommender, batch: FeatureBatch) -> Tensor:
+        """The vectors [B, dim] of the users of a batch."""

@@ -1,0 +1,95 @@
+"""A recommender that only reads. Its rows stay in the files of the checkpoint, or in smaller ones made for serving.
+
+What is made for serving lies in RUN/serving, in a folder named by the step and the checksum of what the step holds, so
+that nothing is taken for what another training left there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from kitforge.core.checkpoint.layout import MANIFEST
+from kitforge.core.checkpoint.load import Checkpoint, load_tensors, open_checkpoint
+from kitforge.core.kernels.dispatch import CompileLevel
+from kitforge.data.shard import digest
+from kitforge.embedding_cache.serving.convert import convert
+from kitforge.embedding_cache.serving.table import ServedDtype, ServedTable
+from kitforge.foundation.errors import ConfigError, DependencyError
+from kitforge.foundation.files import atomic_file, one_at_a_time
+from kitforge.foundation.log import logger
+from kitforge.kits.recommender.assembling import checkpoint_of, recorded_options
+from kitforge.kits.recommender.keeping import find_catalogue, find_features
+from kitforge.kits.recommender.model import Recommender, ServedTables, plan_of
+from kitforge.models.catalog import recommender_of
+
+_log = logger(__name__)
+
+
+def served(folder: Path, device: torch.device, level: CompileLevel) -> Recommender:
+    """The recommender of a run or a step, over the rows as training left them."""
+    checkpoint = checkpoint_of(folder)
+    options = recorded_options(checkpoint)
+    config, encoder = recommender_of(options.model), find_features(folder)
+    plan = plan_of(config, encoder)
+    tables: dict[str, nn.Module] = {
+        name: ServedTable(checkpoint.table(name), mode="sum" if table.kind == "wide" else options.tables.pooling)
+        for name, table in plan.tables.items()
+    }
+    model = Recommender(config, encoder, ServedTables(tables, plan.features), level)
+    load_tensors(dict(model.named_parameters()), checkpoint.model(), what="model")
+    model.catalogue = find_catalogue(folder)
+    model.origin = checkpoint.folder
+    return model.to(device)
+
+
+def serve_as(model: Recommender, dtype: ServedDtype) -> None:
+    """Let a model that only reads look up rows of so many bits, in files that are made once. Raises ConfigError for a
+    model that is trained."""
+    if model.origin is None or not isinstance(model.tables, ServedTables):
+        raise ConfigError(
+            "the rows of a model that is trained are not made smaller",
+            got=f"tables.served={dtype} for a model in memory",
+            expected="a run folder",
+            fix="name the folder: model=RUN",
+        )
+    folder = serving_folder(model.origin) / dtype
+    folder.mkdir(parents=True, exist_ok=True)
+    with one_at_a_time(folder, _log, f"making {dtype} tables"):
+        if not (folder / "tables" / MANIFEST).exists():
+            convert(open_checkpoint(model.origin), folder / "tables", dtype)
+    smaller: Checkpoint = open_checkpoint(folder / "tables")
+    for name, table in model.tables.tables.items():
+        assert isinstance(table, ServedTable)
+        model.tables.tables[name] = ServedTable(smaller.table(name), mode=table.options.mode)
+
+
+def serving_folder(step: Path) -> Path:
+    """Where files are that were made of this step's."""
+    mark = digest("serving", (step / MANIFEST).read_bytes())[:12]
+    return step.resolve().parent.parent / "serving" / f"{step.name}-{mark}"
+
+
+def keep_index(path: Path, index: Any) -> None:
+    """Write faiss's index, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as file:
+        file.write(faiss().serialize_index(index).tobytes())
+
+
+def kept_index(path: Path) -> Any:
+    """The index that was kept; None where there is none."""
+    return faiss().deserialize_index(np.fromfile(path, np.uint8)) if path.exists() else None
+
+
+def faiss() -> Any:
+    """faiss; raises DependencyError where it is not installed."""
+    try:
+        import faiss
+    except ImportError:
+        raise DependencyError("faiss-cpu", needed_for="finding items", extra="recommender") from None
+    return faiss

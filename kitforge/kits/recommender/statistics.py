@@ -1,0 +1,68 @@
+"""What features need to know of the training rows: means, edges, vocabularies, collisions. Plain data, kept as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from kitforge.foundation.config import from_dict, to_dict
+from kitforge.foundation.errors import DataError
+from kitforge.foundation.files import write_text
+from kitforge.kits.recommender.schema import Schema
+
+FORMAT = 1
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """Of a numeric feature over the training rows, after its logarithm."""
+
+    mean: float
+    deviation: float  # 0 where all values are equal
+    num_missing: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occupancy:
+    """How the distinct values of a hashed table share its buckets."""
+
+    num_values: int  # distinct ones
+    num_colliding: int  # that share a bucket with another
+    num_buckets: int
+    is_estimated: bool = False  # from a sample of the values, where there were too many to be counted
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """All of it, by feature or by table."""
+
+    num_rows: int
+    moments: dict[str, Moments] = field(default_factory=dict)
+    edges: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    vocabularies: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by table: keys by falling frequency
+    num_rare: dict[str, int] = field(default_factory=dict)  # by table: distinct values left out of the vocabulary
+    occupancy: dict[str, Occupancy] = field(default_factory=dict)  # by table
+    positive_rate: float | None = None  # share of labels that are 1
+
+
+def save_features(path: Path, schema: Schema, statistics: Statistics) -> None:
+    """Write schema and statistics to one JSON file, whole or not at all."""
+    content = {"format": FORMAT, "schema": to_dict(schema), "statistics": to_dict(statistics)}
+    write_text(path, json.dumps(content, separators=(",", ":")))
+
+
+def load_features(path: Path) -> tuple[Schema, Statistics]:
+    """What `save_features` wrote. Raises DataError for anything else."""
+    try:
+        content: Any = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read the features {path}", got=error, fix="name a run of the recommender") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        got = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise DataError(f"{path} holds no features", got=f"format {got}", expected=f"format {FORMAT}")
+    return from_dict(Schema, content["schema"], "schema"), from_dict(Statistics, content["statistics"], "statistics")

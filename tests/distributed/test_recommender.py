@@ -1,0 +1,49 @@
+"""Recommenders on several ranks: rows live on all of them, and the losses are those of one process."""
+
+import itertools
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import run_ranks
+from tests.kits.recommender.runs import FAMILIES, in_folder, numbers, run
+
+pytestmark = pytest.mark.slow
+
+MESHES: dict[str, dict[str, Any]] = {
+    "data": {"parallel.data": 2, "cache.placement": "row"},
+    # Tables as small as these go to all ranks where nobody says otherwise.
+    "shard": {"parallel.shard": 2},
+    "both": {"parallel.data": 2, "parallel.shard": 2, "cache.placement": "table"},
+    "cached": {"parallel.data": 2, "cache.placement": "row", "cache.device_rows": 40, "cache.prefetch_depth": 2},
+}
+PRODUCT = list(itertools.product(FAMILIES, MESHES))
+SAMPLE = [("din", "both"), ("wide_deep", "shard"), ("two_tower", "data"), *random.Random(1).sample(PRODUCT, 2)]
+CASES = PRODUCT if "KITFORGE_PROVE" in os.environ else SAMPLE
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("family", "mesh"), CASES)
+def test_losses_on_ranks_are_those_of_one_process(tmp_path: Path, family: str, mesh: str) -> None:
+    # 33 samples are shared unevenly, and micro-batches of 10 leave some ranks without a last one.
+    choices = {"data.batch_size": 33, "trainer.micro_batch_size": 10, "trainer.max_steps": 6}
+    one, _ = run(tmp_path / "one", family, choices)
+    split = {**choices, **MESHES[mesh]}
+    num_ranks = 4 if mesh == "both" else 2
+    for told in run_ranks(num_ranks, in_folder, tmp_path / "many", family, split):
+        names = {name for line in one.lines for name in line if name.startswith("eval/") or name == "loss"}
+        for name in names:
+            assert numbers(told, name) == pytest.approx(numbers(one, name), abs=2e-6)
+        assert numbers(told, "grad_norm") == pytest.approx(numbers(one, "grad_norm"), rel=1e-4)
+
+
+def test_a_run_goes_on_under_other_ranks_tiers_and_placements(tmp_path: Path) -> None:
+    whole, _ = run(tmp_path / "whole")
+    first, _ = run(tmp_path / "parts", stop_at=3)
+    placement = {"wide": "table", "deep_4": "column"}
+    later = {"parallel.data": 2, "cache.device_rows": 30, "cache.placement": placement, "resume": "auto"}
+    second = run_ranks(2, in_folder, tmp_path / "parts", "wide_deep", later)[0]
+    assert numbers(first, "loss") + numbers(second, "loss") == pytest.approx(numbers(whole, "loss"), abs=2e-6)

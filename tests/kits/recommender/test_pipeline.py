@@ -1,0 +1,212 @@
+"""What a run answers: chances of rows, items for users, and the metrics of other rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kitforge.api import evaluate, kit_of, load_model, load_tokenizer, pipeline, recorded_task
+from kitforge.data.tables.click_log import ClickLog
+from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, ModelError
+from kitforge.kits.recommender.build import Inputs, read_options
+from kitforge.kits.recommender.model import inputs_of
+from tests.kits.recommender.runs import LOG, ready, rows_of, run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    for family in ("wide_deep", "two_tower", "sasrec"):
+        run(folder / family, family)
+    return {family: folder / family for family in ("wide_deep", "two_tower", "sasrec")}
+
+
+def rows(num_rows: int) -> list[dict[str, Any]]:
+    """Rows of the log as a person would write them, without the label."""
+    log = ClickLog(LOG)
+    columns = log.rows(np.arange(num_rows))
+    return [
+        {
+            **{f"c{place + 1}": int(key) for place, key in enumerate(columns.keys[row])},
+            **{f"d{place + 1}": float(number) for place, number in enumerate(columns.numbers[row])},
+            "history": columns.lists["history"].take(np.array([row])).values.tolist(),
+        }
+        for row in range(num_rows)
+    ]
+
+
+def cell(value: Any) -> str:
+    """A value as a CSV file has it."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def test_rows_are_scored_in_three_lines(runs: dict[str, Path]) -> None:
+    score = pipeline("recommendation", model=runs["wide_deep"])
+    found = score(rows(5))
+    assert score(rows(5)[2]) == found[2]
+    assert all(0 < each["score"] < 1 for each in found)
+    assert len({each["score"] for each in found}) > 1
+
+
+def test_scores_are_those_that_the_run_was_evaluated_by(runs: dict[str, Path]) -> None:
+    model = load_model(runs["wide_deep"], "cpu")
+    encoder = load_tokenizer(runs["wide_deep"])
+    options = read_options({"checkpoint": str(runs["wide_deep"]), "device": "cpu"})
+    score = kit_of("recommendation").open_pipeline(model, encoder, options)
+    assembly, _ = ready(runs["wide_deep"].parent / "again", "wide_deep", {"checkpoint": str(runs["wide_deep"])})
+    trained: Any = assembly.loop.model.eval()
+    samples = rows(40)
+    expected = []
+    for encoded in score._batches(samples):
+        with torch.no_grad():
+            expected += trained.logits(inputs_of(encoded, trained.plan)).sigmoid().tolist()
+    assert [each["score"] for each in score(samples)] == expected
+
+
+def test_a_file_of_rows_is_scored(runs: dict[str, Path], tmp_path: Path) -> None:
+    names = list(rows(1)[0])
+    lines = [",".join(names)]
+    lines += [
+        ",".join(" ".join(map(str, v)) if isinstance(v := row[name], list) else str(v) for name in names)
+        for row in rows(6)
+    ]
+    (tmp_path / "rows.csv").write_text("\n".join(lines).replace("nan", "") + "\n")
+    score = pipeline("recommendation", model=runs["wide_deep"], options={"data.cache": str(tmp_path)})
+    assert score(str(tmp_path / "rows.csv")) == score(rows(6))
+
+
+@pytest.mark.parametrize("family", ["two_tower", "sasrec"])
+def test_items_are_found_best_first(runs: dict[str, Path], family: str) -> None:
+    pytest.importorskip("faiss")
+    find = pipeline("recommendation", model=runs[family])
+    user = rows(1)[0] if family == "two_tower" else {"items": [3, 4, 5]}
+    found = find.retrieve(user, k=5)
+    assert len({each["item"] for each in found}) == 5
+    assert [each["score"] for each in found] == sorted((each["score"] for each in found), reverse=True)
+    everything = find.retrieve(user, k=10_000)
+    assert len(everything) == len(find.model.catalogue)
+    assert everything[:5] == found
+    known = set(find.model.catalogue.keys.tolist())
+    assert {each["item"] for each in everything} == known
+
+
+def test_a_found_item_has_the_score_of_its_pair(runs: dict[str, Path]) -> None:
+    pytest.importorskip("faiss")
+    find = pipeline("recommendation", model=runs["two_tower"])
+    users = rows(3)
+    temperature = find.model.config.temperature
+    for user in users:
+        # The towers know an item by c2 and c3; in the catalogue it has the c3 of the first row that has it.
+        best = {each["item"]: each["score"] for each in find.retrieve(user, k=10_000)}
+        place = find.model.catalogue.keys.tolist().index(user["c2"])
+        samples = find.model.catalogue.samples
+        own_c3 = find.encoder.ids_of("c3", np.array([user["c3"]]))[0]
+        if int(samples.ids["c3"][place]) == own_c3:
+            chance = 1 / (1 + np.exp(-best[user["c2"]] / temperature))
+            assert find(user)["score"] == pytest.approx(chance, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "int8"])
+def test_smaller_tables_score_nearly_alike_and_are_made_once(runs: dict[str, Path], dtype: str) -> None:
+    options = {"tables.served": dtype, "device": "cpu"}
+    plain = pipeline("recommendation", model=runs["wide_deep"])(rows(20))
+    smaller = pipeline("recommendation", model=runs["wide_deep"], options=options)
+    assert {table.dtype for table in smaller.model.tables.tables.values()} == {dtype}
+    found = [each["score"] for each in smaller(rows(20))]
+    assert found == pytest.approx([each["score"] for each in plain], abs=1e-3)
+    assert found != [each["score"] for each in plain]
+    (made,) = (runs["wide_deep"] / "serving").glob(f"*/{dtype}/tables/manifest.json")
+    before = made.stat()
+    again = pipeline("recommendation", model=runs["wide_deep"], options=options)
+    assert [each["score"] for each in again(rows(20))] == found
+    assert made.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_a_model_that_is_trained_has_no_smaller_tables(tmp_path: Path) -> None:
+    assembly, _ = ready(tmp_path, "wide_deep", {})
+    options = {"tables.served": "int8"}
+    with pytest.raises(ConfigError, match="model=RUN"):
+        pipeline("recommendation", assembly.loop.model, assembly.tokenizer, options)
+
+
+def test_the_index_of_a_step_is_made_once(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    user = rows(1)[0]
+    found = pipeline("recommendation", model=runs["two_tower"]).retrieve(user, k=5)
+    (kept,) = (runs["two_tower"] / "serving").glob("*/items-*.faiss")
+    again = pipeline("recommendation", model=runs["two_tower"])
+    assert again.retrieve(user, k=5) == found
+    monkeypatch.setattr("kitforge.kits.recommender.pipeline.index_of", None)
+    assert pipeline("recommendation", model=runs["two_tower"]).retrieve(user, k=5) == found
+    # Another step has another manifest, so nothing of this one is taken for its own.
+    manifest = again.model.origin / "manifest.json"
+    manifest.write_text(manifest.read_text() + " ")
+    with pytest.raises(TypeError):
+        pipeline("recommendation", model=runs["two_tower"]).retrieve(user, k=5)
+    assert kept.exists()
+
+
+def test_an_index_is_exported(runs: dict[str, Path], tmp_path: Path) -> None:
+    faiss = pytest.importorskip("faiss")
+    find = pipeline("recommendation", model=runs["sasrec"])
+    find.save_index(tmp_path / "index")
+    index = faiss.read_index(str(tmp_path / "index" / "items.faiss"))
+    assert index.ntotal == len(find.model.catalogue)
+    assert sorted(path.name for path in (tmp_path / "index").iterdir()) == ["items.faiss", "items.safetensors"]
+
+
+def test_families_that_score_find_nothing_and_the_other_way_round(runs: dict[str, Path]) -> None:
+    with pytest.raises(ModelError, match="finds no items"):
+        pipeline("recommendation", model=runs["wide_deep"]).retrieve(rows(1)[0])
+    with pytest.raises(ModelError, match="scores no pairs"):
+        pipeline("recommendation", model=runs["sasrec"])({"items": [1, 2]})
+
+
+def test_a_row_without_a_column_is_refused_by_name(runs: dict[str, Path]) -> None:
+    row = {name: value for name, value in rows(1)[0].items() if name != "c3"}
+    with pytest.raises(DataError, match="c3"):
+        pipeline("recommendation", model=runs["wide_deep"])(row)
+
+
+def test_a_run_knows_its_task(runs: dict[str, Path]) -> None:
+    assert recorded_task(runs["wide_deep"]) == "recommendation"
+    assert recorded_task(runs["wide_deep"] / "checkpoints" / "step_8") == "recommendation"
+
+
+@pytest.mark.parametrize("family", ["wide_deep", "two_tower", "sasrec"])
+def test_a_run_is_evaluated_again_to_the_same_numbers(runs: dict[str, Path], family: str) -> None:
+    options = read_options({"checkpoint": str(runs[family]), "device": "cpu"})
+    lines = [json.loads(line) for line in (runs[family] / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["kind"] == "eval"][-1]
+    found = evaluate(options, Inputs(train_dataset=rows_of(family)))
+    for name, value in found.items():
+        assert value == pytest.approx(last[name], abs=1e-6)
+
+
+def test_evaluation_wants_a_model_and_a_folder_that_is_a_run(tmp_path: Path) -> None:
+    with pytest.raises(KitforgeError, match="no model to evaluate"):
+        evaluate(read_options({"device": "cpu"}), Inputs())
+    with pytest.raises(ModelError, match="no run"):
+        evaluate(read_options({"device": "cpu", "checkpoint": str(tmp_path)}), Inputs())
+
+
+def test_finetuning_starts_from_rows_and_weights(runs: dict[str, Path], tmp_path: Path) -> None:
+    told, _ = run(tmp_path / "more", "wide_deep", {"checkpoint": str(runs["wide_deep"])})
+    fresh = [json.loads(line) for line in (runs["wide_deep"] / "metrics.jsonl").read_text().splitlines()]
+    first = next(line["loss"] for line in fresh if line["kind"] == "train")
+    assert next(line["loss"] for line in told.lines if line["kind"] == "train") < first
+
+
+def test_a_misspelt_option_of_the_schema_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'group'"):
+        ready(tmp_path, "wide_deep", {"data.schema": {"categorical": {"c1": {}}, "gruop": "c4"}})
+
+
+def test_the_report_shows_the_tables(runs: dict[str, Path]) -> None:
+    page = (runs["wide_deep"] / "report.html").read_text()
+    assert "where rows were found" in page
+    assert "hit rate by rows of the device tier" in page

@@ -1,0 +1,161 @@
+"""Runs of every family keep what a run promises: splits, resumes and caches change nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kitforge.api import composed
+from kitforge.core.parallel.degrees import Degrees
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.recommender.build import Inputs, assemble, read_options
+from kitforge.kits.recommender.config import sized
+from kitforge.trainer.run import train
+from tests.distributed.training import TestLobby
+from tests.kits.recommender.runs import FAMILIES, numbers, ready, run, same
+
+CACHES: dict[str, dict[str, Any]] = {
+    "smaller than a batch": {"cache.device_rows": 16},
+    "fetched ahead": {"cache.device_rows": 120, "cache.prefetch_depth": 2},
+    "lfu, far ahead": {"cache.device_rows": 60, "cache.prefetch_depth": 4, "cache.policy.name": "lfu"},
+    "looks ahead": {"cache.device_rows": 60, "cache.prefetch_depth": 1, "cache.policy.name": "lookahead"},
+    "files": {"cache.device_rows": 30, "cache.host_rows": 10, "cache.prefetch_depth": 2, "cache.path": "rows"},
+}
+PRODUCT = list(itertools.product(FAMILIES, CACHES))
+CASES = PRODUCT if "KITFORGE_PROVE" in os.environ else random.Random(3).sample(PRODUCT, 6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_micro_batches_are_one_batch(tmp_path: Path, family: str) -> None:
+    whole, _ = run(tmp_path / "whole", family)
+    split, _ = run(tmp_path / "split", family, {"trainer.micro_batch_size": 30})
+    for name in ("loss", "eval/loss", "grad_norm"):
+        assert numbers(split, name) == pytest.approx(numbers(whole, name), abs=2e-6, rel=1e-5)
+    assert numbers(whole, "loss")[-1] < numbers(whole, "loss")[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path, family: str) -> None:
+    choices = {"cache.device_rows": 40, "cache.prefetch_depth": 2}
+    whole, state = run(tmp_path / "whole", family, choices)
+    first, _ = run(tmp_path / "parts", family, choices, stop_at=3)
+    second, resumed = run(tmp_path / "parts", family, {**choices, "resume": "auto"})
+    assert same(resumed, state)
+    assert numbers(first, "loss") + numbers(second, "loss") == numbers(whole, "loss")
+    assert numbers(second, "eval/loss")[-1:] == numbers(whole, "eval/loss")
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("family", "cache"), CASES)
+def test_a_cache_is_invisible(tmp_path: Path, family: str, cache: str) -> None:
+    plain, state = run(tmp_path / "plain", family)
+    choices = dict(CACHES[cache])
+    if "cache.path" in choices:
+        choices["cache.path"] = str(tmp_path / "rows")
+    cached, found = run(tmp_path / "cached", family, choices)
+    assert same(found, state)
+    for name in ("loss", "eval/loss", "grad_norm"):
+        assert numbers(cached, name) == numbers(plain, name)
+
+
+def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
+    for family in ("wide_deep", "two_tower", "sasrec"):
+        told = {
+            size: run(
+                tmp_path / f"{family}{size}",
+                family,
+                {"trainer.max_steps": 2, "data.batch_size": 100, "trainer.micro_batch_size": size},
+            )[0]
+            for size in (7, 100)
+        }
+        names = {name for line in told[7].lines for name in line if name.startswith("eval/")}
+        for name in names:
+            assert numbers(told[7], name) == pytest.approx(numbers(told[100], name), abs=1e-5)
+
+
+def test_a_run_stops_early_at_the_best_auc(tmp_path: Path) -> None:
+    choices = {
+        "trainer.evaluate_every": 1,
+        "trainer.early_stopping": 2,
+        "trainer.max_steps": 40,
+        "tables.wide.learning_rate": 2.0,
+    }
+    told, _ = run(tmp_path / "run", "wide_deep", choices)
+    values = numbers(told, "eval/auc")
+    assert len(values) < 40
+    assert max(values) == values[-3]
+
+
+def test_grouped_auc_comes_with_a_group_key(tmp_path: Path) -> None:
+    schema = {
+        "label": {"name": "click"},
+        "categorical": {"c1": {"kind": "integer"}, "c2": {"kind": "integer"}},
+        "group": "c4",
+        "group_kind": "integer",
+    }
+    told, _ = run(tmp_path / "run", "dcn_v2", {"data.schema": schema, "trainer.max_steps": 3})
+    assert 0 < numbers(told, "eval/grouped_auc")[-1] < 1
+
+
+def test_the_metric_that_says_what_is_best_is_the_family_s_own(tmp_path: Path) -> None:
+    monitors = {family: ready(tmp_path / family, family, {})[0].options.trainer for family in ("dlrm", "sasrec")}
+    assert [(each.monitor, each.monitor_mode) for each in monitors.values()] == [
+        ("eval/auc", "max"),
+        ("eval/hr@10", "max"),
+    ]
+
+
+def test_the_tensor_axis_is_refused_before_any_rank_is_started(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parallel.tensor.*\n.*\n.*1: a recommender"):
+        ready(tmp_path, "wide_deep", {"parallel.tensor": 2})
+
+
+def test_bf16_is_near_fp32(tmp_path: Path) -> None:
+    exact, _ = run(tmp_path / "fp32", "wide_deep")
+    rounded, _ = run(tmp_path / "bf16", "wide_deep", {"precision": "bf16"})
+    assert numbers(rounded, "loss") == pytest.approx(numbers(exact, "loss"), rel=0.01)
+    assert numbers(rounded, "loss") != numbers(exact, "loss")
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "epochs", "rate"),
+    [
+        (100, 64, 2.0, 0.0116),
+        (16_383, 64, 2.0, 0.0635),
+        (16_384, 64, None, 0.0635),
+        (40_000, 128, None, 0.0855),
+        (10**7, 4096, None, 0.3),
+        (None, 4096, None, 0.1),
+    ],
+)
+def test_what_is_not_said_is_left_to_the_number_of_rows(
+    rows: int | None, size: int, epochs: float | None, rate: float
+) -> None:
+    found = sized(read_options({}), rows)
+    assert (found.data.batch_size, found.trainer.epochs) == (size, epochs)
+    assert found.tables.wide.learning_rate == pytest.approx(rate, rel=1e-3)
+    assert found.tables.wide.initial_sum == pytest.approx((4 * rate / size) ** 2, rel=1e-2)
+
+
+def test_what_is_said_stays() -> None:
+    wide = {"learning_rate": 0.5, "initial_sum": 0.25}
+    options = read_options({"data": {"batch_size": 7}, "trainer": {"max_steps": 3}, "tables": {"wide": wide}})
+    assert sized(options, 50) == options
+
+
+def test_a_small_table_is_learned_without_a_word_about_how(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).normal(size=(4000, 2))
+    clicks = np.random.default_rng(1).random(4000) < np.where(np.abs(numbers[:, 0]) > 1, 0.8, 0.1)
+    rows = [{"a": a, "b": b, "click": int(click)} for (a, b), click in zip(numbers, clicks, strict=True)]
+    values = composed("recommendation", {"model": "wide_deep", "output_dir": str(tmp_path), "device": "cpu"}).values
+    inputs = Inputs(train_dataset=rows[:3000], eval_dataset=rows[3000:])
+    assembly = assemble(read_options(values), inputs, TestLobby(Degrees()))
+    found = train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+    # A line through the numbers has 0.5, the truth about 0.84.
+    assert found["eval/auc"] > 0.8
