@@ -1,0 +1,1 @@
+"""Alignment: supervised finetuning, reward models, preference losses, and learning from rewards."""

@@ -1,0 +1,45 @@
+"""How far a policy is from its reference: estimators of KL(policy || reference) from sampled tokens.
+
+Schulman, "Approximating KL divergence" (2020). With d = log policy - log reference of a token drawn from the policy:
+k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d. k1 and k3 have the divergence as their mean, k2 nearly.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def divergence(log_probs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
+    """The estimate for every token [B, T], to be looked at or to be subtracted from rewards.
+
+    Not to be differentiated: the mean gradient of k1 is zero, that of k3 belongs to KL(reference || policy).
+    """
+    return _estimate((log_probs - reference).detach(), estimator)
+
+
+def divergence_loss(
+    log_probs: Tensor, reference: Tensor, estimator: Estimator, drawn_from: Tensor | None = None
+) -> Tensor:
+    """The estimate for every token [B, T] whose mean gradient is that of KL(policy || reference), whichever estimator.
+
+    `drawn_from` are the log-probabilities of the tokens under the policy that drew them; None: the policy itself, as
+    it is now.
+    """
+    drawn_from = log_probs.detach() if drawn_from is None else drawn_from.detach()
+    weight = (log_probs - drawn_from).exp()
+    # The mean of k1 and k3 is the divergence whatever the policy, so that the gradient of the weighted mean is its
+    # gradient. k2's mean is another number, but d * grad log policy, its own gradient, has the right mean.
+    weight = weight.detach() if estimator == "k2" else weight
+    return weight * _estimate(log_probs - reference.detach(), estimator)
+
+
+def _estimate(difference: Tensor, estimator: Estimator) -> Tensor:
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2
+    return (-difference).expm1() + difference

@@ -1,0 +1,186 @@
+"""The wiring of the alignment kit: from options and objects to a run of one of its stages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import nn
+
+from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.lora import config_of as config_of_adapter
+from kitforge.core.parallel.apply import parallel_of
+from kitforge.core.parallel.lobby import Lobby
+from kitforge.data.tokenizer import TOKENIZER_FOLDER, ByteTokenizer, Tokenizer, find_tokenizer
+from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
+from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.inference.pipeline import TextGenerationPipeline
+from kitforge.kits.rlhf import stages
+from kitforge.kits.rlhf.actor_critic import policy_of
+from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
+from kitforge.kits.rlhf.networks import load_policy, load_scalar
+from kitforge.kits.rlhf.pipeline import RewardPipeline
+from kitforge.kits.rlhf.replay import Replay, replay
+from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.kits.rlhf.stages import Inputs, Parts, Prepared, parts_of
+from kitforge.models.adapters import save_adapter
+from kitforge.models.catalog import config_of
+from kitforge.trainer.assembly import RunAssembly
+from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.precision import autocast
+from kitforge.trainer.run import default_folder, make_loop
+
+Assembly: TypeAlias = RunAssembly[StageOptions, Tokenizer]
+
+
+@final
+class Stage:
+    """One task behind the face that the front door knows of a kit."""
+
+    def __init__(
+        self, options: type[StageOptions], prepare: Callable[[Parts], Prepared], roles: tuple[str, ...] = ()
+    ) -> None:
+        self.OPTIONS = options
+        self.ROLES = roles
+        self.Inputs = Inputs
+        self.prepare = prepare
+
+    def read_options(self, values: Mapping[str, Any]) -> StageOptions:
+        """The options of the task from a plain dict; raises ConfigError."""
+        return from_dict(self.OPTIONS, values)
+
+    def assemble(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> Assembly:
+        """Everything that a run needs, in the order in which mistakes are cheapest to find."""
+        parts = parts_of(options, inputs, lobby.device)
+        prepared = self.prepare(parts)
+        world = lobby.join()
+        recorded = to_dict(options) | {"model": prepared.network}
+        config_text = to_yaml(recorded)
+        lobby.check_same({"configuration": config_text, "training rows": prepared.fingerprint})
+        folder = world.first(default_folder(options, inputs.model_name))
+        task, watching = prepared.task(world)
+        loop = make_loop(
+            task,
+            dataclasses.replace(options, device=str(world.device)),
+            folder,
+            world=world,
+            config=recorded,
+            callbacks=[*inputs.callbacks, KeepTokenizer(parts.tokenizer), KeepAdapter(), *watching],
+        )
+        return Assembly(loop=loop, folder=folder, tokenizer=parts.tokenizer, options=options, config_text=config_text)
+
+    def check_degrees(self, options: StageOptions) -> None:
+        """Raise ConfigError for axes that the stage cannot be split along, before any rank is started."""
+        degrees = options.parallel
+        is_cut = max(degrees.tensor, degrees.shard, degrees.pipeline) > 1
+        check(not (options.adapter.is_on and is_cut), "adapter.rank", options.adapter.rank, "0 where networks are cut")
+        if isinstance(options, SFTOptions):
+            check(not degrees.sequence, "parallel.sequence", degrees.sequence, "false for rows of any length")
+            return
+        for axis in ("tensor", "shard"):
+            degree = getattr(degrees, axis)
+            check(degree == 1, f"parallel.{axis}", degree, f"1, as {options.task} runs several networks side by side")
+
+    def evaluate(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> dict[str, float]:
+        """The metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
+        prepared = self.prepare(parts_of(options, inputs, lobby.device, is_evaluation=True))
+        world = lobby.join()
+        task, _ = prepared.task(world)
+        model = task.build(world)
+        parallel = parallel_of(model, world)
+        model.eval()
+        try:
+            with torch.no_grad(), autocast(world.device, options.precision):
+                return task.evaluate(model)
+        finally:
+            parallel.rest()
+
+    def replay(self, folder: Path, step: int, options: StageOptions) -> Replay:
+        """What a step of a run gives when it is trained once more; raises ConfigError where nothing was kept of it."""
+        if not isinstance(options, RLOptions):
+            raise ConfigError(
+                "only stages that learn from rewards keep what they were trained on",
+                got=f"task={options.task}",
+                fix="resume from a checkpoint before the step instead",
+            )
+        return replay(folder, step, options, self.prepare)
+
+    def open_pipeline(self, model: nn.Module, tokenizer: Tokenizer, options: StageOptions) -> Any:
+        """What continues texts, or scores them where the model gives scores."""
+        if isinstance(model, ScalarModel):
+            return RewardPipeline(model, tokenizer)
+        return TextGenerationPipeline(model, tokenizer, options.inference)
+
+    def load(self, folder: Path, device: torch.device) -> nn.Module:
+        """The network of a run of this stage, or of one of its steps."""
+        return load_scalar(folder, device) if self.OPTIONS is RewardOptions else load_policy(folder, device)
+
+    def find_tokenizer(self, folder: Path) -> Tokenizer:
+        """The tokenizer that lies with a run or a step."""
+        return find_tokenizer(folder)
+
+    def resolved(self, options: StageOptions) -> dict[str, Any]:
+        """The whole tree of options, the model's own defaults among them unless it comes with the checkpoint."""
+        values = to_dict(options)
+        if options.checkpoint is not None:
+            return values
+        network = dict(options.model)
+        if network.get("vocab_size") is None:
+            is_byte = options.tokenizer.name == "byte"
+            network["vocab_size"] = ByteTokenizer.vocab_size if is_byte else options.tokenizer.vocab_size
+        config = config_of(network)
+        return values | {"model": {"family": config.family, **to_dict(config)}}
+
+    def describe_presets(self, presets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+        """None of its own: stages start from language models."""
+        return []
+
+    def next_steps(self, folder: Path) -> list[str]:
+        """Commands to try after a run."""
+        return [f"kitforge evaluate checkpoint={folder} data.eval=FILE", f"kitforge report {folder}"]
+
+
+@final
+class KeepTokenizer(Callback):
+    """Writes the tokenizer beside the run."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def on_event(self, event: Event, run: Run) -> None:
+        """At the start."""
+        if event.kind == "start" and run.folder is not None and run.world.rank == 0:
+            self._tokenizer.save(run.folder / TOKENIZER_FOLDER)
+
+
+@final
+class KeepAdapter(Callback):
+    """Writes the policy's adapter beside the run, as PEFT reads it, where its layers have names there."""
+
+    def on_event(self, event: Event, run: Run) -> None:
+        """At the end."""
+        network = policy_of(run.model)
+        if event.kind != "end" or run.folder is None or run.world.rank > 0 or not isinstance(network, Decoder):
+            return
+        config = config_of_adapter(network)
+        if config is None:
+            return
+        try:
+            save_adapter(network, "policy", config, run.folder / "adapter")
+        except ModelError as error:
+            run.note("adapter", f"not written for PEFT: {error}")
+
+
+STAGES: dict[str, Stage] = {
+    "sft": Stage(SFTOptions, stages.sft),
+    "reward": Stage(RewardOptions, stages.reward),
+    **{
+        name: Stage(RLOptions, stages.reinforcement, ("reward", "reference", "environment", "ptx"))
+        for name in ("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")
+    },
+    **{name: Stage(PreferenceOptions, stages.preference, ("reference",)) for name in ("dpo", "ipo", "orpo", "simpo")},
+    "kto": Stage(KTOOptions, stages.kto, ("reference",)),
+}

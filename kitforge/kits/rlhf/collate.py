@@ -1,0 +1,76 @@
+"""Responses of several lengths as tensors: a row each, or packed into few rows. B rows, T tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kitforge.data.dialogues import Response
+from kitforge.data.packing import IGNORED
+
+
+def padded(responses: Sequence[Response], pad_id: int) -> dict[str, Tensor]:
+    """A row for each response, filled on the right, which causal attention never looks at.
+
+    `tokens` [B, T]; `targets` [B, T], the next token where it is learnt, -100 elsewhere; `ends` [B], where the last
+    token of each stands. One row in which nothing counts where there are no responses.
+    """
+    longest = max((len(each.tokens) for each in responses), default=1)
+    tokens = torch.full((max(len(responses), 1), longest), pad_id)
+    targets = torch.full_like(tokens, IGNORED)
+    for row, response in enumerate(responses):
+        _lay(tokens[row], targets[row], response, 0)
+    ends = [len(each.tokens) - 1 for each in responses] or [0]
+    return {"tokens": tokens, "targets": targets, "ends": torch.tensor(ends)}
+
+
+def packed(responses: Sequence[Response], pad_id: int, *, together: bool = True) -> dict[str, Tensor]:
+    """As few rows as the longest response allows, or a row for each unless `together`.
+
+    `tokens` and `targets` [B, T] as in `padded`; `positions` from 0 in each response; `documents` from 0 in each row;
+    `members` [B], how many responses a row holds.
+    """
+    longest = max(len(each.tokens) for each in responses)
+    lengths = [len(each.tokens) for each in responses]
+    rows = _fitted(lengths, longest) if together else [[member] for member in range(len(lengths))]
+    tokens = torch.full((len(rows), longest), pad_id)
+    targets, documents = torch.full_like(tokens, IGNORED), torch.zeros_like(tokens)
+    positions = torch.arange(longest).repeat(len(rows), 1)
+    for row, members in enumerate(rows):
+        start = 0
+        for place, member in enumerate(members):
+            stop = start + len(responses[member].tokens)
+            _lay(tokens[row], targets[row], responses[member], start)
+            positions[row, start:stop], documents[row, start:stop] = torch.arange(stop - start), place
+            start = stop
+        # Filling behind the only response of a row is never looked at, and needs no number of its own.
+        positions[row, start:] = torch.arange(longest - start)
+        documents[row, start:] = len(members) if len(members) > 1 else 0
+    counts = torch.tensor(list(map(len, rows)))
+    return {"tokens": tokens, "targets": targets, "positions": positions, "documents": documents, "members": counts}
+
+
+def _lay(tokens: Tensor, targets: Tensor, response: Response, start: int) -> None:
+    """Write a response into a row [T]. The token at i is predicted at i - 1."""
+    size = len(response.tokens)
+    tokens[start : start + size] = torch.tensor(response.tokens)
+    learnt = torch.tensor(response.learnt)[1:]
+    following = torch.tensor(response.tokens)[1:]
+    targets[start : start + size - 1] = torch.where(learnt, following, IGNORED)
+
+
+def _fitted(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Which sequences share a row: each, the longest first, goes where it leaves the least room (best fit)."""
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for member in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
+        fitting = [row for row, free in enumerate(left) if free >= lengths[member]]
+        if not fitting:
+            rows.append([])
+            left.append(room)
+        row = min(fitting, key=left.__getitem__) if fitting else len(rows) - 1
+        rows[row].append(member)
+        left[row] -= lengths[member]
+    return rows

@@ -1,0 +1,307 @@
+"""The options of the stages. Built from plain dicts, without Hydra."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kitforge.core.nn.lora import LoraConfig
+from kitforge.data.tokenizer import TokenizerConfig
+from kitforge.foundation.config import check
+from kitforge.inference.options import EngineOptions
+from kitforge.inference.text import InferenceOptions
+from kitforge.kits.rlhf.algorithms.aggregation import Mode
+from kitforge.kits.rlhf.algorithms.controllers import ControllerOptions
+from kitforge.kits.rlhf.algorithms.correction import CorrectionOptions
+from kitforge.kits.rlhf.algorithms.divergence import Estimator
+from kitforge.kits.rlhf.algorithms.policy import ClipOptions
+from kitforge.trainer.options import RunOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialogueOptions:
+    """Which rows, and how they are cut into batches."""
+
+    train: Any = None  # a jsonl, json or parquet file, a folder, a glob, or a list of them
+    eval: Any = None  # None: a share of the training rows
+    batch_size: int = 8  # rows of a step
+    sequence_length: int = 512  # the most tokens that a prompt and its response may have
+    validation: float = 0.05  # share of the training rows kept for evaluation where data.eval is not given
+    columns: dict[str, str] = field(default_factory=dict)  # our name of a column to the rows' own
+    overlong: Literal["refuse", "drop"] = "refuse"  # rows of more than sequence_length tokens
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "sequence_length"):
+            check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
+        check(0 <= self.validation < 1, "data.validation", self.validation, "at least 0, below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOptions:
+    """Low-rank additions that are trained in place of the weights, which all roles then share."""
+
+    rank: int = 0  # 0: the weights themselves are trained
+    alpha: float = 16.0  # what is added counts alpha / rank
+    targets: tuple[str, ...] = ("query", "value")  # the last names of the linear layers that get one
+    path: str | None = None  # a folder of PEFT's to start from, of this rank, alpha and these layers
+
+    def __post_init__(self) -> None:
+        check(self.rank >= 0, "adapter.rank", self.rank, "a whole number of at least 1, or 0 for none")
+        check(self.is_on or self.path is None, "adapter.path", self.path, "adapter.rank beside it")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters are trained."""
+        return self.rank > 0
+
+    @property
+    def config(self) -> LoraConfig:
+        """What the core calls it."""
+        return LoraConfig(rank=self.rank, alpha=self.alpha, targets=self.targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOptions(RunOptions):
+    """What all stages have in common."""
+
+    model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DialogueOptions = field(default_factory=DialogueOptions)
+    adapter: AdapterOptions = field(default_factory=AdapterOptions)
+    inference: InferenceOptions = field(default_factory=InferenceOptions)
+    checkpoint: str | None = None  # weights to start from, to evaluate or to generate with
+    prompt: Any = None  # text, or a list of texts, to continue; also for the samples of a report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SFTOptions(StageOptions):
+    """All options of the task `sft`."""
+
+    task: str = "sft"
+    packing: bool = True  # several demonstrations in a row, which do not see one another
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairwiseOptions:
+    """What a reward model learns from pairs."""
+
+    centre: float = 0.01  # how strongly scores are drawn around 0
+    use_margins: bool = True  # the column `margin`, where rows have it, is asked of the scores
+    normalise: bool = True  # scores have mean 0 and deviation 1 over the training responses, stored with the model
+
+    def __post_init__(self) -> None:
+        check(self.centre >= 0, "reward.centre", self.centre, "a number of at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOptions(StageOptions):
+    """All options of the task `reward`."""
+
+    task: str = "reward"
+    reward: PairwiseOptions = field(default_factory=PairwiseOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceLossOptions:
+    """How a policy learns from pairs without a reward model."""
+
+    loss: Literal["dpo", "ipo", "orpo", "simpo"] = "dpo"
+    beta: float = 0.1  # the cost of leaving the reference; of simpo the scale of its rewards
+    label_smoothing: float = 0.0  # of dpo: how often a label may be wrong
+    margin: float = 0.5  # of simpo: by how much rewards are to differ
+    odds_weight: float = 0.1  # of orpo: the share of the odds ratio beside the likelihood of the chosen response
+
+    def __post_init__(self) -> None:
+        check(self.beta > 0, "preference.beta", self.beta, "a number above 0")
+        check(
+            0 <= self.label_smoothing < 0.5, "preference.label_smoothing", self.label_smoothing, "at least 0, below 0.5"
+        )
+        is_used = self.loss == "dpo" or self.label_smoothing == 0
+        check(is_used, "preference.label_smoothing", self.label_smoothing, "0 with every loss but dpo")
+        check(self.odds_weight > 0, "preference.odds_weight", self.odds_weight, "a number above 0")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with a frozen policy."""
+        return self.loss in ("dpo", "ipo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceOptions(StageOptions):
+    """All options of the tasks `dpo`, `ipo`, `orpo` and `simpo`."""
+
+    task: str = "dpo"
+    preference: PreferenceLossOptions = field(default_factory=PreferenceLossOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedLossOptions:
+    """How a policy learns from single answers that were found good or bad."""
+
+    beta: float = 0.1  # the cost of leaving the reference
+    # What an answer of each kind weighs; the rarer kind wants more, so that both weigh about the same.
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("beta", "desirable_weight", "undesirable_weight"):
+            check(getattr(self, name) > 0, f"kto.{name}", getattr(self, name), "a number above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KTOOptions(StageOptions):
+    """All options of the task `kto`."""
+
+    task: str = "kto"
+    kto: JudgedLossOptions = field(default_factory=JudgedLossOptions)
+
+    def __post_init__(self) -> None:
+        expected = "at least 2: the baseline takes each answer to another row's prompt"
+        check(self.data.batch_size > 1, "data.batch_size", self.data.batch_size, expected)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateOptions:
+    """How rollouts become updates."""
+
+    prompts_per_step: int = 16  # prompts that one round of rollouts answers, over all ranks
+    samples_per_prompt: int = 1  # answers to each
+    epochs: int = 1  # passes over the answers of a round
+    minibatches: int = 1  # updates of each pass
+    # Tokens of one forward pass, filling among them, in place of trainer.micro_batch_size answers.
+    max_tokens_per_microbatch: int | None = None
+    # Log-probabilities that ratios start from: those that tokens were drawn with, or the trainer's, found once more.
+    old: Literal["rollout", "trainer"] = "rollout"
+    advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce"] = "gae"  # gae: with a critic
+    aggregation: Mode = "token_mean"
+    clip: ClipOptions = field(default_factory=ClipOptions)
+    value_clip: float | None = 0.2
+    value_weight: float = 0.5  # of the critic's loss beside the policy's
+    discount: float = 1.0
+    trace: float = 0.95  # lambda of the policy's advantages
+    value_trace: float | None = None  # lambda of the critic's targets; None: the same
+    whiten_advantages: bool = False  # over the tokens of a round, of all ranks
+    whiten_rewards: bool = False  # the same, their mean left where it is
+    critic_warmup: int = 0  # rounds in which only the critic learns
+    entropy_weight: float = 0.0  # a bonus for keeping options open
+    missing_end_penalty: float = 0.0  # taken from the score of an answer that did not end
+    overlong_soft: int = 0  # tokens before the longest answer over which a penalty rises to 1; 0: none
+    drop_equal_groups: bool = False  # answers to a prompt that all score alike count for nothing
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "samples_per_prompt", "epochs", "minibatches"):
+            check(getattr(self, name) > 0, f"rl.{name}", getattr(self, name), "a whole number of at least 1")
+        for name in ("discount", "trace"):
+            check(0 <= getattr(self, name) <= 1, f"rl.{name}", getattr(self, name), "between 0 and 1")
+        answers = self.prompts_per_step * self.samples_per_prompt
+        check(answers % self.minibatches == 0, "rl.minibatches", self.minibatches, f"a divisor of {answers} answers")
+        compares = self.advantage in ("grpo", "dr_grpo", "rloo")
+        enough = self.samples_per_prompt > 1 or not compares
+        check(
+            enough, "rl.samples_per_prompt", self.samples_per_prompt, f"at least 2 with rl.advantage={self.advantage}"
+        )
+        check(compares or not self.drop_equal_groups, "rl.drop_equal_groups", True, "false without groups")
+        warms = self.critic_warmup == 0 or self.advantage == "gae"
+        check(warms, "rl.critic_warmup", self.critic_warmup, "0 without a critic")
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a second network learns what to expect."""
+        return self.advantage == "gae"
+
+    @property
+    def updates_per_round(self) -> int:
+        """Steps of the optimizer over the answers of one round."""
+        return self.epochs * self.minibatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PretrainingOptions:
+    """Text that the policy must not forget, in its loss beside the answers."""
+
+    data: Any = (
+        None  # rows as `sft` reads them: a file, a folder, a glob, or a list of them; the role `ptx` comes first
+    )
+    weight: float = 0.0  # of their mean loss a token beside the policy's loss; 0: none
+    batch_size: int = 8  # rows beside each update, over all ranks
+
+    def __post_init__(self) -> None:
+        check(self.weight >= 0, "ptx.weight", self.weight, "a number of at least 0")
+        check(self.batch_size > 0, "ptx.batch_size", self.batch_size, "a whole number of at least 1")
+        check(self.data is None or self.weight > 0, "ptx.weight", self.weight, "above 0 where ptx.data names rows")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DivergenceOptions:
+    """What keeps the policy near the one that it began as."""
+
+    estimator: Estimator = "k1"
+    used_as: Literal["reward", "loss"] = "reward"  # taken from the rewards of tokens, or added to the loss
+    controller: ControllerOptions = field(default_factory=ControllerOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOptions(InferenceOptions):
+    """How answers are drawn; they are trained in the very distribution that they are drawn from."""
+
+    temperature: float = 1.0
+    max_new_tokens: int = 64
+    max_turns: int = 8  # answers in an episode, where there is an environment; max_new_tokens is that of each
+    # Answers are drawn, beside the training, by the policy of so many rounds ago; 0: by the one that they train.
+    max_staleness: int = 0
+    kept_rounds: int = 8  # rounds whose answers lie in the run folder, the latest ones; 0: none
+    # Nobody waits for the first token of a rollout, so that many are written at once.
+    engine: EngineOptions = field(default_factory=lambda: EngineOptions(max_sequences=64, max_step_tokens=4096))
+
+    def __post_init__(self) -> None:
+        InferenceOptions.__post_init__(self)
+        check(self.temperature > 0, "rollout.temperature", self.temperature, "a number above 0")
+        check(self.max_turns > 0, "rollout.max_turns", self.max_turns, "a whole number of at least 1")
+        check(self.max_staleness >= 0, "rollout.max_staleness", self.max_staleness, "a whole number of at least 0")
+        check(self.kept_rounds >= 0, "rollout.kept_rounds", self.kept_rounds, "a whole number of at least 0")
+        for name in ("top_k", "top_p", "min_p", "looks_back", "logit_bias", "stop"):
+            expected = "unset, or tokens are drawn from another distribution than the one that is trained"
+            check(not getattr(self, name), f"rollout.{name}", getattr(self, name), expected)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLOptions(StageOptions):
+    """All options of the task `ppo` and its relatives."""
+
+    task: str = "ppo"
+    rl: UpdateOptions = field(default_factory=UpdateOptions)
+    kl: DivergenceOptions = field(default_factory=DivergenceOptions)
+    correction: CorrectionOptions = field(default_factory=CorrectionOptions)
+    rollout: RolloutOptions = field(default_factory=RolloutOptions)
+    ptx: PretrainingOptions = field(default_factory=PretrainingOptions)
+    reward: str | None = None  # a run of the task reward, exact, gsm8k or lowercase; the role `reward` comes first
+
+    def __post_init__(self) -> None:
+        corrects = self.correction.mode != "none"
+        needs = "none, or rl.old=trainer, which tells how far the two are apart"
+        check(not corrects or self.rl.old == "trainer", "correction.mode", self.correction.mode, needs)
+        stale = self.rollout.max_staleness
+        needs = "0, or correction.mode=truncate and rl.old=trainer, which make up for an older policy"
+        check(corrects or not stale, "rollout.max_staleness", stale, needs)
+        if (most := self.rl.max_tokens_per_microbatch) is not None:
+            size, longest = self.trainer.micro_batch_size, self.data.sequence_length
+            check(size is None, "trainer.micro_batch_size", size, "none beside rl.max_tokens_per_microbatch")
+            expected = f"at least data.sequence_length={longest}, which one answer and its prompt may have"
+            check(most >= longest, "rl.max_tokens_per_microbatch", most, expected)
+
+    @property
+    def summary(self) -> str:
+        """What a round comes to."""
+        rl = self.rl
+        answers = rl.prompts_per_step * rl.samples_per_prompt
+        words = (
+            f"a round: {rl.prompts_per_step} prompts x {rl.samples_per_prompt} = {answers} answers; "
+            f"{rl.epochs} epochs x {rl.minibatches} minibatches = {rl.updates_per_round} updates "
+            f"of {answers // rl.minibatches} answers"
+        )
+        if rl.max_tokens_per_microbatch is not None:
+            words += f", at most {rl.max_tokens_per_microbatch} tokens at once"
+        elif self.trainer.micro_batch_size is not None:
+            words += f", {self.trainer.micro_batch_size} at once"
+        return words + (f", beside {self.ptx.batch_size} rows of pretraining" if self.ptx.weight else "")

@@ -1,0 +1,165 @@
+"""The task `kto`: a policy learns from single answers that were found good or bad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.optim.groups import ParameterGroup
+from kitforge.core.parallel.world import World
+from kitforge.data.dialogues import Judged, Response
+from kitforge.foundation.types import Cursor, MicroBatch, Sums
+from kitforge.kits.rlhf.algorithms.preference import kto_loss
+from kitforge.kits.rlhf.collate import padded
+from kitforge.kits.rlhf.config import KTOOptions
+from kitforge.kits.rlhf.order import Indices, Order
+from kitforge.kits.rlhf.preference import check_reference, response_log_probs
+from kitforge.kits.rlhf.rows import Rows
+from kitforge.kits.rlhf.weights import decoder_groups, fingerprint
+from kitforge.trainer.evaluate import weighted_means
+from kitforge.trainer.precision import autocast
+from kitforge.trainer.task import Task
+
+
+@final
+class KTOTask(Task):
+    """A micro-batch holds tokens and targets [S, T], is_desirable and weights [S], and the baseline of the whole step.
+
+    The baseline is the mean log-ratio of policy and reference for answers to other prompts: each prompt of the step
+    with the answer of the row before. It is found once a step, over all ranks, so that neither micro-batches nor ranks
+    change it.
+    """
+
+    def __init__(
+        self,
+        options: KTOOptions,
+        rows: Rows[Judged],
+        build: Callable[[World], nn.Module],
+        reference: nn.Module,
+        world: World,
+    ) -> None:
+        self._options = options
+        self._rows = rows
+        self._build = build
+        self._reference = reference
+        self._world = world
+        self._order = Order(len(rows.train), options, world)
+
+    def build(self, world: World) -> nn.Module:
+        """The policy, on the device."""
+        return self._build(world)
+
+    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
+        """Matrices decay; embeddings, the head, norms and biases do not."""
+        return decoder_groups(model, weight_decay)
+
+    def num_steps(self, epochs: float) -> int | None:
+        """Steps in that many passes over the rows."""
+        return self._order.num_steps(epochs)
+
+    def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
+        """Batches from the cursor on."""
+        for batch in self._order.batches(cursor):
+            yield self._micro_batches(model, [self._rows.train[index] for index in batch])
+
+    def count(self, step: Sequence[MicroBatch]) -> Sums:
+        """Answers of this rank's part of the step, of each kind for what is said of it."""
+        good, all_ = (
+            torch.stack([(each["weights"] * factor(each)).sum() for each in step]).sum()
+            for factor in (_is_good, lambda _: 1.0)
+        )
+        return {"loss": all_, "samples": all_, "desirable_reward": good, "undesirable_reward": all_ - good}
+
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+        """The weighted sum of the answers' losses, of the implicit rewards of both kinds, and of how many answers stand
+        on their side of the baseline."""
+        options = self._options.kto
+        ratios = self._log_ratios(model, micro_batch)
+        weights, good = micro_batch["weights"].to(ratios.device), micro_batch["is_desirable"].to(ratios.device)
+        baseline = micro_batch["baseline"].to(ratios)
+        losses = kto_loss(ratios, good, baseline, options.beta)
+        losses = losses * torch.where(good, options.desirable_weight, options.undesirable_weight)
+        rewards = options.beta * ratios.detach()
+        return {
+            "loss": (losses * weights).sum(),
+            "baseline": baseline * weights.sum(),
+            "accuracy": (((ratios > baseline) == good) * weights).sum(),
+            "desirable_reward": (rewards * good * weights).sum(),
+            "undesirable_reward": (rewards * ~good * weights).sum(),
+        }
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """The same figures over the evaluation rows, the baseline batch by batch."""
+        rows = self._rows.eval
+        if not rows:
+            return {}
+        batches = ([rows[index] for index in batch] for batch in self._order.evaluation(len(rows)))
+        means = weighted_means(
+            (each for batch in batches for each in self._micro_batches(model, batch)),
+            lambda batch: self.loss(model, batch),
+            lambda batch: self.count([batch]),
+            self._world.sum,
+        )
+        return {f"eval/{name}": value for name, value in means.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Which rows the cursor counts, and what the policy is compared with."""
+        return {"rows": self._rows.fingerprint, "reference": fingerprint(self._reference)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Refuse to go on over other rows or with another reference than the run began with."""
+        allowed = self._options.trainer.allow_changes
+        self._rows.check_same(state["rows"], allowed)
+        check_reference(state["reference"], fingerprint(self._reference), allowed)
+
+    def _micro_batches(self, model: nn.Module, rows: Sequence[Judged]) -> list[MicroBatch]:
+        parts = self._order.parts(len(rows))
+        baseline = self._baseline(model, rows, parts)
+        return [{**self._laid([rows[index] for index in part]), "baseline": baseline} for part in parts]
+
+    @torch.no_grad()
+    def _baseline(self, model: nn.Module, rows: Sequence[Judged], parts: Sequence[Indices]) -> Tensor:
+        """An estimate of the divergence in nats an answer, 0-dim, at least 0: from prompts with answers to another one.
+        A lone row, as a pass may end with, has no such answer beside it, and the estimate is 0."""
+        if len(rows) == 1:
+            return torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64)
+        with autocast(self._world.device, self._options.precision):
+            for part in parts:
+                before = [rows[index - 1].response for index in part]
+                longest = self._options.data.sequence_length
+                crossed = [_crossed(rows[i].response, each, longest) for i, each in zip(part, before, strict=True)]
+                if crossed:
+                    total += self._log_ratios(model, padded(crossed, self._rows.pad_id)).double().sum().cpu()
+        return (self._world.sum({"sum": total})["sum"] / len(rows)).clamp(min=0)
+
+    def _log_ratios(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        """log policy / reference of each answer [S]."""
+        with torch.no_grad():
+            reference, _ = response_log_probs(self._reference, batch)
+        return response_log_probs(model, batch)[0] - reference
+
+    def _laid(self, rows: Sequence[Judged]) -> MicroBatch:
+        """For a rank that has no row left, one that counts for nothing."""
+        return {
+            **padded([row.response for row in rows], self._rows.pad_id),
+            "is_desirable": torch.tensor([row.is_desirable for row in rows] or [True]),
+            "weights": torch.ones(len(rows)) if rows else torch.zeros(1),
+        }
+
+
+def _is_good(micro_batch: MicroBatch) -> Tensor:
+    good: Tensor = micro_batch["is_desirable"]
+    return good
+
+
+def _crossed(asked: Response, other: Response, longest: int) -> Response:
+    """The prompt of one row with the answer of another, of which what is beyond `longest` tokens is left out: this is
+    measured, and not learnt from."""
+    start, begin = asked.learnt.index(True), other.learnt.index(True)
+    tokens = (asked.tokens[:start] + other.tokens[begin:])[:longest]
+    learnt = (asked.learnt[:start] + other.learnt[begin:])[:longest]
+    return Response(tokens=tokens, learnt=learnt)

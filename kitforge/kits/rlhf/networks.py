@@ -1,0 +1,216 @@
+"""The networks and the tokenizer that a stage starts with: handed over, under a checkpoint, or made from options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from kitforge.core.checkpoint.load import Checkpoint, load_tensors
+from kitforge.core.kernels.dispatch import CompileLevel
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.decoder import Decoder, FamilyConfig
+from kitforge.core.nn.lora import LoraConfig, attach, merge
+from kitforge.core.nn.lora import config_of as config_of_adapter
+from kitforge.core.parallel.apply import laid_out, parallel_of
+from kitforge.core.parallel.sharding import Sharding
+from kitforge.core.parallel.world import World
+from kitforge.data.source import open_source
+from kitforge.data.token_cache import default_root
+from kitforge.data.tokenizer import Tokenizer, TokenizerConfig, find_tokenizer, make_tokenizer
+from kitforge.foundation.config import check, to_dict
+from kitforge.foundation.errors import DataError, ModelError
+from kitforge.kits.rlhf.config import StageOptions
+from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.kits.rlhf.weights import continued, copied, sharing
+from kitforge.models import folder as model_folder
+from kitforge.models.adapters import load_adapter
+from kitforge.models.catalog import config_of
+from kitforge.models.sharding import DECODER
+
+# Names of the parts of what a stage trains, before those of their parameters.
+POLICY, BACKBONE = "policy.", "backbone."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What a policy starts from: a network that exists, or the options of one that does not yet."""
+
+    given: nn.Module | None
+    config: FamilyConfig | None  # None: a network of the caller's own making
+
+    def described(self) -> dict[str, Any]:
+        """What a checkpoint records of it."""
+        return {} if self.config is None else {"family": self.config.family, **to_dict(self.config)}
+
+    def policy(self, options: StageOptions, world: World) -> nn.Module:
+        """The network itself, to be trained: the one that was handed over, or a new one under the seed."""
+        if self.given is not None:
+            parallel_of(self.given.to(world.device), world, _sharding(self.given))
+            return self.given
+        assert self.config is not None
+        network = model_folder.outline(self.config, options.compile_level)
+        return laid_out(network, DECODER, world, options.seed)
+
+    def frozen(self, options: StageOptions, device: torch.device) -> nn.Module:
+        """The network as training finds it, to compare with."""
+        if self.given is None or options.adapter.path is not None:
+            return self.twin(options, device).requires_grad_(False)
+        return self.given
+
+    def twin(self, options: StageOptions, device: torch.device, name: str = "policy") -> nn.Module:
+        """A network to be trained, whole on this rank: with the same weights, or over the very same ones with an
+        adapter of that name."""
+        if options.adapter.is_on:
+            base = cast(Decoder, self.given)
+            if options.adapter.path is None:
+                return continued(base, name, options.adapter.config, options.seed, options.compile_level)
+            shared = sharing(base, options.compile_level)
+            found = load_adapter(shared, name, Path(options.adapter.path))
+            wanted = replace(options.adapter.config, targets=tuple(sorted(options.adapter.targets)))
+            expected = f"rank={found.rank} alpha={found.alpha} targets={list(found.targets)}, which its folder has"
+            check(found == wanted, "adapter", wanted, expected)
+            return shared
+        if self.given is not None:
+            return copied(self.given, device, options.compile_level)
+        assert self.config is not None
+        return model_folder.build(self.config, device=device, level=options.compile_level, seed=options.seed)
+
+
+def origin_of(options: StageOptions, given: nn.Module | None, tokenizer: Tokenizer, device: torch.device) -> Origin:
+    """The origin of a stage's policy; raises ModelError and ConfigError for what does not fit."""
+    if given is None and options.checkpoint is not None:
+        given = load_policy(Path(options.checkpoint), device, options.compile_level)
+    if given is not None and not isinstance(given, CausalLM):
+        raise ModelError(
+            f"this network cannot be trained on {options.task}",
+            got=type(given).__name__,
+            expected="a network with geometry, hidden(), head() and head_weight (kitforge.core.nn.causal_lm)",
+        )
+    config = given.config if isinstance(given, Decoder) else None
+    if given is None:
+        values = dict(options.model)
+        if values.get("vocab_size") is None:
+            values["vocab_size"] = tokenizer.vocab_size
+        config = config_of(values)
+    if config is not None:
+        _check_fit(config, options, tokenizer)
+    return Origin(given=_base(given, config, options, device), config=config)
+
+
+def _base(
+    given: nn.Module | None, config: FamilyConfig | None, options: StageOptions, device: torch.device
+) -> nn.Module | None:
+    """What was given, with what an earlier adapter added; there already where adapters are to share it."""
+    if given is not None and config_of_adapter(given) is not None:
+        return copied(given, device, options.compile_level)
+    if not options.adapter.is_on:
+        return given
+    if config is None:
+        expected = "a network of one of the families"
+        raise ModelError("adapters cannot be put beside this network", got=type(given).__name__, expected=expected)
+    made = given or model_folder.build(config, device=device, level=options.compile_level, seed=options.seed)
+    return made.to(device)
+
+
+def tokenizer_of(options: StageOptions, given: Tokenizer | None, train: object) -> Tokenizer:
+    """The one handed over, else the one that lies with the weights, else the one that the options name."""
+    if given is not None:
+        return given
+    if options.checkpoint is not None:
+        try:
+            return find_tokenizer(Path(options.checkpoint))
+        except DataError:
+            if options.tokenizer == TokenizerConfig():
+                raise
+    is_trained = options.tokenizer.name == "sentencepiece" and options.tokenizer.path is None
+    source = open_source(train) if is_trained and train is not None else None
+    return make_tokenizer(options.tokenizer, source, default_root())
+
+
+def load_policy(folder: Path, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
+    """The language model of any run, step or Hugging Face folder."""
+    checkpoint = model_folder.find_checkpoint(folder)
+    if checkpoint is None or not (_has(checkpoint, POLICY) or _adapter(checkpoint)):
+        return model_folder.load(folder, device=device, level=level)
+    return _loaded(checkpoint, POLICY if _has(checkpoint, POLICY) else "", device, level)
+
+
+def is_scalar(folder: Path) -> bool:
+    """Whether a run or a step holds a scalar model."""
+    checkpoint = model_folder.find_checkpoint(folder)
+    return checkpoint is not None and _has(checkpoint, BACKBONE)
+
+
+def load_scalar(folder: Path, device: torch.device, level: CompileLevel = "O1") -> ScalarModel:
+    """The scalar model of a run of the task `reward`, or of one of its steps."""
+    checkpoint = model_folder.find_checkpoint(folder)
+    if checkpoint is None or not _has(checkpoint, BACKBONE):
+        raise ModelError("there is no reward model here", got=folder, expected="a run of the task reward")
+    config = config_of(checkpoint.state["config"]["model"])
+    network = model_folder.build(config, device=device, level=level)
+    model = ScalarModel(network)
+    with _adapted(network, checkpoint):
+        load_tensors(model.state_dict(keep_vars=True), checkpoint.model(), what="model")
+    return model
+
+
+def _loaded(checkpoint: Checkpoint, prefix: str, device: torch.device, level: CompileLevel) -> Decoder:
+    """The decoder whose names begin with the prefix."""
+    network = model_folder.build(config_of(checkpoint.state["config"]["model"]), device=device, level=level)
+    tensors = ((name.removeprefix(prefix), each) for name, each in checkpoint.model() if name.startswith(prefix))
+    with _adapted(network, checkpoint):
+        load_tensors(dict(network.named_parameters()), tensors, what="model")
+    return network
+
+
+@contextmanager
+def _adapted(network: Decoder, checkpoint: Checkpoint) -> Iterator[None]:
+    """Within it the network has the adapter that the checkpoint has; afterwards that is part of its weights."""
+    adapter = _adapter(checkpoint)
+    if adapter is not None:
+        attach(network, *adapter)
+    yield
+    if adapter is not None:
+        merge(network, adapter[0])
+        network.requires_grad_(True)
+
+
+def _adapter(checkpoint: Checkpoint) -> tuple[str, LoraConfig] | None:
+    """Name, size and place of the adapter of a run's own network."""
+    names = [name for name in checkpoint.names("model") if name.endswith(".down") and not name.startswith("critic.")]
+    places = [name.split(".") for name in names if ".adapters." in name]
+    if not places:
+        return None
+    recorded = checkpoint.state["config"]["adapter"]
+    return places[0][-2], LoraConfig(rank=recorded["rank"], alpha=recorded["alpha"], targets=tuple(recorded["targets"]))
+
+
+def _has(checkpoint: Checkpoint, prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in checkpoint.names("model"))
+
+
+def _sharding(network: nn.Module) -> Sharding:
+    return DECODER if isinstance(network, Decoder) else Sharding()
+
+
+def _check_fit(config: FamilyConfig, options: StageOptions, tokenizer: Tokenizer) -> None:
+    shape = config.decoder()
+    check(
+        shape.vocab_size >= tokenizer.vocab_size,
+        "model.vocab_size",
+        shape.vocab_size,
+        f"at least the tokenizer's {tokenizer.vocab_size}",
+        "use the tokenizer that the model was trained with",
+    )
+    check(
+        options.data.sequence_length <= shape.max_length,
+        "data.sequence_length",
+        options.data.sequence_length,
+        f"at most the model's max_length={shape.max_length}",
+    )

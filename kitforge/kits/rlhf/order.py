@@ -1,0 +1,97 @@
+"""Which rows a step takes, and which of them this rank: a pure function of the cursor. Knows no row's content."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kitforge.core.parallel.world import World
+from kitforge.data.sampler import order
+from kitforge.data.scramble import scramble
+from kitforge.foundation.seed import key
+from kitforge.foundation.types import Cursor
+from kitforge.kits.rlhf.config import StageOptions
+
+Indices = NDArray[np.int64]
+
+
+@final
+class Order:
+    """The order of `num_rows` rows, and the share of this rank."""
+
+    def __init__(self, num_rows: int, options: StageOptions, world: World) -> None:
+        self._num_rows = num_rows
+        self._options = options
+        self._world = world
+
+    def num_steps(self, epochs: float) -> int:
+        """Steps in that many passes over the rows; the last one may be smaller."""
+        return math.ceil(math.ceil(self._num_rows * epochs) / self._options.data.batch_size)
+
+    def batches(self, cursor: Cursor) -> Iterator[Indices]:
+        """The rows of each step from the cursor on, over all ranks."""
+        size, epochs = self._options.data.batch_size, self._options.trainer.epochs
+        is_open = epochs is None and self._options.trainer.max_steps is not None
+        limit = None if is_open else math.ceil(self._num_rows * (epochs or 1.0))
+        sample = cursor.samples
+        while limit is None or sample < limit:
+            wanted = size if limit is None else min(size, limit - sample)
+            yield order(self._options.seed, self._num_rows, sample, wanted, shuffle=self._options.data.shuffle)
+            sample += wanted
+
+    def evaluation(self, num_rows: int) -> Iterator[Indices]:
+        """The evaluation rows batch by batch, over all ranks."""
+        size, limit = self._options.data.batch_size, self._options.trainer.evaluate_batches
+        stop = num_rows if limit is None else min(num_rows, limit * size)
+        for start in range(0, stop, size):
+            yield np.arange(start, min(start + size, stop), dtype=np.int64)
+
+    def parts(self, num_rows: int) -> list[Indices]:
+        """This rank's part of a batch of so many rows, micro-batch by micro-batch. All ranks have as many; those of a
+        rank that has no rows left are empty."""
+        ranks = self._world.num_replicas
+        largest = -(-num_rows // ranks)
+        size = self._options.trainer.micro_batch_size or largest
+        begin, end = (num_rows * each // ranks for each in (self._world.replica, self._world.replica + 1))
+        own = np.arange(begin, end, dtype=np.int64)
+        return [own[start : start + size] for start in range(0, largest, size)]
+
+    def fitted(self, lengths: Sequence[int], most_tokens: int | None) -> list[Indices]:
+        """The same for rows of these lengths, where a micro-batch may have so many tokens, filling among them; the
+        longest rows come first. None: as `parts` says."""
+        ranks = self._world.num_replicas
+        if most_tokens is None:
+            return self.parts(len(lengths))
+        bounds = [len(lengths) * each // ranks for each in range(ranks + 1)]
+        cuts = [_fitted(range(*each), lengths, most_tokens) for each in zip(bounds, bounds[1:], strict=False)]
+        nothing = np.zeros(0, dtype=np.int64)
+        own = cuts[self._world.replica]
+        return own + [nothing] * (max(map(len, cuts)) - len(own))
+
+
+def _fitted(places: range, lengths: Sequence[int], most_tokens: int) -> list[Indices]:
+    longest_first = sorted(places, key=lambda each: (-lengths[each], each))
+    found: list[list[int]] = []
+    for place in longest_first:
+        # All rows of a grid are as wide as its first.
+        if not found or lengths[found[-1][0]] * (len(found[-1]) + 1) > most_tokens:
+            found.append([])
+        found[-1].append(place)
+    return [np.array(each, dtype=np.int64) for each in found]
+
+
+def split(num_rows: int, fraction: float, seed: int) -> tuple[Indices, Indices]:
+    """The rows to train on and those kept for evaluation, none where `fraction` is 0. A row stays where it is when
+    others are added behind it."""
+    everything = np.arange(num_rows, dtype=np.int64)
+    if fraction == 0 or num_rows < 2:
+        return everything, everything[:0]
+    chances = scramble(everything.astype(np.uint64), key(seed, "validation")) / 2.0**64
+    is_kept = chances < fraction
+    # Neither part may be empty, however small or large the fraction.
+    is_kept[np.argmin(chances)], is_kept[np.argmax(chances)] = True, False
+    return everything[~is_kept], everything[is_kept]

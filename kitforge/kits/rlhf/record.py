@@ -1,0 +1,80 @@
+"""The answers of a run in its folder, a file a round and a line an answer: to be read, and to be trained on again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, final
+
+from kitforge.data.tokenizer import Tokenizer
+from kitforge.foundation.errors import DataError
+from kitforge.foundation.files import write_text
+from kitforge.kits.rlhf.rl import RLTask
+from kitforge.kits.rlhf.rollouts import Trajectory
+from kitforge.trainer.callbacks.callback import Callback, Event, Run
+
+FOLDER = "rollouts"
+
+
+@final
+class KeptRounds(Callback):
+    """Writes rollouts/round_N.jsonl once a round has had its first update, and keeps the latest `most` of them."""
+
+    def __init__(self, task: RLTask, tokenizer: Tokenizer, most: int) -> None:
+        self._task = task
+        self._tokenizer = tokenizer
+        self._most = most
+        self._written: int | None = None
+
+    def on_event(self, event: Event, run: Run) -> None:
+        """After a step."""
+        found = self._task.collected
+        if event.kind != "step" or run.folder is None or run.world.rank > 0 or self._most == 0 or found is None:
+            return
+        number, answers = found
+        if number == self._written:
+            return
+        self._written = number
+        folder = run.folder / FOLDER
+        text = "".join(json.dumps(self._line(each), ensure_ascii=False) + "\n" for each in answers)
+        write_text(round_file(run.folder, number), text)
+        for path in folder.glob("round_*.jsonl"):
+            if int(path.stem.removeprefix("round_")) <= number - self._most:
+                path.unlink()
+
+    def _line(self, trajectory: Trajectory) -> dict[str, Any]:
+        """What people look for comes first."""
+        answer = trajectory.answer
+        return {
+            "prompt": self._tokenizer.decode(answer.prompt),
+            "answer": self._tokenizer.decode(answer.spoken),
+            "reward": trajectory.reward,
+            "nats": trajectory.nats,
+            **trajectory.to_plain(),
+        }
+
+
+def round_file(run: Path, number: int) -> Path:
+    """Where the answers of a round lie."""
+    return run / FOLDER / f"round_{number}.jsonl"
+
+
+def read_round(run: Path, number: int) -> list[Trajectory]:
+    """The answers of a round, bit for bit as they were trained on. Raises DataError."""
+    path = round_file(run, number)
+    if not path.is_file():
+        kept = sorted(int(each.stem.removeprefix("round_")) for each in (run / FOLDER).glob("round_*.jsonl"))
+        raise DataError(
+            f"the answers of round {number} are not there",
+            got=f"rounds {', '.join(map(str, kept)) or 'none'} in {run / FOLDER}",
+            fix="train with a larger rollout.kept_rounds",
+        )
+    found = []
+    # Text may hold what `splitlines` would take for the end of a line.
+    with open(path, encoding="utf-8") as lines:
+        for place, line in enumerate(lines, start=1):
+            try:
+                found.append(Trajectory.from_plain(json.loads(line)))
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(f"{path} line {place} is no answer", got=repr(error), fix="put the file back") from None
+    return found

@@ -1,0 +1,123 @@
+"""Trains a step of a run once more, from the answers that the run has kept and the checkpoint before the step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, final
+
+import torch
+
+from kitforge.core.checkpoint.layout import step_folder, steps
+from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.world import World
+from kitforge.data.tokenizer import find_tokenizer
+from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
+from kitforge.kits.rlhf.config import RLOptions
+from kitforge.kits.rlhf.networks import load_policy
+from kitforge.kits.rlhf.record import read_round
+from kitforge.kits.rlhf.rl import RLTask
+from kitforge.kits.rlhf.stages import Inputs, Parts, Prepared, parts_of
+from kitforge.report.metrics import read_run
+from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.loop import Loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What a step's line says, by metric: as the run wrote it, and as it came out again."""
+
+    step: int
+    start: int  # the checkpoint that it was trained again from
+    recorded: dict[str, float]
+    found: dict[str, float]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all figures are equal, to the last bit."""
+        return self.recorded == self.found
+
+
+def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[Parts], Prepared]) -> Replay:
+    """Train from the newest checkpoint before `step` up to it. Nothing is drawn, scored or written.
+
+    Raises DataError where the run has not logged the step or kept its answers, CheckpointError without a checkpoint.
+    """
+    recorded = _recorded(folder, step)
+    root = folder / "checkpoints"
+    before = [each for each in steps(root) if each < step]
+    if not before:
+        raise CheckpointError(
+            f"there is no checkpoint before step {step}",
+            got=f"steps {', '.join(map(str, steps(root))) or 'none'} in {root}",
+            fix="name a later step, or train with a smaller trainer.checkpoint_every",
+        )
+    checkpoint = open_checkpoint(step_folder(root, before[-1]))
+    device = torch.device("cpu") if options.device == "auto" else torch.device(options.device)
+    trainer = dataclasses.replace(options.trainer, allow_changes=True, progress=False, evaluate_every=None)
+    options = dataclasses.replace(options, trainer=trainer, parallel=Degrees(), checkpoint=None, device=str(device))
+    inputs = Inputs(
+        # Only how many prompts there were still counts.
+        train_dataset=[{"prompt": [0]}] * checkpoint.state["task"]["num_rows"],
+        model=load_policy(checkpoint.folder, device, options.compile_level),
+        tokenizer=find_tokenizer(folder),
+        roles={"reward": _unasked},
+    )
+    options = dataclasses.replace(
+        options, data=dataclasses.replace(options.data, train=None, eval=None, validation=0.0)
+    )
+    task = cast(RLTask, prepare(parts_of(options, inputs, device)).task(World(device=device))[0])
+    task.recorded = lambda number: read_round(folder, number)
+    watch = _Watch(step)
+    loop = Loop(task, options, World(device=device), callbacks=[watch])
+    loop.resume(checkpoint)
+    loop.train()
+    return Replay(step=step, start=before[-1], recorded=recorded, found=watch.line)
+
+
+@final
+class _Watch(Callback):
+    """Ends the run after a step, and keeps that step's line."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.line: dict[str, float] = {}
+
+    def on_event(self, event: Event, run: Run) -> None:
+        """Listen for the step."""
+        if event.kind == "step" and run.state.cursor.step == self._step:
+            run.stop("this is the step that was asked for")
+        if event.kind == "log" and run.state.cursor.step == self._step:
+            self.line = _figures(event.record)
+
+
+def _recorded(folder: Path, step: int) -> dict[str, float]:
+    """What the run wrote about the step."""
+    run = read_run(folder)
+    logged = run.train["loss"].steps if "loss" in run.train else ()
+    if step not in logged:
+        near = sorted(sorted(set(logged)), key=lambda each: abs(each - step))[:5]
+        raise DataError(
+            f"the run has logged nothing at step {step}",
+            got=f"steps up to {max(logged, default=0)}",
+            expected=f"one such as {', '.join(map(str, sorted(near)))}" if near else "a run that has logged steps",
+        )
+    # A step that was trained twice, before and after a rollback of files, counts as it was trained last.
+    found = {name: dict(zip(series.steps, series.values, strict=True)) for name, series in run.train.items()}
+    return _figures({name: values[step] for name, values in found.items() if step in values})
+
+
+def _figures(line: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line that no clock decides."""
+    return {
+        name: float(value)
+        for name, value in line.items()
+        if name not in ("kind", "step") and not name.startswith("time/") and isinstance(value, (int, float))
+    }
+
+
+def _unasked() -> list[float]:
+    raise ConfigError("a replay scores nothing anew", fix="this is a mistake in Kitforge")

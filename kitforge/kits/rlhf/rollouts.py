@@ -1,0 +1,198 @@
+"""Answers of a policy to prompts, and all that was found out about them before the first update. S answers, T tokens.
+
+Tokens come from the engine and go into training as they are: nothing is decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.data.dialogues import Prompt, Response
+from kitforge.data.packing import IGNORED
+from kitforge.foundation import seed as seeds
+from kitforge.inference.engine import Engine
+from kitforge.inference.text import InferenceOptions
+from kitforge.kits.rlhf.collate import padded
+from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.kits.rlhf.scoring import Answer
+
+# What was found out about each token that the policy wrote.
+_TOKEN_NUMBERS = ("log_probs", "reference", "values", "old")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One answer. `values` and `reference` are empty where there is no critic or no reference."""
+
+    answer: Answer
+    prompt_index: int  # which of the round's prompts
+    log_probs: tuple[float, ...]  # of each token that the policy wrote, in the distribution that it was drawn from
+    score: float | tuple[float, ...] = 0.0  # of the answer, or of each token that the policy wrote
+    reference: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
+    old: tuple[float, ...] = ()  # the trainer's own log-probabilities, where it was asked for them
+
+    @property
+    def reward(self) -> float:
+        """What the whole answer scored."""
+        return sum(self.score) if isinstance(self.score, tuple) else self.score
+
+    @property
+    def nats(self) -> float:
+        """How much likelier the policy finds the answer than the reference does."""
+        return sum(own - other for own, other in zip(self.log_probs, self.reference, strict=False))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Ready for JSON, bit for bit; without the columns of the prompt's row, which rewards have seen."""
+        answer = self.answer
+        return {
+            "has_ended": answer.has_ended,
+            "prompt_index": self.prompt_index,
+            "score": self.score,
+            "prompt_tokens": answer.prompt,
+            "tokens": answer.tokens,
+            "learnt": answer.learnt,
+            **{name: getattr(self, name) for name in _TOKEN_NUMBERS},
+        }
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Trajectory:
+        """What `to_plain` gave."""
+        prompt, tokens, learnt = (tuple(plain[name]) for name in ("prompt_tokens", "tokens", "learnt"))
+        score = plain["score"]
+        return cls(
+            answer=Answer(prompt=prompt, tokens=tokens, learnt=learnt, has_ended=plain["has_ended"], columns={}),
+            prompt_index=plain["prompt_index"],
+            score=tuple(score) if isinstance(score, list) else score,
+            **{name: tuple(plain[name]) for name in _TOKEN_NUMBERS},
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """All answers of a round as tensors, on every rank: what each token was found to be worth.
+
+    Grids are [S, T]: the number of the token at i + 1 stands at i, where it is predicted.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    old: Tensor  # log-probabilities under the policy that wrote the answers
+    weights: Tensor  # what corrects for their having been drawn from a slightly different one
+    reference: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    is_kept: Tensor  # [S], whether an answer counts
+    figures: dict[str, float]  # of the round, for metrics
+
+    @property
+    def mask(self) -> Tensor:
+        """True [S, T] where a token was generated."""
+        return self.targets != IGNORED
+
+    def to_plain(self) -> dict[str, Any]:
+        """Ready for JSON, bit for bit."""
+        tensors = {name: _to_text(getattr(self, name)) for name in _TENSORS}
+        return {**tensors, "figures": self.figures}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Round:
+        """What `to_plain` gave."""
+        return cls(figures=plain["figures"], **{name: _from_text(plain[name]) for name in _TENSORS})
+
+
+_TENSORS = [field.name for field in dataclasses.fields(Round) if field.name != "figures"]
+
+
+def answered(
+    engine: Engine, prompts: Sequence[tuple[int, Prompt]], options: InferenceOptions, num_samples: int, name: str
+) -> list[Trajectory]:
+    """`num_samples` answers to each of the numbered prompts. Noise is keyed by `name` and the prompt's number, so that
+    an answer depends neither on ranks nor on what else is asked."""
+    requests: dict[int, tuple[int, Prompt]] = {}
+    for number, prompt in prompts:
+        key = seeds.key(name, number)
+        request = engine.submit(prompt.tokens, options, num_samples=num_samples, key=key)
+        requests[request] = (number, prompt)
+    tokens: dict[tuple[int, int], list[int]] = {}
+    log_probs: dict[tuple[int, int], list[float]] = {}
+    ended: dict[tuple[int, int], bool] = {}
+    while engine.has_work:
+        for output in engine.step():
+            place = (output.request, output.sample)
+            tokens.setdefault(place, []).extend(output.tokens)
+            log_probs.setdefault(place, []).extend(output.logprobs)
+            ended[place] = output.finish_reason == "stop"
+    return [
+        Trajectory(
+            answer=Answer(
+                prompt=prompt.tokens,
+                tokens=tuple(tokens[request, sample]),
+                has_ended=ended[request, sample],
+                columns=prompt.columns,
+            ),
+            prompt_index=number,
+            log_probs=tuple(log_probs[request, sample]),
+        )
+        for request, (number, prompt) in requests.items()
+        for sample in range(num_samples)
+    ]
+
+
+def laid(trajectories: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
+    """`tokens` and `targets` [S, T], see `collate.padded`; every token that the policy wrote is learnt, its end too,
+    whatever number fills the rows."""
+    responses = [
+        Response(
+            tokens=(*each.answer.prompt, *each.answer.tokens),
+            learnt=(False,) * len(each.answer.prompt) + (each.answer.learnt or (True,) * len(each.answer.tokens)),
+        )
+        for each in trajectories
+    ]
+    return padded(responses, pad_id)
+
+
+def grid(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
+    """Numbers of generated tokens [S, T], 0 elsewhere; in float64, which holds any network's own numbers."""
+    flat = torch.tensor([number for row in rows for number in row], dtype=torch.float64)
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, flat)
+
+
+def token_log_probs(model: nn.Module, tokens: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the targets [B, T], 0 where there is none."""
+    network = cast(CausalLM, model)
+    device = network.head_weight.device
+    tokens, targets = tokens.to(device), targets.to(device)
+    mask = targets != IGNORED
+    hidden = network.hidden(tokens)
+    found = network.kernels.linear_log_probs(hidden[mask], network.head_weight, targets[mask], temperature)
+    log_probs, entropies = (torch.zeros_like(targets, dtype=each.dtype).masked_scatter(mask, each) for each in found)
+    return log_probs, entropies
+
+
+def token_values(critic: ScalarModel, tokens: Tensor, mask: Tensor) -> Tensor:
+    """What the critic expects before each generated token [B, T], 0 elsewhere."""
+    device = critic.score.weight.device
+    values = critic(tokens.to(device))
+    return torch.where(mask.to(device), values, 0.0)
+
+
+def _to_text(value: Tensor) -> dict[str, Any]:
+    data = base64.b64encode(value.contiguous().view(torch.uint8).numpy().tobytes()).decode()
+    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "data": data}
+
+
+def _from_text(value: dict[str, Any]) -> Tensor:
+    array = np.frombuffer(base64.b64decode(value["data"]), dtype=np.dtype(value["dtype"])).copy()
+    return torch.from_numpy(array).view(value["shape"])

@@ -1,0 +1,76 @@
+"""A decoder that reads a text and gives one number a token: a reward model, or a critic. B rows, T tokens."""
+
+from __future__ import annotations
+
+from typing import cast, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.context import Context
+from kitforge.core.nn.decoder import Decoder
+from kitforge.foundation import seed as seeds
+
+
+@final
+class ScalarModel(nn.Module):
+    """`score(hidden)`, not bounded by anything, for tokens [B, T].
+
+    `mean` and `deviation` are those of the scores over the texts it was trained on; `normalised` takes them out. They
+    travel with the weights, so that whoever uses the scores means the same by them.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        network = cast(CausalLM, backbone)
+        self.backbone = backbone
+        if isinstance(backbone, Decoder) and backbone.output is not None:
+            # Nothing reads it, and an optimizer would hold two more of it.
+            backbone.output.requires_grad_(False)
+        like = network.head_weight
+        self.score = nn.Linear(network.geometry.dim, 1, device=like.device, dtype=like.dtype)
+        # Buffers of one number each; double, as they are met by numbers in any format.
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64, device=like.device))
+        self.register_buffer("deviation", torch.ones((), dtype=torch.float64, device=like.device))
+
+    @torch.no_grad()
+    def reset_head(self, seed: int) -> None:
+        """Weights with deviation 1 / sqrt(dim + 1) and no bias (Stiennon et al., 2020)."""
+        shape = self.score.weight.shape
+        noise = torch.randn(shape, generator=seeds.generator(seed, "init", "score.weight"))
+        self.score.weight.copy_(noise / (shape[1] + 1) ** 0.5)
+        self.score.bias.zero_()
+
+    @torch.no_grad()
+    def take_head(self, other: ScalarModel) -> None:
+        """Score as the other does, over the same backbone."""
+        self.score.load_state_dict(other.score.state_dict())
+        self.mean.copy_(other.mean)
+        self.deviation.copy_(other.deviation)
+
+    @torch.no_grad()
+    def start_from(self, other: ScalarModel) -> None:
+        """Take the head of another model, so that this one's plain scores are the other's normalised ones."""
+        self.score.weight.copy_(other.score.weight / other.deviation)
+        self.score.bias.copy_((other.score.bias - other.mean) / other.deviation)
+
+    def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
+        """Scores [B, T], one after each token."""
+        hidden = cast(CausalLM, self.backbone).hidden(tokens, context)
+        scores: Tensor = self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
+        return scores
+
+    def at(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Scores [B] of rows [B, T] after the tokens at places [B]."""
+        hidden = cast(CausalLM, self.backbone).hidden(tokens)
+        last = hidden[torch.arange(len(places), device=hidden.device), places]
+        scores: Tensor = self.score(last.to(self.score.weight.dtype)).squeeze(-1)
+        return scores
+
+    def normalised(self, scores: Tensor) -> Tensor:
+        """Scores in units of what the model gave the texts it was trained on."""
+        return ((scores - self.mean) / self.deviation).to(scores.dtype)

@@ -1,0 +1,70 @@
+"""Networks of the stages: copied from one another, and told apart."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+
+import torch
+from torch import nn
+
+from kitforge.core.kernels.dispatch import CompileLevel
+from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.lora import LoraConfig, attach, config_of, copy_factors, deltas
+from kitforge.core.optim.groups import ParameterGroup, decay_groups
+from kitforge.models.folder import build, outline
+
+# Where decoders keep what is looked up or read out rather than multiplied within; no such table decays.
+_TABLES = ("embedding.weight", "position.weight", "output")
+
+
+def decoder_groups(model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
+    """Matrices decay; embeddings, heads, norms and biases do not."""
+    names = [name for name, _ in model.named_parameters()]
+    tables = [name for name in names if name.endswith(tuple(f".{table}" for table in _TABLES)) or name in _TABLES]
+    heads = [name for name in names if name.endswith("score.weight")]
+    return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=tables, heads=heads)
+
+
+@torch.no_grad()
+def copied(network: nn.Module, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
+    """The same network with weights of its own, an adapter's part in them, whole on this rank and free of what ranks
+    have agreed on."""
+    if not isinstance(network, Decoder):
+        return copy.deepcopy(network).to(device)
+    twin = build(network.config, device=device, level=level).to(network.head_weight.dtype)
+    sources, added = dict(network.named_parameters()), deltas(network)
+    for name, parameter in twin.named_parameters():
+        parameter.copy_(sources[name])
+        if (path := name.removesuffix(".weight")) in added:
+            parameter.add_(added[path])
+    return twin
+
+
+def sharing(network: Decoder, level: CompileLevel = "O1") -> Decoder:
+    """Another network over the very same weights, frozen, and free to have an adapter of its own."""
+    twin = outline(network.config, level)
+    sources = dict(network.named_parameters())
+    for name in [name for name, _ in twin.named_parameters()]:
+        path, _, last = name.rpartition(".")
+        setattr(twin.get_submodule(path), last, nn.Parameter(sources[name].detach(), requires_grad=False))
+    return twin
+
+
+def continued(network: Decoder, name: str, fresh: LoraConfig, seed: int, level: CompileLevel = "O1") -> Decoder:
+    """A network over the same weights with an adapter that begins as the one that is on, else as a fresh one."""
+    twin, config = sharing(network, level), config_of(network)
+    attach(twin, name, config or fresh, seed)
+    if config is not None:
+        copy_factors(network, twin)
+    return twin
+
+
+@torch.no_grad()
+def fingerprint(network: nn.Module) -> str:
+    """Equal for equal weights, bit by bit."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, parameter in network.named_parameters():
+        found.update(name.encode())
+        found.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()

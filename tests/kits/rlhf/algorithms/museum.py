@@ -1,0 +1,253 @@
+"""Mistakes that released projects made, as small functions beside ours, and the property that tells them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.rlhf.algorithms.advantages import returns
+from kitforge.kits.rlhf.algorithms.aggregation import aggregate, share_of_denominator
+from kitforge.kits.rlhf.algorithms.controllers import ControllerOptions, controller
+from kitforge.kits.rlhf.algorithms.divergence import divergence_loss
+from kitforge.kits.rlhf.algorithms.groups import group_advantages
+from kitforge.kits.rlhf.algorithms.policy import ClipOptions, policy_loss
+from kitforge.kits.rlhf.algorithms.token_rewards import last_token, token_rewards
+from kitforge.kits.rlhf.algorithms.whitening import whiten
+from tests.kits.rlhf.algorithms.sequences import MASK, numbers
+
+SCORES = torch.tensor([1.0, -2.0, 0.5, 4.0], dtype=torch.float64)
+PENALTIES = torch.where(MASK, 0.1, 0.0).double()
+LOUD = torch.where(MASK, 0.1, 1.0).double()  # padding that is not zero, as models leave it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exhibit:
+    """One mistake."""
+
+    project: str  # with its version
+    link: str
+    property: Callable[[Callable[..., Any]], bool]
+    ours: Callable[..., Any]
+    theirs: Callable[..., Any]
+
+
+def earns_score_less_penalties(rewards: Callable[..., Tensor]) -> bool:
+    return torch.allclose(rewards(SCORES, PENALTIES, MASK).sum(-1), SCORES - PENALTIES.sum(-1), atol=1e-10)
+
+
+def bonus(scores: Tensor, penalties: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(last_token(mask), scores.unsqueeze(-1), 0.0) + penalties
+
+
+def score_everywhere(scores: Tensor, penalties: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, scores.unsqueeze(-1) - penalties, 0.0)
+
+
+def ranks_agree(whitening: Callable[..., Tensor]) -> bool:
+    """Two ranks with different statistics give the signs of one."""
+    values = torch.where(MASK, numbers(0), 0.0) + torch.tensor([[1.0], [1.0], [-1.0], [-1.0]], dtype=torch.float64)
+    return bool((whitening(values, MASK).sign() == whiten(values, MASK).sign())[MASK].all())
+
+
+def each_rank_alone(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.cat([whiten(own, own_mask) for own, own_mask in zip(values.split(2), mask.split(2), strict=True)])
+
+
+def padding_is_silent(whitening: Callable[..., Tensor]) -> bool:
+    values = torch.where(MASK, numbers(1), 0.0)
+    louder = torch.where(MASK, values, 100.0)
+    return torch.equal(whitening(values, MASK)[MASK], whitening(louder, MASK)[MASK])
+
+
+def unmasked(values: Tensor, mask: Tensor) -> Tensor:
+    return (values - values.mean()) / values.std()
+
+
+def entropy_is_not_negative(mean: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """Where padded log-probabilities are set to 1."""
+    surprisal = torch.where(MASK, 0.2, -1.0)
+    return float(mean(surprisal, MASK)) >= 0
+
+
+def token_mean(values: Tensor, mask: Tensor) -> Tensor:
+    return aggregate(values, mask, "token_mean", share_of_denominator(mask, "token_mean", 8))
+
+
+def micro_batches_change_nothing(loss: Callable[..., float]) -> bool:
+    values = numbers(2)
+    return abs(loss(values, MASK, 1) - loss(values, MASK, 4)) < 1e-10
+
+
+def shared_denominator(values: Tensor, mask: Tensor, size: int) -> float:
+    parts = zip(values.split(size), mask.split(size), strict=True)
+    return sum(float(aggregate(part, kept, "token_mean", mask.sum())) for part, kept in parts)
+
+
+def mean_of_means(values: Tensor, mask: Tensor, size: int) -> float:
+    parts = list(zip(values.split(size), mask.split(size), strict=True))
+    return sum(float(aggregate(part, kept, "token_mean", kept.sum())) for part, kept in parts) / len(parts)
+
+
+def sum_of_means(values: Tensor, mask: Tensor, size: int) -> float:
+    parts = zip(values.split(size), mask.split(size), strict=True)
+    return sum(float(aggregate(part, kept, "token_mean", kept.sum())) for part, kept in parts)
+
+
+def pulls_towards_reference(loss: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """The mean gradient over all outcomes is that of KL(policy || reference)."""
+    everything = torch.ones(7, dtype=torch.bool)
+    logits, reference = numbers(3, everything).requires_grad_(), numbers(4, everything).log_softmax(-1)
+    log_probs = logits.log_softmax(-1)
+    (wanted,) = torch.autograd.grad((log_probs.exp() * (log_probs - reference)).sum(), logits, retain_graph=True)
+    found = torch.autograd.grad((log_probs.exp().detach() * loss(log_probs, reference)).sum(), logits)[0]
+    return torch.allclose(found, wanted, atol=1e-10)
+
+
+def plain_k1(log_probs: Tensor, reference: Tensor) -> Tensor:
+    return log_probs - reference
+
+
+def plain_k3(log_probs: Tensor, reference: Tensor) -> Tensor:
+    return (reference - log_probs).expm1() + log_probs - reference
+
+
+def a_lone_response_is_refused(baseline: Callable[[Tensor], Tensor]) -> bool:
+    try:
+        baseline(torch.ones(3, 1))
+    except ConfigError:
+        return True
+    return False
+
+
+def groups_stay_apart(baseline: Callable[[Tensor], Tensor]) -> bool:
+    scores = torch.tensor([[1.0, 2.0], [30.0, 40.0]], dtype=torch.float64)
+    return torch.allclose(baseline(scores)[0], baseline(scores[:1])[0])
+
+
+def masked_returns(penalties: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """What stands behind the end earns nothing."""
+    rewards = penalties(LOUD, MASK)
+    return torch.equal(rewards[~MASK], torch.zeros_like(rewards[~MASK]))
+
+
+def settles_on_sequences(feed: Callable[[float, int], float]) -> bool:
+    """The coefficient comes to rest where a sequence of 50 tokens is 6 nats away."""
+    held = controller(ControllerOptions(kind="adaptive", coefficient=0.1, target=6.0, horizon=500))
+    for _ in range(2000):
+        held.update(feed(0.9 / max(held.coefficient, 1e-6), 50), 50)
+    return abs(0.9 / max(held.coefficient, 1e-6) - 6.0) < 0.1
+
+
+def first_ratio_is_one(log_probs: Callable[[Tensor], Tensor]) -> bool:
+    """Tokens that were drawn at a temperature of 0.7."""
+    logits = numbers(5, torch.ones(20, 9, dtype=torch.bool))
+    drawn = (logits / 0.7).log_softmax(-1)[:, 0]
+    _, is_clipped = policy_loss(log_probs(logits)[:, 0], drawn, torch.ones(20), ClipOptions())
+    return not bool(is_clipped.any())
+
+
+MUSEUM = {
+    "a bonus for leaving the reference": Exhibit(
+        project="mindspore-lab/mindrlhf 0.3",
+        link="https://github.com/mindspore-lab/mindrlhf/blob/master/mindrlhf/trainer/ppo_trainer.py",
+        property=earns_score_less_penalties,
+        ours=token_rewards,
+        theirs=bonus,
+    ),
+    "the score on every token": Exhibit(
+        project="hpcaitech/ColossalAI, ColossalChat",
+        link="https://github.com/hpcaitech/ColossalAI/blob/main/applications/ColossalChat/coati/models/utils.py",
+        property=earns_score_less_penalties,
+        ours=token_rewards,
+        theirs=score_everywhere,
+    ),
+    "whitening rank by rank": Exhibit(
+        project="huggingface/trl 1.12",
+        link="https://github.com/huggingface/trl/blob/v1.12.0/trl/experimental/ppo/ppo_trainer.py",
+        property=ranks_agree,
+        ours=whiten,
+        theirs=each_rank_alone,
+    ),
+    "whitening over padding": Exhibit(
+        project="CarperAI/trlx 0.7",
+        link="https://github.com/CarperAI/trlx/blob/main/trlx/utils/modeling.py",
+        property=padding_is_silent,
+        ours=whiten,
+        theirs=unmasked,
+    ),
+    "a negative entropy": Exhibit(
+        project="huggingface/trl 1.12",
+        link="https://github.com/huggingface/trl/issues/2022",
+        property=entropy_is_not_negative,
+        ours=token_mean,
+        theirs=lambda values, mask: values.mean(),
+    ),
+    "a mean of means over micro-batches": Exhibit(
+        project="huggingface/trl 1.12",
+        link="https://github.com/huggingface/trl/blob/v1.12.0/trl/experimental/ppo/ppo_trainer.py",
+        property=micro_batches_change_nothing,
+        ours=shared_denominator,
+        theirs=mean_of_means,
+    ),
+    "losses times the number of micro-batches": Exhibit(
+        project="volcengine/verl",
+        link="https://github.com/volcengine/verl/issues/4711",
+        property=micro_batches_change_nothing,
+        ours=shared_denominator,
+        theirs=sum_of_means,
+    ),
+    "k1 as a loss, which regularises nothing": Exhibit(
+        project="several",
+        link="http://joschu.net/blog/kl-approx.html",
+        property=pulls_towards_reference,
+        ours=lambda now, reference: divergence_loss(now, reference, "k1"),
+        theirs=plain_k1,
+    ),
+    "k3 as a loss, which pulls the wrong way": Exhibit(
+        project="huggingface/trl 1.12, OpenRLHF/OpenRLHF, THUDM/slime",
+        link="https://github.com/NVIDIA-NeMo/RL/pull/2506",
+        property=pulls_towards_reference,
+        ours=lambda now, reference: divergence_loss(now, reference, "k3"),
+        theirs=plain_k3,
+    ),
+    "a group of one that learns nothing in silence": Exhibit(
+        project="OpenRLHF/OpenRLHF",
+        link="https://github.com/OpenRLHF/OpenRLHF/issues/1250",
+        property=a_lone_response_is_refused,
+        ours=lambda scores: group_advantages(scores, "dr_grpo"),
+        theirs=lambda scores: scores - scores.mean(-1, keepdim=True),
+    ),
+    "a baseline over the wrong axis": Exhibit(
+        project="OpenRLHF/OpenRLHF",
+        link="https://github.com/OpenRLHF/OpenRLHF/issues/1250",
+        property=groups_stay_apart,
+        ours=lambda scores: group_advantages(scores, "dr_grpo"),
+        theirs=lambda scores: scores - scores.mean(0, keepdim=True),
+    ),
+    "penalties behind the end": Exhibit(
+        project="THUDM/slime",
+        link="https://github.com/THUDM/slime/issues/1372",
+        property=masked_returns,
+        ours=lambda penalties, mask: returns(token_rewards(SCORES, penalties, mask), mask, 1.0),
+        theirs=lambda penalties, mask: (-penalties).flip(-1).cumsum(-1).flip(-1),
+    ),
+    "a target in nats a sequence fed with nats a token": Exhibit(
+        project="volcengine/verl",
+        link="https://github.com/volcengine/verl/blob/main/verl/trainer/ppo/core_algos.py",
+        property=settles_on_sequences,
+        ours=lambda nats, tokens: nats,
+        theirs=lambda nats, tokens: nats / tokens,
+    ),
+    "log-probabilities at another temperature than the sampler's": Exhibit(
+        project="huggingface/trl, THUDM/slime",
+        link="https://github.com/huggingface/trl/issues/4159",
+        property=first_ratio_is_one,
+        ours=lambda logits: (logits / 0.7).log_softmax(-1),
+        theirs=lambda logits: logits.log_softmax(-1),
+    ),
+}

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.rlhf.algorithms.correction import CorrectionOptions, importance_weights
+
+OLD = torch.tensor([[0.0, 1.0, -2.0, float("nan")]], dtype=torch.float64, requires_grad=True)
+BEHAVIOUR = torch.zeros(1, 4, dtype=torch.float64)
+MASK = torch.tensor([[True, True, True, False]])
+
+
+def found(**options: object) -> list[float]:
+    weights = importance_weights(OLD, BEHAVIOUR, MASK, CorrectionOptions(**options))  # type: ignore[arg-type]
+    assert weights is not None
+    assert not weights.requires_grad
+    return weights[0].tolist()
+
+
+def test_truncated_ratios_stay_within_the_bounds() -> None:
+    assert found(mode="truncate", low=0.5, high=2.0) == [1.0, 2.0, 0.5, 1.0]
+
+
+def test_masked_tokens_count_for_nothing() -> None:
+    assert found(mode="mask", low=0.5, high=2.0) == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_a_sequence_has_the_product_of_its_ratios() -> None:
+    ratio = float(torch.tensor(-1.0, dtype=torch.float64).exp())
+    assert found(mode="truncate", level="sequence", high=2.0) == pytest.approx([ratio] * 4)
+    assert found(mode="mask", level="sequence", low=0.5) == [0.0] * 4
+
+
+def test_none_corrects_nothing() -> None:
+    assert importance_weights(OLD, BEHAVIOUR, MASK, CorrectionOptions()) is None
+
+
+@pytest.mark.parametrize("wrong", [{"low": 1.5}, {"high": 0.9}])
+def test_bounds_that_leave_one_out_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="correction"):
+        CorrectionOptions(**wrong)  # type: ignore[arg-type]

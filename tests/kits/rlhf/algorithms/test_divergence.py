@@ -1,0 +1,71 @@
+"""The estimators over all outcomes of a small distribution, where every mean is a finite sum."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitforge.kits.rlhf.algorithms.divergence import Estimator, divergence, divergence_loss
+from tests.kits.rlhf.algorithms.sequences import numbers
+
+ESTIMATORS = get_args(Estimator)
+OUTCOMES = torch.ones(7, dtype=torch.bool)
+LOGITS, REFERENCE = numbers(0, OUTCOMES), numbers(1, OUTCOMES).log_softmax(-1)
+
+
+def gradient(of: Tensor, logits: Tensor) -> Tensor:
+    return torch.autograd.grad(of, logits)[0]
+
+
+def exact() -> tuple[float, Tensor]:
+    """KL(policy || reference) and its gradient."""
+    logits = LOGITS.clone().requires_grad_()
+    log_probs = logits.log_softmax(-1)
+    value = (log_probs.exp() * (log_probs - REFERENCE)).sum()
+    return value.item(), gradient(value, logits)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_mean_of_k1_and_k3_is_the_divergence(estimator: Estimator) -> None:
+    log_probs = LOGITS.log_softmax(-1)
+    found = (log_probs.exp() * divergence(log_probs, REFERENCE, estimator)).sum()
+    assert float(found) == pytest.approx(exact()[0], abs=1e-12)
+
+
+def test_k2_and_k3_are_never_negative() -> None:
+    log_probs = LOGITS.log_softmax(-1)
+    assert all(bool((divergence(log_probs, REFERENCE, each) >= 0).all()) for each in ("k2", "k3"))
+    assert bool((divergence(log_probs, REFERENCE, "k1") < 0).any())
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_gradient_of_the_loss_is_that_of_the_divergence(estimator: Estimator) -> None:
+    logits = LOGITS.clone().requires_grad_()
+    log_probs = logits.log_softmax(-1)
+    loss = (log_probs.exp().detach() * divergence_loss(log_probs, REFERENCE, estimator)).sum()
+    assert torch.allclose(gradient(loss, logits), exact()[1], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_it_stays_so_for_tokens_of_an_older_policy(estimator: Estimator) -> None:
+    older = numbers(2, OUTCOMES).log_softmax(-1)
+    logits = LOGITS.clone().requires_grad_()
+    log_probs = logits.log_softmax(-1)
+    loss = (older.exp() * divergence_loss(log_probs, REFERENCE, estimator, drawn_from=older)).sum()
+    assert torch.allclose(gradient(loss, logits), exact()[1], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_value_of_the_loss_is_the_estimate(estimator: Estimator) -> None:
+    log_probs = LOGITS.log_softmax(-1)
+    loss = divergence_loss(log_probs, REFERENCE, estimator)
+    assert torch.allclose(loss, divergence(log_probs, REFERENCE, estimator), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_policy_that_is_its_reference_is_at_no_distance(estimator: Estimator) -> None:
+    assert torch.equal(divergence(REFERENCE, REFERENCE, estimator), torch.zeros_like(REFERENCE))
+    assert not divergence(LOGITS.requires_grad_(), REFERENCE, estimator).requires_grad

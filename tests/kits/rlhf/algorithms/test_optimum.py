@@ -1,0 +1,123 @@
+"""Problems so small that the best policy is known: reference * exp(score / beta), up to a constant.
+
+Two tokens out of three each are nine texts; every mean over texts is taken in full, so nothing is left to chance.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitforge.kits.rlhf.algorithms.advantages import advantages, returns
+from kitforge.kits.rlhf.algorithms.aggregation import aggregate
+from kitforge.kits.rlhf.algorithms.divergence import Estimator, divergence, divergence_loss
+from kitforge.kits.rlhf.algorithms.groups import Baseline, group_advantages
+from kitforge.kits.rlhf.algorithms.policy import ClipOptions, policy_loss
+from kitforge.kits.rlhf.algorithms.token_rewards import token_rewards
+
+VOCAB, BETA = 3, 0.5
+TEXTS = torch.tensor(list(itertools.product(range(VOCAB), repeat=2)))  # [9, 2]
+MASK = torch.ones_like(TEXTS, dtype=torch.bool)
+_RANDOM = torch.Generator().manual_seed(5)
+REFERENCE = torch.randn(1 + VOCAB, VOCAB, dtype=torch.float64, generator=_RANDOM)
+SCORES = torch.randn(len(TEXTS), dtype=torch.float64, generator=_RANDOM)
+
+# From log-probabilities now and before [9, 2], and the reference's, to what is minimised.
+Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def log_probs(table: Tensor) -> Tensor:
+    """Of each token of each text [9, 2], for logits of the first token and of the second after each first [4, 3]."""
+    logs = table.log_softmax(-1)
+    return torch.stack([logs[0, TEXTS[:, 0]], logs[1 + TEXTS[:, 0], TEXTS[:, 1]]], dim=1)
+
+
+def trained(objective: Objective, updates: int = 250) -> Tensor:
+    """Probabilities [9] of the texts after training: new rollouts in each update, and two steps on each."""
+    table, reference = REFERENCE.clone().requires_grad_(), log_probs(REFERENCE)
+    optimizer = torch.optim.Adam([table], lr=0.05)
+    for _ in range(updates):
+        old = log_probs(table).detach()
+        for _ in range(2):
+            optimizer.zero_grad()
+            objective(log_probs(table), old, reference).backward()
+            optimizer.step()
+    return log_probs(table).detach().sum(-1).exp()
+
+
+def best(scores: Tensor = SCORES) -> Tensor:
+    """The closed form [9]."""
+    return (log_probs(REFERENCE).sum(-1) + scores / BETA).softmax(-1)
+
+
+def weighed(values: Tensor, old: Tensor) -> Tensor:
+    """The mean over texts as the policy before wrote them."""
+    return aggregate(values * old.sum(-1, keepdim=True).exp(), MASK, "sequence_sum", 1.0)
+
+
+def penalised(estimator: Estimator, trace: float, sign: float = 1.0) -> Objective:
+    """PPO: the divergence is taken from the rewards. The critic is perfect where the trace is below one."""
+
+    def objective(now: Tensor, old: Tensor, reference: Tensor) -> Tensor:
+        rewards = token_rewards(SCORES, sign * BETA * divergence(old, reference, estimator), MASK)
+        values = expected(returns(rewards, MASK, 1.0), old)
+        gains = advantages(rewards, values, MASK, 1.0, trace)
+        return weighed(policy_loss(now, old, gains, ClipOptions())[0], old)
+
+    return objective
+
+
+def expected(came: Tensor, old: Tensor) -> Tensor:
+    """What a perfect critic says before each token [9, 2]."""
+    weights = old.sum(-1).exp()
+    first = (weights * came[:, 0]).sum().expand(len(TEXTS))
+    groups = TEXTS[:, :1] == TEXTS[:, 0]  # [9, 9]: texts that begin alike
+    second = (groups * weights * came[:, 1]).sum(-1) / (groups * weights).sum(-1)
+    return torch.stack([first, second], dim=1)
+
+
+def compared(baseline: Baseline, estimator: Estimator) -> Objective:
+    """The GRPO family: all groups of two, each with its probability; the divergence is a loss of its own."""
+
+    def objective(now: Tensor, old: Tensor, reference: Tensor) -> Tensor:
+        pairs = torch.cartesian_prod(torch.arange(9), torch.arange(9))
+        chances = old.sum(-1).exp()[pairs].prod(-1)
+        gains = group_advantages(SCORES[pairs], baseline) * chances.unsqueeze(-1)
+        gain = torch.zeros(9, dtype=torch.float64).index_add_(0, pairs.flatten(), gains.flatten()) / 2
+        surrogate = aggregate(
+            policy_loss(now, old, gain.unsqueeze(-1).expand_as(now), ClipOptions())[0], MASK, "sequence_sum", 1.0
+        )
+        return surrogate + BETA * weighed(divergence_loss(now, reference, estimator, drawn_from=old), old)
+
+    return objective
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max())
+
+
+@pytest.mark.parametrize("trace", [1.0, 0.5])
+def test_ppo_finds_the_best_policy(trace: float) -> None:
+    assert distance(trained(penalised("k1", trace)), best()) < 0.02
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_groups_find_the_best_policy_whichever_estimator_is_the_loss(estimator: Estimator) -> None:
+    # Of a text's tokens only the sum has the divergence of texts as its mean; token by token it is the chain rule's.
+    assert distance(trained(compared("rloo", estimator)), best()) < 0.02
+
+
+def test_a_mean_that_contains_the_response_itself_learns_from_less() -> None:
+    # dr_grpo shrinks every advantage by (n - 1) / n, here to one half: that much less is a score worth.
+    assert distance(trained(compared("dr_grpo", "k2")), best(SCORES / 2)) < 0.02
+    assert distance(best(SCORES / 2), best()) > 0.05
+
+
+def test_a_divergence_that_is_added_to_rewards_drives_the_policy_away() -> None:
+    # The sign of mindspore-lab/mindrlhf 0.3, trainer/ppo_trainer.py: rewards = kl; rewards[last] += score.
+    found = trained(penalised("k1", 1.0, sign=-1.0), updates=60)
+    assert distance(found, best()) > 0.2

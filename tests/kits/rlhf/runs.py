@@ -1,0 +1,116 @@
+"""Runs of the stages over a few rows, small enough to be made by the dozen."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.parallel.lobby import Lobby
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.types import Cursor, MicroBatch
+from kitforge.kits.rlhf.build import STAGES, Assembly
+from kitforge.kits.rlhf.stages import Inputs
+from kitforge.models.catalog import config_of
+from kitforge.models.folder import build
+from kitforge.trainer.run import train
+from kitforge.trainer.task import Task
+from tests.trainer import tiny
+
+DEMONSTRATIONS = [{"prompt": f"Q{n % 5}: ", "completion": "yes " * (n % 4 + 1)} for n in range(24)]
+PAIRS = [
+    {"prompt": f"Q{n % 5}: ", "chosen": "yes" * (n % 3 + 1), "rejected": "no" * (n % 2 + 1), "source": "ab"[n % 2]}
+    for n in range(24)
+]
+JUDGED = [
+    {"prompt": f"Q{n % 5}: ", "completion": ("no", "yes")[n % 2] * (n % 3 + 1), "label": n % 2 == 1} for n in range(24)
+]
+PROMPTS = [{"prompt": f"Q{n % 5}{'?' * (n % 3)}: ", "answer": str(n)} for n in range(24)]
+ROWS = {"sft": DEMONSTRATIONS, "kto": JUDGED} | dict.fromkeys(("reward", "dpo", "ipo", "orpo", "simpo"), PAIRS)
+SHAPED: dict[str, dict[str, Any]] = {
+    "ipo": {"preference.loss": "ipo"},
+    "orpo": {"preference.loss": "orpo"},
+    "simpo": {"preference.loss": "simpo"},
+    "ppo": {"rl.whiten_advantages": True, "kl.controller.kind": "adaptive", "kl.controller.horizon": 50},
+    "grpo": {
+        "rl.advantage": "grpo",
+        "rl.samples_per_prompt": 4,
+        "rl.aggregation": "sequence_mean",
+        "kl.used_as": "loss",
+        "kl.estimator": "k3",
+    },
+    "dr_grpo": {"rl.advantage": "dr_grpo", "rl.samples_per_prompt": 4, "rl.aggregation": "constant"},
+    "dapo": {
+        "rl.advantage": "grpo",
+        "rl.samples_per_prompt": 4,
+        "rl.drop_equal_groups": True,
+        "rl.overlong_soft": 3,
+        "rl.clip.high": 0.28,
+        "kl.used_as": "loss",
+    },
+    "rloo": {"rl.advantage": "rloo", "rl.samples_per_prompt": 4, "rl.aggregation": "sequence_sum"},
+    "reinforce_pp": {"rl.advantage": "reinforce", "rl.whiten_advantages": True},
+}
+RL = ("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")
+OPTIONS: dict[str, Any] = {
+    "data.sequence_length": 32,
+    "data.batch_size": 4,
+    "data.validation": 0.2,
+    "trainer.max_steps": 4,
+    "trainer.progress": False,
+    "optimizer.learning_rate": 1e-2,
+    "device": "cpu",
+}
+# For runs whose folders nobody looks at.
+_SCRATCH = tempfile.TemporaryDirectory()
+_NUMBERS = itertools.count()
+ROUNDS: dict[str, Any] = {"rl.prompts_per_step": 4, "rollout.max_new_tokens": 6}
+
+
+def letters(*, completion_tokens: list[list[int]]) -> list[float]:
+    """Something that differs from answer to answer."""
+    return [sum(tokens) % 17 / 17 for tokens in completion_tokens]
+
+
+def network(dtype: torch.dtype = torch.float32, family: Mapping[str, Any] = tiny.LLAMA) -> nn.Module:
+    config = config_of({**family, "vocab_size": ByteTokenizer.vocab_size})
+    return build(config, device=torch.device("cpu"), seed=3).to(dtype)
+
+
+def begin(stage: str, folder: Path | None = None, choices: Mapping[str, Any] | None = None, **inputs: Any) -> Assembly:
+    """A run of the stage, ready to start; over `rows`, from a small network, unless told otherwise."""
+    values = OPTIONS | (ROUNDS if stage in RL else {}) | SHAPED.get(stage, {}) | {"task": stage} | dict(choices or {})
+    values["output_dir"] = f"{_SCRATCH.name}/{next(_NUMBERS)}" if folder is None else str(folder)
+    given: dict[str, Any] = {
+        "tokenizer": ByteTokenizer(),
+        "model": network(),
+        "train_dataset": ROWS.get(stage, PROMPTS),
+    }
+    if stage in RL:
+        given["roles"] = {"reward": letters}
+    options = STAGES[stage].read_options(tiny.nested(values))
+    return STAGES[stage].assemble(options, Inputs(**(given | inputs)), Lobby.open(options.parallel, options.device))
+
+
+def finish(assembly: Assembly) -> dict[str, float]:
+    """Train to the end."""
+    return train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+
+
+def first_step(task: Task, model: nn.Module) -> list[MicroBatch]:
+    return next(iter(task.steps(model, Cursor())))
+
+
+def gradient(assembly: Assembly) -> Tensor:
+    """Of the first step, all parameters laid end to end, as the loop would have it."""
+    task, model = assembly.loop.task, assembly.loop.model
+    step = first_step(task, model)
+    weight = 1 / max(float(task.count(step)["loss"]), 1.0)
+    for micro_batch in step:
+        (task.loss(model, micro_batch)["loss"] * weight).backward()
+    return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])

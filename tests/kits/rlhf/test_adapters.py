@@ -1,0 +1,118 @@
+"""Stages that train adapters: one base for all roles, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.lora import config_of, deltas
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.rlhf.actor_critic import ActorCritic
+from kitforge.kits.rlhf.build import STAGES
+from kitforge.kits.rlhf.networks import load_policy
+from kitforge.kits.rlhf.rl import RLTask
+from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.models.adapters import load_adapter, save_adapter
+from tests.kits.rlhf import runs
+from tests.trainer import tiny
+
+SMALL = {"adapter.rank": 2}
+TOKENS = torch.arange(9).unsqueeze(0)
+CPU = torch.device("cpu")
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(TOKENS)
+    return found
+
+
+def storages(*networks: nn.Module) -> dict[int, int]:
+    """The bytes of every tensor that the networks hold, once each."""
+    every: Iterable[nn.Parameter] = (each for network in networks for each in network.parameters())
+    return {each.data_ptr(): each.nbytes for each in every}
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "kto", "ppo"])
+def test_a_resumed_run_is_the_run_that_was_never_stopped(stage: str, tmp_path: Path) -> None:
+    choices = SMALL | {"trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 9, "trainer.max_steps": 3}
+    runs.finish(runs.begin(stage, tmp_path / "whole", choices))
+    folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "killed", 1)
+    runs.finish(runs.begin(stage, folder, choices | {"resume": "auto"}))
+    tiny.assert_same(folder, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "grpo", "ppo"])
+def test_only_the_adapter_learns_and_the_base_stays_bit_for_bit(stage: str, tmp_path: Path) -> None:
+    base = runs.network()
+    before, weights = logits(base), [each.clone() for each in base.parameters()]
+    assembly = runs.begin(stage, tmp_path, SMALL, model=base)
+    runs.finish(assembly)
+    trained = getattr(assembly.loop.model, "policy", assembly.loop.model)
+    assert all(torch.equal(each, old) for each, old in zip(base.parameters(), weights, strict=True))
+    assert torch.equal(logits(base), before)
+    assert not torch.allclose(logits(trained), before, atol=1e-4)
+    # From its folder it comes with the adapter within its weights, ready for any use.
+    assert torch.allclose(logits(load_policy(tmp_path, CPU)), logits(trained), atol=1e-5)
+    assert all(each.requires_grad for each in load_policy(tmp_path, CPU).parameters())
+
+
+def test_four_roles_stand_on_one_base() -> None:
+    policy = runs.network()
+    judged = runs.begin("reward", None, SMALL, model=policy)
+    runs.finish(judged)
+    judge = cast(ScalarModel, judged.loop.model)
+    assembly = runs.begin("ppo", None, SMALL, model=policy, roles={"reward": judge})
+    model = cast(ActorCritic, assembly.loop.model)
+    reference = cast(Any, cast(RLTask, assembly.loop.task)._roles).reference
+    assert reference is policy
+    base = sum(storages(policy).values())
+    together = sum(storages(model.policy, model.critic, reference, judge).values())
+    assert together - base == sum(
+        each.nbytes for part in (model, judge) for each in part.parameters() if each.requires_grad
+    )
+    tokens = torch.arange(7).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.allclose(model.critic(tokens), judge.normalised(judge(tokens)), atol=1e-6)
+    runs.finish(assembly)
+    assert config_of(model.critic.backbone) == config_of(judge.backbone)
+
+
+def test_the_next_stage_begins_with_what_the_last_one_learnt() -> None:
+    taught = runs.begin("sft", None, SMALL)
+    runs.finish(taught)
+    for choices in (SMALL, {}):
+        following = runs.begin("dpo", None, choices, model=taught.loop.model)
+        assert torch.allclose(logits(following.loop.model), logits(taught.loop.model), atol=1e-5)
+        assert all(not bool(each.any()) for each in deltas(following.loop.model).values())
+
+
+def test_an_adapter_goes_out_to_a_folder_and_comes_back(tmp_path: Path) -> None:
+    base = runs.network()
+    taught = runs.begin("sft", tmp_path / "sft", SMALL, model=base)
+    runs.finish(taught)
+    model = cast(Decoder, taught.loop.model)
+    folder = tmp_path / "sft" / "adapter"
+    fresh = cast(Decoder, runs.network())
+    load_adapter(fresh, "mine", folder)
+    assert torch.equal(logits(fresh), logits(model))
+    again = runs.begin("grpo", None, SMALL | {"adapter.path": str(folder)}, model=base)
+    reference = cast(Any, cast(RLTask, again.loop.task)._roles).reference
+    assert torch.equal(logits(again.loop.model), logits(model))
+    assert torch.equal(logits(reference), logits(model))
+    with pytest.raises(ConfigError, match="rank=2"):
+        runs.begin("grpo", None, {"adapter.rank": 3, "adapter.path": str(folder)}, model=base)
+    save_adapter(model, "policy", cast(Any, config_of(model)), tmp_path / "same")
+    assert (tmp_path / "same" / "adapter_config.json").read_bytes() == (folder / "adapter_config.json").read_bytes()
+
+
+def test_adapters_are_refused_where_networks_are_cut() -> None:
+    options = STAGES["sft"].read_options({"task": "sft", "adapter": {"rank": 2}, "parallel": {"tensor": 2}})
+    with pytest.raises(ConfigError, match=r"adapter\.rank"):
+        STAGES["sft"].check_degrees(options)

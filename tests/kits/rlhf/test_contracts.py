@@ -1,0 +1,82 @@
+"""What no stage bends: micro-batches equal the batch, and a resumed run equals one that was never interrupted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kitforge.kits.rlhf.rl import RLTask
+from kitforge.kits.rlhf.rollouts import Round
+from tests.kits.rlhf import runs
+from tests.trainer import tiny
+
+STAGES = [*runs.ROWS, *runs.RL]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_micro_batches_have_the_gradient_of_the_batch(stage: str) -> None:
+    def gradient(size: int | None) -> torch.Tensor:
+        model = runs.network(torch.float64)
+        choices = {"trainer.micro_batch_size": size} | ({"rl.minibatches": 2} if stage in runs.RL else {})
+        return runs.gradient(runs.begin(stage, None, choices, model=model))
+
+    whole = gradient(None)
+    assert float(whole.norm()) > 1e-3
+    assert all(float((gradient(size) - whole).norm() / whole.norm()) < 1e-10 for size in (1, 3))
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "kto"])
+def test_a_resumed_run_is_the_run_that_was_never_stopped(stage: str, tmp_path: Path) -> None:
+    choices = {"trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 9, "trainer.evaluate_every": 2}
+    runs.finish(runs.begin(stage, tmp_path / "whole", choices))
+    for killed in (1, 3):
+        folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / f"killed_{killed}", killed)
+        runs.finish(runs.begin(stage, folder, choices | {"resume": "auto"}))
+        tiny.assert_same(folder, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("stage", ["ppo", "grpo", "reinforce_pp"])
+def test_a_round_that_was_interrupted_goes_on_bit_for_bit(stage: str, tmp_path: Path) -> None:
+    choices = {
+        "trainer.checkpoint_every": 1,
+        "trainer.keep_checkpoints": 9,
+        "trainer.max_steps": 6,
+        "rl.epochs": 2,
+        "rl.minibatches": 2,
+    }
+    runs.finish(runs.begin(stage, tmp_path / "whole", choices))
+    # After the first update of a round, in its second pass, and between two rounds.
+    for killed in (1, 3, 4):
+        folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / f"killed_{killed}", killed)
+        runs.finish(runs.begin(stage, folder, choices | {"resume": "auto"}))
+        tiny.assert_same(folder, tmp_path / "whole")
+
+
+# What a checkpoint of a round could forget.
+FORGOTTEN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "the coefficient": lambda state: state | {"controller": {"coefficient": 0.05}},
+    "the answers' values": lambda state: state | {"round": _without(state["round"], "values")},
+    "the advantages": lambda state: state | {"round": _without(state["round"], "advantages")},
+}
+
+
+def _without(plain: dict[str, Any], name: str) -> dict[str, Any]:
+    zeros = torch.zeros_like(getattr(Round.from_plain(plain), name))
+    return dataclasses.replace(Round.from_plain(plain), **{name: zeros}).to_plain()
+
+
+@pytest.mark.parametrize("forgotten", FORGOTTEN)
+def test_what_a_checkpoint_forgets_is_noticed(forgotten: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = {"trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 9, "rl.epochs": 2, "trainer.max_steps": 4}
+    runs.finish(runs.begin("ppo", tmp_path / "whole", choices))
+    folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "killed", 1)
+    load = RLTask.load_state
+    monkeypatch.setattr(RLTask, "load_state", lambda task, state: load(task, FORGOTTEN[forgotten](state)))
+    runs.finish(runs.begin("ppo", folder, choices | {"resume": "auto"}))
+    with pytest.raises(AssertionError):
+        tiny.assert_same(folder, tmp_path / "whole")

@@ -1,0 +1,74 @@
+"""The three stages as a person writes them, and what becomes of their folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kitforge.api import ALIGNMENT, KITS, Trainer, composed, load_model, pipeline
+from kitforge.core.nn.decoder import Decoder
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.rlhf.build import STAGES
+from kitforge.kits.rlhf.scalar_model import ScalarModel
+from tests.kits.rlhf import runs
+
+NETWORK = {
+    f"model.{name}": value
+    for name, value in {"dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "mlp_dim": 48}.items()
+}
+SHORT: dict[str, Any] = {"trainer.max_steps": 2, "trainer.progress": False, "data.validation": 0.2, "device": "cpu"}
+ROUNDS = SHORT | {"rl.prompts_per_step": 4, "rollout.max_new_tokens": 4}
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_three_stages_from_files_each_from_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    demos = written(tmp_path / "demos.jsonl", runs.DEMONSTRATIONS)
+    pairs = written(tmp_path / "pairs.jsonl", runs.PAIRS)
+    prompts = written(tmp_path / "prompts.jsonl", runs.PROMPTS)
+    policy = Trainer("sft", "llama_tiny", demos, options=NETWORK | SHORT).train()
+    reward = Trainer("reward", policy, pairs, options=SHORT).train()
+    trainer = Trainer("ppo", policy, prompts, roles={"reward": reward}, options=ROUNDS)
+    before = trainer.evaluate()
+    aligned = trainer.train()
+    assert set(before) <= set(aligned.metrics)
+    for step in (0, 2):
+        samples = json.loads((aligned.folder / "samples" / f"step_{step}.json").read_text())["samples"]
+        assert all(set(sample["figures"]) == {"reward", "nats from the reference"} for sample in samples)
+    # Each folder gives its network back, and whoever comes later may start from folders alone.
+    assert isinstance(load_model(reward.folder), ScalarModel)
+    loaded = load_model(aligned.folder)
+    assert isinstance(loaded, Decoder)
+    tokens = torch.arange(5).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens), aligned.model(tokens))
+    assert len(pipeline("ppo", aligned.folder)("Q1: ", max_new_tokens=3)[0]["generated_text"]) > 4
+    assert pipeline("reward", reward.folder)("Q1: yes")[0]["score"] == pytest.approx(
+        pipeline("reward", reward)("Q1: yes")[0]["score"]
+    )
+    again = Trainer("grpo", str(policy.folder), prompts, options=ROUNDS | {"reward": str(reward.folder)}).train()
+    assert again.metrics["eval/length"] > 0
+
+
+def test_the_front_door_knows_every_stage_and_its_yaml() -> None:
+    assert set(STAGES) == set(ALIGNMENT) <= set(KITS)
+
+
+@pytest.mark.parametrize("stage", ALIGNMENT)
+def test_the_shipped_yaml_makes_options(stage: str) -> None:
+    options = STAGES[stage].read_options(composed(stage, {}).values)
+    assert options.task == stage
+    assert STAGES[stage].resolved(options)["model"]["family"] == "llama"
+
+
+def test_a_role_that_a_stage_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no role 'judge'"):
+        Trainer("ppo", "llama_tiny", runs.PROMPTS, roles={"judge": runs.letters}, options=NETWORK)

@@ -1,0 +1,93 @@
+"""Two ranks do what one does: the same rows, the same answers, the same weights."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import pytest
+import torch
+
+from kitforge.api import composed, task_of
+from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.world import World
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.kits.rlhf.build import STAGES
+from kitforge.kits.rlhf.stages import Inputs, parts_of
+from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.loop import Loop
+from tests.distributed.ranks import run_ranks
+from tests.kits.rlhf import runs
+from tests.trainer import tiny
+
+CPU = torch.device("cpu")
+# Five rows a step, so that ranks have different shares, and answers of a round that two minibatches divide.
+CHOICES = {"data.batch_size": 5, "trainer.micro_batch_size": 2, "trainer.max_steps": 2, "data.validation": 0.3}
+# Ranks that draw ahead, each its own part.
+AHEAD = {"rollout.max_staleness": 1, "rl.old": "trainer", "correction.mode": "truncate"}
+# Micro-batches of ragged sizes, of which ranks have different numbers, and text beside the answers.
+CUT = {"trainer.micro_batch_size": None, "rl.max_tokens_per_microbatch": 80, "ptx.weight": 0.5, "ptx.batch_size": 3}
+TEXTS = [{"text": "the sea is wide"}, {"text": "a hill"}, {"text": "of towns and woods"}, {"text": "b"}]
+STAGES_TRIED = ("sft", "reward", "dpo", "kto", "ppo", "grpo")
+
+
+def trained(_rank: int, degrees: Degrees) -> dict[str, Any]:
+    """Weights and metrics of every stage after two steps, in float64."""
+    torch.set_num_threads(1)
+    world = World(device=CPU, mesh=Mesh(degrees, "cpu") if degrees.world > 1 else None)
+    found = {"recipe": trained_by_recipe(world)}
+    for stage in STAGES_TRIED:
+        shaped = (
+            runs.SHAPED.get(stage, {})
+            | (AHEAD if stage == "ppo" else {})
+            | (runs.ROUNDS | {"rl.minibatches": 2} if stage in runs.RL else {})
+        )
+        cut = CUT if stage == "grpo" else {}
+        options = STAGES[stage].read_options(tiny.nested(runs.OPTIONS | shaped | CHOICES | cut | {"task": stage}))
+        rows = runs.ROWS.get(stage, runs.PROMPTS)
+        roles = {"reward": runs.letters} if stage in runs.RL else {}
+        roles |= {"ptx": TEXTS} if cut else {}
+        model = runs.network(torch.float64)
+        inputs = Inputs(tokenizer=ByteTokenizer(), model=model, train_dataset=rows, roles=roles)
+        task, _ = STAGES[stage].prepare(parts_of(options, inputs, CPU)).task(world)
+        loop = Loop(task, options, world)
+        metrics = loop.train()
+        weights = torch.cat([loop.state.parallel.whole(name).flatten() for name in loop.state.parallel.parameters()])
+        found[stage] = {"weights": weights, "metrics": metrics, "samples": loop.state.cursor.samples}
+    return found
+
+
+def trained_by_recipe(world: World) -> list[dict[str, float]]:
+    """What the recipe logs of its first steps, with a smaller network."""
+    small = {"model.dim": 32, "model.num_layers": 1, "model.mlp_dim": 48, "trainer.max_steps": 3, "device": "cpu"}
+    task = task_of({"recipe": "rlhf_tiny"})
+    options = STAGES[task].read_options(composed(task, {"recipe": "rlhf_tiny", **small}).values)
+    made, _ = STAGES[task].prepare(parts_of(options, Inputs(), CPU)).task(world)
+    heard = Heard()
+    Loop(made, options, world, callbacks=[heard]).train()
+    return heard.lines
+
+
+@final
+class Heard(Callback):
+    """Keeps what is logged, without what a clock decides."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, float]] = []
+
+    def on_event(self, event: Event, run: Run) -> None:
+        if event.kind == "log":
+            self.lines.append({name: each for name, each in tiny.without_clock(event.record).items() if name != "kind"})
+
+
+def test_two_ranks_equal_one() -> None:
+    one, many = trained(0, Degrees()), run_ranks(2, trained, Degrees(data=2))
+    for rank in many:
+        assert len(rank["recipe"]) == 3
+        for line, wanted in zip(rank["recipe"], one["recipe"], strict=True):
+            assert line == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    for stage in STAGES_TRIED:
+        for rank in many:
+            torch.testing.assert_close(rank[stage]["weights"], one[stage]["weights"], rtol=0, atol=1e-9)
+            assert rank[stage]["metrics"] == pytest.approx(one[stage]["metrics"], abs=1e-6)
+            assert rank[stage]["samples"] == one[stage]["samples"]

@@ -1,0 +1,41 @@
+"""The answers of a run lie in its folder: readable, bounded, and bit for bit what was trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from kitforge.foundation.errors import DataError
+from kitforge.kits.rlhf.record import read_round, round_file
+from kitforge.kits.rlhf.rl import RLTask
+from tests.kits.rlhf import runs
+
+
+def test_a_round_that_was_kept_is_the_round_that_was_trained_on(tmp_path: Path) -> None:
+    assembly = runs.begin("ppo", tmp_path, {"trainer.max_steps": 3, "rollout.kept_rounds": 2, "rl.old": "trainer"})
+    runs.finish(assembly)
+    number, answers = cast(RLTask, assembly.loop.task).collected or (0, [])
+    assert number == 2
+    assert read_round(tmp_path, 2) == answers
+    lines = [json.loads(line) for line in round_file(tmp_path, 2).read_text().splitlines()]
+    assert [line["prompt"][0] for line in lines] == ["Q"] * 4
+    assert list(lines[0])[:4] == ["prompt", "answer", "reward", "nats"]
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["round_1.jsonl", "round_2.jsonl"]
+    with pytest.raises(DataError, match=r"(?s)round 0 are not there.*rounds 1, 2.*kept_rounds"):
+        read_round(tmp_path, 0)
+
+
+def test_keeping_rounds_can_be_switched_off(tmp_path: Path) -> None:
+    runs.finish(runs.begin("grpo", tmp_path, {"trainer.max_steps": 1, "rollout.kept_rounds": 0}))
+    assert not (tmp_path / "rollouts").exists()
+
+
+def test_a_line_that_is_no_answer_is_named(tmp_path: Path) -> None:
+    runs.finish(runs.begin("grpo", tmp_path, {"trainer.max_steps": 1}))
+    path = round_file(tmp_path, 0)
+    path.write_text(path.read_text().replace('"tokens"', '"words"', 1))
+    with pytest.raises(DataError, match="round_0.jsonl line 1 is no answer"):
+        read_round(tmp_path, 0)

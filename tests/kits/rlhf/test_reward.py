@@ -1,0 +1,111 @@
+"""A reward model finds what people prefer, and what its scores mean travels with it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.errors import ModelError
+from kitforge.kits.rlhf.networks import load_policy, load_scalar
+from kitforge.kits.rlhf.pipeline import RewardPipeline
+from kitforge.kits.rlhf.scalar_model import ScalarModel
+from tests.kits.rlhf import runs
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScalarModel]:
+    folder = tmp_path_factory.mktemp("reward") / "run"
+    assembly = runs.begin("reward", folder, {"trainer.max_steps": 30})
+    runs.finish(assembly)
+    return folder, cast(ScalarModel, assembly.loop.model)
+
+
+def scores(model: ScalarModel) -> torch.Tensor:
+    texts = [
+        {"prompt": row["prompt"], "completion": row[kind]} for row in runs.PAIRS for kind in ("chosen", "rejected")
+    ]
+    return torch.tensor([answer[0]["score"] for answer in RewardPipeline(model, ByteTokenizer())(texts)])
+
+
+def test_scores_of_what_it_was_trained_on_have_mean_zero_and_deviation_one() -> None:
+    assembly = runs.begin("reward", None, {"data.validation": 0.0, "trainer.max_steps": 3})
+    runs.finish(assembly)
+    found = scores(cast(ScalarModel, assembly.loop.model))
+    assert abs(float(found.mean())) < 1e-5
+    assert abs(float(found.std(unbiased=False)) - 1) < 1e-5
+
+
+def test_a_folder_gives_the_model_and_the_meaning_of_its_scores(trained: tuple[Path, ScalarModel]) -> None:
+    folder, model = trained
+    loaded = load_scalar(folder, CPU)
+    assert float(loaded.deviation) != 1.0
+    assert torch.equal(scores(loaded), scores(model))
+
+
+def test_preferred_answers_score_higher_each_source_for_itself(trained: tuple[Path, ScalarModel]) -> None:
+    chosen, rejected = scores(trained[1]).view(-1, 2).unbind(1)
+    assert bool((chosen > rejected).all())
+    assembly = runs.begin("reward", None, model=trained[1])
+    metrics = assembly.loop.evaluate()
+    assert metrics["eval/accuracy"] == metrics["eval/accuracy/a"] == metrics["eval/accuracy/b"] == 1.0
+
+
+def test_scores_are_not_bounded() -> None:
+    # mindspore-lab/mindrlhf ends its critic in a sigmoid, and cannot expect more than 1.
+    model = ScalarModel(runs.network())
+    model.reset_head(0)
+    model.score.weight.data *= 1e4
+    assert float(model(torch.arange(9).unsqueeze(0)).detach().abs().max()) > 10
+
+
+def test_what_fills_a_row_is_not_scored() -> None:
+    model = ScalarModel(runs.network(torch.float64))
+    model.reset_head(0)
+    short = torch.tensor([[5, 6, 7]])
+    wide = torch.tensor([[5, 6, 7, 250, 251], [5, 6, 7, 256, 256]])
+    alone = model.at(short, torch.tensor([2])).detach()
+    assert torch.allclose(model.at(wide, torch.tensor([2, 2])).detach(), alone.expand(2), atol=1e-12, rtol=0)
+
+
+def test_the_policy_that_it_began_as_stays_as_it_was() -> None:
+    policy = runs.network()
+    before = [each.clone() for each in policy.parameters()]
+    runs.finish(runs.begin("reward", None, model=policy))
+    assert all(torch.equal(each, old) for each, old in zip(policy.parameters(), before, strict=True))
+
+
+def test_planted_preferences_are_found_as_far_as_they_can_be(tmp_path: Path) -> None:
+    # Labels are drawn with odds that depend on a count, so that even the truth is right only so often.
+    generator = random.Random(0)
+
+    def pairs(number: int) -> tuple[list[dict[str, str]], float]:
+        rows, sure = [], 0.0
+        while len(rows) < number:
+            left, right = ("".join(generator.choice("ab") for _ in range(6)) for _ in range(2))
+            odds = 1 / (1 + 2.718281828 ** (right.count("a") - left.count("a")))
+            if left.count("a") == right.count("a"):
+                continue
+            chosen, rejected = (left, right) if generator.random() < odds else (right, left)
+            rows.append({"prompt": "", "chosen": chosen, "rejected": rejected})
+            sure += float(chosen.count("a") > rejected.count("a"))
+        return rows, sure / number
+
+    train, _ = pairs(1500)
+    held_out, bayes = pairs(1500)
+    choices = {"data.batch_size": 32, "trainer.max_steps": 90, "optimizer.learning_rate": 3e-3}
+    assembly = runs.begin("reward", tmp_path / "run", choices, train_dataset=train, eval_dataset=held_out)
+    assert runs.finish(assembly)["eval/accuracy"] > bayes - 0.01
+
+
+def test_a_language_model_is_no_reward_model(trained: tuple[Path, ScalarModel], tmp_path: Path) -> None:
+    runs.finish(runs.begin("sft", tmp_path / "sft", {"trainer.max_steps": 1}))
+    with pytest.raises(ModelError, match="no reward model"):
+        load_scalar(tmp_path / "sft", CPU)
+    assert load_policy(tmp_path / "sft", CPU) is not None

@@ -1,0 +1,116 @@
+"""What gives rewards, and what is said when it gives none."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.errors import ConfigError, DataError, TrainingError
+from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.kits.rlhf.scoring import Answer, exact_match, gsm8k_match, last_number, lowercase_share, scorer_of
+from tests.kits.rlhf import runs
+
+TOKENIZER = ByteTokenizer()
+
+
+def answer(prompt: str, text: str, *, has_ended: bool = True, **columns: Any) -> Answer:
+    end = [TOKENIZER.eos_id] if has_ended else []
+    tokens = (*TOKENIZER.encode(text), *end)
+    return Answer(prompt=tuple(TOKENIZER.encode(prompt)), tokens=tokens, has_ended=has_ended, columns=columns)
+
+
+ANSWERS = [answer("a", "xyz", answer="xyz", level=1), answer("b", "x", has_ended=False, answer="y", level=2)]
+
+
+def scores(given: Any) -> list[float | list[float]]:
+    return scorer_of(given, TOKENIZER).scores(ANSWERS)
+
+
+def test_a_function_sees_texts_tokens_and_columns_and_only_what_it_names() -> None:
+    def everything(**seen: Any) -> list[float]:
+        assert seen["prompts"] == ["a", "b"]
+        assert seen["completions"] == ["xyz", "x"]
+        assert seen["completion_tokens"] == [[120, 121, 122], [120]]
+        assert seen["level"] == [1, 2]
+        return [1, 2]
+
+    assert scores(everything) == [1.0, 2.0]
+    assert scores(lambda *, level: level) == [1.0, 2.0]
+
+
+def test_an_async_function_a_mapping_and_tensors_serve_as_well() -> None:
+    async def later(*, completions: list[str]) -> list[dict[str, float]]:
+        await asyncio.sleep(0)
+        return [{"score": len(text)} for text in completions]
+
+    assert scores(later) == [3.0, 1.0]
+    assert scores(lambda *, completions: torch.tensor([0.5, 1.5])) == [0.5, 1.5]
+
+
+def test_scores_of_tokens_leave_the_end_without_one() -> None:
+    assert scores(lambda *, completions: [[1, 2, 3], [4]]) == [[1.0, 2.0, 3.0, 0.0], [4.0]]
+
+
+WRONG = {
+    "it raises": (lambda *, completions: 1 / 0, "failed"),
+    "it gives NaN": (lambda *, completions: [float("nan"), 0.0], "no score"),
+    "it gives nothing": (lambda *, completions: [None, 0.0], "no score"),
+    "it gives too few": (lambda *, completions: [1.0], "wrong number of scores"),
+    "it gives a token too few": (lambda *, completions: [[1.0], [1.0]], "for a completion"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_function_that_fails_is_named(name: str) -> None:
+    function, words = WRONG[name]
+    with pytest.raises(TrainingError, match=words) as error:
+        scores(function)
+    assert "lambda" in str(error.value)
+
+
+def test_several_are_added_up_by_weight() -> None:
+    both = {"length": lambda *, completions: [len(text) for text in completions], "exact": "exact"}
+    assert scorer_of(both, TOKENIZER, {"length": 0.1}).scores(ANSWERS) == pytest.approx([1.3, 0.1])
+
+
+def test_checks_against_known_answers() -> None:
+    assert exact_match(completions=[" 7 ", "8"], answer=["7", 7]) == [1.0, 0.0]
+    known = ["so 3+4 = 7\n#### 7", "#### 1,234", "#### -0.5"]
+    assert gsm8k_match(completions=["first 3, then 7.", "1234", "it is 0.5"], answer=known) == [1.0, 1.0, 0.0]
+    with pytest.raises(DataError, match="no number"):
+        gsm8k_match(completions=["7"], answer=["seven"])
+
+
+def test_the_toy_counts_lower_case_letters() -> None:
+    assert scores("lowercase") == [1.0, 1.0]
+    assert lowercase_share(completions=["aB1z", ""]) == [0.5, 0.0]
+
+
+@pytest.mark.parametrize(("text", "number"), [("a 1,000.50 b", 1000.5), ("-3", -3.0), ("none", None), ("1. 2.", 2.0)])
+def test_the_last_number_is_read_as_people_write_it(text: str, number: float | None) -> None:
+    assert last_number(text) == number
+
+
+def test_a_reward_model_scores_what_was_generated_token_by_token() -> None:
+    model = ScalarModel(runs.network())
+    model.reset_head(1)
+    model.mean.fill_(0.3)
+    model.deviation.fill_(2.0)
+    whole = torch.tensor([[*ANSWERS[0].prompt, *ANSWERS[0].tokens]])
+    wanted = (float(model(whole).detach()[0, -1]) - 0.3) / 2.0
+    assert scores(model)[0] == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("given", ["nonsense", 3, torch.nn.Linear(1, 1)])
+def test_what_gives_no_rewards_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="no rewards"):
+        scorer_of(given, TOKENIZER)
+
+
+def test_a_run_without_anything_that_scores_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nothing that scores"):
+        runs.begin("ppo", None, roles={})
