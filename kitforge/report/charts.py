@@ -19,7 +19,31 @@ _ORDER = (
     "time/memory_bytes",
     "time/step_seconds",
 )
+# What people watch while a model is aligned: what answers are worth, how far they are from where the policy began, and
+# how fast it moves. A panel of its own where a run logs one of the first two.
+_ALIGNMENT = (
+    "reward",
+    "reward_margin",
+    "kl",
+    "length",
+    "entropy",
+    "clip_fraction",
+    "explained_variance",
+    "accuracy",
+    "chosen_reward",
+    "rejected_reward",
+    "ended",
+    "approximate_kl",
+    "value_loss",
+    "coefficient",
+)
 _UNITS = {
+    "kl": "nats an answer",
+    "length": "tokens",
+    "entropy": "nats a token",
+    "clip_fraction": "share of tokens",
+    "approximate_kl": "nats a token",
+    "ended": "share of answers",
     "time/tokens_per_second": "tokens per second",
     "time/samples_per_second": "samples per second",
     "time/step_seconds": "seconds",
@@ -32,11 +56,20 @@ _QUIET_WORDS = ("checkpoint", "evaluat", "sample", "report")
 _MOST_MARKS = 60
 
 
-def charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
-    """The charts of `runs`, which are called `labels`."""
+def groups(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str, list[Chart]]]:
+    """The charts of `runs`, which are called `labels`, under the titles of their panels."""
     names = {_short(name) for run in runs for name, _ in _all(run) if _short(name) not in PROGRESS}
-    ordered = [name for name in _ORDER if name in names] + sorted(names - set(_ORDER))
-    return [_chart(name, runs, labels) for name in ordered]
+    is_aligned = not names.isdisjoint(_ALIGNMENT[:2])
+    rewards = [name for name in _ALIGNMENT if name in names] if is_aligned else []
+    others = names - set(rewards)
+    ordered = [name for name in _ORDER if name in others] + sorted(others - set(_ORDER))
+    found = [("Rewards and answers", rewards)] * is_aligned + [("Curves", ordered)]
+    return [(title, [_chart(name, runs, labels) for name in chosen]) for title, chosen in found]
+
+
+def charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
+    """The same without their panels."""
+    return [chart for _, drawn in groups(runs, labels) for chart in drawn]
 
 
 def is_bad(event: Event) -> bool:

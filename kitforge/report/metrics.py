@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -41,10 +41,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A prompt and what the model wrote after it."""
+    """A prompt, what the model wrote after it, and numbers about that by name."""
 
     prompt: str
     text: str
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +193,13 @@ def _read_samples(folder: Path, problems: list[str]) -> list[SampleSet]:
     for path in folder.glob("step_*.json"):
         try:
             record = json.loads(path.read_bytes())
-            samples = tuple(Sample(prompt=str(entry["prompt"]), text=str(entry["text"])) for entry in record["samples"])
+            samples = tuple(_sample(entry) for entry in record["samples"])
             found.append(SampleSet(step=int(record["step"]), samples=samples))
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             problems.append(f"samples/{path.name} cannot be read. It is left out.")
     return sorted(found, key=lambda samples: samples.step, reverse=True)
+
+
+def _sample(entry: Mapping[str, Any]) -> Sample:
+    figures = {str(name): _number(value) for name, value in entry.get("figures", {}).items()}
+    return Sample(prompt=str(entry["prompt"]), text=str(entry["text"]), figures=figures)

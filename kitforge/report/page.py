@@ -10,11 +10,13 @@ from pathlib import Path
 
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import write_text
-from kitforge.report.charts import charts
+from kitforge.report.charts import groups
 from kitforge.report.curves import NUM_DASHES, NUM_TONES, draw
 from kitforge.report.metrics import RunRecord, read_run
-from kitforge.report.panels import Panel, comparison, configuration, events, numbers, problems, samples, tiles
+from kitforge.report.panels import Panel, comparison, configuration, events, numbers, problems, tiles
+from kitforge.report.samples import samples
 from kitforge.report.scales import step_scale
+from kitforge.report.tables import tables
 
 _FOLDER = Path(__file__).parent
 
@@ -31,7 +33,8 @@ def write_report(folders: Sequence[Path], target: Path | None = None) -> Path:
     if target is None:
         target = folders[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     try:
-        write_text(target, render(runs))
+        about_tables = tables(runs, run_labels(runs))
+        write_text(target, render(runs, [] if about_tables is None else [about_tables]))
     except OSError as error:
         raise DataError(f"the report cannot be written to {str(target)!r}", got=error.strerror) from error
     return target
@@ -41,17 +44,22 @@ def render(runs: Sequence[RunRecord], panels: Sequence[Panel | tuple[str, str]] 
     """The page about `runs`, with further `panels` after the curves; the same runs give the same page."""
     labels = run_labels(runs)
     heading = labels[0] if len(runs) == 1 else f"{len(runs)} runs"
-    style, script = (_FOLDER / "page.css").read_text("utf-8"), (_FOLDER / "page.js").read_text("utf-8")
     body = "".join(_section(Panel(*panel)) for panel in (*_curves(runs, labels), *panels, *_records(runs, labels)))
     top = tiles(runs[0]) if len(runs) == 1 else _chips(labels) + _section(comparison(runs, labels))
+    return document(heading, "Kitforge report", f"{problems(runs, labels)}{top}{body}")
+
+
+def document(heading: str, kind: str, main: str) -> str:
+    """A whole page around the HTML `main`, which is trusted; `heading` is escaped."""
+    style, script = (_FOLDER / "page.css").read_text("utf-8"), (_FOLDER / "page.js").read_text("utf-8")
     page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_policy(script)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(heading)} \N{MIDDLE DOT} Kitforge report</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        f"<header><p>Kitforge report</p><h1>{escape(heading)}</h1></header>\n"
-        f"<main>\n{problems(runs, labels)}{top}{body}</main>\n<script>{script}</script>\n</body>\n</html>\n"
+        f"<title>{escape(heading)} \N{MIDDLE DOT} {kind}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+        f"<header><p>{kind}</p><h1>{escape(heading)}</h1></header>\n"
+        f"<main>\n{main}</main>\n<script>{script}</script>\n</body>\n</html>\n"
     )
     # Text cut between two halves of a character holds lone surrogates, which no file can.
     return page.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -74,8 +82,11 @@ def _curves(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Panel]:
     if not series:
         return [Panel("Curves", '<p class="note">This run has logged no numbers yet.</p>')]
     axis = step_scale(step for one in series for step in (min(one.steps), max(one.steps)))
-    drawn = "".join(draw(chart, axis, f"chart-{place}") for place, chart in enumerate(charts(runs, labels)))
-    return [Panel("Curves", f'<div class="charts">{drawn}</div>{numbers(runs, labels)}')]
+    parts: list[Panel] = []
+    for title, drawn in groups(runs, labels):
+        figures = "".join(draw(chart, axis, f"chart-{len(parts)}-{place}") for place, chart in enumerate(drawn))
+        parts.append(Panel(title, f'<div class="charts">{figures}</div>'))
+    return [*parts[:-1], Panel(parts[-1].title, parts[-1].html + numbers(runs, labels))]
 
 
 def _records(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Panel]:

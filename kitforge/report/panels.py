@@ -1,4 +1,4 @@
-"""The parts of the page around the curves, as HTML: numbers, comparison, samples, events, configuration.
+"""The parts of the page around the curves, as HTML: numbers, comparison, events, configuration.
 
 Everything that comes from a run passes `escape` on its way in.
 """
@@ -12,13 +12,12 @@ from itertools import groupby
 from typing import NamedTuple, final
 
 from kitforge.report.charts import is_bad
-from kitforge.report.metrics import Event, RunRecord, Sample, SampleSet
+from kitforge.report.metrics import Event, RunRecord
 from kitforge.report.numerals import number
 from kitforge.report.options import differences
 from kitforge.report.summary import PROGRESS, Figure, headline, last_values
 
-# Above these the page says how much more there is and where it lies.
-_MOST_SAMPLE_SETS, _MOST_SAMPLES, _MOST_CHARACTERS = 8, 8, 3000
+# Above this the page says how much more there is and where it lies.
 _MOST_EVENTS = 200
 # So many events of one name in a row are folded into one line.
 _FOLDED_EVENTS = 4
@@ -64,16 +63,6 @@ def numbers(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
                 rows.append((f"{escape(prefix)}<code>{escape(name)}</code>", cells))
     table = _table("Metric", ["First", "Last", "Lowest", "Highest"], rows)
     return f"<details><summary>The curves as a table</summary>{table}</details>"
-
-
-def samples(run: RunRecord) -> str:
-    """The samples of one run, the latest step first and unfolded."""
-    shown = run.samples[:_MOST_SAMPLE_SETS]
-    parts = [_sample_set(samples, is_open=place == 0) for place, samples in enumerate(shown)]
-    if len(run.samples) > len(shown):
-        left = len(run.samples) - len(shown)
-        parts.append(f'<p class="note">{left:,} earlier steps are not shown here; they lie in the folder samples.</p>')
-    return "".join(parts)
 
 
 def events(run: RunRecord) -> str:
@@ -150,28 +139,6 @@ def _table(corner: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequen
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="Table"><table>'
         f"<thead><tr>{first}{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _sample_set(samples: SampleSet, *, is_open: bool) -> str:
-    shown = samples.samples[:_MOST_SAMPLES]
-    left = len(samples.samples) - len(shown)
-    note = f'<p class="note">{left:,} more samples lie in samples/step_{samples.step}.json.</p>' if left else ""
-    body = "".join(_sample(sample) for sample in shown)
-    return (
-        f"<details{' open' if is_open else ''}><summary>Step {samples.step:,}</summary>"
-        f'<div class="samples">{body}</div>{note}</details>'
-    )
-
-
-def _sample(sample: Sample) -> str:
-    """The prompt, set off, and its continuation."""
-    left = len(sample.text) - _MOST_CHARACTERS
-    note = f" <em>({left:,} more characters)</em>" if left > 0 else ""
-    prompt = f'<span class="unseen">Prompt: </span><mark>{escape(sample.prompt)}</mark>' if sample.prompt else ""
-    return (
-        f'<blockquote>{prompt}<span class="unseen"> Continuation: </span>'
-        f"{escape(sample.text[:_MOST_CHARACTERS])}{note}</blockquote>"
     )
 
 

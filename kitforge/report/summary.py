@@ -19,6 +19,10 @@ PROGRESS = frozenset({"epoch", "tokens", "samples", "skipped", "time/seconds"})
 
 _TITLES = {
     "grad_norm": "Gradient norm",
+    "kl": "Divergence from the reference",
+    "approximate_kl": "Divergence within a round",
+    "ended": "Answers that ended",
+    "coefficient": "Cost of a nat",
     "time/tokens_per_second": "Throughput",
     "time/samples_per_second": "Throughput",
     "time/memory_bytes": "Memory",
@@ -43,8 +47,13 @@ _HIGHER = frozenset(
         "hits",
         "bleu",
         "second",
+        "reward",
+        "margin",
+        "explained",
     }
 )
+# One side of a pair: only the distance between the two is better or worse.
+_NEITHER = frozenset({"chosen", "rejected"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,21 +78,32 @@ def title(name: str) -> str:
 def goal(name: str) -> Goal:
     """Which way a metric is better, judged by the words of its name; None when they do not tell."""
     words = set(re.split(r"[^a-z0-9]+", name.rpartition("/")[2].lower()))
+    if words & _NEITHER:
+        return None
     if words & _LOWER:
         return "lower"
     return "higher" if words & _HIGHER else None
 
 
 def headline(run: RunRecord) -> list[Figure]:
-    """Loss, best evaluation, steps, data seen, time, throughput and peak memory, as far as the run tells them."""
-    figures = (_loss(run), best_evaluation(run), _steps(run), _seen(run), _time(run), _throughput(run), _memory(run))
+    """Reward, loss, best evaluation, steps, data, time, throughput and peak memory, as far as the run tells them."""
+    figures = (
+        _now("reward", run),
+        _now("loss", run),
+        best_evaluation(run),
+        _steps(run),
+        _seen(run),
+        _time(run),
+        _throughput(run),
+        _memory(run),
+    )
     return [figure for figure in figures if figure is not None]
 
 
 def last_values(run: RunRecord) -> list[Figure]:
     """The last value of every metric that the headline leaves out."""
     train = {name: series for name, series in run.train.items() if not name.startswith("time/")}
-    left_out = PROGRESS | {"loss", "learning_rate"}
+    left_out = PROGRESS | {"loss", "reward", "learning_rate"}
     return [
         Figure(
             label=_last_label(name, word),
@@ -98,10 +118,10 @@ def last_values(run: RunRecord) -> list[Figure]:
 
 
 def best_evaluation(run: RunRecord) -> Figure | None:
-    """The best value of the evaluation loss, or of the first evaluation metric whose better way is known."""
+    """The best evaluation by reward, else by loss, else by the first metric whose better way is known."""
     known = sorted(
         (name for name in run.eval if goal(name) and run.eval[name].finite()),
-        key=lambda name: (name != "eval/loss", name),
+        key=lambda name: (name != "eval/reward", name != "eval/loss", name),
     )
     if not known:
         return None
@@ -140,13 +160,13 @@ def _last_label(name: str, word: str) -> str:
     return f"Last {word}{short[:1].lower()}{short[1:]}"
 
 
-def _loss(run: RunRecord) -> Figure | None:
-    series = run.train.get("loss")
+def _now(name: str, run: RunRecord) -> Figure | None:
+    """Where a training metric has come to, and from where."""
+    series = run.train.get(name)
     if series is None:
         return None
     first, last = series.values[0], series.values[-1]
-    detail = f"from {number(first)}"
-    return Figure(label="Loss", text=number(last), detail=detail, value=last, goal="lower")
+    return Figure(label=title(name), text=number(last), detail=f"from {number(first)}", value=last, goal=goal(name))
 
 
 def _steps(run: RunRecord) -> Figure:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any, final
 
 import torch
@@ -27,14 +25,13 @@ from kitforge.trainer.callbacks.callback import Callback, Event
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.precision import LossScaler, autocast
 from kitforge.trainer.resume import check_changes
+from kitforge.trainer.signals import signals
 from kitforge.trainer.state import TrainingState
 from kitforge.trainer.task import Task
 from kitforge.trainer.update import update
 
 # A run that was given no length ends while its owner is still watching, and says so.
 DEFAULT_STEPS = 300
-# Signals that follow one another faster than a person repeats a wish.
-SAME_REQUEST_SECONDS = 0.5
 
 
 @final
@@ -110,7 +107,9 @@ class Loop:
             self.note(
                 "length", f"{self.max_steps} steps, as none was given; trainer.epochs=1 reads the whole text once"
             )
-        with _signals(self._interrupt):
+        if (summary := self._run_options.summary) is not None:
+            self.note("batches", summary)
+        with signals(self._interrupt):
             try:
                 if self.options.evaluate_first and self.state.cursor.step == 0 and self.state.evaluated is None:
                     metrics |= self._evaluate()
@@ -237,10 +236,10 @@ class Loop:
         if state.consecutive_skips < self.options.max_consecutive_skips:
             return
         problem = f"{state.consecutive_skips} steps in a row had gradients that are not finite"
-        if not self.options.rollback:
-            raise TrainingError(
-                problem, fix="lower optimizer.learning_rate, use precision=bf16, or set trainer.rollback=true"
-            )
+        if not self.options.rollback or state.rollbacks == self.options.max_rollbacks:
+            way = "raise trainer.max_rollbacks" if self.options.rollback else "set trainer.rollback=true"
+            fix = f"lower optimizer.learning_rate, use precision=bf16, or {way}"
+            raise TrainingError(problem, got=f"{state.rollbacks} rollbacks so far", fix=fix)
         self._emit("rollback")
         root = None if self.folder is None else self.folder / "checkpoints"
         found = (
@@ -252,6 +251,7 @@ class Loop:
             raise TrainingError(problem, got="no checkpoint to go back to", fix="set trainer.checkpoint_every")
         state.load_weights(found)
         state.consecutive_skips = 0
+        state.rollbacks += 1
         self.note("rollback", f"weights of step {found.step}; the data go on")
 
     def _collect(self, record: dict[str, Any], elapsed: float) -> None:
@@ -368,32 +368,3 @@ def _is_due(interval: int | None, step: int) -> bool:
 
 def _ratio(total: float, count: float) -> float:
     return total / count if count else math.nan
-
-
-@contextmanager
-def _signals(interrupt: Any) -> Iterator[None]:
-    """SIGINT and SIGTERM end the run after the step; a second one ends it at once.
-
-    One request may come twice, from a terminal or a cluster and again from what started the ranks.
-    """
-    asked: list[float] = []
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        if asked and time.monotonic() - asked[0] > SAME_REQUEST_SECONDS:
-            signal.signal(number, before[signal.Signals(number)])
-            signal.raise_signal(number)
-        asked.append(time.monotonic())
-        interrupt()
-
-    before: dict[signal.Signals, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, handle)
-    except ValueError:
-        # Only the main thread may set handlers; a run inside another thread is stopped by its owner.
-        before.clear()
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)

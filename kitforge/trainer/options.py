@@ -27,12 +27,14 @@ class TrainerOptions:
     evaluate_first: bool = False  # also before the first step
     evaluate_batches: int | None = None  # None: the whole evaluation set
     checkpoint_every: int | None = None  # steps; None: at the end only
-    keep_checkpoints: int = 3  # the last ones; the best is kept besides
+    keep_checkpoints: int = 3  # the last ones; the best is kept besides, and what these build on
+    delta_checkpoints: int = 0  # after each whole one, so many that hold only those rows of tables that changed
     monitor: str = "eval/loss"  # which metric says what is best
     monitor_mode: Literal["min", "max"] = "min"
     early_stopping: int | None = None  # evaluations without a new best before the run stops; None: never
     max_consecutive_skips: int = 25  # non-finite steps in a row before the run gives up or rolls back
     rollback: bool = False  # go back to the last checkpoint's weights instead of giving up
+    max_rollbacks: int = 10  # in the whole run, before it gives up all the same
     allow_changes: bool = False  # resume although changed options make an exact continuation impossible
     progress: bool = True
     profile: bool = False  # trace steps 3 to 5 and write profile/
@@ -42,9 +44,16 @@ class TrainerOptions:
         for name in ("max_steps", "micro_batch_size", "log_every", "evaluate_every", "checkpoint_every"):
             value = getattr(self, name)
             check(value is None or value > 0, f"trainer.{name}", value, "a whole number of at least 1")
-        for name in ("evaluate_batches", "keep_checkpoints", "early_stopping", "max_consecutive_skips"):
+        for name in (
+            "evaluate_batches",
+            "keep_checkpoints",
+            "early_stopping",
+            "max_consecutive_skips",
+            "max_rollbacks",
+        ):
             value = getattr(self, name)
             check(value is None or value > 0, f"trainer.{name}", value, "a whole number of at least 1")
+        check(self.delta_checkpoints >= 0, "trainer.delta_checkpoints", self.delta_checkpoints, "0 or more")
         check(self.epochs is None or self.epochs > 0, "trainer.epochs", self.epochs, "a number above 0")
         check(self.gradient_clip >= 0, "trainer.gradient_clip", self.gradient_clip, "a number of at least 0")
         if self.early_stopping is not None:
@@ -68,3 +77,8 @@ class RunOptions:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: Degrees = field(default_factory=Degrees)
+
+    @property
+    def summary(self) -> str | None:
+        """What several options come to together, in a line to show; None where each speaks for itself."""
+        return None

@@ -109,7 +109,14 @@ def _standing_callbacks(options: RunOptions, folder: Path, config: dict[str, Any
         chosen.append(Profiler(folder / "profile"))
     if is_first:
         chosen.append(MetricsFile(folder / "metrics.jsonl"))
-    chosen.append(Checkpointing(folder / "checkpoints", keep_last=trainer.keep_checkpoints, world=world))
+    chosen.append(
+        Checkpointing(
+            folder / "checkpoints",
+            keep_last=trainer.keep_checkpoints,
+            world=world,
+            num_deltas=trainer.delta_checkpoints,
+        )
+    )
     if trainer.wandb is not None and is_first:
         chosen.append(Tracking(trainer.wandb, config))
     if trainer.progress and is_first:

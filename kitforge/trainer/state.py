@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import Checkpoint, load_tensors
+from kitforge.core.checkpoint.tables import tables_of
 from kitforge.core.optim.build import Optimizer
+from kitforge.core.optim.rows import RowTable
 from kitforge.core.optim.schedules import Plateau
 from kitforge.core.parallel.apply import ParallelModel, layouts_with_states
 from kitforge.core.parallel.layout import Layout
@@ -22,7 +24,17 @@ from kitforge.foundation.types import Cursor
 from kitforge.trainer.precision import LossScaler
 
 # Fields that go into a checkpoint as they are.
-COUNTERS = ("updates", "skipped", "consecutive_skips", "best", "best_step", "evaluated", "result_step", "seconds")
+COUNTERS = (
+    "updates",
+    "skipped",
+    "consecutive_skips",
+    "rollbacks",
+    "best",
+    "best_step",
+    "evaluated",
+    "result_step",
+    "seconds",
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +51,7 @@ class TrainingState:
     updates: int = 0  # steps that changed the weights; the schedule counts these
     skipped: int = 0  # steps whose gradients were not finite
     consecutive_skips: int = 0
+    rollbacks: int = 0  # how often the run went back to the weights of a checkpoint
     best: float | None = None  # of the monitored metric
     best_step: int | None = None
     evaluated: int | None = None  # the step of the last evaluation
@@ -50,6 +63,10 @@ class TrainingState:
     def model_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's pieces of the parameters, and persistent buffers, by name."""
         return self.parallel.tensors()
+
+    def tables(self) -> dict[str, RowTable]:
+        """The model's tables of rows, by name."""
+        return tables_of(self.parallel.tables)
 
     def layouts(self) -> dict[str, Layout]:
         """How the tensors of model and optimizer that are cut are cut."""
@@ -81,11 +98,12 @@ class TrainingState:
         devices.set_random_state({name: _from_text(text) for name, text in states.items()}, self.world.device)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
-        """Take weights, optimizer, scale and plateau from the checkpoint; the place in the data stays."""
+        """Take weights, tables, optimizer, scale and plateau from the checkpoint; the place in the data stays."""
         self.optimizer.materialise()
         regions = {name: self.parallel.region_of(layout) for name, layout in self.layouts().items()}
         load_tensors(dict(self.model_tensors()), checkpoint.model(regions), what="model")
         self.optimizer.load(dict(checkpoint.optimizer(regions)))
+        checkpoint.load_tables(self.tables())
         self.scaler.load_state(checkpoint.state["training"]["scaler"])
         self.plateau.load_state(checkpoint.state["training"]["plateau"])
 

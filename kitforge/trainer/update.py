@@ -25,7 +25,7 @@ def update(state: TrainingState, rate: float, learning_rate: float, largest_norm
             _multiply(state, largest_norm / norm)
         state.optimizer.step(rate)
         for table in tables:
-            table.step(rate * learning_rate)
+            table.step(rate * (learning_rate if table.learning_rate is None else table.learning_rate))
         state.updates += 1
         state.consecutive_skips = 0
     else:

@@ -131,6 +131,38 @@ def test_the_prompt_is_set_off_from_its_continuation() -> None:
     assert "ho ho</blockquote>" in found
 
 
+def test_the_first_samples_stand_beside_the_last_with_what_is_known_of_them() -> None:
+    def samples(step: int, reward: float) -> SampleSet:
+        words = [
+            Sample(prompt=prompt, text=f"at {step}", figures={"reward": reward}) for prompt in ("ho ", f"new {step}")
+        ]
+        return SampleSet(step=step, samples=tuple(words))
+
+    found = section(render([record(samples=(samples(9, 0.75), samples(5, 0.5), samples(0, -0.25)))]), "Samples")
+    aside = found[: found.index("<details")]
+    assert re.findall("<h3>(.*?)</h3>", aside) == ["Step 0", "Step 9"]
+    # Only the prompt that came both times, its first answer on the left.
+    assert re.findall("<mark>(.*?)</mark>.*?(at .)<footer>(.*?)</footer>", aside) == [
+        ("ho ", "at 0", "reward -0.25"),
+        ("ho ", "at 9", "reward 0.75"),
+    ]
+    assert "<details open>" not in found
+
+
+def test_a_run_of_alignment_has_a_panel_of_rewards_before_the_curves() -> None:
+    watched = dict.fromkeys(("loss", "reward", "kl", "entropy", "clip_fraction", "policy_loss"), loss(1.0)["loss"])
+    page = render([record(train=watched)])
+    assert re.findall("<h2>(.*?)</h2>", page) == ["Rewards and answers", "Curves"]
+    titles = re.findall(r"<figcaption><h3>([^<]*)", section(page, "Rewards and answers"))
+    assert [title.strip() for title in titles] == [
+        "Reward",
+        "Divergence from the reference",
+        "Entropy",
+        "Clip fraction",
+    ]
+    assert "Rewards" not in render([record(train=loss(1.0) | {"accuracy": loss(1.0)["loss"]})])
+
+
 def test_what_is_left_out_is_said() -> None:
     sets = tuple(SampleSet(step=step, samples=(Sample(prompt="", text="x" * 4000),) * 9) for step in range(12, 0, -1))
     events = tuple(Event(step=step, name=f"event {step}", message="") for step in range(230))

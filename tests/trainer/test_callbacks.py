@@ -6,8 +6,9 @@ import errno
 import io
 import json
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,19 +96,57 @@ def test_tracking_without_its_package_names_the_extra(tmp_path: Path, monkeypatc
         train(tmp_path, wandb="project")
 
 
-def test_tracking_is_told_every_record_under_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, Any]] = []
-    fake = SimpleNamespace(
-        init=lambda **options: calls.append(("init", options)),
-        log=lambda values, step: calls.append(("log", (step, sorted(values)))),
-        finish=lambda: calls.append(("finish", None)),
-    )
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    train(tmp_path, Scripted(1.0), wandb="project", max_steps=2)
-    assert [name for name, _ in calls] == ["init", "log", "log", "log", "finish"]
-    assert calls[0][1]["project"] == "project"
-    assert [entry[0] for name, entry in calls if name == "log"] == [1, 2, 2]
-    assert "eval/loss" in calls[3][1][1]
+def tracked(folder: Path) -> list[tuple[str, Any]]:
+    """What Weights & Biases has kept below a folder: project, name and configuration of the run, then every record."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    kept: list[tuple[str, Any]] = []
+    for record in map(Record.FromString, logged(path.read_bytes())):
+        if record.HasField("run"):
+            config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            kept.append(("run", (record.run.project, record.run.display_name, config)))
+        elif record.HasField("history"):
+            values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            kept.append(("record", {name: json.loads(value) for name, value in values.items()}))
+    return kept
+
+
+def logged(data: bytes, block: int = 2**15, head: int = 7) -> Iterator[bytes]:
+    """The entries of a log in LevelDB's form: a header, then parts of entries, none of which crosses a block's end."""
+    place, entry = head, b""
+    while place + head <= len(data):
+        if block - place % block < head:
+            place += block - place % block
+            continue
+        start, kind = place + head, data[place + 6]
+        place = start + int.from_bytes(data[place + 4 : place + 6], "little")
+        entry += data[start:place]
+        # Whole, or the last part.
+        if kind in (1, 4):
+            yield entry
+            entry = b""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb", "ignore::ResourceWarning")
+def test_tracking_keeps_every_record_under_its_step_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    train(tmp_path / "line", Scripted(1.0), wandb="project", max_steps=2)
+    # Its own process writes the file, and on a busy machine is not done when it says so.
+    latest = time.monotonic() + 60
+    while len(tracked(tmp_path / "line")) < 3 and time.monotonic() < latest:
+        time.sleep(0.1)
+    (_, (project, name, config)), *records = tracked(tmp_path / "line")
+    assert (project, name, config["trainer"]["max_steps"]) == ("project", "line", 2)
+    steps_of = [(record["_step"], "eval/loss" in record) for _, record in records]
+    assert steps_of == [(1, False), (2, True)]
+    assert [record["loss"] for _, record in records] == [
+        each["loss"] for each in tiny.records(tmp_path / "line", "train")
+    ]
 
 
 def test_samples_are_written_at_every_evaluation(tmp_path: Path, corpus: Path) -> None:

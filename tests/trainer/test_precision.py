@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from tests.trainer import tiny
 
@@ -32,12 +35,17 @@ def test_fused_operations_train_like_the_references(tmp_path: Path, corpus: Path
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled_blocks_train_like_the_others(tmp_path: Path, corpus: Path) -> None:
+def test_compiled_blocks_train_like_the_others(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The code that is generated is tested with the blocks (tests/core/nn/test_compiled.py); this is the way to it.
+    if "KITFORGE_PROVE" not in os.environ:
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     # Without an evaluation there is one graph less to compile.
     short = {"trainer.max_steps": 3, "data.validation": 0.0}
     fused = losses(tmp_path / "O1", corpus, short | {"compile_level": "O1"})
+    graphs = counters["stats"]["unique_graphs"]
     compiled = losses(tmp_path / "O2", corpus, short | {"compile_level": "O2"})
     torch.testing.assert_close(compiled, fused, rtol=1e-4, atol=0)
+    assert counters["stats"]["unique_graphs"] > graphs
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

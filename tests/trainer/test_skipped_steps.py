@@ -82,6 +82,16 @@ def test_no_checkpoint_is_saved_while_steps_are_skipped(tmp_path: Path) -> None:
     assert steps(tmp_path / "checkpoints") == [1, 2, 5, 6]
 
 
+def test_rollbacks_are_counted_over_all_sessions_and_come_to_an_end(tmp_path: Path) -> None:
+    options = {"max_consecutive_skips": 1, "rollback": True, "max_rollbacks": 2, "max_steps": 8}
+    with pytest.raises(TrainingError, match="2 rollbacks so far"):
+        recorded(tmp_path / "whole", 2, 4, 6, **options)
+    assert len(tiny.events(tmp_path / "whole", "rollback")) == 2
+    again = tiny.copy_up_to(tmp_path / "whole", tmp_path / "again", 3)
+    with pytest.raises(TrainingError, match="2 rollbacks so far"):
+        train(again, Regression(broken=(2, 4, 6)), "auto", **options)
+
+
 def test_a_rollback_needs_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="no checkpoint to go back to"):
         recorded(tmp_path, 1, 2, max_consecutive_skips=2, rollback=True, checkpoint_every=None)

@@ -14,8 +14,9 @@ from kitforge.trainer.callbacks.callback import Callback, Event, Run
 class Checkpointing(Callback):
     """Writes to `root`/step_N in the background. Give it after every callback whose state should be inside."""
 
-    def __init__(self, root: Path, *, keep_last: int, world: World) -> None:
+    def __init__(self, root: Path, *, keep_last: int, world: World, num_deltas: int = 0) -> None:
         self._writer = CheckpointWriter(root, keep_last=keep_last, world=world)
+        self._num_deltas = num_deltas
         self._saved: int | None = None
         self._best: int | None = None
 
@@ -25,6 +26,8 @@ class Checkpointing(Callback):
             self._best = run.state.best_step
         if event.kind == "rollback":
             self._writer.wait()
+        if event.kind in ("start", "rollback"):
+            self._writer.attach(run.state.tables(), num_deltas=self._num_deltas)
         is_new_best = event.kind == "evaluate" and run.state.best_step == run.state.cursor.step
         # While steps are skipped there is nothing new to keep, and a rollback needs what came before them.
         is_due = event.kind == "checkpoint" and run.state.consecutive_skips == 0

@@ -31,7 +31,7 @@ class ProgressDisplay(Callback):
         elif event.kind == "evaluate":
             metrics = {name: value for name, value in event.record.items() if name.startswith("eval/")}
             words = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            console.print(f"step {event.record['step']}  {words}", markup=False, highlight=False)
+            console.print(f"step {event.record['step']}  {words}", markup=False, highlight=False, soft_wrap=True)
         elif event.kind == "note":
             message = f"{event.record['event']}: {event.record['message']}"
             console.print(message, markup=False, highlight=False, style="yellow")
@@ -59,4 +59,6 @@ class ProgressDisplay(Callback):
             self._bar.update(self._task, completed=record["step"], description=words)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or record["step"] == run.max_steps:
             self._last_line = time.monotonic()
-            console.print(f"step {record['step']}/{run.max_steps}  {words}", markup=False, highlight=False)
+            console.print(
+                f"step {record['step']}/{run.max_steps}  {words}", markup=False, highlight=False, soft_wrap=True
+            )

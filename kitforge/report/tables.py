@@ -1,0 +1,98 @@
+"""The panel about embedding tables: where their rows were found over time, what moved, and what other sizes would do.
+
+It reads tables.jsonl of a run: a line of kind "curve" (rows and hit rate of a device tier of that size, from the
+first batches), and lines of kind "tables" with counts since the line before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from kitforge.report.curves import Chart, Line, draw
+from kitforge.report.metrics import RunRecord, Series
+from kitforge.report.panels import Panel
+from kitforge.report.scales import step_scale
+
+TABLES_FILE = "tables.jsonl"
+
+
+def tables(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel | None:
+    """The panel over those runs that have tables; None where none has."""
+    found = [(label, records) for run, label in zip(runs, labels, strict=True) if (records := _read(run.folder))]
+    if not found:
+        return None
+    parts = [_run("" if len(runs) == 1 else label, records, number) for number, (label, records) in enumerate(found)]
+    return Panel("Tables", "".join(parts))
+
+
+def _run(label: str, records: list[dict[str, Any]], number: int) -> str:
+    counts = [record for record in records if record.get("kind") == "tables"]
+    names = dict.fromkeys(name for record in counts for name in record["tables"])
+    drawn = "".join(
+        _charts(
+            name, [(record["step"], record["tables"][name]) for record in counts if name in record["tables"]], place
+        )
+        for place, name in zip((f"tables-{number}-{each}" for each in range(len(names))), names, strict=True)
+    )
+    curves = [record for record in records if record.get("kind") == "curve"]
+    bent = "".join(_curve(record, f"curve-{number}-{place}") for place, record in enumerate(curves))
+    heading = f"<h3>{escape(label)}</h3>" if label else ""
+    return f'{heading}<div class="charts">{drawn}{bent}</div>'
+
+
+def _charts(name: str, counts: list[tuple[int, dict[str, Any]]], place: str) -> str:
+    """Hit rates by tier, and rows moved by tier."""
+    steps = tuple(step for step, _ in counts)
+    axis = step_scale(steps)
+    totals = [max(sum(count["hits"].values()), 1) for _, count in counts]
+    tiers = [tier for tier in counts[0][1]["hits"] if any(count["hits"].get(tier, 0) for _, count in counts)]
+    hits = {
+        tier: tuple(count["hits"].get(tier, 0) / total for (_, count), total in zip(counts, totals, strict=True))
+        for tier in tiers
+    }
+    moved_to = dict.fromkeys(tier for _, count in counts for tier in count["moved"])
+    moved = {tier: tuple(float(count["moved"].get(tier, 0)) for _, count in counts) for tier in moved_to}
+    return "".join(
+        draw(_chart(title, unit, steps, values), axis, f"{place}-{number}")
+        for number, (title, unit, values) in enumerate(
+            [(f"{name}: where rows were found", "share", hits), (f"{name}: rows moved", "rows to each tier", moved)]
+        )
+        if values
+    )
+
+
+def _chart(title: str, unit: str, steps: tuple[int, ...], values: dict[str, tuple[float, ...]]) -> Chart:
+    lines = tuple(
+        Line(label=label, series=Series(steps=steps, values=each), run=0, tone=tone)
+        for tone, (label, each) in enumerate(values.items())
+    )
+    return Chart(title=title, unit=unit, lines=lines)
+
+
+def _curve(record: dict[str, Any], place: str) -> str:
+    """The hit rate of a device tier by its size, from the stack distances of the first batches."""
+    sizes = tuple(int(rows) for rows, _ in record["points"])
+    values = tuple(float(rate) for _, rate in record["points"])
+    title = f"{record['table']}: hit rate by rows of the device tier"
+    return draw(_chart(title, "share", sizes, {"of the first batches": values}), step_scale(sizes), place)
+
+
+def _read(folder: Path) -> list[dict[str, Any]]:
+    """The lines that can be read; a run that was killed may end in a torn one."""
+    try:
+        lines = (folder / TABLES_FILE).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return []
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
