@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kitforge.cli import main
+from kitforge.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -15,7 +15,16 @@ from typing import Any, final
 
 from torch import nn
 
-from kitforge.composition import Composition, compose, nested, presets
+from kitforge.composition import (
+    Composition,
+    check_name,
+    compose,
+    nested,
+    presets,
+    read_yaml,
+    recipe_task,
+    recorded_values,
+)
 from kitforge.core.parallel.degrees import Degrees
 from kitforge.core.parallel.lobby import Lobby
 from kitforge.foundation import device as devices
@@ -35,7 +44,35 @@ def _transformers() -> Any:
     return build
 
 
-KITS: dict[str, Callable[[], Any]] = {"text_generation": _transformers}
+@cache
+def _recommender() -> Any:
+    from kitforge.kits.recommender import build
+
+    return build
+
+
+def _rlhf(stage: str) -> Callable[[], Any]:
+    """What gives a stage of the alignment kit."""
+
+    def stage_of_kit() -> Any:
+        from kitforge.kits.rlhf.build import STAGES
+
+        return STAGES[stage]
+
+    return stage_of_kit
+
+
+ALIGNMENT = (
+    *("sft", "reward", "dpo", "ipo", "kto", "orpo", "simpo"),
+    *("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp"),
+)
+DEFAULT_TASK = "text_generation"
+SCORERS = ("recommendation", "reward")  # their runs give scores, all others continue text
+KITS: dict[str, Callable[[], Any]] = {
+    "recommendation": _recommender,
+    "text_generation": _transformers,
+    **{stage: _rlhf(stage) for stage in ALIGNMENT},
+}
 
 
 def kit_of(task: str) -> Any:
@@ -43,6 +80,37 @@ def kit_of(task: str) -> Any:
     if task not in KITS:
         raise ConfigError(f"unknown task {task!r}", fix=nearest(task, KITS))
     return KITS[task]()
+
+
+def recorded_task(folder: Any) -> str | None:
+    """The task that a run, or one of its steps, was trained for; None where nothing says so."""
+    if folder is None:
+        return None
+    path = Path(folder).expanduser()
+    # A step lies in RUN/checkpoints/.
+    for place in (path, path.resolve().parent.parent):
+        if (place / "config.yaml").is_file():
+            task = read_yaml(place / "config.yaml").get("task")
+            return task if task in KITS else None
+    return None
+
+
+def task_of(choices: Mapping[str, Any]) -> str:
+    """The task that is asked for: by name, else the one that a checkpoint was trained for, else a recipe's own."""
+    named = choices.get("task") or recorded_task(choices.get("checkpoint")) or recipe_task(choices.get("recipe"))
+    return str(named or DEFAULT_TASK)
+
+
+def writer_of(choices: Mapping[str, Any]) -> str:
+    """The task whose options continue text: every policy is a language model. Raises ConfigError for what scores."""
+    if (task := task_of(choices)) in SCORERS:
+        raise ConfigError(
+            f"a run of {task} gives scores and writes no text",
+            got=f"checkpoint={choices.get('checkpoint')}",
+            expected="a run of text_generation or of a stage that trains a policy",
+            fix=f'score rows with pipeline("{task}", model=RUN)',
+        )
+    return DEFAULT_TASK
 
 
 def composed(task: str, choices: Mapping[str, Any]) -> Composition:
@@ -68,21 +136,21 @@ class Trainer:
         options: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        if roles:
-            raise ConfigError("this task has no roles", got=", ".join(roles), fix="leave roles= out")
         chosen = dict(options or {}) | ({} if output_dir is None else {"output_dir": str(output_dir)})
         self._task = task
         self._datasets = (train_dataset, eval_dataset)
         self._callbacks = list(callbacks)
+        self._roles = dict(roles or {})
         self._run: Run | None = None
         self._loop: Loop | None = None
         self._network: nn.Module | None = None
         self._tokenizer: Any = None
         if isinstance(task, Task):
-            _refuse_with_own_task([model, train_dataset, eval_dataset, tokenizer])
+            _refuse_with_own_task([model, train_dataset, eval_dataset, tokenizer, roles])
             self.options: Any = from_dict(RunOptions, nested(chosen))
             self._model_name = type(task).__name__
             return
+        _check_roles(self._roles, kit_of(task).ROLES)
         self._network, self._tokenizer, choices = _resolved(model, tokenizer)
         composition = composed(task, choices | chosen)
         self._model_name = composition.model_name if self._network is None else type(self._network).__name__
@@ -146,6 +214,7 @@ class Trainer:
             eval_dataset=self._datasets[1],
             model=self._network if run is None else run.model,
             tokenizer=self._tokenizer if run is None else run.tokenizer,
+            roles=self._roles,
             callbacks=self._callbacks,
             model_name=self._model_name,
         )
@@ -221,23 +290,53 @@ def pipeline(task: str, model: Any, tokenizer: Any = None, options: Mapping[str,
     return kit.open_pipeline(load_model(model, chosen.device), found, chosen)
 
 
+def replay(folder: str | Path, step: int, changes: Mapping[str, Any] | None = None) -> Any:
+    """Train a step of a run once more from the answers that it kept, with `changes` to its options if there are any;
+    gives the figures `recorded` and `found`."""
+    place = _folder(folder)
+    task = recorded_task(place)
+    if task not in ALIGNMENT:
+        raise ConfigError("only runs of alignment can be replayed", got=f"task={task}", fix="resume the run instead")
+    kit = kit_of(task)
+    for name in changes or {}:
+        check_name(name, kit.OPTIONS)
+    values = recorded_values(place / "config.yaml", changes or {})
+    return kit.replay(place, step, kit.read_options(values))
+
+
 def load_model(model: Any, device: str = "auto") -> nn.Module:
     """The network of a run folder, a step folder, a Hugging Face folder or a Run, in fp32; one in memory as it is."""
     if isinstance(model, (Run, nn.Module)):
         return model.model if isinstance(model, Run) else model
-    network: nn.Module = _transformers().load(_folder(model), devices.pick(device))
+    folder = _folder(model)
+    network: nn.Module = _kit_of_folder(folder).load(folder, devices.pick(device))
     return network.eval()
 
 
 def load_tokenizer(model: Any) -> Any:
-    """The tokenizer that lies with a run folder, a step folder or a Hugging Face folder."""
-    return model.tokenizer if isinstance(model, Run) else _transformers().find_tokenizer(_folder(model))
+    """The tokenizer, or what else reads a task's inputs, that lies with a run, a step or a Hugging Face folder."""
+    if isinstance(model, Run):
+        return model.tokenizer
+    folder = _folder(model)
+    return _kit_of_folder(folder).find_tokenizer(folder)
 
 
 def save_model(model: Any, folder: str | Path, tokenizer: Any = None) -> None:
     """Write a network, or the network of a Run, as a Hugging Face folder."""
     network, found = (model.model, model.tokenizer) if isinstance(model, Run) else (model, tokenizer)
     _transformers().save(network, Path(folder), found)
+
+
+def _kit_of_folder(folder: Path) -> Any:
+    """The kit of the task that is recorded in a run; a Hugging Face folder records none and holds a language model."""
+    return kit_of(recorded_task(folder) or "text_generation")
+
+
+def _check_roles(given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            fix = nearest(name, known) if known else "leave roles= out"
+            raise ConfigError(f"this task has no role {name!r}", got=", ".join(given), fix=fix)
 
 
 def _resolved(model: Any, tokenizer: Any) -> tuple[nn.Module | None, Any, dict[str, Any]]:

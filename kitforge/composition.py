@@ -31,6 +31,8 @@ CONFIGS = Path(__file__).parent / "configs"
 OWN_CONFIGS = Path("configs")
 # The options that a folder means in the place of a preset.
 FOLDERS = {"model": "checkpoint", "tokenizer": "tokenizer.name"}
+# Groups of which no preset need be chosen.
+OPTIONAL_GROUPS = ("data", "recipe")
 # Options whose value is text for the model, in which neither a comma nor `${` means anything.
 TEXTS = ("prompt",)
 FIELD = re.compile(r"^((?:    # .*\n)*)    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
@@ -48,7 +50,7 @@ def presets(group: str = "model") -> dict[str, Path]:
 
 def preset_values(group: str = "model") -> dict[str, dict[str, Any]]:
     """The presets of a group as plain values."""
-    return {name: plain(_read_yaml(path)) for name, path in presets(group).items()}
+    return {name: plain(read_yaml(path)) for name, path in presets(group).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,8 @@ def compose(task: str, choices: Mapping[str, Any], options: type[Any]) -> Compos
     texts = {name: single.pop(name) for name in TEXTS if name in single}
     try:
         config, preset = _compose_presets({"task": task, **named})
-        values = plain(OmegaConf.merge(config, nested(single)))
+        # What was asked for counts, whatever task a recipe was made for.
+        values = plain(OmegaConf.merge(config, nested(single), {"task": task}))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError("the configuration cannot be composed", got=_first_line(error)) from None
     if (checkpoint := values.get("checkpoint")) is not None:
@@ -76,6 +79,17 @@ def compose(task: str, choices: Mapping[str, Any], options: type[Any]) -> Compos
         values["model"] = {}
         preset = Path(str(checkpoint)).resolve().name
     return Composition(values=values | texts, model_name=preset)
+
+
+def recipe_task(name: Any) -> str | None:
+    """The task that a recipe is made for; None where it says nothing, or is none of ours."""
+    path = presets("recipe").get(str(name))
+    return None if path is None else read_yaml(path).get("task")
+
+
+def recorded_values(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a run wrote down, with changes to single ones by dotted name."""
+    return plain(OmegaConf.merge(read_yaml(path), nested(changes)))
 
 
 def parse(argument: str) -> tuple[str, list[Any]]:
@@ -102,7 +116,11 @@ def parse(argument: str) -> tuple[str, list[Any]]:
 def check_name(name: str, options: type[Any]) -> None:
     """Raise ConfigError unless the dotted name is an option, or lies below a free-form one."""
     known = option_names(options)
-    free = [option for option, hint in known.items() if typing.get_origin(hint) is dict]
+    free = [
+        option
+        for option, hint in known.items()
+        if any(typing.get_origin(each) is dict for each in (hint, *typing.get_args(hint)))
+    ]
     if name in known or name.startswith(tuple(f"{option}." for option in free)):
         return
     if below := [option for option in known if option.startswith(f"{name}.")]:
@@ -200,7 +218,7 @@ def _parted(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]
     for name, value in dotted(choices).items():
         if name not in groups():
             single[name] = value
-        elif name == "recipe" and value is None:
+        elif name in OPTIONAL_GROUPS and value is None:
             continue
         elif value in (known := presets(name)):
             named[name] = value
@@ -225,12 +243,13 @@ def _search_path() -> list[str]:
     """The override that lets Hydra find presets in ./configs, once nothing there would have it read the environment."""
     for group in groups():
         for path in (OWN_CONFIGS / group).glob("*.yaml"):
-            content = OmegaConf.to_container(_read_yaml(path), resolve=False)
+            content = OmegaConf.to_container(read_yaml(path), resolve=False)
             _refuse_code(content.get("defaults") if isinstance(content, dict) else None, f"{path} defaults")
     return [f"hydra.searchpath=['file://{OWN_CONFIGS.resolve()}']"] if OWN_CONFIGS.is_dir() else []
 
 
-def _read_yaml(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
+    """The options that a YAML file holds, with nothing in them resolved. Raises ConfigError."""
     try:
         content = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:

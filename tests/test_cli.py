@@ -18,8 +18,11 @@ import yaml
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from kitforge import cli
-from kitforge.api import load_model
+from kitforge.api import KITS, load_model, recorded_task, writer_of
+from kitforge.cli import main as cli
+from kitforge.cli.members import members
+from kitforge.cli.terminal import shown, tell
+from kitforge.cli.train import show_sample
 from kitforge.core.checkpoint.layout import steps
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import (
@@ -87,12 +90,12 @@ def test_the_sample_that_is_shown_is_the_newest(small_run: Path, capsys: Capture
         Path("run/samples").mkdir(parents=True, exist_ok=True)
         Path(f"run/samples/step_{step}.json").write_text(json.dumps(page))
     shutil.copy(small_run / "metrics.jsonl", "run")
-    cli._show_sample(read_run(Path("run")))
+    show_sample(read_run(Path("run")))
     assert capsys.readouterr().out.strip() == "ROMEO:new"
 
 
 def test_what_a_model_writes_cannot_command_a_terminal() -> None:
-    assert cli._shown("a\x1b[2Jb\x07\r\n\té你") == "a\ufffd[2Jb\ufffd\ufffd\n\té你"
+    assert shown("a\x1b[2Jb\x07\r\n\té你") == "a\ufffd[2Jb\ufffd\ufffd\n\té你"
 
 
 def test_a_sweep_makes_a_run_of_each_member(capsys: Capture) -> None:
@@ -114,6 +117,15 @@ def test_a_sweep_into_one_folder_is_refused_and_into_one_each_is_not() -> None:
     assert train("-m", "seed=1,2", "output_dir=runs/seed-${seed}", "trainer.max_steps=1") == 0
     assert Path("runs/seed-1/report.html").exists()
     assert Path("runs/seed-2/report.html").exists()
+
+
+def test_a_checkpoint_knows_which_task_it_was_trained_for(small_run: Path) -> None:
+    step = next((small_run / "checkpoints").glob("step_*"))
+    assert recorded_task(small_run) == recorded_task(step) == "text_generation"
+    assert recorded_task(Path("nowhere")) is None
+    shutil.copytree(small_run, "other")
+    Path("other/config.yaml").write_text("task: of_another_version\n")
+    assert recorded_task("other") is None
 
 
 def test_a_run_goes_on_where_it_stopped_also_through_the_link_to_the_latest(here: Path, small_run: Path) -> None:
@@ -187,6 +199,25 @@ def test_the_list_fits_eighty_columns_and_cuts_nothing(capsys: Capture) -> None:
         assert words in shown
 
 
+def test_the_list_names_every_task_once_with_its_models_or_with_whose_models_it_takes(capsys: Capture) -> None:
+    cli.run(["list"])
+    tables, borrowers = capsys.readouterr().out.split("tasks that start from the models of text_generation:")
+    words = borrowers.replace(",", " ").split()
+    assert all((f"task {task}" in tables) != (task in words) for task in KITS)
+
+
+def test_a_policy_of_any_stage_is_served_and_what_only_scores_writes_no_text(tmp_path: Path) -> None:
+    for task in ("ppo", "reward", "recommendation"):
+        (tmp_path / task).mkdir()
+        (tmp_path / task / "config.yaml").write_text(f"task: {task}\n")
+    assert writer_of({"checkpoint": tmp_path / "ppo"}) == "text_generation"
+    [member] = members([f"checkpoint={tmp_path / 'ppo'}", "port=8000"], is_sweep=False, writes_text=True)
+    assert member.chosen.values["port"] == 8000
+    for verb, task in (("serve", "reward"), ("generate", "recommendation"), ("chat", "reward")):
+        with pytest.raises(ConfigError, match=f"a run of {task} gives scores and writes no text"):
+            cli.run([verb, f"checkpoint={tmp_path / task}"])
+
+
 def test_the_doctor_names_the_machine(capsys: Capture) -> None:
     cli.run(["doctor"])
     shown = capsys.readouterr().out
@@ -213,7 +244,7 @@ def test_a_report_is_drawn_of_one_run_and_of_several(small_run: Path, capsys: Ca
 def test_help_names_every_command_and_every_option(capsys: Capture) -> None:
     cli.run([])
     verbs = capsys.readouterr().out
-    assert all(f"  {verb} " in verbs for verb in [*cli.VERBS, *cli.PLAIN_VERBS])
+    assert all(f"  {verb} " in verbs for verb in cli.VERBS)
     assert max(map(len, verbs.splitlines())) <= 80
     cli.run(["train", "--help"])
     options = capsys.readouterr().out
@@ -439,7 +470,7 @@ def test_a_traceback_is_there_for_the_asking() -> None:
     ],
 )
 def test_what_nobody_foresaw_is_told_in_a_line(error: Exception, words: list[str], capsys: Capture) -> None:
-    cli._tell(type(error), error, None)
+    tell(type(error), error, None)
     told = capsys.readouterr().err
     assert all(word in told for word in words)
     assert "Traceback" not in told
@@ -456,7 +487,7 @@ def test_an_interrupted_run_is_saved_and_reported_and_goes_on(small_run: Path) -
     process.send_signal(signal.SIGINT)
     output, told = process.communicate(timeout=60)
     assert process.returncode == 130, told
-    assert "resume=auto" in output
+    assert "output_dir=runs/a resume=auto" in output
     assert "Traceback" not in told
     assert Path("runs/a/report.html").exists()
     stopped = steps(Path("runs/a/checkpoints").absolute())[-1]

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
-from kitforge.api import KITS, kit_of
+from kitforge.api import KITS, kit_of, task_of
 from kitforge.composition import CONFIGS, compose, dotted, groups, nested, option_names, option_words, parse, presets
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError
@@ -51,11 +51,26 @@ def test_a_recipe_changes_presets_and_values_and_null_is_none() -> None:
     assert values(recipe=None) == values()
 
 
+def test_a_recipe_may_bring_its_task_and_what_was_asked_for_comes_first(here: Path) -> None:
+    write("configs/recipe/careful.yaml", "# @package _global_\ntask: dpo\nseed: 7\n")
+    assert [task_of({"recipe": name}) for name in ("careful", "quickstart", None)] == [
+        "dpo",
+        "text_generation",
+        "text_generation",
+    ]
+    assert task_of({"recipe": "careful", "task": "simpo"}) == "simpo"
+    simpo = compose("simpo", {"recipe": "careful"}, kit_of("simpo").OPTIONS).values
+    assert (simpo["task"], simpo["preference"]["loss"], simpo["seed"]) == ("simpo", "simpo", 7)
+
+
 @pytest.mark.slow
 def test_every_recipe_and_preset_is_accepted_by_its_dataclass() -> None:
     for group in groups():
         for name in presets(group):
-            from_dict(TextGenerationOptions, composed({group: name}))
+            # Rows of tables are read by one task alone.
+            task = "recommendation" if group == "data" else task_of({group: name})
+            options = kit_of(task).OPTIONS
+            from_dict(options, compose(task, {group: name}, options).values)
 
 
 def test_the_run_is_called_after_its_preset_or_its_folder(here: Path) -> None:
@@ -219,9 +234,11 @@ def test_every_task_has_words_for_the_options_that_need_them() -> None:
     for task in KITS:
         options = kit_of(task).OPTIONS
         words = option_words(options)
-        assert words.keys() <= option_names(options).keys() | {name.split(".")[0] for name in option_names(options)}
+        known = option_names(options)
+        groups_of_options = {name.rsplit(".", depth)[0] for name in known for depth in (1, 2)}
+        assert words.keys() <= known.keys() | groups_of_options
         assert "optimizer steps" in words["trainer.max_steps"]
-        assert "folder with a tokenizer" in words["tokenizer.name"]
+        assert "tokenizer.name" not in known or "folder with a tokenizer" in words["tokenizer.name"]
 
 
 def test_nested_undoes_dotted() -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -14,53 +13,40 @@ from torch import nn
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
-from kitforge.core.nn.init import initialise
-from kitforge.core.parallel.apply import apply, parallel_of
+from kitforge.core.parallel.apply import laid_out, parallel_of
 from kitforge.core.parallel.lobby import Lobby
 from kitforge.core.parallel.sharding import Sharding, check_geometry
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.data.source import Source
-from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
+from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
+from kitforge.inference.engine import Engine
+from kitforge.inference.pipeline import TextGenerationPipeline
+from kitforge.inference.server.exchange import Service
+from kitforge.inference.text import TextEngine
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus, load_corpus, open_text, tokenizer_for
-from kitforge.kits.transformers.pipeline import TextGenerationPipeline
+from kitforge.kits.transformers.evaluation import evaluate_tasks, load_task
+from kitforge.kits.transformers.offline import answer, answering, read_prompts
 from kitforge.kits.transformers.progress import tokenising
-from kitforge.kits.transformers.samples import TOKENIZER_FOLDER, Samples
+from kitforge.kits.transformers.samples import Samples
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.models import folder as model_folder
-from kitforge.models.catalog import config_of
+from kitforge.models.catalog import FAMILIES, config_of
 from kitforge.models.sharding import DECODER
-from kitforge.trainer.callbacks.callback import Callback
-from kitforge.trainer.loop import Loop
+from kitforge.trainer.assembly import RunAssembly, RunInputs
 from kitforge.trainer.precision import autocast
 from kitforge.trainer.run import default_folder, make_loop
 
 OPTIONS = TextGenerationOptions
+# Further models or callables that the task takes by name.
+ROLES: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """Objects that a caller hands over instead of naming them in the options."""
-
-    train_dataset: Any = None
-    eval_dataset: Any = None
-    model: nn.Module | None = None
-    tokenizer: Tokenizer | None = None
-    callbacks: Sequence[Callback] = ()
-    model_name: str = "model"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assembly:
-    """A run ready to start."""
-
-    loop: Loop
-    folder: Path
-    tokenizer: Tokenizer
-    options: TextGenerationOptions
-    config_text: str
+Inputs: TypeAlias = RunInputs[Tokenizer]
+Assembly: TypeAlias = RunAssembly[TextGenerationOptions, Tokenizer]
 
 
 def read_options(values: Mapping[str, Any]) -> TextGenerationOptions:
@@ -90,7 +76,8 @@ def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> As
     def build(world: World) -> nn.Module:
         if given is None:
             assert config is not None
-            return _prepare(_build(config, options, world), options)
+            network = model_folder.outline(config, options.compile_level)
+            return _prepare(laid_out(network, DECODER, world, options.seed), options)
         parallel_of(given.to(world.device), world, _sharding(given))
         return _prepare(given, options)
 
@@ -124,16 +111,6 @@ def check_degrees(options: TextGenerationOptions) -> None:
     )
 
 
-def _build(config: FamilyConfig, options: TextGenerationOptions, world: World) -> Decoder:
-    """A network that no rank ever holds whole: laid out on meta, cut, given memory, then its initial weights."""
-    network = model_folder.outline(config, options.compile_level)
-    parallel = apply(network, DECODER, world)
-    parallel.materialise(world.device)
-    regions = {name: parallel.region(name) for name in parallel.parameters()}
-    initialise(parallel.parameters().items(), network.geometry.num_layers, options.seed, regions)
-    return network
-
-
 def _sharding(network: nn.Module) -> Sharding:
     return DECODER if isinstance(network, Decoder) else Sharding()
 
@@ -141,12 +118,6 @@ def _sharding(network: nn.Module) -> Sharding:
 def load(folder: Path, device: torch.device, level: CompileLevel = "O1") -> Decoder:
     """The model of a run folder, a step folder or a Hugging Face folder."""
     return model_folder.load(folder, device=device, level=level)
-
-
-def find_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that lies with a run, a step or a Hugging Face folder."""
-    places = [folder / TOKENIZER_FOLDER, folder.parent.parent / TOKENIZER_FOLDER, folder]
-    return load_tokenizer(next((place for place in places[:2] if place.is_dir()), folder))
 
 
 def save(model: nn.Module, folder: Path, tokenizer: Tokenizer | None) -> None:
@@ -171,6 +142,40 @@ def save(model: nn.Module, folder: Path, tokenizer: Tokenizer | None) -> None:
 def open_pipeline(model: nn.Module, tokenizer: Tokenizer, options: TextGenerationOptions) -> TextGenerationPipeline:
     """What continues texts."""
     return TextGenerationPipeline(model, tokenizer, options.inference)
+
+
+def open_service(model: nn.Module, tokenizer: Tokenizer, name: str, options: TextGenerationOptions) -> Service:
+    """What answers over HTTP."""
+    texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
+    return Service(texts, name, options.inference, options.serve)
+
+
+def evaluate_questions(options: TextGenerationOptions) -> dict[str, float]:
+    """The metrics of the tasks that `options.tasks` names."""
+    if options.checkpoint is None:
+        raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN")
+    check(options.parallel.world == 1, "tasks", f"{options.parallel.world} ranks", "one rank")
+    sets = [load_task(name, options.data.tasks) for name in options.tasks]
+    folder = Path(options.checkpoint)
+    tokenizer = find_tokenizer(folder)
+    return evaluate_tasks(load(folder, devices.pick(options.device)), tokenizer, sets, options.inference)
+
+
+def answer_file(options: TextGenerationOptions) -> Path:
+    """Answer the prompts of `data.eval` into `output`."""
+    if options.checkpoint is None or options.output is None or not isinstance(options.data.eval, str):
+        raise ConfigError(
+            "answers need a model, a file of prompts and a file for the answers",
+            fix="add checkpoint=RUN data.eval=prompts.jsonl output=answers.jsonl",
+        )
+    folder, target = Path(options.checkpoint).expanduser(), Path(options.output).expanduser()
+    prompts = read_prompts(Path(options.data.eval).expanduser())
+    tokenizer = find_tokenizer(folder)
+    model = load(folder, devices.pick(options.device))
+    texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
+    with answering(options.trainer.progress, len(prompts)) as progress:
+        answer(texts, prompts, target, options.inference, str(folder.resolve()), progress)
+    return target
 
 
 def _source(dataset: Any, named: Any, options: TextGenerationOptions) -> Source | None:
@@ -316,17 +321,35 @@ def resolved(options: TextGenerationOptions) -> dict[str, Any]:
     return values | {"model": {"family": config.family, **to_dict(config)}}
 
 
-def describe_presets(presets: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """A row for every preset: name, family, parameters, layers, width, length; built on meta, so nothing is held."""
-    rows: list[tuple[str, ...]] = []
+def next_steps(folder: Path) -> list[str]:
+    """Commands to try after a run."""
+    return [
+        f'kitforge generate checkpoint={folder} prompt="Once upon a time"',
+        f"kitforge evaluate checkpoint={folder} data.eval=FILE",
+        "kitforge train data.train=FILE",
+    ]
+
+
+def describe_presets(presets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+    """A row for every preset of a family of ours; built on meta, so nothing is held."""
+    rows = []
     for name, values in presets.items():
+        if values.get("family") not in FAMILIES:
+            continue
         config = config_of({**values, "vocab_size": values.get("vocab_size") or ByteTokenizer.vocab_size})
         with torch.device("meta"):
             model = Decoder(config)
-        size = sum(parameter.numel() for parameter in model.parameters())
         shape = model.geometry
-        row = (name, config.family, _count(size), str(shape.num_layers), str(shape.dim), f"{shape.max_length:,}")
-        rows.append(row)
+        rows.append(
+            {
+                "model": name,
+                "family": config.family,
+                "parameters": _count(sum(parameter.numel() for parameter in model.parameters())),
+                "layers": str(shape.num_layers),
+                "width": str(shape.dim),
+                "length": f"{shape.max_length:,}",
+            }
+        )
     return rows
 
 

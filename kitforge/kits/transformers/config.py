@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from kitforge.data.tokenizer import TokenizerConfig
 from kitforge.foundation.config import check
-from kitforge.inference.sampling import SamplingOptions
+from kitforge.inference.server.options import ServeOptions
+from kitforge.inference.text import InferenceOptions
 from kitforge.trainer.options import RunOptions
 
 
@@ -26,6 +27,7 @@ class DataOptions:
     shuffle: bool = True
     prefetch: int = 2  # batches made ready ahead
     num_workers: int | None = None  # processes that tokenise; None: one per core
+    tasks: str | None = None  # folder in which the tasks of `evaluate` are looked for by name
     cache: str | None = None  # folder of token caches; None: $KITFORGE_CACHE or ~/.cache/kitforge
 
     def __post_init__(self) -> None:
@@ -42,11 +44,16 @@ class TextGenerationOptions(RunOptions):
     model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataOptions = field(default_factory=DataOptions)
-    inference: SamplingOptions = field(default_factory=SamplingOptions)
+    inference: InferenceOptions = field(default_factory=InferenceOptions)
     checkpoint: str | None = None  # weights to start from, to evaluate or to generate with
     prompt: Any = None  # text, or a list of texts, to continue; also for the samples of a report
+    tasks: tuple[str, ...] = ()  # questions for `evaluate`: jsonl files, or names of those in data.tasks
+    output: str | None = None  # the jsonl file that `generate` writes answers to the prompts of data.eval into
+    port: int = 8000  # that `serve` listens on; 0: any that is free
+    serve: ServeOptions = field(default_factory=ServeOptions)
 
     def __post_init__(self) -> None:
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         right = texts is None or (isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts))
         check(right, "prompt", self.prompt, "text, or a list of texts", """prompt='["first","second"]'""")
+        check(0 <= self.port < 65536, "port", self.port, "0 to 65535")

@@ -6,20 +6,18 @@ import json
 from collections.abc import Sequence
 from typing import final
 
-from kitforge.data.tokenizer import Tokenizer
+from kitforge.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kitforge.foundation.files import write_text
-from kitforge.inference.generate import generate
-from kitforge.inference.sampling import SamplingOptions
+from kitforge.inference.engine import Engine
+from kitforge.inference.text import InferenceOptions
 from kitforge.trainer.callbacks.callback import Callback, Event, Run
-
-TOKENIZER_FOLDER = "tokenizer"
 
 
 @final
 class Samples(Callback):
     """Writes tokenizer/ when the run starts, then samples/step_N.json."""
 
-    def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, options: SamplingOptions) -> None:
+    def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, options: InferenceOptions) -> None:
         self._prompts = list(prompts)
         self._tokenizer = tokenizer
         self._options = options
@@ -33,11 +31,12 @@ class Samples(Callback):
             return
         prompts = [self._tokenizer.encode(prompt) for prompt in self._prompts]
         # Every rank takes part, since each may hold only pieces of the model.
-        outputs = generate(run.model, prompts, self._options, self._tokenizer.eos_ids)
+        engine = Engine(run.model, self._options.engine, stop_ids=self._tokenizer.eos_ids)
+        completions = engine.generate(prompts, self._options)
         run.state.parallel.rest()
         if not is_first:
             return
-        texts = [self._tokenizer.decode(output) for output in outputs]
+        texts = [self._tokenizer.decode(samples[0].content) for samples in completions]
         samples = [{"prompt": prompt, "text": text} for prompt, text in zip(self._prompts, texts, strict=True)]
         step = run.state.cursor.step
         page = json.dumps({"step": step, "samples": samples}, ensure_ascii=False, indent=1)

@@ -1,0 +1,162 @@
+"""`kitforge demo`: every kit on data that is made up or already here, and one page that leads to the reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kitforge.api import Trainer
+from kitforge.cli.terminal import say
+from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.log import console
+from kitforge.report.index import Chapter, outcome, write_index
+from kitforge.report.metrics import read_run
+from kitforge.report.numerals import duration, number
+from kitforge.trainer.run import Run
+
+KIND, UNKIND = ("nice", "fine"), ("grim", "dull")
+QUESTIONS = [f"How is the {place}? " for place in ("sea", "hill", "town", "wood")]
+DEMONSTRATIONS = [{"prompt": question, "completion": word} for question in QUESTIONS for word in KIND + UNKIND]
+PAIRS = [
+    {"prompt": question, "chosen": kind, "rejected": unkind}
+    for question in QUESTIONS
+    for kind in KIND
+    for unkind in UNKIND
+]
+PROMPTS = [{"prompt": question} for question in QUESTIONS] * 8
+STAGE = {"trainer.max_steps": 60, "optimizer.learning_rate": 0.002}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One training of the demo. `start` and `judge` name earlier parts, whose models it begins with and is judged by;
+    `start` may also be a preset."""
+
+    name: str
+    title: str
+    words: str
+    metric: str
+    task: str
+    start: str | None = None
+    rows: Sequence[Mapping[str, str]] | None = None
+    judge: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+PARTS = (
+    Part(
+        name="text",
+        title="A language model reads Python",
+        words="A LLaMA of a million parameters begins with noise and reads a little of this Python's standard library.",
+        metric="eval/loss",
+        task="text_generation",
+        options={"recipe": "quickstart", "trainer.max_steps": 150, "trainer.evaluate_every": 75},
+    ),
+    Part(
+        name="clicks",
+        title="A recommender learns what is clicked",
+        words="Wide & Deep with its embedding table, on a made-up click log whose best possible AUC is 0.852.",
+        metric="eval/auc",
+        task="recommendation",
+        options={"trainer.max_steps": 150, "trainer.evaluate_every": 50},
+    ),
+    Part(
+        name="demonstrations",
+        title="Alignment 1: demonstrations",
+        words="A small LLaMA is shown answers to four questions, as many kind ones as unkind ones.",
+        metric="eval/loss",
+        task="sft",
+        start="llama_tiny",
+        rows=DEMONSTRATIONS,
+        options=STAGE,
+    ),
+    Part(
+        name="preferences",
+        title="Alignment 2: preferences",
+        words="A reward model learns from pairs that people prefer the kind answers.",
+        metric="eval/accuracy",
+        task="reward",
+        start="demonstrations",
+        rows=PAIRS,
+        options=STAGE,
+    ),
+    Part(
+        name="rewards",
+        title="Alignment 3: rewards",
+        words="PPO moves the model of stage 1 towards answers that the model of stage 2 rewards.",
+        metric="eval/reward",
+        task="ppo",
+        start="demonstrations",
+        rows=PROMPTS,
+        judge="preferences",
+        options={
+            "rl.prompts_per_step": 32,
+            "rl.epochs": 2,
+            "rollout.max_new_tokens": 8,
+            "trainer.max_steps": 40,
+            "optimizer.learning_rate": 3e-4,
+        },
+    ),
+)
+
+
+def demo(arguments: list[str]) -> int:
+    """Train the parts one after the other into a folder of their own."""
+    if len(arguments) > 1 or any("=" in argument or argument.startswith("-") for argument in arguments):
+        raise ConfigError("kitforge demo takes no options", got=" ".join(arguments), expected="at most a new folder")
+    folder = Path(arguments[0] if arguments else f"runs/{time.strftime('%Y%m%d-%H%M%S')}-demo")
+    if folder.exists():
+        raise ConfigError("the demo makes a folder of its own", got=f"{folder}, which exists", fix="name a new one")
+    return play(folder)
+
+
+def play(folder: Path, shorter: Mapping[str, Any] | None = None) -> int:
+    """Train all parts below `folder`, with the options `shorter` over their own, and show what came of them."""
+    done: dict[str, Run] = {}
+    for place, part in enumerate(PARTS, start=1):
+        console.print(f"\n{place} of {len(PARTS)}: {part.title}", style="bold", highlight=False)
+        done[part.name] = run = _trainer(part, done, folder / part.name, shorter or {}).train()
+        if run.was_interrupted:
+            raise KeyboardInterrupt
+    chapters = [
+        Chapter(folder=done[part.name].folder, title=part.title, words=part.words, metric=part.metric) for part in PARTS
+    ]
+    page = write_index(folder / "index.html", "Three kits, one after the other", chapters)
+    _summarise(chapters, page)
+    return 0
+
+
+def _trainer(part: Part, done: Mapping[str, Run], folder: Path, shorter: Mapping[str, Any]) -> Trainer:
+    return Trainer(
+        part.task,
+        None if part.start is None else done.get(part.start, part.start),
+        part.rows,
+        part.rows,
+        roles=None if part.judge is None else {"reward": done[part.judge]},
+        output_dir=folder,
+        options={"trainer.evaluate_first": True, **part.options, **shorter},
+    )
+
+
+def _summarise(chapters: Sequence[Chapter], page: Path) -> None:
+    """A line a part, where the page lies, and what a person may want to do next."""
+    table = Table("", "measure", "before", "after", "time", title="What came of it", title_justify="left")
+    for chapter in chapters:
+        found = outcome(read_run(chapter.folder), chapter.metric)
+        figures = (number(found.before), number(found.after), duration(found.seconds))
+        table.add_row(chapter.title, found.metric, *figures)
+    console.print()
+    console.print(table)
+    folder = page.parent
+    say(
+        f"open {page}\n\ntry next:\n"
+        f'  kitforge generate checkpoint={folder / "text"} prompt="def "\n'
+        f'  kitforge generate checkpoint={folder / "rewards"} prompt="How is the sea? "\n'
+        f"  kitforge evaluate checkpoint={folder / 'clicks'} data.eval=click_log\n"
+        "  kitforge train data.train=YOUR_TEXT.txt"
+    )

@@ -1,0 +1,23 @@
+"""`kitforge evaluate`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+from kitforge.api import evaluate as evaluate_task
+from kitforge.api import kit_of
+from kitforge.cli.terminal import speaks
+from kitforge.composition import Composition
+
+
+def evaluate(chosen: Composition) -> int:
+    """Measure a checkpoint; the last line is one JSON object."""
+    kit = kit_of(chosen.values["task"])
+    options = kit.read_options(chosen.values)
+    metrics = kit.evaluate_questions(options) if chosen.values.get("tasks") else evaluate_task(options, kit.Inputs())
+    # JSON has no word for infinity and none for what is not a number.
+    line = {name.removeprefix("eval/"): value if math.isfinite(value) else None for name, value in metrics.items()}
+    sys.stdout.write(json.dumps(line) + "\n" if speaks() else "")
+    return 0

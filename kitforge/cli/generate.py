@@ -1,0 +1,27 @@
+"""`kitforge generate`."""
+
+from __future__ import annotations
+
+import sys
+
+from kitforge.api import kit_of, load_model, load_tokenizer
+from kitforge.cli.terminal import say, shown
+from kitforge.composition import Composition
+from kitforge.foundation.errors import ConfigError
+
+
+def generate(chosen: Composition) -> int:
+    """Continue one prompt or several."""
+    options = kit_of(chosen.values["task"]).read_options(chosen.values)
+    if chosen.values.get("output") is not None:
+        say(f"wrote {kit_of(options.task).answer_file(options)}")
+        return 0
+    if options.checkpoint is None or options.prompt is None:
+        raise ConfigError("generation needs a model and a prompt", fix='add checkpoint=RUN prompt="Once upon a time"')
+    model = load_model(options.checkpoint, options.device)
+    opened = kit_of(options.task).open_pipeline(model, load_tokenizer(options.checkpoint), options)
+    prompts = [options.prompt] if isinstance(options.prompt, str) else options.prompt
+    for answer in opened(prompts):
+        text = answer[0]["generated_text"]
+        sys.stdout.write((shown(text) if sys.stdout.isatty() else text) + "\n")
+    return 0

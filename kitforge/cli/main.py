@@ -1,0 +1,127 @@
+"""The command line: `kitforge VERB [option=value ...]`. What is wrong is told in a person's words."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from kitforge.api import composed, kit_of, task_of
+from kitforge.cli.chat import chat
+from kitforge.cli.demo import demo
+from kitforge.cli.evaluate import evaluate
+from kitforge.cli.export import export
+from kitforge.cli.facts import config, doctor, list_presets, report, version
+from kitforge.cli.generate import generate
+from kitforge.cli.inspect import inspect
+from kitforge.cli.members import members, run_members
+from kitforge.cli.replay import replay
+from kitforge.cli.serve import serve
+from kitforge.cli.terminal import say, speaks, tell
+from kitforge.cli.train import train
+from kitforge.cli.verb import INTERRUPTED, Verb
+from kitforge.composition import dotted, groups, option_words, parse, presets
+from kitforge.foundation.errors import ConfigError, nearest
+from kitforge.foundation.log import console, errors
+
+VERBS = {
+    "train": Verb(
+        words="train: kitforge train model=llama_tiny data.train=corpus.txt",
+        run=train,
+        is_launched=True,
+        starts_run=True,
+    ),
+    "finetune": Verb(
+        words="from weights: kitforge finetune checkpoint=FOLDER data.train=FILE",
+        run=train,
+        is_launched=True,
+        starts_run=True,
+    ),
+    "evaluate": Verb(
+        words="metrics: kitforge evaluate checkpoint=RUN data.eval=FILE",
+        run=evaluate,
+        is_launched=True,
+    ),
+    "generate": Verb(
+        words='continue a text: kitforge generate checkpoint=RUN prompt="ROMEO:"', run=generate, writes_text=True
+    ),
+    "chat": Verb(words="talk in the terminal: kitforge chat checkpoint=RUN", run=chat, writes_text=True),
+    "serve": Verb(words="answer over HTTP: kitforge serve checkpoint=RUN port=8000", run=serve, writes_text=True),
+    "export": Verb(words="for transformers: kitforge export checkpoint=RUN output_dir=FOLDER", run=export),
+    "config": Verb(words="print the resolved configuration, run nothing", run=config),
+    "report": Verb(words="draw one or more runs: kitforge report RUN [RUN ...]", run_plain=report),
+    "inspect": Verb(words="what a table holds, and a schema for it: kitforge inspect FILE", run_plain=inspect),
+    "demo": Verb(words="all three kits in a few minutes, and one page about them", run_plain=demo),
+    "replay": Verb(words="train a step again from its rollouts: kitforge replay RUN step=N", run_plain=replay),
+    "list": Verb(words="tasks and presets with their sizes", run_plain=list_presets),
+    "doctor": Verb(words="this machine: devices, packages, a one-second speed test", run_plain=doctor),
+}
+
+
+def main() -> None:
+    """The console script."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--traceback"]
+    if len(arguments) == len(sys.argv) - 1:
+        sys.excepthook = tell
+    if not speaks():
+        console.quiet = True
+    try:
+        status = run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        if speaks():
+            errors.print("interrupted")
+        status = INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read us has closed the pipe, as `| head` does; what is still buffered has no reader either.
+        sys.stdout = None
+        status = 0
+    sys.exit(status)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Carry out one command; returns the exit status. Raises KitforgeError."""
+    name, rest = (arguments[0], list(arguments[1:])) if arguments else ("help", [])
+    if name in ("--help", "-h", "help"):
+        _help()
+        return 0
+    if name == "--version":
+        say(version("kitforge"))
+        return 0
+    if name not in VERBS:
+        raise ConfigError(f"unknown command {name!r}", fix=nearest(name, VERBS))
+    verb = VERBS[name]
+    if verb.run_plain is not None:
+        return verb.run_plain(rest)
+    flags = {argument for argument in rest if argument.startswith("-")}
+    for flag in flags - {"-m", "--multirun", "-h", "--help"}:
+        raise ConfigError(f"unknown flag {flag!r}", expected="-m, --help, --traceback", fix="options are name=value")
+    overrides = [argument for argument in rest if not argument.startswith("-")]
+    if flags & {"-h", "--help"}:
+        _help_options(name, overrides)
+        return 0
+    return run_members(
+        name, verb, members(overrides, is_sweep=bool(flags & {"-m", "--multirun"}), writes_text=verb.writes_text)
+    )
+
+
+def _help() -> None:
+    lines = ["kitforge VERB [option=value ...] [-m] [--help] [--traceback]", ""]
+    lines += [f"  {name:<9} {verb.words}" for name, verb in VERBS.items()]
+    lines += ["", "kitforge train --help lists every option, of another task with task=NAME."]
+    say("\n".join(lines))
+
+
+def _help_options(name: str, overrides: Sequence[str]) -> None:
+    """Every option of a task with its default, and what the comment beside its field says of it."""
+    task = task_of({option: values[0] for option, values in map(parse, overrides)})
+    kit = kit_of(task)
+    lines = [f"kitforge {name} [option=value ...]", f"  {VERBS[name].words}", ""]
+    lines += ["Presets, one of each group (your own are found in ./configs/GROUP/NAME.yaml):"]
+    lines += [f"  {group}={'|'.join(presets(group))}" for group in groups()]
+    lines += ["", f"Several values with commas and -m run one after the other. Options of task={task}:"]
+    words = option_words(kit.OPTIONS)
+    for option, default in dotted(kit.resolved(kit.read_options(composed(task, {}).values))).items():
+        shown = f"{option}={json.dumps(default)}".replace('"', "")
+        lines.append(f"  {shown:<38} {words.get(option, '').replace('None:', 'null:')}".rstrip())
+    say("\n".join(lines))

@@ -1,0 +1,104 @@
+"""From arguments to what is run: one command, or a sweep of them; in this process, or in ranks of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kitforge.api import composed, kit_of, task_of, writer_of
+from kitforge.cli.terminal import tell
+from kitforge.cli.verb import INTERRUPTED, Verb
+from kitforge.composition import TEXTS, Composition, parse
+from kitforge.core.parallel.launch import launch
+from kitforge.core.parallel.lobby import place
+from kitforge.foundation import device as devices
+from kitforge.foundation.errors import ConfigError, KitforgeError
+from kitforge.foundation.log import console
+from kitforge.trainer.run import default_folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A run of a command: what it was composed from, and the arguments that compose it again."""
+
+    chosen: Composition
+    arguments: tuple[str, ...]
+
+
+def members(overrides: Sequence[str], *, is_sweep: bool, writes_text: bool = False) -> list[Member]:
+    """What is to be run, composed and named as a whole before the first of it begins."""
+    axes = [(text, *parse(text)) for text in overrides]
+    for _, name, values in axes:
+        if len(values) > 1 and not is_sweep:
+            raise ConfigError(
+                f"option {name!r} has several values",
+                got=", ".join(map(str, values)),
+                fix=f"-m runs one after the other; {name}=[...] is a list; {name}=\"'...'\" is text with a comma",
+            )
+    found = []
+    for picked in itertools.product(*(values for _, _, values in axes)):
+        choices = {name: value for (_, name, _), value in zip(axes, picked, strict=True)}
+        # A value of many is written out anew; a single one stays as it was typed.
+        arguments = [
+            text if len(values) == 1 else argument(name, value)
+            for (text, name, values), value in zip(axes, picked, strict=True)
+        ]
+        task = writer_of(choices) if writes_text else task_of(choices)
+        choices.pop("task", None)
+        found.append(Member(chosen=composed(task, choices), arguments=tuple(arguments)))
+    folders = [folder for member in found if (folder := member.chosen.values.get("output_dir")) is not None]
+    if len(folders) != len(set(folders)):
+        raise ConfigError(
+            "the runs of a sweep need a folder each", got=f"output_dir={folders[0]}", fix="leave output_dir out"
+        )
+    return found
+
+
+def argument(name: str, value: object) -> str:
+    """The argument that `parse` reads as that value."""
+    if not isinstance(value, str) or name in TEXTS:
+        return f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+    # Within quotes, a backslash counts only before one.
+    quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"{name}='{quoted}'"
+
+
+def run_members(name: str, verb: Verb, found: Sequence[Member]) -> int:
+    """Run one after the other; in a sweep one that fails is told, and the next one is run."""
+    if len(found) == 1:
+        return _carry_out(name, verb, found[0])
+    worst = 0
+    for number, member in enumerate(found, 1):
+        console.print(f"{number} of {len(found)}", style="bold")
+        try:
+            status = _carry_out(name, verb, member)
+        except KitforgeError as error:
+            tell(type(error), error, None)
+            status = 1
+        worst = max(worst, status)
+        if status == INTERRUPTED:
+            break
+    return worst
+
+
+def _carry_out(name: str, verb: Verb, member: Member) -> int:
+    """In this process; in ranks of its own where the degrees ask for several and no launcher has started any."""
+    assert verb.run is not None
+    if name == "finetune" and member.chosen.values.get("checkpoint") is None:
+        raise ConfigError("finetuning starts from weights", got="checkpoint=null", fix="add checkpoint=FOLDER")
+    if not verb.is_launched or place() is not None:
+        return verb.run(member.chosen)
+    kit = kit_of(member.chosen.values["task"])
+    options = kit.read_options(member.chosen.values)
+    if options.parallel.world == 1:
+        return verb.run(member.chosen)
+    kit.check_degrees(options)
+    devices.of_rank(options.device, 0, options.parallel.world)
+    arguments = [name, *member.arguments]
+    if verb.starts_run:
+        # Decided once, as every rank has a clock of its own.
+        arguments.append(argument("output_dir", str(default_folder(options, member.chosen.model_name))))
+    return launch(arguments, options.parallel)

@@ -1,0 +1,24 @@
+"""`kitforge serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kitforge.api import kit_of, load_model, load_tokenizer
+from kitforge.cli.terminal import say
+from kitforge.composition import Composition
+from kitforge.foundation.errors import ConfigError
+from kitforge.inference.server.run import serve as answer
+
+
+def serve(chosen: Composition) -> int:
+    """Answer over HTTP until told to stop."""
+    kit = kit_of(chosen.values["task"])
+    options = kit.read_options(chosen.values)
+    if options.checkpoint is None:
+        raise ConfigError("serving needs a model", fix="add checkpoint=RUN")
+    tokenizer = load_tokenizer(options.checkpoint)
+    model = load_model(options.checkpoint, options.device)
+    service = kit.open_service(model, tokenizer, Path(options.checkpoint).resolve().name, options)
+    answer(service, options.port, lambda address: say(f"{service.name} answers at {address} (stop with Ctrl-C)"))
+    return 0

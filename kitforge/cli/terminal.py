@@ -1,0 +1,50 @@
+"""What reaches people: messages as they stand, errors in words, nothing that a terminal would obey."""
+
+from __future__ import annotations
+
+import errno
+import os
+from types import TracebackType
+
+from rich.markup import escape
+
+from kitforge.core.parallel.failure import explain, report
+from kitforge.core.parallel.lobby import place
+from kitforge.foundation.errors import KitforgeError
+from kitforge.foundation.log import console, errors
+
+
+def speaks() -> bool:
+    """Whether this process talks to people: alone, or as the first of several ranks."""
+    where = place()
+    return where is None or where.rank == 0
+
+
+def say(text: str) -> None:
+    """A message as it stands: no colours, nothing read as markup, lines as long as they are."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def shown(text: str) -> str:
+    """The text without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
+
+
+def tell(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
+    """What reaches a person in the place of a traceback; a rank that was started by another process tells that one."""
+    error = explain(error) or error
+    words = _words(error)
+    if report(error, words):
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ and "WORLD_SIZE" in os.environ else ""
+        errors.print(f"[bold red]error:[/] {rank}{escape(words)}", highlight=False, soft_wrap=True)
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, KitforgeError):
+        return str(error)
+    if isinstance(error, OSError):
+        words = f"{error.filename or 'this machine'}: {error.strerror or error}"
+        if error.errno == errno.ENOSPC:
+            words += "\n  do:       free some space, then go on with resume=auto"
+        return words
+    return f"{type(error).__name__}: {error}\n  do:       this is a mistake in Kitforge; --traceback shows where"

@@ -1,0 +1,56 @@
+"""`kitforge train` and `kitforge finetune`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from kitforge.api import kit_of, train_task
+from kitforge.cli.terminal import say, shown, speaks
+from kitforge.cli.verb import INTERRUPTED
+from kitforge.composition import Composition
+from kitforge.core.checkpoint.layout import steps
+from kitforge.core.parallel.lobby import place
+from kitforge.foundation.log import console
+from kitforge.report.metrics import RunRecord, read_run
+
+
+def train(chosen: Composition) -> int:
+    """Train, then say what came of it, where it lies and what to try next."""
+    kit = kit_of(chosen.values["task"])
+    options = restarted(kit.read_options(chosen.values))
+    result = train_task(options, kit.Inputs(model_name=chosen.model_name))
+    if not speaks():
+        return INTERRUPTED if result.was_interrupted else 0
+    record = read_run(result.folder)
+    show_sample(record)
+    width = max(15, *map(len, result.metrics))
+    lines = [f"{name:<{width}}  {value:.4f}" for name, value in result.metrics.items()]
+    losses = record.eval.get("eval/loss")
+    if losses is not None and losses.steps[0] == 0:
+        lines.append(f"{'before training':<{width}}  {losses.values[0]:.4f}  (eval/loss)")
+    lines += [f"{'checkpoint':<{width}}  {result.folder / 'checkpoints'}"]
+    lines += [f"{'report':<{width}}  {result.folder / 'report.html'}"]
+    say("\n".join(lines))
+    if result.was_interrupted:
+        say(f"interrupted; go on with the same command and output_dir={result.folder} resume=auto")
+        return INTERRUPTED
+    say("\n  ".join(["try next:", *kit.next_steps(result.folder)]))
+    return 0
+
+
+def restarted(options: Any) -> Any:
+    """In ranks that were started again, the options that go on from what the run has saved, if it has got so far."""
+    where = place()
+    if where is None or where.restarts == 0 or options.output_dir is None:
+        return options
+    has_saved = bool(steps(Path(options.output_dir) / "checkpoints"))
+    return dataclasses.replace(options, resume="auto") if has_saved else options
+
+
+def show_sample(record: RunRecord) -> None:
+    """A sample of the newest evaluation, if there is one; the record has the newest first."""
+    for sample in record.samples[0].samples[:1] if record.samples else ():
+        console.print(f"\n{shown(sample.prompt)}", style="bold", markup=False, highlight=False, end="")
+        console.print(f"{shown(sample.text)}\n", markup=False, highlight=False)

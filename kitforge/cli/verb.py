@@ -1,0 +1,22 @@
+"""What a verb of the command line is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kitforge.composition import Composition
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verb:
+    """One command. It either takes options, which are composed, or plain arguments. Its result is the exit status."""
+
+    words: str  # one line of help
+    run: Callable[[Composition], int] | None = None
+    run_plain: Callable[[list[str]], int] | None = None
+    is_launched: bool = False  # several ranks can do it together
+    writes_text: bool = False  # what it opens continues text, whichever stage trained it
+    starts_run: bool = False  # makes a run folder, whose name is decided once for all ranks
