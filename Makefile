@@ -5,9 +5,14 @@ WORKERS ?= 2
 # The address of an index for torch alone; on Linux without a GPU, PyTorch's index of CPU builds saves gigabytes.
 TORCH_INDEX ?=
 
+# Bytecode is kept even where an image says not to: the tests start hundreds of processes, each of which imports torch.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 BIN := $(VENV)/bin
+# What is never imported need not be compiled; the rest is when it is first imported.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALL := $(PIP) install --no-compile -c constraints.txt
 RECIPES := pyproject.toml constraints.txt
 SOURCES := kitforge tests $(wildcard benchmarks examples scripts)
 # Two test processes share the cores, so each gets one thread.
@@ -34,7 +39,7 @@ check: env-dev ## format, lint, types, house and the fast tests: under three min
 	$(BIN)/ruff check --quiet $(SOURCES)
 	$(BIN)/mypy --no-error-summary
 	$(BIN)/lint-imports --no-logo
-	$(PYTEST) -q -m "not slow"
+	$(PYTEST) -q -m "not slow and not prove"
 
 test: env-dev ## every test
 	$(PYTEST)
@@ -61,12 +66,15 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch comes first and alone, pinned, so that nothing later can pull in another one.
-$(VENV)/.env: $(RECIPES) | $(VENV)/bin/python
-	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	$(PIP) install -c constraints.txt -e '.[transformers]'
+$(VENV)/.torch: $(RECIPES) | $(VENV)/bin/python
+	$(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	@touch $@
 
-# The extras for trackers, servers and recommenders are left out: they are large, and their tests use stand-ins.
-$(VENV)/.env-dev: $(VENV)/.env
-	$(PIP) install -c constraints.txt -e '.[transformers,dev]'
+$(VENV)/.env: $(VENV)/.torch
+	$(INSTALL) -e '.[transformers]'
 	@touch $@
+
+# All that the smaller environment has, found in one go.
+$(VENV)/.env-dev: $(VENV)/.torch
+	$(INSTALL) -e '.[all,dev]'
+	@touch $(VENV)/.env $@

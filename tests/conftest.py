@@ -1,4 +1,5 @@
-"""What every test shares: repeatable examples from Hypothesis, a skip where there is no accelerator, one small run."""
+"""What every test shares: repeatable examples from Hypothesis, a skip where there is no accelerator, one small run,
+and a shell that starts at once."""
 
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import torch
 from hypothesis import settings
 
 from tests.small_run import write_run
+from tests.warm.shell import run, warm
+
+__all__ = ["run", "warm"]
 
 # No deadline, since cores are shared; no database, since a run must not depend on the one before.
 settings.register_profile("kitforge", deadline=None, derandomize=True, database=None)

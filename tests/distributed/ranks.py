@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import pickle
 import tempfile
 import traceback
@@ -47,6 +48,8 @@ def _answer(folder: Path, rank: int) -> dict[str, Any]:
 
 def _rank(rank: int, world_size: int, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     faulthandler.enable()
+    # A rank that looks for garbage would make all memory of the tests its own.
+    gc.freeze()
     torch.set_num_threads(1)
     answer: dict[str, Any] = {"result": None, "error": None}
     try:

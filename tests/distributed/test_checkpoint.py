@@ -29,6 +29,8 @@ from tests.core.checkpoint.example import assert_equal
 from tests.core.checkpoint.killed import FILE_EVENTS
 from tests.distributed.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SQUARE = Degrees(shard=2, tensor=2)
 PAIR = Degrees(shard=2)
 COPIES = Degrees(data=2)

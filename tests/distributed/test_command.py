@@ -1,17 +1,23 @@
 """The command line on several ranks: it starts them, torchrun starts them, one dies, and the losses stay the same."""
 
+import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+from torch import multiprocessing
 
+from kitforge.cli import main as cli
+from kitforge.foundation.errors import ConfigError
 from tests.distributed.training import BASE, LLAMA, write_text
+from tests.warm.shell import Run
 
 pytestmark = pytest.mark.slow
 CHECKOUT = Path(__file__).parents[2]
@@ -28,15 +34,25 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
 
 
-def kitforge(folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "kitforge")) -> Any:
-    return subprocess.run(
-        [sys.executable, *program, *arguments],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
+def on_forked_ranks(folder: Path, size: int, *arguments: str) -> str:
+    """The same on ranks that find the environment of a launcher and are forked from here, which saves the start of
+    Python and torch where that is not the point; what the first of them prints."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    multiprocessing.start_processes(
+        _forked_rank, (size, port, folder, arguments), nprocs=size, start_method="fork", join=True
     )
+    return (folder / "printed-0").read_text()
+
+
+def _forked_rank(rank: int, size: int, port: int, folder: Path, arguments: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()
+    os.chdir(folder)
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in given.items()}}
+    with (folder / f"printed-{rank}").open("w") as sys.stdout:
+        assert cli.run(arguments) == 0
 
 
 def losses(folder: Path, run: str) -> list[float]:
@@ -48,47 +64,54 @@ def losses(folder: Path, run: str) -> list[float]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("command")
     write_text(place)
-    alone = kitforge(place, "train", *command(place, "alone"))
-    assert alone.returncode == 0, alone.stderr
     return place
 
 
-def test_it_starts_its_own_ranks_and_one_of_them_speaks(folder: Path) -> None:
-    done = kitforge(folder, "train", *command(folder, "four", "parallel.tensor=2", "parallel.shard=2"))
-    assert done.returncode == 0, done.stderr
-    assert losses(folder, "four") == pytest.approx(losses(folder, "alone"), abs=2e-6)
-    assert done.stdout.count("step 12/12") == 1
-    assert done.stdout.count("try next") == 1
-    evaluated = [
-        kitforge(
-            folder,
-            "evaluate",
-            f"checkpoint={folder / run}",
-            f"data.eval={folder / 'text.txt'}",
-            "device=cpu",
-            "data.sequence_length=16",
-            f"data.cache={folder / 'cache'}",
-            *degrees,
-        )
-        for run, degrees in (("four", []), ("four", ["parallel.data=2"]), ("four", ["parallel.tensor=2"]))
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[float]:
+    """The losses of one process."""
+    assert cli.run(["train", *command(folder, "alone")]) == 0
+    return losses(folder, "alone")
+
+
+def test_it_starts_its_own_ranks_and_one_of_them_speaks(
+    folder: Path, alone: list[float], run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = run(["kitforge", "train", *command(folder, "four", "parallel.tensor=2", "parallel.shard=2")], folder)
+    assert losses(folder, "four") == pytest.approx(alone, abs=2e-6)
+    assert told.count("step 12/12") == 1
+    assert told.count("try next") == 1
+    evaluation = [
+        "evaluate",
+        f"checkpoint={folder / 'four'}",
+        f"data.eval={folder / 'text.txt'}",
+        "device=cpu",
+        "data.sequence_length=16",
+        f"data.cache={folder / 'cache'}",
     ]
-    found = [json.loads(each.stdout.splitlines()[-1])["loss"] for each in evaluated]
+    capsys.readouterr()
+    assert cli.run(evaluation) == 0
+    printed = [
+        capsys.readouterr().out,
+        run(["kitforge", *evaluation, "parallel.data=2"], folder),
+        on_forked_ranks(folder, 2, *evaluation, "parallel.tensor=2"),
+    ]
+    found = [json.loads(each.splitlines()[-1])["loss"] for each in printed]
     assert found[1:] == pytest.approx(found[:1] * 2, abs=1e-6)
 
 
-def test_torchrun_starts_them_as_well(folder: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kitforge")
-    arguments = command(folder, "torchrun", "parallel.data=2")
-    done = kitforge(folder, "train", *arguments, program=torchrun)
+def test_torchrun_starts_them_as_well(folder: Path, alone: list[float]) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kitforge", "train"]
+    words = [sys.executable, *torchrun, *command(folder, "torchrun", "parallel.data=2")]
+    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert losses(folder, "torchrun") == pytest.approx(losses(folder, "alone"), abs=2e-6)
+    assert losses(folder, "torchrun") == pytest.approx(alone, abs=2e-6)
     assert done.stdout.count("try next") == 1
 
 
 def test_degrees_that_cannot_run_are_refused_before_a_rank_is_started(folder: Path) -> None:
-    refused = kitforge(folder, "train", *command(folder, "refused", "parallel.tensor=3"))
-    assert refused.returncode == 1
-    assert "parallel.tensor=3 does not divide model.num_heads=4" in refused.stderr
+    with pytest.raises(ConfigError, match=r"parallel\.tensor=3 does not divide model\.num_heads=4"):
+        cli.run(["train", *command(folder, "refused", "parallel.tensor=3")])
     assert not (folder / "refused").exists()
 
 
@@ -106,33 +129,40 @@ def wait_for(path: Path, seconds: float = 120.0) -> None:
         time.sleep(0.02)
 
 
+SHARDED = ("parallel.shard=2", "trainer.checkpoint_every=1", "trainer.max_steps=30")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> list[float]:
+    """The losses of a sharded run that nobody kills."""
+    on_forked_ranks(folder, 2, "train", *command(folder, "whole", *SHARDED))
+    return losses(folder, "whole")
+
+
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_killed_rank_ends_the_run_or_it_starts_again_and_ends_the_same(folder: Path, restarts: int) -> None:
+def test_a_killed_rank_ends_the_run_or_it_starts_again_and_ends_the_same(
+    folder: Path, undisturbed: list[float], restarts: int
+) -> None:
     run = f"killed{restarts}"
-    degrees = (
-        "parallel.shard=2",
-        f"parallel.restarts={restarts}",
-        "trainer.checkpoint_every=1",
-        "trainer.max_steps=60",
-    )
+    arguments = ["train", *command(folder, run, *SHARDED, f"parallel.restarts={restarts}")]
     process = subprocess.Popen(
-        [sys.executable, "-m", "kitforge", "train", *command(folder, run, *degrees)],
+        [sys.executable, "-m", "kitforge", *arguments],
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_for(folder / run / "checkpoints" / "step_5")
-    os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
+    wait_for(folder / run / "checkpoints" / "step_1")
+    victim = ranks_of(process.pid)[-1]
+    wait_for(folder / run / "checkpoints" / "step_3")
+    os.kill(victim, signal.SIGKILL)
     _, complaint = process.communicate(timeout=240)
     if restarts == 0:
         assert process.returncode == 1
         assert complaint.count("error:") == 1 and "killed by SIGKILL" in complaint
-        again = kitforge(folder, "train", *command(folder, run, *degrees, "resume=auto"))
-        assert again.returncode == 0, again.stderr
+        assert len(losses(folder, run)) < len(undisturbed)
+        on_forked_ranks(folder, 2, *arguments, "resume=auto")
     else:
         assert process.returncode == 0, complaint
-    whole = kitforge(folder, "train", *command(folder, f"whole{restarts}", *degrees))
-    assert whole.returncode == 0, whole.stderr
-    assert losses(folder, run) == losses(folder, f"whole{restarts}")
+    assert losses(folder, run) == undisturbed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,13 +17,17 @@ import pytest
 import yaml
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from kitforge import cli
+from kitforge.cli import main as cli
+from kitforge.cli import members
+from kitforge.cli import train as training
 from kitforge.core.parallel import launch as launching
 from kitforge.core.parallel.degrees import Degrees
 from kitforge.core.parallel.launch import launch
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import DeviceError, KitforgeError, TrainingError
 from tests.distributed.rank_program import TIMEOUT
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ("-m", "tests.distributed.rank_program")
@@ -47,6 +52,11 @@ def launched_ranks(deed: str, restarts: int = 0) -> int | str:
             told = str(error)
         gc.collect()
         return told
+
+
+def since_it_failed() -> float:
+    """Seconds; the start of the ranks, which is long on a busy machine, does not count."""
+    return time.monotonic() - float(Path("since").read_text())
 
 
 def refused(deed: str) -> str:
@@ -81,21 +91,19 @@ def test_two_ranks_run_and_only_the_first_is_heard(capfd: pytest.CaptureFixture[
 def test_a_rank_that_fails_is_told_by_its_number_and_at_once(
     deed: str, words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    started = time.monotonic()
     told = refused(deed)
-    assert time.monotonic() - started < 30
+    assert deed == "differ" or since_it_failed() < 30
     assert all(word in told for word in words), told
     assert capfd.readouterr().err == "rank 0 complains\n"
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_ended() -> None:
-    started = time.monotonic()
     told = refused("hang")
     assert "rank 1 died or hung" in told
     assert f"waited {TIMEOUT:g} s" in told
     # The launcher alone would wait half a minute more for a rank that does not end when asked to.
-    assert time.monotonic() - started < TIMEOUT + 25
+    assert since_it_failed() < TIMEOUT + 25
 
 
 @pytest.mark.slow
@@ -104,17 +112,20 @@ def test_ranks_that_died_are_started_again(capfd: pytest.CaptureFixture[str]) ->
     assert "ended in round 1" in capfd.readouterr().out
 
 
+def wait_for_a_signal() -> None:
+    os.setsid()
+    warnings.simplefilter("ignore", ResourceWarning)
+    sys.exit(launch(["wait for a signal"], Degrees(shard=2, timeout=60), program=PROGRAM))
+
+
 @pytest.mark.slow
 def test_an_interrupt_reaches_every_rank_once_and_they_have_time_to_save() -> None:
-    program = (
-        "import sys; from kitforge.core.parallel.launch import launch; "
-        "from kitforge.core.parallel.degrees import Degrees; "
-        f"sys.exit(launch(['wait for a signal'], Degrees(shard=2, timeout=60), program={PROGRAM}))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    process = multiprocessing.get_context("fork").Process(target=wait_for_a_signal)
+    process.start()
     wait_for(lambda: Path("ready-0").exists() and Path("ready-1").exists())
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
+    os.kill(process.pid, signal.SIGINT)
+    process.join(30)
+    assert process.exitcode == 130
     assert [Path(f"saved-{rank}").read_text() for rank in range(2)] == ["1", "1"]
 
 
@@ -180,7 +191,7 @@ TRAIN = ["train", "model=llama_tiny", "data.train=corpus.txt", "data.sequence_le
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The arguments of every launch, in the place of launching."""
     calls: list[list[str]] = []
-    monkeypatch.setattr(cli, "launch", lambda arguments, degrees: calls.append([*arguments]) or 0)
+    monkeypatch.setattr(members, "launch", lambda arguments, degrees: calls.append([*arguments]) or 0)
     return calls
 
 
@@ -205,7 +216,7 @@ def test_each_member_of_a_sweep_is_launched_in_turn(launched: list[list[str]]) -
 def test_an_argument_that_is_written_is_read_as_the_same_value(value: object) -> None:
     from kitforge.composition import parse
 
-    assert parse(cli._argument("data.train", value)) == ("data.train", [value])
+    assert parse(members.argument("data.train", value)) == ("data.train", [value])
 
 
 def test_finetuning_without_weights_starts_nothing(launched: list[list[str]]) -> None:
@@ -237,10 +248,10 @@ def test_ranks_that_are_started_again_go_on_from_what_was_saved(
 ) -> None:
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "TORCHELASTIC_RESTART_COUNT": restarts}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(cli, "steps", lambda root: [1] if has_saved and root == Path("runs/a/checkpoints") else [])
-    kit = cli.kit_of("text_generation")
+    monkeypatch.setattr(training, "steps", lambda root: [1] if has_saved and root == Path("runs/a/checkpoints") else [])
+    kit = training.kit_of("text_generation")
     options = kit.read_options({"output_dir": "runs/a"})
-    assert cli._restarted(options).resume == expected
+    assert training.restarted(options).resume == expected
 
 
 # Other launchers

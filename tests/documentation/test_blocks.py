@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.documentation.conftest import Run
 from tests.documentation.markdown import ROOT, Story, num_marks, pages, stories
+from tests.warm.shell import Run
 
 TOLD = [story for page in pages() for story in stories(page, page.read_text(encoding="utf-8"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

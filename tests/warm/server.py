@@ -1,0 +1,117 @@
+"""A process that has imported everything, and carries out each command in a copy of itself.
+
+The tests start `kitforge` dozens of times, and each start would import torch for several seconds. A copy has the
+caller's arguments, folder, environment and streams, and gives back its status; no command sees another one. Ranks that
+a command starts are copies as well. A signal reaches the client, not the copy.
+
+`python -m tests.warm.server SOCKET` serves; `python -S client.py SOCKET [-m MODULE | FILE] ...` calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import runpy
+import select
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# What a run and a script of the pages would import.
+import kitforge.cli.main
+import kitforge.inference.pipeline
+import kitforge.kits.recommender.build
+import kitforge.kits.rlhf.build
+import kitforge.kits.transformers.build
+from kitforge.core.kernels.linear.numba import linear
+from kitforge.data import standard_library
+from kitforge.trainer import loop
+
+__all__ = ["kitforge", "shorten"]
+SHORT_STEPS = 5
+SHORT_CORPUS = ("json/", "logging/")
+
+
+def shorten() -> None:
+    """Let runs without a length and runs on the standard library be just long enough to show that they train."""
+    all_files = standard_library._source_files
+    standard_library._source_files = lambda folder: filter(
+        lambda name: name.startswith(SHORT_CORPUS), all_files(folder)
+    )
+    loop.DEFAULT_STEPS = SHORT_STEPS
+
+
+def serve(path: Path) -> dict[str, Any]:
+    """Answer calls until standard input ends; returns in the copy that is to carry a call out, with what is asked."""
+    draft = path.with_suffix(".draft")
+    with socket.create_server(str(draft), family=socket.AF_UNIX) as server:
+        # Whoever sees the path finds somebody who listens.
+        draft.rename(path)
+        while True:
+            if sys.stdin in select.select([server, sys.stdin], [], [])[0]:
+                sys.exit()
+            caller, _ = server.accept()
+            # Whoever has ended since the last call is buried, so that nobody's status is missed later.
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            if os.fork() == 0:
+                server.close()
+                return _answer(caller)
+            caller.close()
+
+
+def _answer(caller: socket.socket) -> dict[str, Any]:
+    """Become the copy that carries the call out; its parent waits for it and tells the caller its status."""
+    # A message comes whole or in pieces, the streams with its first byte.
+    start, streams, _, _ = socket.recv_fds(caller, 2**20, 3)
+    message = bytearray(start)
+    while part := caller.recv(2**20):
+        message += part
+    process = os.fork()
+    if process:
+        for stream in streams:
+            os.close(stream)
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        with contextlib.suppress(BrokenPipeError):
+            caller.sendall(str(status).encode())
+        os._exit(0)
+    caller.close()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    asked: dict[str, Any] = json.loads(message)
+    return asked
+
+
+def carry_out(asked: dict[str, Any]) -> None:
+    """Run the module or the script, as Python would."""
+    os.chdir(asked["folder"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    sys.executable = shutil.which("python") or sys.executable
+    first, *rest = asked["arguments"]
+    if first == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *rest]
+        sys.path.insert(0, str(Path(first).resolve().parent))
+        runpy.run_path(first, run_name="__main__")
+
+
+if __name__ == "__main__":
+    # `make prove` lets them have the whole.
+    if "KITFORGE_PROVE" not in os.environ:
+        shorten()
+    # The first compiled loop of a process takes longer than all the steps of a page together.
+    linear(torch.ones(1, 1), torch.ones(1, 1))
+    # A copy that looks for garbage would make all of this memory its own.
+    gc.freeze()
+    carry_out(serve(Path(sys.argv[1])))
