@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -24,12 +27,37 @@ def compiled(function: Function) -> Function:
     is kept beside the source, as Python keeps its own bytecode; where no folder can be written, it is compiled anew in
     each process. A change in a function that another one calls is noticed only within one file.
     """
-    make: Any = njit
-    try:
-        made: Function = make(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError:
-        made = make(nogil=True, error_model="numpy")(function)
-    return made
+    made: Any = njit(nogil=True, error_model="numpy")(function)
+    with suppress(RuntimeError):
+        made._cache = _Kept(function)  # type: ignore[no-untyped-call]
+    return cast(Function, made)
+
+
+class _Kept(FunctionCache):
+    """numba's files of compiled functions, read and written by one process at a time.
+
+    Left to itself, numba 0.68 may give two signatures that two processes compile at once the same file (the index is
+    read, added to and written back without a lock), and from then on calls one for the other.
+    """
+
+    def _load_overload(self, *signature: Any) -> Any:
+        with self._alone():
+            return super()._load_overload(*signature)  # type: ignore[no-untyped-call]
+
+    def _save_overload(self, *compiled: Any) -> None:
+        with self._alone():
+            super()._save_overload(*compiled)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        folder = os.open(self.cache_path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            # A process forked meanwhile has the handle too: closing it here would not let go of the lock.
+            fcntl.flock(folder, fcntl.LOCK_UN)
+            os.close(folder)
 
 
 def _prefetch(_context: Any, array: Any, _row: Any, _column: Any) -> Any:
