@@ -1,6 +1,9 @@
 """What every test shares: repeatable examples from Hypothesis, a skip where there is no accelerator, one small run,
 and a shell that starts at once."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no accelerator here"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is marked `alone` runs in a process that ran nothing else."""
+    if pyfuncitem.get_closest_marker("alone") is None or "KITFORGE_TEST_ALONE" in os.environ:
+        return None
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    environment = {**os.environ, "KITFORGE_TEST_ALONE": "1"}
+    done = subprocess.run(
+        command, cwd=pyfuncitem.config.rootpath, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.fail(f"status {done.returncode}\n{done.stdout}{done.stderr}", pytrace=False)
+    return True
 
 
 @pytest.fixture(scope="session")

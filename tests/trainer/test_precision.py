@@ -34,6 +34,7 @@ def test_fused_operations_train_like_the_references(tmp_path: Path, corpus: Path
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_blocks_train_like_the_others(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The code that is generated is tested with the blocks (tests/core/nn/test_compiled.py); this is the way to it.

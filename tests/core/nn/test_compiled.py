@@ -19,7 +19,7 @@ from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from tests.core.nn.networks import CONFIGS, GPT2, LLAMA, VOCAB, build, distance, documents_of, gradients, packed
 
 # What torch says about itself while it compiles is not ours to answer for.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture
