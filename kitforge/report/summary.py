@@ -19,6 +19,7 @@ PROGRESS = frozenset({"epoch", "tokens", "samples", "skipped", "time/seconds"})
 
 _TITLES = {
     "grad_norm": "Gradient norm",
+    "best_auc": "Best possible AUC",
     "kl": "Divergence from the reference",
     "approximate_kl": "Divergence within a round",
     "ended": "Answers that ended",
@@ -72,6 +73,7 @@ def title(name: str) -> str:
     if name in _TITLES:
         return _TITLES[name]
     words = name.removeprefix("time/").replace("_", " ").replace("/", " / ").strip()
+    words = re.sub(r"\b(auc|hr|ndcg)\b", lambda found: found[0].upper(), words)
     return words[:1].upper() + words[1:]
 
 

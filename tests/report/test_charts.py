@@ -28,8 +28,8 @@ def test_an_evaluation_joins_the_training_metric_of_its_name() -> None:
     lines = {chart.title: [(line.label, line.tone) for line in chart.lines] for chart in found}
     assert lines == {
         "Loss": [("training", 0), ("evaluation", 1)],
-        "Auc": [("training", 0)],
-        "Ndcg": [("evaluation", 1)],
+        "AUC": [("training", 0)],
+        "NDCG": [("evaluation", 1)],
     }
 
 

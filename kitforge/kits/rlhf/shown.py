@@ -27,13 +27,17 @@ class ShownAnswers(Callback):
         if event.kind != "evaluate" or run.folder is None or run.world.rank > 0:
             return
         step = run.state.cursor.step
-        samples = [self._sample(each) for each in self._task.evaluated[:MOST]]
+        # A prompt that comes twice is shown once, with its first answer.
+        distinct: dict[tuple[int, ...], Trajectory] = {}
+        for each in self._task.evaluated:
+            distinct.setdefault(tuple(each.answer.prompt), each)
+        samples = [self._sample(each) for each in list(distinct.values())[:MOST]]
         page = json.dumps({"step": step, "samples": samples}, ensure_ascii=False, indent=1)
         write_text(run.folder / "samples" / f"step_{step}.json", page)
 
     def _sample(self, trajectory: Trajectory) -> dict[str, Any]:
         answer = trajectory.answer
         end = "" if answer.has_ended else " \N{HORIZONTAL ELLIPSIS}"
-        figures = {"reward": trajectory.reward, "nats from the reference": trajectory.nats}
+        figures = {"reward": trajectory.reward, "nats from the reference": round(trajectory.nats, 4)}
         text = self._tokenizer.decode(answer.spoken) + end
         return {"prompt": self._tokenizer.decode(answer.prompt), "text": text, "figures": figures}
