@@ -6,6 +6,7 @@ import asyncio
 import os
 
 import httpx
+import pytest
 
 from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizer import ByteTokenizer
@@ -30,6 +31,7 @@ async def ask_all(url: str, prompts: list[str]) -> list[str]:
         return await asyncio.gather(*map(ask, prompts))
 
 
+@pytest.mark.prove
 def test_none_is_lost_or_mixed_up(model: Decoder) -> None:
     options = EngineOptions(max_sequences=64)
     service = make_service(model, ServeOptions(max_requests=COUNT), options)
