@@ -32,9 +32,9 @@ from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.environment import Playground
 from kitforge.kits.rlhf.judgement import judged
 from kitforge.kits.rlhf.order import Indices, Order
-from kitforge.kits.rlhf.preference import check_reference
 from kitforge.kits.rlhf.pretraining import Pretraining, is_pretraining, pretraining_count, pretraining_loss
 from kitforge.kits.rlhf.rollouts import Round, Trajectory, answered, laid, token_log_probs, token_values
+from kitforge.kits.rlhf.row_task import check_reference
 from kitforge.kits.rlhf.rows import Rows
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.scoring import Scorer

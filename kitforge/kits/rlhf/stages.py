@@ -145,7 +145,7 @@ def preference(parts: Parts) -> Prepared:
     reference = _reference(parts, origin) if options.preference.needs_reference else None
     build = _policy(parts, origin)
     return Prepared(
-        task=lambda world: (PreferenceTask(options, rows, build, reference, world), ()),
+        task=lambda world: (PreferenceTask(options, rows, build, world, reference), ()),
         fingerprint=rows.fingerprint,
         network=origin.described(),
     )
@@ -165,7 +165,7 @@ def kto(parts: Parts) -> Prepared:
     origin = parts.origin(parts.inputs.model)
     reference, build = _reference(parts, origin), _policy(parts, origin)
     return Prepared(
-        task=lambda world: (KTOTask(options, rows, build, reference, world), ()),
+        task=lambda world: (KTOTask(options, rows, build, world, reference), ()),
         fingerprint=rows.fingerprint,
         network=origin.described(),
     )
