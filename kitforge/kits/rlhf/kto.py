@@ -79,7 +79,7 @@ class KTOTask(RowTask[KTOOptions, Judged]):
     def _log_ratios(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """log policy / reference of each answer [S]."""
         with torch.no_grad():
-            reference, _ = response_log_probs(cast(nn.Module, self._reference), batch)
+            reference, _ = response_log_probs(cast(nn.Module, self._frozen.reference), batch)
         return response_log_probs(model, batch)[0] - reference
 
     def _laid(self, rows: Sequence[Judged]) -> MicroBatch:

@@ -35,9 +35,9 @@ class PreferenceTask(RowTask[PreferenceOptions, Pair]):
         rightly."""
         sums, lengths = response_log_probs(model, micro_batch)
         reference = torch.zeros_like(sums)
-        if self._reference is not None:
+        if self._frozen.reference is not None:
             with torch.no_grad():
-                reference, _ = response_log_probs(self._reference, micro_batch)
+                reference, _ = response_log_probs(self._frozen.reference, micro_batch)
         losses = self._losses(sums, reference, lengths)
         weights = micro_batch["weights"].to(losses.device)
         rewards = self._options.preference.beta * (self._scale(sums, lengths) - self._scale(reference, lengths))

@@ -10,12 +10,12 @@ from torch import nn
 
 from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.parallel.world import World
-from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.rlhf.config import StageOptions
+from kitforge.kits.rlhf.frozen import Frozen
 from kitforge.kits.rlhf.order import Order
 from kitforge.kits.rlhf.rows import Row, Rows
-from kitforge.kits.rlhf.weights import decoder_groups, fingerprint
+from kitforge.kits.rlhf.weights import decoder_groups
 from kitforge.trainer.evaluate import weighted_means
 from kitforge.trainer.task import Task
 
@@ -23,8 +23,7 @@ Options = TypeVar("Options", bound=StageOptions)
 
 
 class RowTask(Task, Generic[Options, Row]):
-    """Needs `micro_batches`, `count` and `loss`. `reference` is the policy that the run began with, frozen; None for
-    losses that need none."""
+    """Needs `micro_batches`, `count` and `loss`."""
 
     def __init__(
         self,
@@ -32,13 +31,13 @@ class RowTask(Task, Generic[Options, Row]):
         rows: Rows[Row],
         build: Callable[[World], nn.Module],
         world: World,
-        reference: nn.Module | None = None,
+        frozen: Frozen,
     ) -> None:
         self._options = options
         self._rows = rows
         self._build = build
         self._world = world
-        self._reference = reference
+        self._frozen = frozen
         self._order = Order(len(rows.train), options, world)
 
     @abstractmethod
@@ -85,23 +84,11 @@ class RowTask(Task, Generic[Options, Row]):
         return {f"eval/{name}": value for name, value in means.items()}
 
     def state(self) -> dict[str, Any]:
-        """Which rows the cursor counts, and what the policy is compared with."""
-        return {"rows": self._rows.fingerprint, "reference": self._fingerprint()}
+        """Which rows the cursor counts, and what stays as it is beside the model."""
+        return {"rows": self._rows.fingerprint, **self._frozen.state}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Refuse to go on over other rows or with another reference than the run began with."""
+        """Refuse to go on over other rows or beside another reference or base than the run began with."""
         allowed = self._options.trainer.allow_changes
         self._rows.check_same(state["rows"], allowed)
-        check_reference(state.get("reference"), self._fingerprint(), allowed)
-
-    def _fingerprint(self) -> str | None:
-        return None if self._reference is None else fingerprint(self._reference)
-
-
-def check_reference(wanted: str | None, found: str | None, allowed: bool) -> None:
-    """Raise ConfigError for another reference than the one of that fingerprint, unless it is allowed."""
-    if wanted != found and not allowed:
-        raise ConfigError(
-            "the reference is not the one that the run began with",
-            fix="start from the same model, or add trainer.allow_changes=true to go on all the same",
-        )
+        self._frozen.check_same(state, allowed)
