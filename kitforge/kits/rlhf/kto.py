@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kitforge.data.dialogues import Judged, Response
 from kitforge.foundation.types import MicroBatch, Sums
-from kitforge.kits.rlhf.algorithms.preference import kto_loss
+from kitforge.kits.rlhf.algorithms.preference import kto_loss, other_answers
 from kitforge.kits.rlhf.collate import padded
 from kitforge.kits.rlhf.config import KTOOptions
 from kitforge.kits.rlhf.order import Indices
@@ -66,12 +66,11 @@ class KTOTask(RowTask[KTOOptions, Judged]):
         A lone row, as a pass may end with, has no such answer beside it, and the estimate is 0."""
         if len(rows) == 1:
             return torch.zeros((), dtype=torch.float64)
-        total = torch.zeros((), dtype=torch.float64)
+        others, total = other_answers([row.response for row in rows]), torch.zeros((), dtype=torch.float64)
         with autocast(self._world.device, self._options.precision):
             for part in parts:
-                before = [rows[index - 1].response for index in part]
                 longest = self._options.data.sequence_length
-                crossed = [_crossed(rows[i].response, each, longest) for i, each in zip(part, before, strict=True)]
+                crossed = [_crossed(rows[index].response, others[index], longest) for index in part]
                 if crossed:
                     total += self._log_ratios(model, padded(crossed, self._rows.pad_id)).double().sum().cpu()
         return (self._world.sum({"sum": total})["sum"] / len(rows)).clamp(min=0)
