@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -23,12 +23,19 @@ from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptio
 from kitforge.kits.rlhf.environment import Playground
 from kitforge.kits.rlhf.frozen import Frozen
 from kitforge.kits.rlhf.kto import KTOTask
-from kitforge.kits.rlhf.networks import Origin, is_scalar, load_policy, load_scalar, origin_of, tokenizer_of
+from kitforge.kits.rlhf.networks import (
+    Origin,
+    is_scalar,
+    load_policy,
+    load_scalar,
+    origin_of,
+    tokenizer_of,
+)
 from kitforge.kits.rlhf.preference import PreferenceTask
 from kitforge.kits.rlhf.record import KeptRounds
 from kitforge.kits.rlhf.reward import Normalisation, RewardTask
 from kitforge.kits.rlhf.rl import RLTask, Roles
-from kitforge.kits.rlhf.rows import Rows, read_rows
+from kitforge.kits.rlhf.rows import Row, Rows, read_rows
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.scoring import scorer_of
 from kitforge.kits.rlhf.sft import SFTTask
@@ -54,6 +61,19 @@ class Parts:
     reader: DialogueReader
     device: torch.device
     is_evaluation: bool  # the model is looked at as it is, and not to be trained
+
+    def rows(self, read: Callable[[object], Iterable[Row]], length: Callable[[Row], int], columns: str) -> Rows[Row]:
+        """The rows of the stage, which have these columns. Raises ConfigError where there are none."""
+        purpose, name = ("evaluate", "eval") if self.is_evaluation else ("train", "train")
+        if self.specs == (None, None):
+            raise ConfigError(
+                f"{self.options.task} has nothing to {purpose} on",
+                got=f"data.{name}=null",
+                expected=f"rows with the columns {columns}",
+                fix=f"add data.{name}=FILE or pass {name}_dataset=; kitforge train recipe=rlhf_tiny needs no file",
+            )
+        options = self.options
+        return read_rows(read, length, self.specs, options.data, seed=options.seed, pad_id=self.tokenizer.pad_id)
 
     def origin(self, given: nn.Module | None) -> Origin:
         """What a language model is made from."""
@@ -101,14 +121,7 @@ def sft(parts: Parts) -> Prepared:
     """Demonstrations, and the network itself."""
     options = cast(SFTOptions, parts.options)
     origin = parts.origin(parts.inputs.model)
-    rows = read_rows(
-        parts.reader.demonstrations,
-        lambda row: len(row.tokens),
-        parts.specs,
-        options.data,
-        seed=options.seed,
-        pad_id=parts.tokenizer.pad_id,
-    )
+    rows = parts.rows(parts.reader.demonstrations, lambda row: len(row.tokens), "prompt and completion, or text")
 
     def build(world: World) -> nn.Module:
         if options.adapter.is_on and not parts.is_evaluation:
@@ -163,14 +176,7 @@ def preference(parts: Parts) -> Prepared:
 def kto(parts: Parts) -> Prepared:
     """Single answers with a verdict each, a policy that is a copy of the one given, and the one given beside it."""
     options = cast(KTOOptions, parts.options)
-    rows = read_rows(
-        parts.reader.judged,
-        lambda row: len(row.response.tokens),
-        parts.specs,
-        options.data,
-        seed=options.seed,
-        pad_id=parts.tokenizer.pad_id,
-    )
+    rows = parts.rows(parts.reader.judged, lambda row: len(row.response.tokens), "prompt, completion and label")
     origin = parts.origin(parts.inputs.model)
     frozen, build = parts.frozen(origin, _reference(parts, origin)), _policy(parts, origin)
     return Prepared(
@@ -184,13 +190,10 @@ def reinforcement(parts: Parts) -> Prepared:
     """Prompts, a policy that is a copy of the one given, the one given as its reference, a critic that begins as the
     reward model where there is one, and what scores answers."""
     options = cast(RLOptions, parts.options)
-    rows = read_rows(
+    rows = parts.rows(
         parts.reader.prompts,
-        lambda prompt: len(prompt.tokens) + options.rollout.max_new_tokens,
-        parts.specs,
-        options.data,
-        seed=options.seed,
-        pad_id=parts.tokenizer.pad_id,
+        lambda row: len(row.tokens) + options.rollout.max_new_tokens,
+        "prompt, and those that rewards read",
     )
     pretraining = _pretraining(parts)
     given = parts.inputs.model
@@ -332,13 +335,10 @@ def _judging(backbone: nn.Module, options: RLOptions, device: torch.device) -> n
 
 
 def _pairs(parts: Parts) -> Rows[Pair]:
-    return read_rows(
+    return parts.rows(
         parts.reader.pairs,
         lambda pair: max(len(pair.chosen.tokens), len(pair.rejected.tokens)),
-        parts.specs,
-        parts.options.data,
-        seed=parts.options.seed,
-        pad_id=parts.tokenizer.pad_id,
+        "chosen and rejected, and prompt unless both begin with it",
     )
 
 
