@@ -7,7 +7,7 @@ import math
 import sys
 
 from kitforge.api import evaluate as evaluate_task
-from kitforge.api import kit_of
+from kitforge.api import kit_of, load_model
 from kitforge.cli.terminal import speaks
 from kitforge.composition import Composition
 
@@ -16,7 +16,11 @@ def evaluate(chosen: Composition) -> int:
     """Measure a checkpoint; the last line is one JSON object."""
     kit = kit_of(chosen.values["task"])
     options = kit.read_options(chosen.values)
-    metrics = kit.evaluate_questions(options) if chosen.values.get("tasks") else evaluate_task(options, kit.Inputs())
+    if chosen.values.get("tasks"):
+        model = None if options.checkpoint is None else load_model(options.checkpoint, options.device)
+        metrics = kit.evaluate_questions(options, model)
+    else:
+        metrics = evaluate_task(options, kit.Inputs())
     # JSON has no word for infinity and none for what is not a number.
     line = {name.removeprefix("eval/"): value if math.isfinite(value) else None for name, value in metrics.items()}
     sys.stdout.write(json.dumps(line) + "\n" if speaks() else "")

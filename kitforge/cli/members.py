@@ -46,7 +46,8 @@ def members(overrides: Sequence[str], *, is_sweep: bool, writes_text: bool = Fal
             text if len(values) == 1 else argument(name, value)
             for (text, name, values), value in zip(axes, picked, strict=True)
         ]
-        task = writer_of(choices) if writes_text else task_of(choices)
+        # Questions are put to whatever writes text, whichever stage trained it.
+        task = writer_of(choices) if writes_text or choices.get("tasks") else task_of(choices)
         choices.pop("task", None)
         found.append(Member(chosen=composed(task, choices), arguments=tuple(arguments)))
     folders = [folder for member in found if (folder := member.chosen.values.get("output_dir")) is not None]

@@ -98,8 +98,8 @@ def _named(path: Path, note: Callable[[str, str], None], world: World) -> Checkp
 
 
 def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bool) -> list[str]:
-    """What changed between two nested configurations, as lines to show. Raises ConfigError when a change makes an
-    exact continuation impossible, unless it is allowed."""
+    """What changed between two nested configurations, as lines to show; that a run is resumed is said elsewhere. Raises
+    ConfigError when a change makes an exact continuation impossible, unless it is allowed."""
     old, new = _flat(before), _flat(now)
     changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     lines = [f"{name}: {old.get(name)!r} -> {new.get(name)!r}" for name in changed]
@@ -111,7 +111,7 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed:
             expected="the same options",
             fix="put them back, or add trainer.allow_changes=true to go on all the same",
         )
-    return lines
+    return [line for name, line in zip(changed, lines, strict=True) if name != "resume"]
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import nn
 
 from kitforge.core.parallel.world import World
 from kitforge.foundation.config import check
-from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.foundation.files import write_text
 from kitforge.foundation.log import console
 from kitforge.trainer.callbacks.callback import Callback
@@ -88,11 +89,20 @@ def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> di
     if found is not None:
         loop.resume(found)
     loop.world.agree(None)
-    if loop.world.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "config.yaml", config_text)
-        _point_latest(folder)
-    return loop.train()
+    if loop.world.rank > 0:
+        return loop.train()
+    before, made = _latest(folder), [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "config.yaml", config_text)
+    _point_latest(folder, folder.name)
+    try:
+        return loop.train()
+    except KitforgeError:
+        # What fails on its data before the first step leaves nothing to look at or to go on from.
+        if made and loop.state.cursor.step == 0:
+            _point_latest(folder, before)
+            shutil.rmtree(made[-1], ignore_errors=True)
+        raise
 
 
 def _standing_callbacks(options: RunOptions, folder: Path, config: dict[str, Any], world: World) -> list[Callback]:
@@ -126,13 +136,24 @@ def _standing_callbacks(options: RunOptions, folder: Path, config: dict[str, Any
     return chosen
 
 
-def _point_latest(folder: Path) -> None:
-    """Let `latest` beside the run point to it; where links cannot be made there is none."""
+def _latest(folder: Path) -> str | None:
+    """Where `latest` beside the run points to."""
+    try:
+        return os.readlink(folder.parent / "latest")
+    except OSError:
+        return None
+
+
+def _point_latest(folder: Path, target: str | None) -> None:
+    """Let `latest` beside the run point to a run, or to none; where links cannot be made there is none."""
     link = folder.parent / "latest"
     draft = folder.parent / f".latest.{os.getpid()}"
     try:
         draft.unlink(missing_ok=True)
-        draft.symlink_to(folder.name)
+        if target is None:
+            link.unlink(missing_ok=True)
+            return
+        draft.symlink_to(target)
         os.replace(draft, link)
     except OSError:
         draft.unlink(missing_ok=True)

@@ -63,6 +63,8 @@ def test_harmless_changes_are_said(corpus: Path, folder: Path) -> None:
     told = tiny.events(folder, "changed")
     for line in ("trainer.log_every: 1 -> 2", "trainer.keep_checkpoints: 3 -> 9", "prompt: None -> 'the '"):
         assert line in told
+    # That the run goes on is an event of its own.
+    assert not any(line.startswith("resume") for line in told)
 
 
 BREAKING: dict[str, tuple[Any, str]] = {

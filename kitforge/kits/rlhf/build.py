@@ -158,18 +158,21 @@ class KeepTokenizer(Callback):
 
 @final
 class KeepAdapter(Callback):
-    """Writes the policy's adapter beside the run, as PEFT reads it, where its layers have names there."""
+    """Writes the adapter of the policy or of the reward model beside the run, as PEFT reads it, where its layers have
+    names there."""
 
     def on_event(self, event: Event, run: Run) -> None:
         """At the end."""
-        network = policy_of(run.model)
+        scalar = run.model if isinstance(run.model, ScalarModel) else None
+        network = policy_of(run.model) if scalar is None else scalar.backbone
         if event.kind != "end" or run.folder is None or run.world.rank > 0 or not isinstance(network, Decoder):
             return
         config = config_of_adapter(network)
         if config is None:
             return
         try:
-            save_adapter(network, "policy", config, run.folder / "adapter")
+            name, head = ("policy", None) if scalar is None else ("reward", scalar.head())
+            save_adapter(network, name, config, run.folder / "adapter", head=head)
         except ModelError as error:
             run.note("adapter", f"not written for PEFT: {error}")
 

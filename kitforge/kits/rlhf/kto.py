@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from collections.abc import Sequence
+from typing import cast, final
 
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.optim.groups import ParameterGroup
-from kitforge.core.parallel.world import World
 from kitforge.data.dialogues import Judged, Response
-from kitforge.foundation.types import Cursor, MicroBatch, Sums
-from kitforge.kits.rlhf.algorithms.preference import kto_loss
+from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.kits.rlhf.algorithms.preference import kto_loss, other_answers
 from kitforge.kits.rlhf.collate import padded
 from kitforge.kits.rlhf.config import KTOOptions
-from kitforge.kits.rlhf.order import Indices, Order
-from kitforge.kits.rlhf.preference import check_reference, response_log_probs
-from kitforge.kits.rlhf.rows import Rows
-from kitforge.kits.rlhf.weights import decoder_groups, fingerprint
-from kitforge.trainer.evaluate import weighted_means
+from kitforge.kits.rlhf.order import Indices
+from kitforge.kits.rlhf.preference import response_log_probs
+from kitforge.kits.rlhf.row_task import RowTask
 from kitforge.trainer.precision import autocast
-from kitforge.trainer.task import Task
 
 
 @final
-class KTOTask(Task):
+class KTOTask(RowTask[KTOOptions, Judged]):
     """A micro-batch holds tokens and targets [S, T], is_desirable and weights [S], and the baseline of the whole step.
 
     The baseline is the mean log-ratio of policy and reference for answers to other prompts: each prompt of the step
@@ -33,37 +28,11 @@ class KTOTask(Task):
     change it.
     """
 
-    def __init__(
-        self,
-        options: KTOOptions,
-        rows: Rows[Judged],
-        build: Callable[[World], nn.Module],
-        reference: nn.Module,
-        world: World,
-    ) -> None:
-        self._options = options
-        self._rows = rows
-        self._build = build
-        self._reference = reference
-        self._world = world
-        self._order = Order(len(rows.train), options, world)
-
-    def build(self, world: World) -> nn.Module:
-        """The policy, on the device."""
-        return self._build(world)
-
-    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        """Matrices decay; embeddings, the head, norms and biases do not."""
-        return decoder_groups(model, weight_decay)
-
-    def num_steps(self, epochs: float) -> int | None:
-        """Steps in that many passes over the rows."""
-        return self._order.num_steps(epochs)
-
-    def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
-        """Batches from the cursor on."""
-        for batch in self._order.batches(cursor):
-            yield self._micro_batches(model, [self._rows.train[index] for index in batch])
+    def micro_batches(self, model: nn.Module, rows: Sequence[Judged], step: int) -> list[MicroBatch]:
+        """With the baseline of the whole batch."""
+        parts = self._order.parts(len(rows))
+        baseline = self._baseline(model, rows, parts)
+        return [{**self._laid([rows[index] for index in part]), "baseline": baseline} for part in parts]
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """Answers of this rank's part of the step, of each kind for what is said of it."""
@@ -91,47 +60,17 @@ class KTOTask(Task):
             "undesirable_reward": (rewards * ~good * weights).sum(),
         }
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """The same figures over the evaluation rows, the baseline batch by batch."""
-        rows = self._rows.eval
-        if not rows:
-            return {}
-        batches = ([rows[index] for index in batch] for batch in self._order.evaluation(len(rows)))
-        means = weighted_means(
-            (each for batch in batches for each in self._micro_batches(model, batch)),
-            lambda batch: self.loss(model, batch),
-            lambda batch: self.count([batch]),
-            self._world.sum,
-        )
-        return {f"eval/{name}": value for name, value in means.items()}
-
-    def state(self) -> dict[str, Any]:
-        """Which rows the cursor counts, and what the policy is compared with."""
-        return {"rows": self._rows.fingerprint, "reference": fingerprint(self._reference)}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Refuse to go on over other rows or with another reference than the run began with."""
-        allowed = self._options.trainer.allow_changes
-        self._rows.check_same(state["rows"], allowed)
-        check_reference(state["reference"], fingerprint(self._reference), allowed)
-
-    def _micro_batches(self, model: nn.Module, rows: Sequence[Judged]) -> list[MicroBatch]:
-        parts = self._order.parts(len(rows))
-        baseline = self._baseline(model, rows, parts)
-        return [{**self._laid([rows[index] for index in part]), "baseline": baseline} for part in parts]
-
     @torch.no_grad()
     def _baseline(self, model: nn.Module, rows: Sequence[Judged], parts: Sequence[Indices]) -> Tensor:
         """An estimate of the divergence in nats an answer, 0-dim, at least 0: from prompts with answers to another one.
         A lone row, as a pass may end with, has no such answer beside it, and the estimate is 0."""
         if len(rows) == 1:
             return torch.zeros((), dtype=torch.float64)
-        total = torch.zeros((), dtype=torch.float64)
+        others, total = other_answers([row.response for row in rows]), torch.zeros((), dtype=torch.float64)
         with autocast(self._world.device, self._options.precision):
             for part in parts:
-                before = [rows[index - 1].response for index in part]
                 longest = self._options.data.sequence_length
-                crossed = [_crossed(rows[i].response, each, longest) for i, each in zip(part, before, strict=True)]
+                crossed = [_crossed(rows[index].response, others[index], longest) for index in part]
                 if crossed:
                     total += self._log_ratios(model, padded(crossed, self._rows.pad_id)).double().sum().cpu()
         return (self._world.sum({"sum": total})["sum"] / len(rows)).clamp(min=0)
@@ -139,7 +78,7 @@ class KTOTask(Task):
     def _log_ratios(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """log policy / reference of each answer [S]."""
         with torch.no_grad():
-            reference, _ = response_log_probs(self._reference, batch)
+            reference, _ = response_log_probs(cast(nn.Module, self._frozen.reference), batch)
         return response_log_probs(model, batch)[0] - reference
 
     def _laid(self, rows: Sequence[Judged]) -> MicroBatch:

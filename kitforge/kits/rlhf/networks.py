@@ -29,7 +29,7 @@ from kitforge.kits.rlhf.config import StageOptions
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.weights import continued, copied, sharing
 from kitforge.models import folder as model_folder
-from kitforge.models.adapters import load_adapter
+from kitforge.models.adapters import load_adapter, read_head
 from kitforge.models.catalog import config_of
 from kitforge.models.sharding import DECODER
 
@@ -70,6 +70,9 @@ class Origin:
             base = cast(Decoder, self.given)
             if options.adapter.path is None:
                 return continued(base, name, options.adapter.config, options.seed, options.compile_level)
+            if name == "policy" and read_head(Path(options.adapter.path)):
+                expected = "an adapter of a language model"
+                raise ModelError("the adapter is of a reward model", got=options.adapter.path, expected=expected)
             shared = sharing(base, options.compile_level)
             found = load_adapter(shared, name, Path(options.adapter.path))
             wanted = replace(options.adapter.config, targets=tuple(sorted(options.adapter.targets)))
@@ -80,6 +83,23 @@ class Origin:
             return copied(self.given, device, options.compile_level)
         assert self.config is not None
         return model_folder.build(self.config, device=device, level=options.compile_level, seed=options.seed)
+
+    def scorer(self, folder: Path, options: StageOptions) -> ScalarModel:
+        """The reward model that PEFT's folder makes of the weights that the policy starts from. Raises ModelError where
+        there are none yet, or no head that gives scores."""
+        if not isinstance(self.given, Decoder):
+            raise ModelError(
+                "an adapter needs the weights that it was trained beside",
+                got=folder,
+                fix="start the policy from them (checkpoint=RUN), or name the run of the task reward itself",
+            )
+        if not (head := read_head(folder)):
+            raise ModelError("there is no reward model here", got=folder, expected="an adapter with a head, `score`")
+        backbone = sharing(self.given, options.compile_level)
+        load_adapter(backbone, "reward", folder)
+        model = ScalarModel(backbone)
+        model.load_head(head)
+        return model
 
 
 def origin_of(options: StageOptions, given: nn.Module | None, tokenizer: Tokenizer, device: torch.device) -> Origin:

@@ -2,62 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast, final
+from collections.abc import Sequence
+from functools import cached_property
+from typing import cast, final
 
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.optim.groups import ParameterGroup
-from kitforge.core.parallel.world import World
 from kitforge.data.dialogues import Pair
-from kitforge.foundation.types import Cursor, MicroBatch, Sums
+from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.reward import pairwise_loss
 from kitforge.kits.rlhf.config import RewardOptions
-from kitforge.kits.rlhf.pairs import PairBatches, halves
-from kitforge.kits.rlhf.rows import Rows
+from kitforge.kits.rlhf.pairs import halves, pair_batches, pair_count
+from kitforge.kits.rlhf.row_task import RowTask
 from kitforge.kits.rlhf.scalar_model import ScalarModel
-from kitforge.kits.rlhf.weights import decoder_groups
 from kitforge.trainer.callbacks.callback import Callback, Event, Run
-from kitforge.trainer.evaluate import weighted_means
-from kitforge.trainer.task import Task
 
 # Pairs whose scores tell mean and deviation.
 MEASURED = 256
 
 
 @final
-class RewardTask(Task):
-    """See `PairBatches` for what a micro-batch holds."""
+class RewardTask(RowTask[RewardOptions, Pair]):
+    """See `pair_batches` for what a micro-batch holds."""
 
-    def __init__(
-        self, options: RewardOptions, rows: Rows[Pair], build: Callable[[World], nn.Module], world: World
-    ) -> None:
-        self._options = options
-        self._rows = rows
-        self._build = build
-        self._world = world
-        self._batches = PairBatches(options, rows, world)
-
-    def build(self, world: World) -> nn.Module:
-        """The scalar model, on the device."""
-        return self._build(world)
-
-    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        """Matrices decay; embeddings, the head, norms and biases do not."""
-        return decoder_groups(model, weight_decay)
-
-    def num_steps(self, epochs: float) -> int | None:
-        """Steps in that many passes over the pairs."""
-        return self._batches.num_steps(epochs)
-
-    def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
-        """Batches from the cursor on."""
-        return self._batches.steps(cursor)
+    def micro_batches(self, model: nn.Module, rows: Sequence[Pair], step: int) -> list[MicroBatch]:
+        """See `pair_batches`."""
+        return pair_batches(rows, self._order.parts(len(rows)), self._rows.pad_id)
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """Pairs."""
-        return self._batches.count(step)
+        return pair_count(step)
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
         """The sum of the pairs' losses, how many are ordered rightly, half for a tie, and how far apart they are."""
@@ -72,23 +47,24 @@ class RewardTask(Task):
             "reward_margin": ((chosen - rejected).detach() * weights).sum(),
         }
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """eval/loss, eval/accuracy over all pairs, and eval/accuracy/SOURCE for the pairs of each source."""
-        if not self._rows.eval:
-            return {}
-        means = weighted_means(
-            self._batches.evaluation(),
-            lambda batch: self.loss(model, batch) | self._by_source(model, batch),
-            lambda batch: self.count([batch]) | self._counts_by_source(batch),
-            self._world.sum,
-        )
-        return {f"eval/{name}": value for name, value in means.items()}
+    def measured(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+        """The same, and the accuracy for the pairs of each source."""
+        chosen, rejected = halves(_scores(model, micro_batch))
+        right = (_is_right(chosen, rejected) * micro_batch["weights"].to(chosen.device)).cpu()
+        by_source = {name: (right * _is_from(micro_batch, source)).sum() for name, source in self._sources}
+        return self.loss(model, micro_batch) | by_source
+
+    def measured_count(self, micro_batch: MicroBatch) -> Sums:
+        """Pairs, and those of each source."""
+        weights = micro_batch["weights"]
+        by_source = {name: (weights * _is_from(micro_batch, source)).sum() for name, source in self._sources}
+        return self.count([micro_batch]) | by_source
 
     def normalise(self, model: nn.Module) -> None:
         """Set mean and deviation of the model to those of its scores of training responses, over all ranks."""
         network, scores, counted = cast(ScalarModel, model), [], []
         with torch.no_grad():
-            for batch in self._batches.responses(MEASURED):
+            for batch in self.micro_batches(model, self._rows.train[:MEASURED], 0):
                 scores.append(_scores(model, batch).double().cpu())
                 counted.append(batch["weights"].double().repeat(2))
         values, weights = torch.cat(scores), torch.cat(counted)
@@ -98,24 +74,11 @@ class RewardTask(Task):
         network.mean.copy_(mean)
         network.deviation.copy_((squares / found["count"]).sqrt().clamp(min=1e-6))
 
-    def state(self) -> dict[str, Any]:
-        """Which rows the cursor counts."""
-        return {"rows": self._rows.fingerprint}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Refuse to go on over other rows than those the run began with."""
-        self._rows.check_same(state["rows"], self._options.trainer.allow_changes)
-
-    def _by_source(self, model: nn.Module, batch: MicroBatch) -> Sums:
-        chosen, rejected = halves(_scores(model, batch))
-        right = (_is_right(chosen, rejected) * batch["weights"].to(chosen.device)).cpu()
-        return {name: (right * _is_from(batch, source)).sum() for name, source in self._names()}
-
-    def _counts_by_source(self, batch: MicroBatch) -> Sums:
-        return {name: (batch["weights"] * _is_from(batch, source)).sum() for name, source in self._names()}
-
-    def _names(self) -> list[tuple[str, str]]:
-        return [(f"accuracy/{source}", source) for source in self._batches.sources]
+    @cached_property
+    def _sources(self) -> list[tuple[str, str]]:
+        """Each source of the evaluation pairs, after the name of its accuracy."""
+        sources = {pair.source for pair in self._rows.eval if pair.source}
+        return [(f"accuracy/{source}", source) for source in sorted(sources)]
 
 
 @final

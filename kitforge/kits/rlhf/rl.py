@@ -30,15 +30,15 @@ from kitforge.kits.rlhf.algorithms.divergence import divergence, divergence_loss
 from kitforge.kits.rlhf.algorithms.policy import policy_loss, value_loss
 from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.environment import Playground
+from kitforge.kits.rlhf.frozen import Frozen
 from kitforge.kits.rlhf.judgement import judged
 from kitforge.kits.rlhf.order import Indices, Order
-from kitforge.kits.rlhf.preference import check_reference
 from kitforge.kits.rlhf.pretraining import Pretraining, is_pretraining, pretraining_count, pretraining_loss
 from kitforge.kits.rlhf.rollouts import Round, Trajectory, answered, laid, token_log_probs, token_values
 from kitforge.kits.rlhf.rows import Rows
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.scoring import Scorer
-from kitforge.kits.rlhf.weights import copied, decoder_groups, fingerprint
+from kitforge.kits.rlhf.weights import copied, decoder_groups
 from kitforge.trainer.precision import autocast
 from kitforge.trainer.task import Task
 
@@ -54,7 +54,7 @@ class Roles:
     build: Callable[[World], nn.Module]  # the policy, with a critic where there is one
     scorer: Scorer | None  # None: the environment scores
     playground: Playground | None = None  # where answers of several turns are played
-    reference: nn.Module | None  # the policy as it was, frozen; None where divergence costs nothing
+    frozen: Frozen  # the reference: the policy as it was
     eos_ids: tuple[int, ...]
     pretraining: Rows[Response] | None = None  # text that the policy must not forget
 
@@ -172,7 +172,7 @@ class RLTask(Task):
         return {
             "rows": self._rows.fingerprint,
             "num_rows": len(self._rows.train),
-            "reference": self._fingerprint(),
+            **self._roles.frozen.state,
             "controller": self._controller.state(),
             "pretraining": None if self._pretraining is None else self._pretraining.fingerprint,
             "round": self._round.to_plain() if is_open and self._round is not None else None,
@@ -180,10 +180,10 @@ class RLTask(Task):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take it back; refuse to go on with other prompts or another reference than the run began with."""
+        """Take it back; refuse to go on with other prompts or another reference or base than the run began with."""
         allowed = self._options.trainer.allow_changes
         self._rows.check_same(state["rows"], allowed)
-        check_reference(state["reference"], self._fingerprint(), allowed)
+        self._roles.frozen.check_same(state, allowed)
         if self._pretraining is not None:
             self._pretraining.check_same(state["pretraining"], allowed)
         self._controller.load_state(state["controller"])
@@ -204,9 +204,6 @@ class RLTask(Task):
 
     def _copied(self, policy: nn.Module) -> nn.Module:
         return copied(policy, self._world.device, self._options.compile_level)
-
-    def _fingerprint(self) -> str | None:
-        return None if self._roles.reference is None else fingerprint(self._roles.reference)
 
     def _collect(self, model: nn.Module, number: int) -> Round:
         """Answers to the round's prompts, judged, the same on all ranks."""
@@ -282,7 +279,7 @@ class RLTask(Task):
             mask = targets != IGNORED
             grids = {
                 name: token_log_probs(network, tokens, targets, temperature)[0].cpu()
-                for name, network in (("reference", self._roles.reference), ("old", again))
+                for name, network in (("reference", self._roles.frozen.reference), ("old", again))
                 if network is not None
             }
             if critic is not None:

@@ -45,17 +45,8 @@ def read_rows(
     seed: int,
     pad_id: int,
 ) -> Rows[Row]:
-    """Read the training and the evaluation spec; without the second a share of the training rows is kept for it.
-
-    Raises ConfigError where nothing is named and DataError for rows that are longer than data.sequence_length.
-    """
-    if specs[0] is None and specs[1] is None:
-        raise ConfigError(
-            "there is nothing to train on",
-            got="data.train=null",
-            expected="a jsonl, json or parquet file",
-            fix="add data.train=YOUR_FILE, or pass train_dataset= to Trainer",
-        )
+    """Read the training and the evaluation spec, of which one is there; without the second a share of the training rows
+    is kept for it. Raises DataError for rows that are longer than data.sequence_length."""
     train, evaluation = ([] if spec is None else _fitting(list(read(spec)), length, options) for spec in specs)
     fingerprint = digest("rows", train)
     if specs[1] is None:

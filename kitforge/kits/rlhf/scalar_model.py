@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast, final
 
 import torch
@@ -11,6 +12,7 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation import seed as seeds
+from kitforge.foundation.errors import ModelError
 
 
 @final
@@ -51,6 +53,23 @@ class ScalarModel(nn.Module):
         self.score.load_state_dict(other.score.state_dict())
         self.mean.copy_(other.mean)
         self.deviation.copy_(other.deviation)
+
+    def head(self) -> dict[str, Tensor]:
+        """All but the backbone, by the names under which it lies beside an adapter."""
+        tensors = {"weight": self.score.weight, "bias": self.score.bias, "mean": self.mean, "deviation": self.deviation}
+        return {f"score.{name}": each for name, each in tensors.items()}
+
+    @torch.no_grad()
+    def load_head(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `head` gave. What another program left out is 0, and the deviation 1. Raises ModelError for a
+        head of another size."""
+        defaults = {name: torch.zeros_like(each) for name, each in self.head().items()}
+        defaults["score.deviation"].fill_(1.0)
+        for name, own in self.head().items():
+            found = tensors.get(name, defaults[name])
+            if found.shape != own.shape:
+                raise ModelError("the head is of another size", got=list(found.shape), expected=list(own.shape))
+            own.copy_(found)
 
     @torch.no_grad()
     def start_from(self, other: ScalarModel) -> None:

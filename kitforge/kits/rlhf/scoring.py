@@ -15,7 +15,7 @@ import torch
 
 from kitforge.data.dialogues import Response
 from kitforge.data.tokenizer import Tokenizer
-from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, TrainingError
+from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, TrainingError, nearest
 from kitforge.kits.rlhf.collate import padded
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 
@@ -85,6 +85,8 @@ class FunctionScorer(Scorer):
         parameters = inspect.signature(function).parameters.values()
         self._wants_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
         self._wanted = {each.name for each in parameters}
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        self._needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
 
     def scores(self, answers: Sequence[Answer]) -> list[float | list[float]]:
         """What the function says. Raises TrainingError for what it raises, and for answers that are no scores."""
@@ -115,6 +117,13 @@ class FunctionScorer(Scorer):
         }
         columns = dict.fromkeys(name for each in answers for name in each.columns)
         known = {name: [each.columns.get(name) for each in answers] for name in columns} | known
+        if missing := [name for name in self._needed if name not in known]:
+            raise DataError(
+                f"the reward function {self._name!r} reads a column that the prompts do not have",
+                got=f"columns {', '.join(columns)}",
+                expected=", ".join(missing),
+                fix=f"data.columns.{missing[0]}=NAME; {nearest(missing[0], columns)}",
+            )
         return {name: value for name, value in known.items() if self._wants_all or name in self._wanted}
 
     def _score(self, value: Any, answer: Answer) -> float | list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -21,18 +21,27 @@ from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
 from kitforge.kits.rlhf.environment import Playground
+from kitforge.kits.rlhf.frozen import Frozen
 from kitforge.kits.rlhf.kto import KTOTask
-from kitforge.kits.rlhf.networks import Origin, is_scalar, load_policy, load_scalar, origin_of, tokenizer_of
+from kitforge.kits.rlhf.networks import (
+    Origin,
+    is_scalar,
+    load_policy,
+    load_scalar,
+    origin_of,
+    tokenizer_of,
+)
 from kitforge.kits.rlhf.preference import PreferenceTask
 from kitforge.kits.rlhf.record import KeptRounds
 from kitforge.kits.rlhf.reward import Normalisation, RewardTask
 from kitforge.kits.rlhf.rl import RLTask, Roles
-from kitforge.kits.rlhf.rows import Rows, read_rows
+from kitforge.kits.rlhf.rows import Row, Rows, read_rows
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.scoring import scorer_of
 from kitforge.kits.rlhf.sft import SFTTask
 from kitforge.kits.rlhf.shown import ShownAnswers
 from kitforge.kits.rlhf.weights import continued, copied
+from kitforge.models.adapters import is_adapter, read_head
 from kitforge.trainer.assembly import RunInputs
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run import Run
@@ -53,9 +62,27 @@ class Parts:
     device: torch.device
     is_evaluation: bool  # the model is looked at as it is, and not to be trained
 
+    def rows(self, read: Callable[[object], Iterable[Row]], length: Callable[[Row], int], columns: str) -> Rows[Row]:
+        """The rows of the stage, which have these columns. Raises ConfigError where there are none."""
+        purpose, name = ("evaluate", "eval") if self.is_evaluation else ("train", "train")
+        if self.specs == (None, None):
+            raise ConfigError(
+                f"{self.options.task} has nothing to {purpose} on",
+                got=f"data.{name}=null",
+                expected=f"rows with the columns {columns}",
+                fix=f"add data.{name}=FILE or pass {name}_dataset=; kitforge train recipe=rlhf_tiny needs no file",
+            )
+        options = self.options
+        return read_rows(read, length, self.specs, options.data, seed=options.seed, pad_id=self.tokenizer.pad_id)
+
     def origin(self, given: nn.Module | None) -> Origin:
         """What a language model is made from."""
         return origin_of(self.options, given, self.tokenizer, self.device)
+
+    def frozen(self, origin: Origin, reference: nn.Module | None = None, judge: Any = None) -> Frozen:
+        """What stays as it is beside what is trained; a critic's adapter begins beside the reward model's weights."""
+        bases = (origin.given, judge.backbone if isinstance(judge, ScalarModel) else None)
+        return Frozen(reference, [each for each in bases if each is not None] if self.options.adapter.is_on else ())
 
     def role(self, name: str) -> nn.Module | None:
         """The language model in a role, if there is one: of a Run, in a folder, or in memory."""
@@ -94,14 +121,7 @@ def sft(parts: Parts) -> Prepared:
     """Demonstrations, and the network itself."""
     options = cast(SFTOptions, parts.options)
     origin = parts.origin(parts.inputs.model)
-    rows = read_rows(
-        parts.reader.demonstrations,
-        lambda row: len(row.tokens),
-        parts.specs,
-        options.data,
-        seed=options.seed,
-        pad_id=parts.tokenizer.pad_id,
-    )
+    rows = parts.rows(parts.reader.demonstrations, lambda row: len(row.tokens), "prompt and completion, or text")
 
     def build(world: World) -> nn.Module:
         if options.adapter.is_on and not parts.is_evaluation:
@@ -109,7 +129,7 @@ def sft(parts: Parts) -> Prepared:
         return _ready(origin.policy(options, world), options)
 
     return Prepared(
-        task=lambda world: (SFTTask(options, rows, build, world), ()),
+        task=lambda world: (SFTTask(options, rows, build, world, parts.frozen(origin)), ()),
         fingerprint=rows.fingerprint,
         network=origin.described(),
     )
@@ -125,14 +145,16 @@ def reward(parts: Parts) -> Prepared:
         if trained is not None and parts.is_evaluation:
             return trained
         model = ScalarModel(origin.twin(options, world.device, "reward"))
-        if trained is None:
-            model.reset_head(options.seed)
-        else:
+        if trained is not None:
             model.take_head(trained)
+        elif options.adapter.path is not None and (head := read_head(Path(options.adapter.path))):
+            model.load_head(head)
+        else:
+            model.reset_head(options.seed)
         return _placed(model, options, world)
 
     def task(world: World) -> tuple[Task, Sequence[Callback]]:
-        made = RewardTask(options, rows, build, world)
+        made = RewardTask(options, rows, build, world, parts.frozen(origin))
         return made, [Normalisation(made)] if options.reward.normalise else []
 
     return Prepared(task=task, fingerprint=rows.fingerprint, network=origin.described())
@@ -143,9 +165,9 @@ def preference(parts: Parts) -> Prepared:
     options = cast(PreferenceOptions, parts.options)
     rows, origin = _pairs(parts), parts.origin(parts.inputs.model)
     reference = _reference(parts, origin) if options.preference.needs_reference else None
-    build = _policy(parts, origin)
+    frozen, build = parts.frozen(origin, reference), _policy(parts, origin)
     return Prepared(
-        task=lambda world: (PreferenceTask(options, rows, build, reference, world), ()),
+        task=lambda world: (PreferenceTask(options, rows, build, world, frozen), ()),
         fingerprint=rows.fingerprint,
         network=origin.described(),
     )
@@ -154,18 +176,11 @@ def preference(parts: Parts) -> Prepared:
 def kto(parts: Parts) -> Prepared:
     """Single answers with a verdict each, a policy that is a copy of the one given, and the one given beside it."""
     options = cast(KTOOptions, parts.options)
-    rows = read_rows(
-        parts.reader.judged,
-        lambda row: len(row.response.tokens),
-        parts.specs,
-        options.data,
-        seed=options.seed,
-        pad_id=parts.tokenizer.pad_id,
-    )
+    rows = parts.rows(parts.reader.judged, lambda row: len(row.response.tokens), "prompt, completion and label")
     origin = parts.origin(parts.inputs.model)
-    reference, build = _reference(parts, origin), _policy(parts, origin)
+    frozen, build = parts.frozen(origin, _reference(parts, origin)), _policy(parts, origin)
     return Prepared(
-        task=lambda world: (KTOTask(options, rows, build, reference, world), ()),
+        task=lambda world: (KTOTask(options, rows, build, world, frozen), ()),
         fingerprint=rows.fingerprint,
         network=origin.described(),
     )
@@ -175,17 +190,15 @@ def reinforcement(parts: Parts) -> Prepared:
     """Prompts, a policy that is a copy of the one given, the one given as its reference, a critic that begins as the
     reward model where there is one, and what scores answers."""
     options = cast(RLOptions, parts.options)
-    rows = read_rows(
+    rows = parts.rows(
         parts.reader.prompts,
-        lambda prompt: len(prompt.tokens) + options.rollout.max_new_tokens,
-        parts.specs,
-        options.data,
-        seed=options.seed,
-        pad_id=parts.tokenizer.pad_id,
+        lambda row: len(row.tokens) + options.rollout.max_new_tokens,
+        "prompt, and those that rewards read",
     )
     pretraining = _pretraining(parts)
-    given, judge = parts.inputs.model, _judge(parts)
+    given = parts.inputs.model
     origin = parts.origin(policy_of(given) if given is not None else None)
+    judge = _judge(parts, origin)
     reference = parts.role("reference") or origin.frozen(options, parts.device)
 
     def build(world: World) -> nn.Module:
@@ -200,7 +213,7 @@ def reinforcement(parts: Parts) -> Prepared:
         roles = Roles(
             build=build,
             scorer=scorer,
-            reference=reference,
+            frozen=parts.frozen(origin, reference, judge),
             eos_ids=parts.tokenizer.eos_ids,
             playground=_playground(parts),
             pretraining=pretraining,
@@ -258,7 +271,7 @@ def _policy(parts: Parts, origin: Origin) -> Callable[[World], nn.Module]:
     return build
 
 
-def _judge(parts: Parts) -> Any:
+def _judge(parts: Parts, origin: Origin) -> Any:
     """What the role `reward` was given, or the option of that name: a scalar model, a function, a name, or several;
     None where an environment gives the rewards."""
     options = cast(RLOptions, parts.options)
@@ -279,8 +292,11 @@ def _judge(parts: Parts) -> Any:
         )
     if isinstance(given, Run):
         return given.model
-    is_folder = isinstance(given, (str, Path)) and Path(given).is_dir()
-    return load_scalar(Path(given), parts.device, options.compile_level) if is_folder else given
+    if not isinstance(given, (str, Path)) or not Path(given).is_dir():
+        return given
+    if is_adapter(Path(given)):
+        return origin.scorer(Path(given), options)
+    return load_scalar(Path(given), parts.device, options.compile_level)
 
 
 def _playground(parts: Parts) -> Playground | None:
@@ -319,13 +335,10 @@ def _judging(backbone: nn.Module, options: RLOptions, device: torch.device) -> n
 
 
 def _pairs(parts: Parts) -> Rows[Pair]:
-    return read_rows(
+    return parts.rows(
         parts.reader.pairs,
         lambda pair: max(len(pair.chosen.tokens), len(pair.rejected.tokens)),
-        parts.specs,
-        parts.options.data,
-        seed=parts.options.seed,
-        pad_id=parts.tokenizer.pad_id,
+        "chosen and rejected, and prompt unless both begin with it",
     )
 
 

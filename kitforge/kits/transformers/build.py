@@ -150,15 +150,16 @@ def open_service(model: nn.Module, tokenizer: Tokenizer, name: str, options: Tex
     return Service(texts, name, options.inference, options.serve)
 
 
-def evaluate_questions(options: TextGenerationOptions) -> dict[str, float]:
-    """The metrics of the tasks that `options.tasks` names."""
+def evaluate_questions(options: TextGenerationOptions, model: nn.Module | None = None) -> dict[str, float]:
+    """The metrics of the tasks that `options.tasks` names, of the model under `options.checkpoint`, whichever stage
+    trained it; None reads it from there."""
     if options.checkpoint is None:
         raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN")
     check(options.parallel.world == 1, "tasks", f"{options.parallel.world} ranks", "one rank")
     sets = [load_task(name, options.data.tasks) for name in options.tasks]
     folder = Path(options.checkpoint)
-    tokenizer = find_tokenizer(folder)
-    return evaluate_tasks(load(folder, devices.pick(options.device)), tokenizer, sets, options.inference)
+    network = load(folder, devices.pick(options.device)) if model is None else model
+    return evaluate_tasks(network, find_tokenizer(folder), sets, options.inference)
 
 
 def answer_file(options: TextGenerationOptions) -> Path:

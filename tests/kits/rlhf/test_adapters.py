@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -10,9 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kitforge.api import pipeline
+from kitforge.cli.main import run
+from kitforge.core.checkpoint.tensor_file import TensorFile
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import config_of, deltas
-from kitforge.foundation.errors import ConfigError
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.rlhf.actor_critic import ActorCritic
 from kitforge.kits.rlhf.build import STAGES
 from kitforge.kits.rlhf.networks import load_policy
@@ -70,7 +75,7 @@ def test_four_roles_stand_on_one_base() -> None:
     judge = cast(ScalarModel, judged.loop.model)
     assembly = runs.begin("ppo", None, SMALL, model=policy, roles={"reward": judge})
     model = cast(ActorCritic, assembly.loop.model)
-    reference = cast(Any, cast(RLTask, assembly.loop.task)._roles).reference
+    reference = cast(Any, cast(RLTask, assembly.loop.task)._roles).frozen.reference
     assert reference is policy
     base = sum(storages(policy).values())
     together = sum(storages(model.policy, model.critic, reference, judge).values())
@@ -103,13 +108,71 @@ def test_an_adapter_goes_out_to_a_folder_and_comes_back(tmp_path: Path) -> None:
     load_adapter(fresh, "mine", folder)
     assert torch.equal(logits(fresh), logits(model))
     again = runs.begin("grpo", None, SMALL | {"adapter.path": str(folder)}, model=base)
-    reference = cast(Any, cast(RLTask, again.loop.task)._roles).reference
+    reference = cast(Any, cast(RLTask, again.loop.task)._roles).frozen.reference
     assert torch.equal(logits(again.loop.model), logits(model))
     assert torch.equal(logits(reference), logits(model))
     with pytest.raises(ConfigError, match="rank=2"):
         runs.begin("grpo", None, {"adapter.rank": 3, "adapter.path": str(folder)}, model=base)
     save_adapter(model, "policy", cast(Any, config_of(model)), tmp_path / "same")
     assert (tmp_path / "same" / "adapter_config.json").read_bytes() == (folder / "adapter_config.json").read_bytes()
+
+
+def test_a_reward_models_adapter_goes_out_with_its_head_and_comes_back_into_its_role(tmp_path: Path) -> None:
+    base = runs.network()
+    judged = runs.begin("reward", tmp_path / "reward", SMALL, model=base)
+    runs.finish(judged)
+    judge, folder = cast(ScalarModel, judged.loop.model), tmp_path / "reward" / "adapter"
+    page = json.loads((folder / "adapter_config.json").read_text())
+    assert (page["task_type"], page["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    assert "base_model.model.score.weight" in TensorFile(folder / "adapter_model.safetensors", ModelError).names()
+    assert float(judge.deviation) != 1.0
+    for choices, roles in (({}, {"reward": folder}), ({"reward": str(folder)}, {})):
+        following = runs.begin("ppo", None, choices, model=base, roles=roles)
+        read = cast(Any, cast(RLTask, following.loop.task)._roles).scorer.model
+        assert torch.equal(scores(read), scores(judge))
+        # Its matrices are those of the policy that was given, in the same memory.
+        assert sum(storages(base, read).values()) - sum(storages(base).values()) < sum(storages(base).values()) / 10
+    again = runs.begin("reward", None, SMALL | {"adapter.path": str(folder)}, model=base)
+    assert torch.equal(scores(cast(ScalarModel, again.loop.model)), scores(judge))
+    with pytest.raises(ModelError, match="of a reward model"):
+        runs.begin("sft", None, SMALL | {"adapter.path": str(folder)}, model=base)
+    runs.finish(runs.begin("sft", tmp_path / "sft", SMALL, model=base))
+    with pytest.raises(ModelError, match="no reward model here"):
+        runs.begin("ppo", None, model=base, roles={"reward": tmp_path / "sft" / "adapter"})
+
+
+def scores(model: ScalarModel) -> Tensor:
+    with torch.no_grad():
+        return model.normalised(model(TOKENS))
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "kto", "ppo"])
+def test_adapters_do_not_go_on_beside_other_weights(stage: str, tmp_path: Path) -> None:
+    choices = SMALL | {"trainer.max_steps": 1}
+    runs.finish(runs.begin(stage, tmp_path, choices))
+    other = runs.network()
+    with torch.no_grad():
+        next(other.parameters()).mul_(1.01)
+    before = [each.clone() for each in other.parameters()]
+    further = SMALL | {"trainer.max_steps": 2, "resume": "auto", "trainer.allow_changes": True}
+    with pytest.raises(ConfigError, match=r"(?s)other weights.*got:.*expected:.*do:"):
+        runs.finish(runs.begin(stage, tmp_path, further, model=other))
+    assert all(torch.equal(each, old) for each, old in zip(other.parameters(), before, strict=True))
+
+
+def test_a_run_of_adapters_writes_text_as_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assembly = runs.begin("sft", tmp_path / "run", SMALL)
+    runs.finish(assembly)
+    options = {"inference.temperature": 0, "inference.max_new_tokens": 8, "device": "cpu"}
+    opened = pipeline("text_generation", assembly.loop.model, ByteTokenizer(), options)
+    (wanted,), (found,) = opened("Q1: "), pipeline("text_generation", tmp_path / "run", options=options)("Q1: ")
+    assert found == wanted
+    arguments = [f"{name}={value}" for name, value in options.items()]
+    assert run(["generate", "checkpoint=run", "prompt=Q1: ", *arguments]) == 0
+    assert capsys.readouterr().out.removesuffix("\n") == wanted["generated_text"]
 
 
 def test_adapters_are_refused_where_networks_are_cut() -> None:

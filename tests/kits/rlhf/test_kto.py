@@ -38,7 +38,7 @@ def test_the_baseline_is_of_answers_to_other_prompts_of_the_whole_step() -> None
     task, model, _ = first_step()
     crossed = [rows[i][:4] + rows[i - 1][4:] for i in range(4)]
     with torch.no_grad():
-        ratios = [answer(model, row) - answer(cast(Any, task)._reference, row) for row in crossed]
+        ratios = [answer(model, row) - answer(cast(Any, task)._frozen.reference, row) for row in crossed]
     assert float(whole[0]["baseline"]) == pytest.approx(max(sum(ratios) / 4, 0.0), abs=1e-10)
     assert abs(sum(ratios)) > 1e-3
 

@@ -55,6 +55,11 @@ def test_scores_of_tokens_leave_the_end_without_one() -> None:
     assert scores(lambda *, completions: [[1, 2, 3], [4]]) == [[1.0, 2.0, 3.0, 0.0], [4.0]]
 
 
+def test_a_column_that_the_prompts_do_not_have_is_named() -> None:
+    with pytest.raises(DataError, match=r"(?s)reads a column.*columns answer, level.*data\.columns\.levels=NAME"):
+        scores(lambda *, levels, further=None, **columns: [0.0, 0.0])
+
+
 WRONG = {
     "it raises": (lambda *, completions: 1 / 0, "failed"),
     "it gives NaN": (lambda *, completions: [float("nan"), 0.0], "no score"),

@@ -122,9 +122,13 @@ def test_options_that_cannot_be_are_refused(choices: dict[str, Any], words: str)
         runs.begin("sft", None, choices)
 
 
-def test_nothing_to_train_on_is_said() -> None:
-    with pytest.raises(ConfigError, match="nothing to train on"):
-        runs.begin("sft", None, train_dataset=None)
+@pytest.mark.parametrize(
+    ("stage", "columns"),
+    [("sft", "prompt and completion"), ("dpo", "chosen and rejected"), ("kto", "label"), ("grpo", "prompt")],
+)
+def test_nothing_to_train_on_is_said_with_the_columns_and_a_run_that_needs_none(stage: str, columns: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s){stage} has nothing to train on.*{columns}.*recipe=rlhf_tiny"):
+        runs.begin(stage, None, train_dataset=None)
 
 
 def test_dropout_noise_depends_on_the_row_alone() -> None:

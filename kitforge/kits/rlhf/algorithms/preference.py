@@ -5,9 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+
+Answer = TypeVar("Answer")
 
 
 def dpo_loss(log_ratio: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
@@ -34,6 +39,11 @@ def kto_loss(log_ratio: Tensor, is_desirable: Tensor, baseline: Tensor, beta: fl
     """
     advantage = beta * (log_ratio - baseline.detach().clamp(min=0))
     return 1 - torch.sigmoid(torch.where(is_desirable, advantage, -advantage))
+
+
+def other_answers(answers: Sequence[Answer]) -> list[Answer]:
+    """For each prompt the answer to the one before it, never its own, of at least two: what KTO's baseline is of."""
+    return [answers[number - 1] for number in range(len(answers))]
 
 
 def orpo_loss(chosen: Tensor, rejected: Tensor) -> Tensor:

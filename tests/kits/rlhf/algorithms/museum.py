@@ -16,6 +16,7 @@ from kitforge.kits.rlhf.algorithms.controllers import ControllerOptions, control
 from kitforge.kits.rlhf.algorithms.divergence import divergence_loss
 from kitforge.kits.rlhf.algorithms.groups import group_advantages
 from kitforge.kits.rlhf.algorithms.policy import ClipOptions, policy_loss
+from kitforge.kits.rlhf.algorithms.preference import kto_loss, other_answers
 from kitforge.kits.rlhf.algorithms.token_rewards import last_token, token_rewards
 from kitforge.kits.rlhf.algorithms.whitening import whiten
 from tests.kits.rlhf.algorithms.sequences import MASK, numbers
@@ -151,7 +152,36 @@ def first_ratio_is_one(log_probs: Callable[[Tensor], Tensor]) -> bool:
     return not bool(is_clipped.any())
 
 
+def no_answer_meets_its_own_prompt(pairing: Callable[[list[int]], list[int]]) -> bool:
+    return all(own != other for number in (2, 3, 4, 5) for own, other in enumerate(pairing(list(range(number)))))
+
+
+def kto_over_micro_batches(baseline: Callable[..., Tensor]) -> bool:
+    """The loss of eight answers is that of two micro-batches of four."""
+    everyone = torch.ones(8, dtype=torch.bool)
+    ratios, crossed, good = numbers(6, everyone), numbers(7, everyone).abs(), numbers(8, everyone) > 0
+    crossed[4:] *= 3
+    whole = kto_loss(ratios, good, crossed.mean(), 0.5).sum()
+    parts = [slice(0, 4), slice(4, 8)]
+    split = sum(kto_loss(ratios[part], good[part], baseline(crossed, part), 0.5).sum() for part in parts)
+    return torch.allclose(whole, torch.as_tensor(split), atol=1e-10)
+
+
 MUSEUM = {
+    "an answer beside its own prompt in KTO's baseline": Exhibit(
+        project="huggingface/trl 0.9, hiyouga/LlamaFactory before its #7509",
+        link="https://github.com/huggingface/trl/issues/1911",
+        property=no_answer_meets_its_own_prompt,
+        ours=other_answers,
+        theirs=lambda answers: answers[::-1],
+    ),
+    "KTO's baseline from each micro-batch alone": Exhibit(
+        project="huggingface/trl 1.12",
+        link="https://github.com/huggingface/trl/blob/v1.12.0/trl/trainer/kto_trainer.py",
+        property=kto_over_micro_batches,
+        ours=lambda crossed, part: crossed.mean(),
+        theirs=lambda crossed, part: crossed[part].mean(),
+    ),
     "a bonus for leaving the reference": Exhibit(
         project="mindspore-lab/mindrlhf 0.3",
         link="https://github.com/mindspore-lab/mindrlhf/blob/master/mindrlhf/trainer/ppo_trainer.py",

@@ -1,0 +1,52 @@
+"""Networks that stay as they are while a stage trains, and that it cannot go on without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, final
+
+from torch import nn
+
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.rlhf.weights import fingerprint
+
+
+@final
+class Frozen:
+    """`reference`: what the policy is compared with; None for losses that need none. `bases`: what adapters are trained
+    beside; none where the weights themselves are trained."""
+
+    def __init__(self, reference: nn.Module | None = None, bases: Sequence[nn.Module] = ()) -> None:
+        self.reference = reference
+        self._bases = tuple(bases)
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """What they are, ready for JSON."""
+        return {
+            "reference": None if self.reference is None else fingerprint(self.reference),
+            "base": fingerprint(nn.ModuleList(self._bases)) if self._bases else None,
+        }
+
+    def check_same(self, state: dict[str, Any], allowed: bool) -> None:
+        """Raise ConfigError for another base than the one of that state, and for another reference unless that is
+        allowed. A base never is: what is read back would be written into the one that others hold as well."""
+        if (base := state.get("base")) is not None and base != self.state["base"]:
+            raise ConfigError(
+                "adapters cannot go on beside other weights than those they were trained beside",
+                got=_short(self.state["base"]),
+                expected=_short(base),
+                fix="start from the same model (checkpoint=RUN or model=), or begin a new run from this one's weights",
+            )
+        if (reference := state.get("reference")) != self.state["reference"] and not allowed:
+            raise ConfigError(
+                "the reference is not the one that the run began with",
+                got=_short(self.state["reference"]),
+                expected=_short(reference),
+                fix="start from the same model, or add trainer.allow_changes=true to go on all the same",
+            )
+
+
+def _short(fingerprint: str | None) -> str:
+    return "none" if fingerprint is None else f"weights {fingerprint[:12]}"

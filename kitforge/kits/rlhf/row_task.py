@@ -1,0 +1,94 @@
+"""What the stages that read rows batch by batch have in common: a stage adds what a batch holds, and its loss."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from kitforge.core.optim.groups import ParameterGroup
+from kitforge.core.parallel.world import World
+from kitforge.foundation.types import Cursor, MicroBatch, Sums
+from kitforge.kits.rlhf.config import StageOptions
+from kitforge.kits.rlhf.frozen import Frozen
+from kitforge.kits.rlhf.order import Order
+from kitforge.kits.rlhf.rows import Row, Rows
+from kitforge.kits.rlhf.weights import decoder_groups
+from kitforge.trainer.evaluate import weighted_means
+from kitforge.trainer.task import Task
+
+Options = TypeVar("Options", bound=StageOptions)
+
+
+class RowTask(Task, Generic[Options, Row]):
+    """Needs `micro_batches`, `count` and `loss`."""
+
+    def __init__(
+        self,
+        options: Options,
+        rows: Rows[Row],
+        build: Callable[[World], nn.Module],
+        world: World,
+        frozen: Frozen,
+    ) -> None:
+        self._options = options
+        self._rows = rows
+        self._build = build
+        self._world = world
+        self._frozen = frozen
+        self._order = Order(len(rows.train), options, world)
+
+    @abstractmethod
+    def micro_batches(self, model: nn.Module, rows: Sequence[Row], step: int) -> list[MicroBatch]:
+        """This rank's part of the rows of a batch, which is that of a step, or 0 in evaluation."""
+
+    def build(self, world: World) -> nn.Module:
+        """The network, on the device, cut as the world's degrees say."""
+        return self._build(world)
+
+    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
+        """Matrices decay; embeddings, the head, norms and biases do not."""
+        return decoder_groups(model, weight_decay)
+
+    def num_steps(self, epochs: float) -> int | None:
+        """Steps in that many passes over the rows."""
+        return self._order.num_steps(epochs)
+
+    def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
+        """Batches from the cursor on."""
+        for step, batch in enumerate(self._order.batches(cursor), start=cursor.step):
+            yield self.micro_batches(model, [self._rows.train[index] for index in batch], step)
+
+    def measured(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+        """What evaluation sums up: the loss and what comes with it, unless a stage looks at more."""
+        return self.loss(model, micro_batch)
+
+    def measured_count(self, micro_batch: MicroBatch) -> Sums:
+        """What divides the sums of `measured`."""
+        return self.count([micro_batch])
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """eval/NAME for all that is measured, over the evaluation rows; independent of the batch size."""
+        rows = self._rows.eval
+        if not rows:
+            return {}
+        batches = ([rows[index] for index in batch] for batch in self._order.evaluation(len(rows)))
+        means = weighted_means(
+            (each for batch in batches for each in self.micro_batches(model, batch, 0)),
+            lambda batch: self.measured(model, batch),
+            self.measured_count,
+            self._world.sum,
+        )
+        return {f"eval/{name}": value for name, value in means.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Which rows the cursor counts, and what stays as it is beside the model."""
+        return {"rows": self._rows.fingerprint, **self._frozen.state}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Refuse to go on over other rows or beside another reference or base than the run began with."""
+        allowed = self._options.trainer.allow_changes
+        self._rows.check_same(state["rows"], allowed)
+        self._frozen.check_same(state, allowed)
