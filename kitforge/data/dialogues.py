@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Literal, TypeVar, final
 
 from kitforge.data.source import open_rows
 from kitforge.data.template import ChatTemplate, Message
 from kitforge.data.tokens import Tokenizer
 from kitforge.foundation.errors import DataError, nearest
+from kitforge.foundation.log import logger
 
 # Text, messages or tokens.
 Said = str | Sequence[Message] | Sequence[int]
 
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _ROLES = {"Human": "user", "Assistant": "assistant", "human": "user", "gpt": "assistant"}
-_EMPTY = "an empty response"
+_LEAVE_OUT = "leave such rows out, with data.unusable=drop"
+_log = logger(__name__)
+Row = TypeVar("Row")
+# Columns in which something is said.
+_SAID = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 
 
 @final
@@ -68,66 +73,92 @@ class Prompt:
 class DialogueReader:
     """Reads rows into tokens. `columns` maps a name of ours to the one that the rows have."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, columns: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        columns: Mapping[str, str] | None = None,
+        unusable: Literal["refuse", "drop"] = "refuse",
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._columns = dict(columns or {})
+        self._drops = unusable == "drop"
 
     def demonstrations(self, spec: object) -> Iterator[Response]:
         """Texts, conversations, or completions of prompts."""
-        for place, row in self._rows(spec):
-            if "messages" in row or "text" in row:
-                whole = self._said(row, "messages" if "messages" in row else "text", place)
-                yield self._whole(whole, place)
-            else:
-                yield self._response(self._prompt(row, place), self._said(row, "completion", place), place)
+        return self._each(spec, self._demonstration)
 
     def pairs(self, spec: object) -> Iterator[Pair]:
         """A preferred and a rejected response to each prompt."""
-        for place, row in self._rows(spec):
-            chosen, rejected = self._said(row, "chosen", place), self._said(row, "rejected", place)
-            if chosen == rejected:
-                raise DataError(f"{place} prefers a response to itself", fix="leave such rows out")
-            prompt: Said
-            if "prompt" in row:
-                prompt = self._prompt(row, place)
-            else:
-                prompt, chosen, rejected = _shared(chosen, rejected)
-            yield Pair(
-                chosen=self._response(prompt, chosen, place),
-                rejected=self._response(prompt, rejected, place),
-                margin=_number(row, "margin", place),
-                source=str(row.get("source", "")),
-            )
+        return self._each(spec, self._pair)
 
     def judged(self, spec: object) -> Iterator[Judged]:
         """Responses with a verdict each."""
-        for place, row in self._rows(spec):
-            label = _required(row, "label", place)
-            if label not in (True, False):
-                raise DataError(f"{place} has no verdict", got=f"label {label!r}", expected="true or false")
-            completion = self._said(row, "completion", place)
-            yield Judged(response=self._response(self._prompt(row, place), completion, place), is_desirable=bool(label))
+        return self._each(spec, self._verdict)
 
     def prompts(self, spec: object) -> Iterator[Prompt]:
-        """What is to be answered."""
-        for place, row in self._rows(spec):
-            tokens = self._prompt_tokens(self._prompt(row, place))
-            if not tokens:
-                raise DataError(f"{place} has an empty prompt", expected="at least one token")
-            yield Prompt(tokens=tuple(tokens), columns=row)
+        """What is to be answered; of pairs without a prompt of their own, what both begin with."""
+        return self._each(spec, self._question)
 
-    def _rows(self, spec: object) -> Iterator[tuple[object, dict[str, Any]]]:
-        is_empty = True
-        for place, row in open_rows(spec):
-            if not isinstance(row, Mapping):
-                raise DataError(f"{place} is no row", got=type(row).__name__, expected="a mapping of columns")
-            is_empty = False
-            renamed = {name: row[own] for name, own in self._columns.items() if own in row}
-            yield place, imported({**row, **renamed})
-        if is_empty:
-            name = spec if isinstance(spec, (str, os.PathLike)) else "the data"
-            raise DataError(f"there are no rows in {name}", expected="at least one")
+    def _each(self, spec: object, read: Callable[[dict[str, Any], object], Row]) -> Iterator[Row]:
+        """What is read of every row; those that mean nothing are refused, or left out and counted."""
+        num_rows, refused = 0, []
+        for place, row in _rows(spec, self._columns):
+            num_rows += 1
+            try:
+                found = read(row, place)
+            except DataError as error:
+                if not self._drops:
+                    raise
+                refused.append(error)
+                continue
+            yield found
+        if len(refused) == num_rows:
+            raise refused[0]
+        if refused:
+            _log.warning(
+                "%d of %d rows cannot be used and are left out; the first: %s", len(refused), num_rows, refused[0]
+            )
+
+    def _demonstration(self, row: dict[str, Any], place: object) -> Response:
+        for name in ("messages", "text"):
+            if name in row:
+                return self._whole(self._said(row, name, place), place)
+        return self._response(self._prompt(row, place), self._said(row, "completion", place), place)
+
+    def _pair(self, row: dict[str, Any], place: object) -> Pair:
+        chosen, rejected = self._said(row, "chosen", place), self._said(row, "rejected", place)
+        if chosen == rejected:
+            raise DataError(f"{place} prefers a response to itself", fix=_LEAVE_OUT)
+        prompt: Said
+        if "prompt" in row:
+            prompt = self._prompt(row, place)
+        else:
+            prompt, chosen, rejected = _shared(chosen, rejected)
+        return Pair(
+            chosen=self._response(prompt, chosen, place),
+            rejected=self._response(prompt, rejected, place),
+            margin=_number(row, "margin", place),
+            source=str(row.get("source", "")),
+        )
+
+    def _verdict(self, row: dict[str, Any], place: object) -> Judged:
+        label = _required(row, "label", place)
+        if label not in (True, False):
+            raise DataError(f"{place} has no verdict", got=f"label {label!r}", expected="true or false")
+        completion = self._said(row, "completion", place)
+        return Judged(response=self._response(self._prompt(row, place), completion, place), is_desirable=bool(label))
+
+    def _question(self, row: dict[str, Any], place: object) -> Prompt:
+        if "prompt" not in row and "chosen" in row and "rejected" in row:
+            opening, _, _ = _shared(self._said(row, "chosen", place), self._said(row, "rejected", place))
+        else:
+            opening = self._prompt(row, place)
+        tokens = self._prompt_tokens(opening)
+        if not tokens:
+            raise DataError(f"{place} has an empty prompt", expected="at least one token", fix=_LEAVE_OUT)
+        return Prompt(tokens=tuple(tokens), columns=row)
 
     def _prompt(self, row: Mapping[str, Any], place: object) -> Said:
         return self._said(row, "prompt", place)
@@ -160,7 +191,7 @@ class DialogueReader:
 
     def _response(self, prompt: Said, completion: Said, place: object) -> Response:
         if not completion:
-            raise DataError(f"{place} has {_EMPTY}", expected="at least one token", fix="leave such rows out")
+            raise DataError(f"{place} has an empty response", expected="at least one token", fix=_LEAVE_OUT)
         opening = self._prompt_tokens(prompt)
         if not _is_chat(prompt):
             answer = [*self._plain(completion), self._tokenizer.eos_id]
@@ -181,6 +212,31 @@ class DialogueReader:
 
     def _plain(self, said: Said) -> list[int]:
         return self._tokenizer.encode(said) if isinstance(said, str) else list(said)  # type: ignore[arg-type]
+
+
+def texts(spec: object, columns: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Everything that is said in rows of any kind, messages one by one, for training a tokenizer."""
+    for _, row in _rows(spec, columns or {}):
+        for value in (row.get(name) for name in _SAID):
+            if isinstance(value, str):
+                yield value
+            elif isinstance(value, (list, tuple)):
+                parts = (part.get("content", part.get("value")) for part in value if isinstance(part, Mapping))
+                yield from (part for part in parts if isinstance(part, str))
+
+
+def _rows(spec: object, columns: Mapping[str, str]) -> Iterator[tuple[object, dict[str, Any]]]:
+    """Every row under our names, with where it stands."""
+    is_empty = True
+    for place, row in open_rows(spec):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{place} is no row", got=type(row).__name__, expected="a mapping of columns")
+        is_empty = False
+        renamed = {name: row[own] for name, own in columns.items() if own in row}
+        yield place, imported({**row, **renamed})
+    if is_empty:
+        name = spec if isinstance(spec, (str, os.PathLike)) else "the data"
+        raise DataError(f"there are no rows in {name}", expected="at least one")
 
 
 def imported(row: Mapping[str, Any]) -> dict[str, Any]:

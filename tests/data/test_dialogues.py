@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kitforge.data.dialogues import DialogueReader, Response, messages_of
+from kitforge.data.dialogues import DialogueReader, Response, messages_of, texts
 from kitforge.data.template import template_of
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import DataError
@@ -106,6 +106,28 @@ def test_single_verdicts_and_prompts_are_read() -> None:
     assert prompt.columns["answer"] == "4"
 
 
+def test_the_prompt_of_a_pair_is_what_both_begin_with() -> None:
+    (prompt,) = reader().prompts([{"chosen": f"{OPENED}Hello", "rejected": f"{OPENED}No", "answer": "4"}])
+    assert TOKENIZER.decode(prompt.tokens) == OPENED
+    assert prompt.columns["answer"] == "4"
+
+
+TEXTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "text": ({"text": "abc", "other": "x"}, ["abc"]),
+    "messages": ({"messages": CHAT + REPLY}, ["Hi", "Hello"]),
+    "a pair": ({"chosen": "cd", "rejected": "e"}, ["cd", "e"]),
+    "sharegpt": (SHAREGPT, ["Hi", "Hello", "No"]),
+    "tokens": ({"prompt": [97, 98], "completion": "c"}, ["c"]),
+    "another name": ({"question": "2+2?", "answer": "4"}, ["2+2?"]),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_everything_that_is_said_is_there_for_a_tokenizer(name: str) -> None:
+    row, wanted = TEXTS[name]
+    assert list(texts([row], {"prompt": "question"})) == wanted
+
+
 def test_columns_of_other_names_are_mapped() -> None:
     (prompt,) = reader({"prompt": "question"}).prompts([{"question": "2+2?", "answer": "4"}])
     assert TOKENIZER.decode(prompt.tokens) == "2+2?"
@@ -133,6 +155,25 @@ def test_a_row_that_cannot_be_used_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=words) as error:
         list(getattr(reader(), kind)(file))
     assert "rows.jsonl:2" in str(error.value)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_such_rows_are_left_out_and_counted_where_that_was_asked_for(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind, row, words = WRONG[name]
+    good = {"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "label": True}
+    dropping = DialogueReader(TOKENIZER, template_of(TOKENIZER), unusable="drop")
+    assert list(getattr(dropping, kind)([good, row, good])) == list(getattr(reader(), kind)([good, good]))
+    assert "1 of 3 rows" in caplog.text and words in caplog.text
+    with pytest.raises(DataError, match=words):
+        list(getattr(dropping, kind)([row]))
+
+
+def test_a_dialogue_that_goes_on_where_the_other_ends_is_no_pair() -> None:
+    row = {"chosen": f"{OPENED}Hello", "rejected": f"{OPENED}Hello\n\nHuman: Yes"}
+    with pytest.raises(DataError, match="empty response"):
+        list(reader().pairs([row]))
 
 
 @pytest.mark.parametrize("spec", [[], [3], "missing.jsonl"])
@@ -172,6 +213,7 @@ def test_a_spelt_dialogue_is_its_messages() -> None:
         ("pairs", "hh_rlhf/helpful_test.jsonl.gz", {"source": "tranche"}),
         ("pairs", "dpo_en_demo/train.jsonl.gz", {}),
         ("demonstrations", "alpaca_demo/alpaca_en_demo.jsonl.gz", {}),
+        ("prompts", "hh_rlhf/helpful_test.jsonl.gz", {}),
         ("prompts", "gsm8k/test.jsonl.gz", {"prompt": "question"}),
     ],
 )

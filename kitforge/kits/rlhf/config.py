@@ -29,6 +29,7 @@ class DialogueOptions:
     validation: float = 0.05  # share of the training rows kept for evaluation where data.eval is not given
     columns: dict[str, str] = field(default_factory=dict)  # our name of a column to the rows' own
     overlong: Literal["refuse", "drop"] = "refuse"  # rows of more than sequence_length tokens
+    unusable: Literal["refuse", "drop"] = "refuse"  # rows that mean nothing: an empty response, one preferred to itself
     shuffle: bool = True
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.parallel.apply import laid_out, parallel_of
 from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import World
+from kitforge.data.dialogues import texts
 from kitforge.data.source import open_source
 from kitforge.data.token_cache import default_root
 from kitforge.data.tokenizer import Tokenizer, TokenizerConfig, find_tokenizer, make_tokenizer
@@ -149,7 +150,7 @@ def tokenizer_of(options: StageOptions, given: Tokenizer | None, train: object) 
             if options.tokenizer == TokenizerConfig():
                 raise
     is_trained = options.tokenizer.name == "sentencepiece" and options.tokenizer.path is None
-    source = open_source(train) if is_trained and train is not None else None
+    source = open_source(texts(train, options.data.columns)) if is_trained and train is not None else None
     return make_tokenizer(options.tokenizer, source, default_root())
 
 

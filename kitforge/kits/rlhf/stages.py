@@ -111,7 +111,7 @@ def parts_of(options: StageOptions, inputs: Inputs, device: torch.device, *, is_
         inputs=inputs,
         specs=(train, evaluation),
         tokenizer=tokenizer,
-        reader=DialogueReader(tokenizer, template_of(tokenizer), options.data.columns),
+        reader=DialogueReader(tokenizer, template_of(tokenizer), options.data.columns, options.data.unusable),
         device=device,
         is_evaluation=is_evaluation,
     )

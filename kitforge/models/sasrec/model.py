@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.attention import AttentionConfig
@@ -18,6 +20,8 @@ from kitforge.core.nn.norm import Norm
 from kitforge.foundation.config import check
 
 NORM_EPS = 1e-8
+# The narrowest that histories are laid; each next width is twice as wide.
+NARROWEST = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +93,27 @@ class SASRec(nn.Module):
         self.norm = Norm("layer", config.dim, NORM_EPS, kernels)
 
     def forward(self, items: Tensor, lengths: Tensor, noise: DropoutKey | None = None) -> Tensor:
-        """See the class; what stands beyond `lengths` [B] changes nothing before it."""
+        """See the class; what stands beyond `lengths` [B] changes nothing before it.
+
+        Most histories are short beside the longest, so those of about one length go through the layers together. How
+        wide they are laid then, and so what noise they get, follows from a history's own length alone.
+        """
+        longest = items.shape[1]
+        check(longest <= self.config.max_length, "data.sequence_length", longest, f"at most {self.config.max_length}")
+        widths = torch.tensor([*_doubled(longest), longest], device=lengths.device)
+        width_of = widths[torch.bucketize(lengths, widths)]
+        parts, order = [], []
+        for width in sorted(set(width_of.tolist())) or [longest]:
+            rows = (width_of == width).nonzero().squeeze(1)
+            samples = () if noise is None else tuple(noise.samples[row] for row in rows.tolist())
+            of_rows = None if noise is None else replace(noise, samples=samples)
+            states = self._states(items[rows, :width], lengths[rows], of_rows)
+            parts.append(functional.pad(states, (0, 0, 0, longest - width)))
+            order.append(rows)
+        return torch.cat(parts)[torch.cat(order).argsort()]
+
+    def _states(self, items: Tensor, lengths: Tensor, noise: DropoutKey | None) -> Tensor:
         length = items.shape[1]
-        check(length <= self.config.max_length, "data.sequence_length", length, f"at most {self.config.max_length}")
         places = torch.arange(length, device=items.device)
         padding = places >= lengths.unsqueeze(1)
         from_end = (lengths.unsqueeze(1) - 1 - places).clamp(min=0)
@@ -106,3 +128,11 @@ class SASRec(nn.Module):
     def last(self, states: Tensor, lengths: Tensor) -> Tensor:
         """The states [B, dim] at the ends of the histories, which are not empty."""
         return states[torch.arange(len(states), device=states.device), lengths - 1]
+
+
+def _doubled(longest: int) -> Iterator[int]:
+    """Widths below the longest."""
+    width = NARROWEST
+    while width < longest:
+        yield width
+        width *= 2

@@ -58,6 +58,15 @@ def test_three_stages_from_files_each_from_the_one_before(tmp_path: Path, monkey
     assert again.metrics["eval/length"] > 0
 
 
+def test_a_vocabulary_is_trained_on_whatever_the_rows_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sentencepiece")
+    monkeypatch.chdir(tmp_path)
+    tokenizer = {"tokenizer.name": "sentencepiece", "tokenizer.vocab_size": 275}
+    run = Trainer("reward", "llama_tiny", runs.PAIRS, options=NETWORK | SHORT | tokenizer).train()
+    assert run.tokenizer.vocab_size == 275
+    assert len(run.tokenizer.encode("yes")) < len("yes")
+
+
 def test_the_front_door_knows_every_stage_and_its_yaml() -> None:
     assert set(STAGES) == set(ALIGNMENT) <= set(KITS)
 

@@ -79,6 +79,17 @@ def test_noise_does_not_depend_on_how_a_batch_is_split() -> None:
     assert not torch.allclose(network(items, lengths), whole)
 
 
+def test_histories_of_any_lengths_together_are_as_each_alone() -> None:
+    network = network_of(config_of("sasrec", dim=8, num_heads=2, num_layers=2, max_length=40, dropout=0.5))
+    lengths = torch.tensor([40, 0, 7, 8, 9, 16, 17, 32, 33, 1])
+    items, samples = items_of(10, 40), tuple(range(10, 20))
+    together = network(items, lengths, DropoutKey(seed=1, step=2, samples=samples))
+    for row, length in enumerate(lengths.tolist()):
+        noise = DropoutKey(seed=1, step=2, samples=samples[row : row + 1])
+        alone = network(items[row : row + 1], lengths[row : row + 1], noise)
+        torch.testing.assert_close(together[row, :length], alone[0, :length])
+
+
 def test_the_items_are_those_of_the_only_sequence() -> None:
     assert CONFIG.items(SHAPE) == "history"
     (lookup,) = CONFIG.lookups(SHAPE)

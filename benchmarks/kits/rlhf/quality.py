@@ -1,0 +1,165 @@
+"""What the stages learn from real data: dialogues with preferences, and word problems with known answers.
+
+python -m benchmarks.kits.rlhf.quality DATA [PART ...]      # parts: dialogues gsm8k svamp
+
+Small networks from nothing, through the public face alone. DATA holds hh_rlhf, gsm8k and svamp. The table goes to
+quality.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gzip
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kitforge import Run, Trainer
+from kitforge.foundation.device import describe
+
+TABLE = Path(__file__).with_suffix(".md")
+# Longer dialogues are left out: half of them. They have fewer tokens than LONGEST.
+CHARACTERS, LONGEST = 1000, 1024
+COMMON: dict[str, Any] = {
+    "device": "cpu",
+    "seed": 0,
+    "data.sequence_length": LONGEST,
+    "data.unusable": "drop",
+    "data.batch_size": 32,
+    "trainer.micro_batch_size": 8,
+    "trainer.progress": False,
+    "optimizer.learning_rate": 1e-3,
+}
+SHAPE = {"model.dim": 64, "model.num_layers": 2, "model.num_heads": 2, "model.max_length": LONGEST}
+VOCABULARY = {"tokenizer": "sentencepiece", "tokenizer.vocab_size": 2048}
+Row = tuple[str, str, str]  # what was measured, what came out, what it is to be compared with
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """The lines of a packed jsonl file."""
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def trained(
+    task: str, model: Any, folder: str, data: tuple[Any, Any], choices: dict[str, Any], **roles: Any
+) -> tuple[dict[str, float], Run]:
+    """The metrics of the evaluation rows before the first step, and the run."""
+    options = COMMON | choices | {"output_dir": f"{folder}/{task}"}
+    learner = Trainer(task, model, *data, roles=roles, options=options)
+    before = learner.evaluate() if roles else {}
+    return before, learner.train()
+
+
+def dialogues(data: Path, folder: str) -> Iterator[Row]:
+    """Demonstrations, preferences, rewards; each from the one before."""
+    files = (rows_of(data / "hh_rlhf" / f"helpful_{part}.jsonl.gz") for part in ("train", "test"))
+    train, test = ([row for row in rows if max(map(len, row.values())) <= CHARACTERS] for rows in files)
+    choices = SHAPE | VOCABULARY | {"data.columns.messages": "chosen", "trainer.max_steps": 150}
+    _, policy = trained("sft", "gpt2_tiny", folder, (train, test), choices | {"trainer.evaluate_batches": 8})
+    yield "sft, loss of held-out replies", f"{policy.metrics['eval/loss']:.2f} nats a token", ""
+    tranches = {"data.columns.source": "tranche", "trainer.epochs": 1}
+    _, judge = trained("reward", policy, folder, (train, test), tranches)
+    accuracy, longer = judge.metrics["eval/accuracy"], longer_wins(test)
+    error = (accuracy * (1 - accuracy) / len(test)) ** 0.5
+    beside = f"the longer reply wins: {longer:.3f} of the same pairs, 0.563 of all 891"
+    yield f"reward, accuracy on {len(test)} held-out pairs", f"{accuracy:.3f}, standard error {error:.3f}", beside
+    rounds = {
+        "rl.prompts_per_step": 32,
+        "rl.epochs": 2,
+        "rollout.max_new_tokens": 32,
+        "kl.controller.kind": "adaptive",
+        "kl.controller.horizon": 1000,
+        "trainer.max_steps": 80,
+        "trainer.evaluate_batches": 8,
+        "optimizer.learning_rate": 5e-4,
+    }
+    before, learner = trained("ppo", policy, folder, (train, test), rounds, reward=judge)
+    yield from learnt("ppo", before, learner.metrics, "nats a reply; the target is 6")
+
+
+def longer_wins(pairs: list[dict[str, Any]]) -> float:
+    """The accuracy of preferring what is longer; half for a tie."""
+    lengths = [(len(row["chosen"]), len(row["rejected"])) for row in pairs]
+    return sum((chosen > rejected) + (chosen == rejected) / 2 for chosen, rejected in lengths) / len(pairs)
+
+
+def learnt(task: str, before: dict[str, float], after: dict[str, float], unit: str) -> Iterator[Row]:
+    """What rewards have changed."""
+    reward = f"{before['eval/reward']:.3f} before, {after['eval/reward']:.3f} after"
+    yield f"{task}, mean reward of answers to held-out prompts", reward, ""
+    yield f"{task}, divergence from where it began", f"{after['eval/kl']:.2f}", unit
+
+
+def problems(name: str, train: list[dict[str, Any]], test: list[dict[str, Any]], folder: str) -> Iterator[Row]:
+    """Worked answers, then answers of its own that are checked."""
+    choices = SHAPE | VOCABULARY | {"trainer.max_steps": 150}
+    _, policy = trained("sft", "gpt2_tiny", folder, (train, test[:200]), choices)
+    yield f"{name}: sft, loss of held-out answers", f"{policy.metrics['eval/loss']:.2f} nats a token", ""
+    rounds = {
+        "rl.prompts_per_step": 8,
+        "rl.samples_per_prompt": 4,
+        "rollout.max_new_tokens": 64,
+        "trainer.max_steps": 6,
+        "trainer.evaluate_batches": 8,
+        "optimizer.learning_rate": 1e-4,
+    }
+    before, learner = trained("grpo", policy, folder, (train, test), rounds, reward="gsm8k")
+    yield from learnt(f"{name}: grpo", before, learner.metrics, "nats an answer")
+
+
+def gsm8k(data: Path, folder: str) -> Iterator[Row]:
+    """Problems of several steps; the answer stands behind "####"."""
+    train, test = (rows_of(data / "gsm8k" / f"{part}.jsonl.gz") for part in ("train", "test"))
+    for row in (*train, *test):
+        row |= {"prompt": f"{row['question']}\n", "completion": row["answer"]}
+    yield from problems("gsm8k", train, test, folder)
+
+
+def svamp(data: Path, folder: str) -> Iterator[Row]:
+    """Problems of one step; the answer is a number, written behind its equation."""
+    rows = [
+        {
+            "prompt": f"{row['Body']}. {row['Question']}\n",
+            "completion": f"{row['Equation']} = {row['Answer']:g}",
+            "answer": f"{row['Answer']:g}",
+        }
+        for row in rows_of(data / "svamp" / "svamp.jsonl.gz")
+    ]
+    yield from problems("svamp", rows[:-100], rows[-100:], folder)
+
+
+PARTS: dict[str, Callable[[Path, str], Iterator[Row]]] = {"dialogues": dialogues, "gsm8k": gsm8k, "svamp": svamp}
+
+
+def main() -> None:
+    """A section for each part."""
+    torch.set_num_threads(1)
+    data, *parts = sys.argv[1:]
+    pages = (
+        TABLE.read_text(encoding="utf-8").split("\n## ")
+        if TABLE.exists()
+        else ["# What the stages learn from real data\n"]
+    )
+    for part in parts or PARTS:
+        begun = time.process_time()
+        lines = [f"{part}", "", "| | found | beside it |", "|---|---|---|"]
+        with tempfile.TemporaryDirectory() as folder:
+            for row in PARTS[part](Path(data), folder):
+                lines.append(f"| {' | '.join(row)} |")
+                sys.stdout.write(lines[-1] + "\n")
+                sys.stdout.flush()
+        seconds = time.process_time() - begun
+        lines += ["", f"{datetime.date.today()}, {describe(torch.device('cpu'))}, {seconds:.0f} CPU seconds in all."]
+        pages = [page for page in pages if page.partition("\n")[0] != part] + ["\n".join(lines) + "\n"]
+    TABLE.write_text("\n## ".join(page.rstrip("\n") + "\n" for page in pages), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
