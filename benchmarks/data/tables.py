@@ -94,20 +94,19 @@ def _write(folder: Path) -> dict[str, float]:
 
 
 def _readers(folder: Path) -> Iterable[str]:
-    """Ours to numbers and keys; the peers to columns of their own, with the texts left as texts."""
+    """Ours and the peers to the same columns; the peers read by default, and texts are hashed by pandas."""
     converted = csv.ConvertOptions(
         column_types={name: pyarrow.float32() for name in NUMBERS} | dict.fromkeys(CATEGORIES, pyarrow.string())
     )
     named = csv.ReadOptions(column_names=CRITEO_COLUMNS)
     tabs = csv.ParseOptions(delimiter="\t", quote_char=False)
 
-    def with_pyarrow(name: str) -> Any:
-        return csv.read_csv(folder / name, named, tabs, converted)
+    def with_pyarrow(name: str) -> None:
+        _same_columns(csv.read_csv(folder / name, named, tabs, converted).to_pandas())
 
-    def with_pandas(name: str) -> Any:
-        return pandas.read_csv(
-            folder / name, sep="\t", names=list(CRITEO_COLUMNS), dtype=dict.fromkeys(CATEGORIES, "str")
-        )
+    def with_pandas(name: str) -> None:
+        types = dict.fromkeys(CATEGORIES, "str")
+        _same_columns(pandas.read_csv(folder / name, sep="\t", names=list(CRITEO_COLUMNS), dtype=types))
 
     for name, kind, rows in (("criteo.tsv", "text", TEXT_ROWS), ("packed.tsv.gz", "text", TEXT_ROWS)):
         peers = [lambda name=name: with_pyarrow(name), lambda name=name: with_pandas(name)]
@@ -118,11 +117,18 @@ def _readers(folder: Path) -> Iterable[str]:
         )
     for name, kind, rows in (("texts.parquet", "text", TEXT_ROWS), ("ids.parquet", "integer", PARQUET_ROWS)):
         peers = [
-            lambda name=name: parquet.read_table(folder / name),
-            lambda name=name: pandas.read_parquet(folder / name),
+            lambda name=name: _same_columns(parquet.read_table(folder / name).to_pandas()),
+            lambda name=name: _same_columns(pandas.read_parquet(folder / name)),
         ]
         label = "Parquet, categories as text" if kind == "text" else "Parquet, categories as 64-bit ids"
         yield _line(label, rows, [lambda name=name, kind=kind: _read(folder / name, kind), *peers])
+
+
+def _same_columns(frame: Any) -> tuple[Any, Any, Any]:
+    """A peer's table as numbers [n, 13], 64-bit keys [n, 26] and labels [n]."""
+    texts = [pandas.util.hash_array(frame[name].array) for name in CATEGORIES if frame[name].dtype != "int64"]
+    keys = np.stack(texts, axis=1) if texts else frame[list(CATEGORIES)].to_numpy()
+    return frame[list(NUMBERS)].to_numpy(np.float64), keys, frame["label"].to_numpy(np.float32)
 
 
 def _read(path: Path, kind: KeyKind) -> None:
@@ -161,14 +167,17 @@ def _draw(samples: Samples) -> None:
 
 def _line(name: str, rows: int, runs: list[Callable[[], object]]) -> str:
     """Medians of runs in turn, so that whatever else the machine does meets all of them."""
-    times: list[list[float]] = [[] for _ in runs]
+    times: list[list[tuple[float, float]]] = [[] for _ in runs]
     for _ in range(REPEATS):
         for place, run in enumerate(runs):
-            begin = time.perf_counter()
+            begin, busy = time.perf_counter(), time.process_time()
             run()
-            times[place].append(time.perf_counter() - begin)
-    speeds = [_thousands(rows / statistics.median(each)) for each in times]
-    return f"| {name} | {' | '.join(speeds + [''] * (3 - len(speeds)))} |"
+            times[place].append((time.perf_counter() - begin, time.process_time() - busy))
+    cells = [""] * 3
+    for place, each in enumerate(times):
+        whole, busy = (statistics.median(column) for column in zip(*each, strict=True))
+        cells[place] = f"{_thousands(rows / whole)} ({busy / rows * 1e6:.2f})"
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def _thousands(speed: float) -> str:
@@ -185,9 +194,10 @@ def _page(lines: list[str], sizes: dict[str, float], date: str) -> str:
         [
             "# Click logs, read and drawn",
             "",
-            f"Thousand rows a second, the median of {REPEATS} runs, ours and the peers in turn. All rows have 40",
-            "columns: a label, 13 numbers of which a fifth is missing, 26 categories. Ours become numbers and 64-bit",
-            "keys, texts hashed; the peers keep texts as they are. Files: " + files + ".",
+            f"Thousand rows a second (in brackets: microseconds of processor time a row), medians of {REPEATS} runs,",
+            "ours and the peers in turn. All rows have 40 columns: a label, 13 numbers of which a fifth is missing, 26",
+            "categories. All become numbers and 64-bit keys; texts are hashed, in the peers' columns by pandas.",
+            "Files: " + files + ".",
             "",
             f"{describe(torch.device('cpu'))}; Python {platform.python_version()}, {versions}; {date}.",
             f"Largest memory {peak:.1f} GiB, the peers' whole tables among it.",
