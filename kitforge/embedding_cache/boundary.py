@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import HashMap
+from kitforge.core.kernels.dispatch import HashMap, select_table
 from kitforge.embedding_cache.index import grown
 from kitforge.embedding_cache.row_cache import RowCache
 from kitforge.embedding_cache.watchers import RowsAt
@@ -45,7 +45,7 @@ class Boundary:
     def __init__(self, rows: RowCache, moment: Moment) -> None:
         self._rows, self._moment = rows, moment
         self._lock = threading.Lock()
-        new_hash_map = rows.device.kernels.hash_map
+        new_hash_map = select_table().hash_map
         self._read: HashMap = new_hash_map()
         self._kept = _KeptRows(new_hash_map(), rows.layout.width)
         device = rows.device.index

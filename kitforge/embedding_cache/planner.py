@@ -12,6 +12,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.places import at, put, where
+from kitforge.core.kernels.scratch import Scratch
 from kitforge.embedding_cache.admission import Admission
 from kitforge.embedding_cache.options import TableOptions
 from kitforge.embedding_cache.policy import EvictionPolicy, build_policy
@@ -42,6 +44,7 @@ class Planner:
         # Where everything stays for good, there is nothing to pin.
         self.is_whole = ladder.is_empty and admission.admits_all
         self._width = device.width
+        self._scratch = Scratch()
 
     def place(self, number: int, keys: Tensor, counts_keys: bool) -> tuple[Tensor, Tensor | None]:
         """Have the rows of distinct `keys` in the device tier until lookup `number` is closed.
@@ -54,7 +57,7 @@ class Planner:
             admitted = self._admit(keys, counts_keys)
             slots = self._whole(keys) if self.is_whole else self._pinned(number, keys)
             if admitted is not None:
-                self.device.is_guest[slots] = ~admitted
+                put(self.device.is_guest, slots, ~admitted)
                 self.counts.events["guests"] += int((~admitted).sum())
             return slots, admitted
 
@@ -74,9 +77,9 @@ class Planner:
 
     def _whole(self, keys: Tensor) -> Tensor:
         slots = self.device.index.lookup(keys)
-        missing = (slots < 0).nonzero().squeeze(1)
+        missing = where(slots < 0)
         if len(missing):
-            slots[missing] = self._bring(keys[missing])[0]
+            put(slots, missing, self._bring(at(keys, missing))[0])
         self.counts.hit("device", len(keys) - len(missing))
         return slots
 
@@ -84,24 +87,23 @@ class Planner:
         device = self.device
         slots = device.index.lookup(keys)
         self._refuse_if_strict(len(keys))
-        missing = (slots < 0).nonzero().squeeze(1)
-        hits = slots if not len(missing) else slots[slots >= 0]
+        missing = where(slots < 0)
         # Pinned before anybody is chosen to leave.
-        device.last_need[hits] = number
-        self.policy.needed(hits, number)
-        self.counts.hit("device", len(hits))
+        device.index.touch(slots if not len(missing) else at(slots, where(slots >= 0)), number)
+        self.counts.hit("device", len(keys) - len(missing))
         if len(missing) or device.num_over:
             self._make_room(len(missing))
         if len(missing):
-            brought, rows = self._bring(keys[missing])
-            slots[missing] = brought
-            device.last_need[brought] = number
+            brought, rows = self._bring(at(keys, missing))
+            put(slots, missing, brought)
+            device.index.touch(brought, number)
             self.policy.brought(brought, number, self._updates(rows))
+        self.policy.needed(slots, number)
         return slots
 
     def _bring(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         self.device.make_room(len(keys))
-        rows = torch.empty(len(keys), self._width)
+        rows = self._scratch.take("coming", len(keys), self._width)
         dirty = self.ladder.fetch(keys, rows)
         return self.device.bring(keys, rows, dirty), rows
 
@@ -126,7 +128,7 @@ class Planner:
         return 0 if capacity is None else len(self.device) + num_new - capacity
 
     def _may_go(self, slots: Tensor, done: int) -> Tensor:
-        return self.device.index.is_used[slots] & (self.device.last_need[slots] <= done)
+        return at(self.device.index.is_used, slots) & (at(self.device.last_need, slots) <= done)
 
     def _wait_beyond(self, done: int) -> bool:
         if self.register.done > done:
@@ -138,9 +140,9 @@ class Planner:
         """Rows without admission are as they began, so they need no place when nobody needs them any more."""
         if self.admission.admits_all:
             return
-        slots = self.device.is_guest.nonzero().squeeze(1)
-        slots = slots[self._may_go(slots, self.register.done)]
-        self.device.is_guest[slots] = False
+        slots = where(self.device.is_guest)
+        slots = at(slots, where(self._may_go(slots, self.register.done)))
+        put(self.device.is_guest, slots, False)
         self.device.leave(slots)
 
     def _updates(self, rows: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.places import at, put
 from kitforge.embedding_cache.coldest import Coldest, MayGo
 from kitforge.embedding_cache.index import SlotIndex, grown
+from kitforge.embedding_cache.oldest import Oldest
 from kitforge.embedding_cache.options import PolicyOptions
 
 # The exponent of a need at which all scores are scaled down, far below what float64 can hold.
@@ -28,12 +30,12 @@ class EvictionPolicy(ABC):
     window: int = 0
 
     @abstractmethod
-    def needed(self, slots: Tensor, number: int) -> None:
-        """Batch `number` needs these rows, which were there already."""
-
-    @abstractmethod
     def brought(self, slots: Tensor, number: int, updates: Tensor) -> None:
         """Batch `number` brought these rows in; `updates` says how often each has moved so far."""
+
+    @abstractmethod
+    def needed(self, slots: Tensor, number: int) -> None:
+        """Batch `number` needs these rows, all of which are in place and touched by now. They will not be changed."""
 
     @abstractmethod
     def victims(self, num: int, may_go: MayGo) -> Tensor:
@@ -54,22 +56,18 @@ class Lru(EvictionPolicy):
     """The row that has not been needed for longest goes first."""
 
     def __init__(self, index: SlotIndex) -> None:
-        self._index = index
-        self._last = torch.zeros(index.room, dtype=torch.int64)
-        self._coldest = Coldest()
-
-    def needed(self, slots: Tensor, number: int) -> None:
-        """See `EvictionPolicy`."""
-        self._last = _fitting(self._last, self._index)
-        self._last[slots] = number
+        self._oldest = Oldest(index)
 
     def brought(self, slots: Tensor, number: int, updates: Tensor) -> None:
         """See `EvictionPolicy`."""
-        self.needed(slots, number)
+
+    def needed(self, slots: Tensor, number: int) -> None:
+        """See `EvictionPolicy`."""
+        self._oldest.used(slots, number)
 
     def victims(self, num: int, may_go: MayGo) -> Tensor:
         """See `EvictionPolicy`."""
-        return self._coldest.pick(self._last, self._index.used, num, may_go)
+        return self._oldest.pick(num, may_go)
 
 
 @final
@@ -86,15 +84,15 @@ class Lfu(EvictionPolicy):
         self._origin = 0
         self._coldest = Coldest()
 
-    def needed(self, slots: Tensor, number: int) -> None:
-        """See `EvictionPolicy`."""
-        self._counts[slots] += self._weight(number)
-
     def brought(self, slots: Tensor, number: int, updates: Tensor) -> None:
         """See `EvictionPolicy`."""
         self._counts = _fitting(self._counts, self._index)
-        self._counts[slots] = (updates.double() + 1.0) * self._weight(number)
+        put(self._counts, slots, updates.double() * self._weight(number))
         self._coldest.restarted(slots)
+
+    def needed(self, slots: Tensor, number: int) -> None:
+        """See `EvictionPolicy`."""
+        put(self._counts, slots, at(self._counts, slots) + self._weight(number))
 
     def victims(self, num: int, may_go: MayGo) -> Tensor:
         """See `EvictionPolicy`."""
@@ -119,7 +117,6 @@ class Lookahead(EvictionPolicy):
     def __init__(self, index: SlotIndex, window: int) -> None:
         self.window = window
         self._index = index
-        self._last = torch.zeros(index.room, dtype=torch.int64)
         self._ahead: deque[Tensor] = deque()
 
     def expect(self, keys: Tensor) -> None:
@@ -135,14 +132,11 @@ class Lookahead(EvictionPolicy):
         """See `EvictionPolicy`."""
         self._ahead.clear()
 
-    def needed(self, slots: Tensor, number: int) -> None:
-        """See `EvictionPolicy`."""
-        self._last = _fitting(self._last, self._index)
-        self._last[slots] = number
-
     def brought(self, slots: Tensor, number: int, updates: Tensor) -> None:
         """See `EvictionPolicy`."""
-        self.needed(slots, number)
+
+    def needed(self, slots: Tensor, number: int) -> None:
+        """See `EvictionPolicy`."""
 
     def victims(self, num: int, may_go: MayGo) -> Tensor:
         """See `EvictionPolicy`."""
@@ -152,7 +146,7 @@ class Lookahead(EvictionPolicy):
             following[slots[slots >= 0]] = place
         slots = self._index.used()
         slots = slots[may_go(slots)]
-        slots = slots[_fitting(self._last, self._index)[slots].argsort(stable=True)]
+        slots = slots[self._index.last_use[slots].argsort(stable=True)]
         return slots[following[slots].argsort(stable=True, descending=True)][:num]
 
 

@@ -9,6 +9,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.dispatch import select_table
+from kitforge.core.kernels.places import at, put
 from kitforge.core.kernels.scratch import Scratch
 from kitforge.core.optim.sparse import RowOptimizer
 from kitforge.core.parallel.sharded_table import TableConfig
@@ -44,7 +46,8 @@ class RowCache:
         self.layout = self.initial.layout
         self.counts = Counts()
         self.device = DeviceTier(self.layout.width, options.device_rows, options.device)
-        kernels = self.device.kernels
+        kernels = select_table()  # of ids and of the lower tiers, which are in main memory wherever the device is
+        self._unique = kernels.unique
         self.admission = Admission(options.admission, kernels.hash_map, options.seed, options.name)
         place = 0 if spread is None else spread.place
         self.ladder = build_ladder(options, self.initial, kernels, self.counts, place)
@@ -68,7 +71,7 @@ class RowCache:
         `ahead`: another thread than the training's asks for it; then `keep` gets the ticket before anybody can see its
         ids counted. Raises DataError for an id that cannot be.
         """
-        distinct, inverse = self.device.kernels.unique(ids, scratch=self._scratches[ahead])
+        distinct, inverse = self._unique(ids, scratch=self._scratches[ahead])
         check_range(distinct, self.options.num_embeddings, self.options.name)
         route = None if self._spread is None else self._spread.route(distinct, ahead)
         keys = distinct if route is None else route.ids
@@ -103,7 +106,7 @@ class RowCache:
 
     def expect(self, ids: Tensor) -> None:
         """A lookup of these ids [N] will be planned ahead later."""
-        self.planner.policy.expect(self.device.kernels.unique(ids, scratch=self._scratches[True])[0])
+        self.planner.policy.expect(self._unique(ids, scratch=self._scratches[True])[0])
 
     def retract(self, ticket: Ticket) -> None:
         """The lookup will not take place: its rows may go, and admission has not counted it."""
@@ -144,7 +147,7 @@ class RowCache:
             self._before_change(part.slots)
             there = self.device.there(part.slots)
             self.optimizer.update(slab, there, part.gradients, rate, self.num_steps)
-            self.device.is_dirty[part.slots] = True
+            put(self.device.is_dirty, part.slots, True)
 
     @torch.no_grad()
     def forget(self) -> None:
@@ -160,7 +163,7 @@ class RowCache:
 
     def clear(self) -> None:
         """Let go of all rows and counts, while nobody plans."""
-        self.device.leave(self.device.index.used())
+        self.device.index.remove(self.device.index.used())
         self.ladder.clear()
         self.admission.clear()
         self.forgetting.trim(self.num_steps)
@@ -170,8 +173,7 @@ class RowCache:
         if not self.ladder.is_empty:
             self.ladder.put(keys, rows, torch.ones(len(keys), dtype=torch.bool))
             return
-        slots = self.device.index.lookup(keys)
-        self.device.leave(slots[slots >= 0])
+        self.device.index.take(keys)
         self.device.make_room(len(keys))
         self.device.bring(keys, rows, torch.ones(len(keys), dtype=torch.bool))
 
@@ -195,7 +197,7 @@ class RowCache:
 
     def _before_change(self, slots: Tensor) -> None:
         if self.watchers:
-            keys = self.device.index.keys[slots]
+            keys = at(self.device.index.keys, slots)
             self.watchers.before_change(keys, lambda places: self.device.rows(slots[places]))
 
     def _keep_rate(self, rate: float) -> None:

@@ -192,8 +192,9 @@ def test_pins_lost_on_an_exception_are_seen(
     if fault is not None:
         fault(monkeypatch)
     fetch, batches = training.Ladder.fetch, training.batches()
-    with build(Case(), tmp_path) as table:
-        with pytest.raises(ZeroDivisionError):
+    with build(Case(spare=2.0), tmp_path) as table:
+        with pytest.raises(ZeroDivisionError), pytest.MonkeyPatch.context() as patch:
+            training_falls_behind(patch)
             for number, ids in enumerate(table.prefetch(batches, 2)):
                 table(ids).sum().backward()
                 table.clear_gradients()

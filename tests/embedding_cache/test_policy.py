@@ -24,7 +24,7 @@ need = st.lists(st.integers(0, 60), unique=True, min_size=1, max_size=12)
 
 
 class Oracle:
-    """Scores of keys in a dict."""
+    """Scores of keys in a dict; keys that were needed later stand further back in it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -32,15 +32,13 @@ class Oracle:
 
     def need(self, keys: list[int], number: int) -> None:
         for key in keys:
-            before = self.scores.get(key)
-            if self.name == "lru":
-                self.scores[key] = number
-            else:
-                self.scores[key] = (before or 0.0) + 2.0 ** (number / HALF_LIFE)
+            before = self.scores.pop(key, 0.0)
+            self.scores[key] = number if self.name == "lru" else before + 2.0 ** (number / HALF_LIFE)
 
     def victims(self, num: int, pinned: set[int], slot_of: dict[int, int]) -> list[int]:
         going = [key for key in self.scores if key not in pinned]
-        going.sort(key=lambda key: (self.scores[key], slot_of[key]))
+        # Of rows needed last by the same batch, the one that it named first goes; lfu takes them by their slots.
+        going.sort(key=lambda key: (self.scores[key], 0 if self.name == "lru" else slot_of[key]))
         for key in going[:num]:
             del self.scores[key]
         return going[:num]
@@ -56,15 +54,13 @@ def test_victims_are_those_of_an_oracle(name: str, needs: list[list[int]]) -> No
     for number, given_keys in enumerate(needs):
         keys = torch.tensor(given_keys)
         slots = index.lookup(keys)
+        index.touch(slots[slots >= 0], number)
         missing = keys[slots < 0]
-        policy.needed(slots[slots >= 0], number)
         short = len(missing) - index.num_free
         # Those of the batch before are still needed, like those of this one.
         held = pinned | set(given_keys)
         if short > 0:
             slot_of = dict(zip(*(part.tolist() for part in index._slots.items()), strict=True))
-            # The oracle sees the new needs of what is there before it chooses, as the policy does.
-            oracle.need([key for key in given_keys if key in slot_of], number)
 
             def may_go(slots: torch.Tensor, held: set[int] = held) -> torch.Tensor:
                 free = [bool(index.is_used[slot]) and int(index.keys[slot]) not in held for slot in slots.tolist()]
@@ -72,21 +68,22 @@ def test_victims_are_those_of_an_oracle(name: str, needs: list[list[int]]) -> No
 
             victims = policy.victims(short, may_go)
             assert index.remove(victims).tolist() == oracle.victims(short, held, slot_of)
-            oracle.need(missing.tolist(), number)
-        else:
-            oracle.need(given_keys, number)
         missing = missing[: index.num_free]
-        policy.brought(index.add(missing), number, torch.zeros(len(missing), dtype=torch.int32))
-        oracle.scores = {
-            key: score for key, score in oracle.scores.items() if int(index.lookup(torch.tensor([key]))) >= 0
-        }
+        brought = index.add(missing)
+        index.touch(brought, number)
+        policy.brought(brought, number, torch.zeros(len(missing), dtype=torch.int32))
+        slots = index.lookup(keys)
+        policy.needed(slots[slots >= 0], number)
+        oracle.need(keys[slots >= 0].tolist(), number)
         pinned = set(given_keys)
 
 
 def test_a_row_that_comes_back_brings_its_updates_as_needs() -> None:
     index = SlotIndex(TABLE_REFERENCE.hash_map, 4)
     policy = build_policy(PolicyOptions(name="lfu"), index)
-    policy.brought(index.add(torch.tensor([10, 11, 12])), 0, torch.tensor([5, 0, 9]))
+    slots = index.add(torch.tensor([10, 11, 12]))
+    policy.brought(slots, 0, torch.tensor([5, 0, 9]))
+    policy.needed(slots, 0)
     assert index.keys[policy.victims(3, lambda slots: index.is_used[slots])].tolist() == [11, 10, 12]
 
 
@@ -95,15 +92,16 @@ def test_counts_that_would_leave_their_range_are_scaled_down_together() -> None:
     policy = build_policy(PolicyOptions(name="lfu", half_life=1.0), index)
     zero = torch.zeros(1, dtype=torch.int32)
     for number, key in ((0, 7), (int(LARGEST_EXPONENT) + 5, 8), (int(LARGEST_EXPONENT) + 7, 9)):
-        policy.brought(index.add(torch.tensor([key])), number, zero)
+        slots = index.add(torch.tensor([key]))
+        policy.brought(slots, number, zero)
+        policy.needed(slots, number)
     assert index.keys[policy.victims(3, lambda slots: index.is_used[slots])].tolist() == [7, 8, 9]
 
 
 def test_lookahead_gives_up_what_is_needed_last() -> None:
     index = SlotIndex(TABLE_REFERENCE.hash_map, 5)
     policy = build_policy(PolicyOptions(name="lookahead", window=3), index)
-    zeros = torch.zeros(5, dtype=torch.int32)
-    policy.brought(index.add(torch.arange(5)), 0, zeros)
+    index.touch(index.add(torch.arange(5)), 0)
     for keys in ([0], [1, 4], [2, 0]):
         policy.expect(torch.tensor(keys))
     order = policy.victims(5, lambda slots: index.is_used[slots])

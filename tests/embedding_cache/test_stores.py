@@ -204,7 +204,7 @@ def test_what_is_on_its_way_is_read_before_what_was_there() -> None:
         assert [row[0] for row in read(store, keys).values()] == [1.0, 2.0, 0.0]
         below.may_write.set()
         store.settle()
-        assert [row[0] for row in contents(below).values()] == [1.0, 2.0, 0.0]
+        assert {key: row[0] for key, row in contents(below).items()} == {0: 1.0, 1: 2.0, 2: 0.0}
 
 
 def test_a_writer_waits_when_too_much_is_on_its_way() -> None:

@@ -92,8 +92,13 @@ def share(work: Callable[[int, int], Any], count: int, grain: int) -> list[Any]:
     bounds = [count * piece // num_pieces for piece in range(num_pieces + 1)]
     # A forked process has none of the threads of its parent.
     pool = _pool(os.getpid(), num_pieces - 1)
-    others = [pool.submit(work, *piece) for piece in zip(bounds[1:-1], bounds[2:], strict=True)]
-    return [work(*bounds[:2]), *(other.result() for other in others)]
+    pieces = list(zip(bounds[1:-1], bounds[2:], strict=True))
+    others = [pool.submit(work, *piece) for piece in pieces]
+    results = [work(*bounds[:2])]
+    # A piece that no thread has begun, since other callers keep them busy, is done here.
+    for piece, other in zip(pieces, others, strict=True):
+        results.append(work(*piece) if other.cancel() else other.result())
+    return results
 
 
 @functools.cache

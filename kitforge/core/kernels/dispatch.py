@@ -22,6 +22,7 @@ from kitforge.core.kernels.hash_map import reference as hash_map_reference
 from kitforge.core.kernels.linear import reference as linear_reference
 from kitforge.core.kernels.linear_cross_entropy import reference as linear_cross_entropy_reference
 from kitforge.core.kernels.linear_log_probs import reference as linear_log_probs_reference
+from kitforge.core.kernels.move_rows import reference as move_rows_reference
 from kitforge.core.kernels.rms_norm import reference as rms_norm_reference
 from kitforge.core.kernels.rotary import reference as rotary_reference
 from kitforge.core.kernels.scratch import Scratch
@@ -181,8 +182,8 @@ class HashMap(Protocol):
         """The slots [n] of keys [n], -1 where one is not there; here keys may repeat. `out` int64 [n] is reused."""
         ...
 
-    def insert(self, keys: Tensor, slots: Tensor) -> None:
-        """Give keys [n] these slots [n], in place of those that they may have."""
+    def insert(self, keys: Tensor, slots: Tensor) -> Tensor:
+        """Give keys [n] these slots [n]; those [n] that they had before, -1 for a key that was not there."""
         ...
 
     def remove(self, keys: Tensor) -> Tensor:
@@ -257,6 +258,17 @@ class SegmentSum(Protocol):
         ...
 
 
+class MoveRows(Protocol):
+    """Row i of `source` [rows, width], or row `at[i]`, becomes row i of `target`, or row `to[i]`; `to` are distinct.
+
+    Raises ModelError for a place that is none.
+    """
+
+    def __call__(self, source: Tensor, target: Tensor, *, at: Tensor | None = None, to: Tensor | None = None) -> None:
+        """See the class."""
+        ...
+
+
 # What every rule begins with: slab, slots, gradients, rate, step. `sparse_update/reference.py` has the rest.
 Move = Callable[..., None]
 
@@ -283,6 +295,7 @@ class TableKernels:
 
     hash_map: NewHashMap
     unique: Unique
+    move_rows: MoveRows
     gather_pool: GatherPool
     segment_sum: SegmentSum
     sparse_update: SparseUpdate
@@ -291,6 +304,7 @@ class TableKernels:
 TABLE_REFERENCE = TableKernels(
     hash_map=hash_map_reference.HashMap,
     unique=unique_reference.unique,
+    move_rows=move_rows_reference.move_rows,
     gather_pool=gather_pool_reference.gather_pool,
     segment_sum=segment_sum_reference.segment_sum,
     sparse_update=SparseUpdate(
@@ -312,6 +326,7 @@ def select_table(device: str = "cpu") -> TableKernels:
         return TABLE_REFERENCE
     from kitforge.core.kernels.gather_pool import numba as gather_pool
     from kitforge.core.kernels.hash_map import numba as hash_map
+    from kitforge.core.kernels.move_rows import numba as move_rows
     from kitforge.core.kernels.segment_sum import numba as segment_sum
     from kitforge.core.kernels.sparse_update import numba as sparse_update
     from kitforge.core.kernels.unique import numba as unique
@@ -319,6 +334,7 @@ def select_table(device: str = "cpu") -> TableKernels:
     return TableKernels(
         hash_map=hash_map.HashMap,
         unique=unique.unique,
+        move_rows=move_rows.move_rows,
         gather_pool=gather_pool.gather_pool,
         segment_sum=segment_sum.segment_sum,
         sparse_update=SparseUpdate(

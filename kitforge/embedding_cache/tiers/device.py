@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE, TableKernels, select_table
+from kitforge.core.kernels.places import at, put
+from kitforge.core.kernels.scratch import Scratch
 from kitforge.embedding_cache.index import FIRST_ROOM, SlotIndex, grown
-
-NEVER = -1
 
 
 @final
@@ -34,13 +34,18 @@ class DeviceTier:
         room = FIRST_ROOM if capacity is None else capacity
         self.index = SlotIndex(select_table().hash_map, room)
         self.slab = torch.empty(room, width, device=self.device)
-        self.last_need = torch.full((room,), NEVER, dtype=torch.int64)
         self.is_dirty = torch.zeros(room, dtype=torch.bool)
         self.is_guest = torch.zeros(room, dtype=torch.bool)
         self._growing = threading.RLock()
+        self._scratch = Scratch()
 
     def __len__(self) -> int:
         return len(self.index)
+
+    @property
+    def last_need(self) -> Tensor:
+        """By slot, the last lookup that needs the row there."""
+        return self.index.last_use
 
     @property
     def num_over(self) -> int:
@@ -66,23 +71,25 @@ class DeviceTier:
             slab[:before] = self.slab
             self.slab = slab
             self.is_dirty = grown(self.is_dirty, room)
-        self.last_need = torch.cat([self.last_need, torch.full((room - before,), NEVER, dtype=torch.int64)])
         self.is_guest = grown(self.is_guest, room)
         self.index.grow(room)
 
     def bring(self, keys: Tensor, rows: Tensor, dirty: Tensor) -> Tensor:
         """Lay down rows [n, width] of keys that are not here, for which there is room; their slots."""
         slots = self.index.add(keys)
-        self.slab.index_copy_(0, self.there(slots), rows.to(self.device, non_blocking=True))
-        self.is_dirty[slots] = dirty
-        self.is_guest[slots] = False
+        self.kernels.move_rows(rows.to(self.device, non_blocking=True), self.slab, to=self.there(slots))
+        put(self.is_dirty, slots, dirty)
+        put(self.is_guest, slots, False)
         return slots
 
     def leave(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Free slots: the keys, rows and dirty bits that were there."""
-        rows = self.rows(slots)
-        dirty = self.is_dirty[slots]
-        self.last_need[slots] = NEVER
+        """Free slots: the keys, rows and dirty bits that were there. The next call writes over these rows."""
+        if self.device.type == "cpu":
+            rows = self._scratch.take("leaving", len(slots), self.width)
+            self.kernels.move_rows(self.slab, rows, at=slots)
+        else:
+            rows = self.rows(slots)
+        dirty = at(self.is_dirty, slots)
         return self.index.remove(slots), rows, dirty
 
     def rows(self, slots: Tensor) -> Tensor:

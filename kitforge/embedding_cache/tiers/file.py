@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TableKernels
+from kitforge.core.kernels.places import at, put, where
 from kitforge.embedding_cache.coldest import Coldest
 from kitforge.embedding_cache.index import SlotIndex
 from kitforge.embedding_cache.store import RowStore
@@ -44,8 +45,8 @@ class FileStore(RowStore):
         self._row_bytes = 4 * width
         self._lock = threading.Lock()
         self._index = SlotIndex(kernels.hash_map, 0)
-        self._used_at = torch.zeros(0, dtype=torch.int64)
-        self._clock = 0
+        self._move_rows = kernels.move_rows
+        self._clock = 0  # of the rows' last use: calls of `read` and `write`
         self._coldest = Coldest()
         self._readers: ThreadPoolExecutor | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,24 +63,24 @@ class FileStore(RowStore):
         with self._lock:
             slots = self._index.lookup(keys)
             found = slots >= 0
-            places = found.nonzero().squeeze(1)
+            places = where(found)
+            slots = at(slots, places)
             self._clock += 1
-            self._used_at[slots[places]] = self._clock
-            self._read_slots(slots[places], places, out)
+            self._index.touch(slots, self._clock)
+            self._read_slots(slots, places, out)
             return found
 
     def write(self, keys: Tensor, rows: Tensor) -> None:
         """See `RowStore`."""
         with self._lock:
             slots = self._index.lookup(keys)
-            is_new = slots < 0
-            num_new = int(is_new.sum())
-            if num_new:
-                self._make_room(num_new)
-                slots[is_new] = self._index.add(keys[is_new])
-            self._slab.index_copy_(0, slots, rows)
+            new = where(slots < 0)
+            if len(new):
+                self._make_room(len(new))
+                put(slots, new, self._index.add(at(keys, new)))
+            self._move_rows(rows, self._slab, to=slots)
             self._clock += 1
-            self._used_at[slots] = self._clock
+            self._index.touch(slots, self._clock)
 
     def take(self, keys: Tensor, out: Tensor) -> Tensor:
         """See `RowStore`."""
@@ -90,14 +91,13 @@ class FileStore(RowStore):
     def delete(self, keys: Tensor) -> None:
         """See `RowStore`."""
         with self._lock:
-            slots = self._index.lookup(keys)
-            self._index.remove(slots[slots >= 0])
+            self._index.take(keys)
 
     def oldest(self, num: int) -> Tensor:
         """The keys of the `num` rows that were neither read nor written for longest."""
         with self._lock:
             used = self._index.is_used
-            slots = self._coldest.pick(self._used_at, self._index.used, num, lambda slots: used[slots])
+            slots = self._coldest.pick(self._index.last_use, self._index.used, num, lambda slots: used[slots])
             return self._index.keys[slots]
 
     def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -157,7 +157,6 @@ class FileStore(RowStore):
         memory = mmap.mmap(self._file, room * self._row_bytes)
         memory.madvise(mmap.MADV_RANDOM)
         self._slab = torch.frombuffer(memory, dtype=torch.float32).view(room, self.width)
-        self._used_at = torch.cat([self._used_at, torch.zeros(room - len(self._used_at), dtype=torch.int64)])
         self._index.grow(room)
 
     def _read_slots(self, slots: Tensor, places: Tensor, out: Tensor) -> None:
@@ -165,7 +164,7 @@ class FileStore(RowStore):
         if not len(slots):
             return
         if self._is_cached(slots):
-            out.index_copy_(0, places, self._slab.index_select(0, slots))
+            self._move_rows(self._slab, out, at=slots, to=places)
             return
         # In the order of the file, for the sake of disks that have one.
         order = slots.argsort()

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TableKernels
-from kitforge.embedding_cache.coldest import Coldest
+from kitforge.core.kernels.places import at, put, where
 from kitforge.embedding_cache.index import FIRST_ROOM, SlotIndex
+from kitforge.embedding_cache.oldest import Oldest
 from kitforge.embedding_cache.store import RowStore
 from kitforge.foundation import device as devices
 
@@ -26,14 +27,14 @@ class HostStore(RowStore):
         self.width = width
         self.capacity = capacity
         self._device = torch.device(device)
+        self._move_rows = kernels.move_rows
         self._lock = threading.Lock()
         room = FIRST_ROOM if capacity is None else capacity
         self._index = SlotIndex(kernels.hash_map, room)
         self._slab = devices.host_memory(self._device, room, width)
         self._dirty = torch.zeros(room, dtype=torch.bool)
-        self._written = torch.zeros(room, dtype=torch.int64)  # when, counted in calls
-        self._clock = 0
-        self._coldest = Coldest()
+        self._clock = 0  # of the rows' last use: calls of `put`
+        self._oldest = None if capacity is None else Oldest(self._index)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -41,7 +42,9 @@ class HostStore(RowStore):
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
         """See `RowStore`."""
         with self._lock:
-            return self._copy(keys, out)[0] >= 0
+            slots = self._index.lookup(keys)
+            self._copy(slots, where(slots >= 0), out)
+            return slots >= 0
 
     def write(self, keys: Tensor, rows: Tensor) -> None:
         """See `RowStore`."""
@@ -54,39 +57,40 @@ class HostStore(RowStore):
     def delete(self, keys: Tensor) -> None:
         """See `RowStore`."""
         with self._lock:
-            slots = self._index.lookup(keys)
-            self._index.remove(slots[slots >= 0])
+            self._index.take(keys)
 
     def put(self, keys: Tensor, rows: Tensor, dirty: Tensor) -> None:
         """`write`, with a mask of the rows that no lower tier has as they are."""
         with self._lock:
-            slots = self._index.lookup(keys)
-            is_new = slots < 0
-            num_new = int(is_new.sum())
-            self._make_room(num_new)
-            if num_new:
-                slots[is_new] = self._index.add(keys[is_new])
-            self._slab.index_copy_(0, slots, rows)
-            self._dirty[slots] = dirty
+            self._make_room(len(keys))
+            slots = self._index.add(keys)
+            self._move_rows(rows, self._slab, to=slots)
+            put(self._dirty, slots, dirty)
             self._clock += 1
-            self._written[slots] = self._clock
+            self._index.touch(slots, self._clock)
+            if self._oldest is not None:
+                self._oldest.used(slots, self._clock)
 
     def take_marked(self, keys: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         """`take`, and the mask [n] of those found that no lower tier has as they are."""
         with self._lock:
-            slots, places = self._copy(keys, out)
+            slots = self._index.take(keys)
+            places = where(slots >= 0)
+            self._copy(slots, places, out)
             dirty = torch.zeros(len(keys), dtype=torch.bool)
-            dirty[places] = self._dirty[slots[places]]
-            self._index.remove(slots[places])
+            put(dirty, places, at(self._dirty, at(slots, places)))
             return slots >= 0, dirty
 
     def pop_oldest(self, num: int) -> tuple[Tensor, Tensor]:
-        """Let go of the `num` rows that were written first: keys and rows of those that are dirty, as copies."""
+        """Let go of the `num` rows that were written first: keys and rows of those that are dirty, as copies. Only
+        where there is a capacity."""
+        assert self._oldest is not None
         with self._lock:
-            slots = self._coldest.pick(self._written, self._index.used, num, lambda slots: self._index.is_used[slots])
-            is_dirty = self._dirty[slots]
-            rows = self._slab.index_select(0, slots[is_dirty])
-            return self._index.remove(slots)[is_dirty], rows
+            slots = self._oldest.pick(num, lambda slots: torch.ones(len(slots), dtype=torch.bool))
+            is_dirty = where(at(self._dirty, slots))
+            rows = torch.empty(len(is_dirty), self.width)
+            self._move_rows(self._slab, rows, at=at(slots, is_dirty))
+            return at(self._index.remove(slots), is_dirty), rows
 
     def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
         """See `RowStore`."""
@@ -105,15 +109,12 @@ class HostStore(RowStore):
     def close(self) -> None:
         """Memory goes when it is dropped."""
 
-    def _copy(self, keys: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy what is there; the slots of all keys and the places of those found."""
-        slots = self._index.lookup(keys)
-        places = (slots >= 0).nonzero().squeeze(1)
-        if len(places) == len(keys):
-            torch.index_select(self._slab, 0, slots, out=out)
+    def _copy(self, slots: Tensor, places: Tensor, out: Tensor) -> None:
+        """Copy what is at slots[places] to these places of `out`."""
+        if len(places) == len(slots):
+            self._move_rows(self._slab, out, at=slots)
         else:
-            out.index_copy_(0, places, self._slab.index_select(0, slots[places]))
-        return slots, places
+            self._move_rows(self._slab, out, at=at(slots, places), to=places)
 
     def _make_room(self, num_new: int) -> None:
         short = num_new - self._index.num_free
@@ -124,5 +125,4 @@ class HostStore(RowStore):
         slab[: len(self._slab)] = self._slab
         self._slab = slab
         self._dirty = torch.cat([self._dirty, torch.zeros(room - len(self._dirty), dtype=torch.bool)])
-        self._written = torch.cat([self._written, torch.zeros(room - len(self._written), dtype=torch.int64)])
         self._index.grow(room)

@@ -13,7 +13,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import TableKernels
+from kitforge.core.kernels.dispatch import MoveRows, TableKernels
+from kitforge.core.kernels.places import at, where
 from kitforge.embedding_cache.options import TableOptions
 from kitforge.embedding_cache.records import InitialRecords
 from kitforge.embedding_cache.stats import Counts
@@ -32,6 +33,7 @@ class Lower:
     host: HostStore | None
     store: RowStore | None
     store_name: str  # file or remote, for the counts
+    move_rows: MoveRows
 
 
 @final
@@ -44,7 +46,7 @@ class Ladder:
 
     def __init__(self, lower: Lower, initial: InitialRecords, counts: Counts) -> None:
         self._host, self._store, self._store_name = lower.host, lower.store, lower.store_name
-        self._initial = initial
+        self._initial, self._move_rows = initial, lower.move_rows
         self._counts = counts
         self.width = initial.layout.width
 
@@ -62,18 +64,18 @@ class Ladder:
         if self._host is not None:
             found, dirty = self._host.take_marked(keys, out)
             is_missing = ~found
-            self._counts.hit("host", int(found.sum()))
-        missing = is_missing.nonzero().squeeze(1)
+        missing = where(is_missing)
+        self._counts.hit("host", len(keys) - len(missing))
         if self._store is not None and len(missing):
-            found = _read_part(self._store, keys, missing, out)
-            self._counts.hit(self._store_name, int(found.sum()))
-            missing = missing[~found]
+            still_missing = at(missing, where(~self._read_part(self._store, keys, missing, out)))
+            self._counts.hit(self._store_name, len(missing) - len(still_missing))
+            missing = still_missing
         if len(missing) == len(keys):
             self._initial.fill(keys, out)
         elif len(missing):
             rows = torch.empty(len(missing), self.width)
-            self._initial.fill(keys[missing], rows)
-            out.index_copy_(0, missing, rows)
+            self._initial.fill(at(keys, missing), rows)
+            self._move_rows(rows, out, to=missing)
         self._counts.hit("new", len(missing))
         return dirty
 
@@ -153,6 +155,15 @@ class Ladder:
             self._store.write(keys, rows)
             self._counts.moved(self._store_name, len(keys), self.width)
 
+    def _read_part(self, store: RowStore, keys: Tensor, places: Tensor, out: Tensor) -> Tensor:
+        """Read the rows of keys[places] to these places of `out`; a mask over `places` of those found."""
+        if len(places) == len(keys):
+            return store.read(keys, out)
+        rows = torch.empty(len(places), store.width)
+        found = store.read(at(keys, places), rows)
+        self._move_rows(rows, out, at=where(found), to=at(places, where(found)))
+        return found
+
     def _tiers(self) -> list[RowStore]:
         return [tier for tier in (self._host, self._store) if tier is not None]
 
@@ -174,20 +185,10 @@ def build_ladder(
     has_host = options.host_rows != 0 if store is None else bool(options.host_rows)
     if options.device_rows is not None and has_host:
         host = HostStore(width, kernels, options.host_rows, options.device)
-    return Ladder(
-        Lower(host=host, store=None if store is None else WriteBehind(store), store_name=store_name), initial, counts
-    )
+    behind = None if store is None else WriteBehind(store)
+    lower = Lower(host=host, store=behind, store_name=store_name, move_rows=kernels.move_rows)
+    return Ladder(lower, initial, counts)
 
 
 def _nothing(keys: Tensor) -> Tensor:
     return torch.zeros(len(keys), dtype=torch.bool)
-
-
-def _read_part(store: RowStore, keys: Tensor, places: Tensor, out: Tensor) -> Tensor:
-    """Read the rows of keys[places] to these places of `out`; a mask over `places` of those found."""
-    if len(places) == len(keys):
-        return store.read(keys, out)
-    rows = torch.empty(len(places), store.width)
-    found = store.read(keys[places], rows)
-    out[places[found]] = rows[found]
-    return found

@@ -44,13 +44,15 @@ class HashMap:
         share(lambda start, stop: _lookup(table, wanted, slots, start, stop), len(wanted), GRAIN)
         return found
 
-    def insert(self, keys: Tensor, slots: Tensor) -> None:
+    def insert(self, keys: Tensor, slots: Tensor) -> Tensor:
         """See the protocol."""
         if len(self._table) < _size(self._num_keys + len(keys)):
             table = _empty(self._num_keys + len(keys))
             _move(self._table, table)
             self._table = table
-        self._num_keys += _insert(self._table, keys.numpy(), slots.numpy())
+        before = torch.empty(len(keys), dtype=torch.int64)
+        self._num_keys += _insert(self._table, keys.numpy(), slots.numpy(), before.numpy())
+        return before
 
     def remove(self, keys: Tensor) -> Tensor:
         """See the protocol."""
@@ -96,18 +98,26 @@ def _place(table: Table, key: Any) -> Any:
 
 
 @compiled
+def _ask(table: Table, keys: Keys, number: int, stop: int) -> None:
+    """Ask for the place of a key that comes later."""
+    if number < stop:
+        prefetch(table, _home(keys[number], len(table) - 1), 0)
+
+
+@compiled
 def _lookup(table: Table, keys: Keys, slots: Keys, start: int, stop: int) -> None:
     for number in range(start, stop):
-        if number + AHEAD < stop:
-            prefetch(table, _home(keys[number + AHEAD], len(table) - 1), 0)
+        _ask(table, keys, number + AHEAD, stop)
         slots[number] = table[_place(table, keys[number]), 1]
 
 
 @compiled
-def _insert(table: Table, keys: Keys, slots: Keys) -> int:
+def _insert(table: Table, keys: Keys, slots: Keys, before: Keys) -> int:
     num_new = 0
     for number in range(len(keys)):
+        _ask(table, keys, number + AHEAD, len(keys))
         place = _place(table, keys[number])
+        before[number] = table[place, 1]
         if table[place, 1] == FREE:
             num_new += 1
         table[place, 0] = keys[number]
@@ -128,6 +138,7 @@ def _move(old: Table, new: Table) -> None:
 def _remove(table: Table, keys: Keys, slots: Keys) -> int:
     num_removed = 0
     for number in range(len(keys)):
+        _ask(table, keys, number + AHEAD, len(keys))
         place = _place(table, keys[number])
         slots[number] = table[place, 1]
         if table[place, 1] != FREE:

@@ -23,9 +23,11 @@ class HashMap:
         found = torch.tensor([self._slots.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
         return found if out is None else out.copy_(found)
 
-    def insert(self, keys: Tensor, slots: Tensor) -> None:
+    def insert(self, keys: Tensor, slots: Tensor) -> Tensor:
         """See the protocol."""
+        before = self.lookup(keys)
         self._slots.update(zip(keys.tolist(), slots.tolist(), strict=True))
+        return before
 
     def remove(self, keys: Tensor) -> Tensor:
         """See the protocol."""

@@ -1,0 +1,1 @@
+"""The operation `move_rows`."""

@@ -1,0 +1,60 @@
+"""`move_rows` in one pass: each row is read and written once, both places asked for ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kitforge.core.kernels.compiled import compiled, prefetch, share
+from kitforge.core.kernels.move_rows.reference import require_rows
+
+# Numbers that are worth a thread.
+GRAIN = 2**17
+# How many rows ahead one is asked for: rows lie anywhere, and memory answers late.
+AHEAD = 16
+
+Floats = NDArray[Any]
+Places = NDArray[np.int64]
+NO_PLACES = np.empty(0, np.int64)
+
+
+def move_rows(source: Tensor, target: Tensor, *, at: Tensor | None = None, to: Tensor | None = None) -> None:
+    """See `core.kernels.dispatch.MoveRows`."""
+    require_rows(source, target, at, to)
+    rows = (source.numpy(), target.numpy())
+    places = (NO_PLACES if at is None else at.numpy(), at is None, NO_PLACES if to is None else to.numpy(), to is None)
+    count, width = len(source if at is None else at), max(source.shape[1], 1)
+    share(lambda start, stop: _move(*rows, *places, start, stop), count, GRAIN // width)
+
+
+@compiled
+def _ask(rows: Floats, place: int) -> None:
+    for column in range(0, rows.shape[1], 16):
+        prefetch(rows, place, column)
+    prefetch(rows, place, rows.shape[1] - 1)
+
+
+@compiled
+def _move(
+    source: Floats,
+    target: Floats,
+    at: Places,
+    is_from_front: bool,
+    to: Places,
+    is_to_front: bool,
+    start: int,
+    stop: int,
+) -> None:
+    for number in range(start, stop):
+        if number + AHEAD < stop:
+            if not is_from_front:
+                _ask(source, at[number + AHEAD])
+            if not is_to_front:
+                _ask(target, to[number + AHEAD])
+        one = number if is_from_front else at[number]
+        other = number if is_to_front else to[number]
+        for column in range(source.shape[1]):
+            target[other, column] = source[one, column]
