@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from kitforge.data.shard import EncodingErrors, Shard, digest
 from kitforge.data.standard_library import standard_library_shards
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError
+from kitforge.foundation.files import missing
 
 STANDARD_LIBRARY = "python_stdlib"
 
@@ -180,7 +180,7 @@ def _files(path: Path) -> list[Path]:
         raise DataError(
             f"no file matches {path}", got=f"in {Path.cwd()}", fix="check the pattern, and quote it in a shell"
         )
-    raise _missing(path)
+    raise missing(path, [STANDARD_LIBRARY])
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -198,15 +198,3 @@ def _files_below(folder: Path) -> list[Path]:
             expected=".txt .py .md .jsonl .json .csv .tsv .parquet, at any depth",
         )
     return found
-
-
-def _missing(path: Path) -> DataError:
-    name, folder = path.name, path.parent
-    while not os.path.isdir(folder):
-        name, folder = folder.name, folder.parent
-    present = sorted(os.listdir(folder))
-    close = difflib.get_close_matches(name, [*present, STANDARD_LIBRARY], n=1, cutoff=0.5)
-    fix = f"{folder} holds {', '.join(present[:8]) or 'nothing'}"
-    if close:
-        fix = f"did you mean {STANDARD_LIBRARY if close[0] == STANDARD_LIBRARY else folder / close[0]}?"
-    return DataError(f"{path} does not exist", got=path.absolute(), expected="a file, a folder or a pattern", fix=fix)

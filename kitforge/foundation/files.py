@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from kitforge.foundation.errors import DataError
 
 
 @contextmanager
@@ -67,6 +70,19 @@ def one_at_a_time(folder: Path, log: logging.Logger, work: str) -> Iterator[None
             log.info("another process is %s %s; waiting for it", work, folder)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def missing(path: Path, words: Iterable[str] = ()) -> DataError:
+    """What to raise for a path where nothing lies: it names what lies nearest. `words` may be given instead of one."""
+    name, folder = path.name, path.parent
+    while not folder.is_dir():
+        name, folder = folder.name, folder.parent
+    present, words = sorted(os.listdir(folder)), list(words)
+    close = difflib.get_close_matches(name, [*present, *words], n=1, cutoff=0.5)
+    fix = f"{folder} holds {', '.join(present[:8]) or 'nothing'}"
+    if close:
+        fix = f"did you mean {close[0] if close[0] in words else folder / close[0]}?"
+    return DataError(f"{path} does not exist", got=path.absolute(), expected="a file, a folder or a pattern", fix=fix)
 
 
 def sync_folder(path: Path) -> None:

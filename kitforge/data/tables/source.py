@@ -18,6 +18,7 @@ from kitforge.data.tables.interactions import InteractionFile
 from kitforge.data.tables.objects import DatasetRows, open_rows
 from kitforge.data.tables.parquet_files import open_parquet
 from kitforge.foundation.errors import DataError, nearest
+from kitforge.foundation.files import missing
 
 TableFormat = Literal["auto", "criteo", "csv", "tsv", "parquet", "interactions"]
 _SUFFIXES = (".csv", ".tsv", ".txt", ".parquet")
@@ -148,9 +149,7 @@ def _files(path: Path) -> list[Path]:
         return matches
     if glob.has_magic(str(path)):
         raise DataError(f"no file matches {path}", got=f"in {Path.cwd()}", fix="check the pattern, and quote it")
-    present = sorted(os.listdir(path.parent)) if path.parent.is_dir() else []
-    fix = nearest(path.name, present[:200]) if present else f"there is no folder {path.parent}"
-    raise DataError(f"{path} does not exist", got=path.absolute(), expected="a file, a folder or a pattern", fix=fix)
+    raise missing(path)
 
 
 def _suffix(path: Path) -> str:
