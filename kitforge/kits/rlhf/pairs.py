@@ -53,7 +53,9 @@ class PairBatches:
         return {"loss": pairs, "samples": pairs}
 
     def _micro_batches(self, rows: Sequence[Pair], batch: Indices) -> list[MicroBatch]:
-        return [self._micro_batch([rows[index] for index in batch[part]]) for part in self._order.parts(len(batch))]
+        longest = [max(len(rows[index].chosen.tokens), len(rows[index].rejected.tokens)) for index in batch]
+        parts = self._order.fitted([2 * length for length in longest], None)
+        return [self._micro_batch([rows[index] for index in batch[part]]) for part in parts]
 
     def _micro_batch(self, pairs: Sequence[Pair]) -> MicroBatch:
         # A rank that has no pair left computes one that counts for nothing.

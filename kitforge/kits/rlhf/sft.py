@@ -105,7 +105,8 @@ class SFTTask(Task):
 
     def _micro_batches(self, rows: Sequence[Response], batch: Indices, step: int) -> list[MicroBatch]:
         whole = packed([rows[index] for index in batch], self._rows.pad_id, together=self._options.packing)
-        parts = self._order.parts(len(whole["tokens"]))
+        num_rows, width = whole["tokens"].shape
+        parts = self._order.fitted([width] * num_rows, None)
         return [{**simplify(_taken(whole, part)), "step": step} for part in parts]
 
 
