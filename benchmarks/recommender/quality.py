@@ -5,19 +5,24 @@ scikit-learn fits to the same folds over the same hashed features, five seeds. A
 Amazon: HR@10 of a SASRec among all items, beside the most popular items. The click log that is made up: how far from
 the AUC of the true chances.
 
-    python -m benchmarks.recommender.quality DATA [PART ...]      # parts: criteo avazu adult video beauty click_log
+    python -m benchmarks.recommender.quality DATA [PART ...] [--seeds 0 1 2 3 4] [--kept FOLDER]
+
+Parts: criteo avazu adult video beauty click_log. In FOLDER lies what is known already: another call goes on from there.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gzip
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +32,9 @@ from sklearn.feature_extraction import FeatureHasher
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from kitforge.api import Trainer, load_tokenizer
+from kitforge.api import Trainer
 
-SEEDS = range(5)
+PARTS = ("criteo", "avazu", "adult", "video", "beauty", "click_log")
 NUM_FOLDS = 5
 # What a run is given beside its rows: nothing that changes what is learned.
 OPTIONS: dict[str, Any] = {"trainer.progress": False, "trainer.log_every": 1000, "device": "cpu"}
@@ -61,23 +66,29 @@ def avazu(data: Path) -> tuple[Rows, str]:
     return rows, "click"
 
 
-def folds(name: str, data: Path) -> list[dict[str, Any]]:
+def folds(name: str, data: Path, seeds: Iterable[int], kept: Path) -> None:
     """Five folds for each seed: our AUC and that of the logistic regression."""
     rows, label = {"criteo": criteo, "avazu": avazu}[name](data)
-    found = []
-    for seed in SEEDS:
+    file = kept / f"{name}.jsonl"
+    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    known = {(each["seed"], each["fold"]) for each in found}
+    for seed, fold in itertools.product(seeds, range(NUM_FOLDS)):
+        if (seed, fold) in known:
+            continue
         order = np.random.default_rng(seed).permutation(len(rows))
-        for fold in range(NUM_FOLDS):
-            held_out = [rows[place] for place in order[fold::NUM_FOLDS]]
-            kept = [rows[place] for number in range(NUM_FOLDS) if number != fold for place in order[number::NUM_FOLDS]]
-            ours = train_clicks(kept, held_out, seed)
-            theirs = logistic(kept, held_out, label, strength=0.05 if name == "criteo" else 0.1)
-            found.append({"part": name, "seed": seed, "fold": fold, "ours": ours, "logistic": theirs})
-            tell(found[-1])
+        held_out = [rows[place] for place in order[fold::NUM_FOLDS]]
+        learnt = [rows[place] for number in range(NUM_FOLDS) if number != fold for place in order[number::NUM_FOLDS]]
+        ours = train_clicks(learnt, held_out, seed)
+        theirs = logistic(learnt, held_out, label, strength=0.05 if name == "criteo" else 0.1)
+        found.append({"part": name, "seed": seed, "fold": fold, "ours": ours, "logistic": theirs})
+        tell(found[-1])
+        with open(file, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps(found[-1]) + "\n")
     gains = [each["ours"] - each["logistic"] for each in found]
     tell(
         {
             "part": name,
+            "seeds": sorted({each["seed"] for each in found}),
             "ours": statistics.mean(each["ours"] for each in found),
             "logistic": statistics.mean(each["logistic"] for each in found),
             "gain": statistics.mean(gains),
@@ -86,7 +97,6 @@ def folds(name: str, data: Path) -> list[dict[str, Any]]:
             "folds": len(gains),
         }
     )
-    return found
 
 
 def train_clicks(kept: Any, held_out: Any, seed: int) -> float:
@@ -112,14 +122,14 @@ def logistic(kept: Rows, held_out: Rows, label: str, strength: float) -> float:
     return float(roc_auc_score([row[label] for row in held_out], model.predict_proba(features(held_out))[:, 1]))
 
 
-def adult(data: Path) -> None:
-    """The AUC on the test set, five seeds."""
+def adult(data: Path, seeds: Iterable[int]) -> None:
+    """The AUC on the test set, of each seed."""
     place = data / "adult_income"
-    found = [train_clicks(str(place / "train.csv.gz"), str(place / "test.csv.gz"), seed) for seed in SEEDS]
+    found = [train_clicks(str(place / "train.csv.gz"), str(place / "test.csv.gz"), seed) for seed in seeds]
     tell({"part": "adult", "auc": found, "mean": statistics.mean(found), "lowest": min(found)})
 
 
-def sequences(name: str, data: Path, num_steps: int = 1500) -> None:
+def sequences(name: str, data: Path, kept: Path, num_steps: int = 1500) -> None:
     """HR@10 of the last item of every sequence among all items, beside the most popular ones."""
     source = data / f"amazon_{name}" / "interactions.txt.gz"
     taken: dict[str, list[str]] = {}
@@ -130,20 +140,17 @@ def sequences(name: str, data: Path, num_steps: int = 1500) -> None:
     counts = Counter(item for items in taken.values() for item in items[:-1])
     popular = {item for item, _ in counts.most_common(10)}
     known = [items for items in taken.values() if len(items) > 1 and items[-1] in counts]
-    with tempfile.TemporaryDirectory() as folder:
-        options = {
-            "data.batch_size": 256,
-            "data.cache": f"{folder}/cache",
-            "trainer.max_steps": num_steps,
-            "trainer.log_every": 500,
-            "trainer.progress": False,
-            "retrieval.num_negatives": 1024,
-            "model.dropout": 0.3,
-            "device": "cpu",
-        }
-        started = time.perf_counter()
-        run = Trainer("recommendation", "sasrec", str(source), output_dir=f"{folder}/run", options=options).train()
-        assert load_tokenizer(run) is not None
+    options = OPTIONS | {
+        "data.batch_size": 256,
+        "data.cache": str(kept / "cache"),
+        "trainer.max_steps": num_steps,
+        "trainer.checkpoint_every": 250,
+        "retrieval.num_negatives": 1024,
+        "model.dropout": 0.3,
+    }
+    started = time.process_time()
+    trainer = Trainer("recommendation", "sasrec", str(source), output_dir=str(kept / name), options=options)
+    run = trainer.train(resume="auto")
     tell(
         {
             "part": f"amazon_{name}",
@@ -152,7 +159,7 @@ def sequences(name: str, data: Path, num_steps: int = 1500) -> None:
             "popularity_hr@10": sum(items[-1] in popular for items in known) / len(known),
             "num_items": len(counts),
             "steps": num_steps,
-            "seconds": time.perf_counter() - started,
+            "seconds": time.process_time() - started,  # of this call
         }
     )
 
@@ -176,16 +183,23 @@ def tell(record: dict[str, Any]) -> None:
 
 def main() -> None:
     """Every part that is named, or all."""
-    data, *parts = Path(sys.argv[1]), *sys.argv[2:]
-    for part in parts or ["criteo", "avazu", "adult", "video", "beauty", "click_log"]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("parts", nargs="*", default=PARTS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    parser.add_argument("--kept", type=Path)
+    chosen = parser.parse_args()
+    kept = chosen.kept or Path(tempfile.mkdtemp())
+    kept.mkdir(parents=True, exist_ok=True)
+    for part in chosen.parts:
         if part in ("criteo", "avazu"):
-            folds(part, data)
+            folds(part, chosen.data, chosen.seeds, kept)
         elif part == "adult":
-            adult(data)
+            adult(chosen.data, chosen.seeds)
         elif part == "click_log":
             click_log()
         else:
-            sequences(part, data)
+            sequences(part, chosen.data, kept)
 
 
 if __name__ == "__main__":

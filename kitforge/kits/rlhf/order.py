@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kitforge.core.parallel.world import World
@@ -17,6 +18,8 @@ from kitforge.foundation.types import Cursor
 from kitforge.kits.rlhf.config import StageOptions
 
 Indices = NDArray[np.int64]
+# Tokens of one pass through a network on a processor: with more, what layers hand on leaves its caches.
+CPU_TOKENS = 1024
 
 
 @final
@@ -62,8 +65,10 @@ class Order:
 
     def fitted(self, lengths: Sequence[int], most_tokens: int | None) -> list[Indices]:
         """The same for rows of these lengths, where a micro-batch may have so many tokens, filling among them; the
-        longest rows come first. None: as `parts` says."""
+        longest rows come first. None: as many as are fast where trainer.micro_batch_size leaves it open."""
         ranks = self._world.num_replicas
+        if most_tokens is None and self._options.trainer.micro_batch_size is None:
+            most_tokens = CPU_TOKENS if self._world.device.type == "cpu" else None
         if most_tokens is None:
             return self.parts(len(lengths))
         bounds = [len(lengths) * each // ranks for each in range(ranks + 1)]
@@ -82,6 +87,11 @@ def _fitted(places: range, lengths: Sequence[int], most_tokens: int) -> list[Ind
             found.append([])
         found[-1].append(place)
     return [np.array(each, dtype=np.int64) for each in found]
+
+
+def rows_at_once(longest: int, most: int, device: torch.device) -> int:
+    """Rows of one forward pass that nobody wants a gradient of: `most`, or fewer on a processor."""
+    return min(most, max(1, CPU_TOKENS // longest)) if device.type == "cpu" else most
 
 
 def split(num_rows: int, fraction: float, seed: int) -> tuple[Indices, Indices]:

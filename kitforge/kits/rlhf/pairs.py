@@ -10,12 +10,14 @@ from torch import Tensor
 from kitforge.data.dialogues import Pair
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.collate import padded
-from kitforge.kits.rlhf.order import Indices
+from kitforge.kits.rlhf.order import Order
 
 
-def pair_batches(pairs: Sequence[Pair], parts: Sequence[Indices], pad_id: int) -> list[MicroBatch]:
-    """For each part of the pairs: tokens and targets [2P, T], ends [2P], margins and weights [P], and their sources.
-    A weight is 1, or 0 for the pair that stands in for none."""
+def pair_batches(pairs: Sequence[Pair], order: Order, pad_id: int) -> list[MicroBatch]:
+    """For each part of this rank's pairs: tokens and targets [2P, T], ends [2P], margins and weights [P], and their
+    sources. A weight is 1, or 0 for the pair that stands in for none."""
+    longest = [max(len(pair.chosen.tokens), len(pair.rejected.tokens)) for pair in pairs]
+    parts = order.fitted([2 * length for length in longest], None)
     return [_pair_batch([pairs[index] for index in part], pad_id) for part in parts]
 
 

@@ -28,7 +28,7 @@ class RewardTask(RowTask[RewardOptions, Pair]):
 
     def micro_batches(self, model: nn.Module, rows: Sequence[Pair], step: int) -> list[MicroBatch]:
         """See `pair_batches`."""
-        return pair_batches(rows, self._order.parts(len(rows)), self._rows.pad_id)
+        return pair_batches(rows, self._order, self._rows.pad_id)
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """Pairs."""

@@ -32,7 +32,7 @@ from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.environment import Playground
 from kitforge.kits.rlhf.frozen import Frozen
 from kitforge.kits.rlhf.judgement import judged
-from kitforge.kits.rlhf.order import Indices, Order
+from kitforge.kits.rlhf.order import Indices, Order, rows_at_once
 from kitforge.kits.rlhf.pretraining import Pretraining, is_pretraining, pretraining_count, pretraining_loss
 from kitforge.kits.rlhf.rollouts import Round, Trajectory, answered, laid, token_log_probs, token_values
 from kitforge.kits.rlhf.rows import Rows
@@ -273,8 +273,10 @@ class RLTask(Task):
         """The reference's log-probabilities, the critic's values and, where asked for, the trainer's own."""
         temperature = self._options.rollout.temperature
         again = policy if self._options.rl.old == "trainer" else None
-        for start in range(0, len(found), FORWARD_ROWS):
-            batch = laid(found[start : start + FORWARD_ROWS], self._rows.pad_id)
+        longest = max((len(each.answer.prompt) + len(each.answer.tokens) for each in found), default=1)
+        size = rows_at_once(longest, FORWARD_ROWS, self._world.device)
+        for start in range(0, len(found), size):
+            batch = laid(found[start : start + size], self._rows.pad_id)
             tokens, targets = batch["tokens"], batch["targets"]
             mask = targets != IGNORED
             grids = {

@@ -17,6 +17,7 @@ from kitforge.data.dialogues import Response
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, TrainingError, nearest
 from kitforge.kits.rlhf.collate import padded
+from kitforge.kits.rlhf.order import rows_at_once
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 
 BATCH_SIZE = 32
@@ -61,9 +62,11 @@ class ModelScorer(Scorer):
         """Normalised scores after each answer's last token."""
         found: list[float | list[float]] = []
         device = self.model.score.weight.device
-        for start in range(0, len(answers), BATCH_SIZE):
-            whole = [(*each.prompt, *each.tokens) for each in answers[start : start + BATCH_SIZE]]
-            texts = [Response(tokens=tokens, learnt=(False,) * len(tokens)) for tokens in whole]
+        whole = [(*each.prompt, *each.tokens) for each in answers]
+        size = rows_at_once(max(map(len, whole), default=1), BATCH_SIZE, device)
+        for start in range(0, len(whole), size):
+            part = whole[start : start + size]
+            texts = [Response(tokens=tokens, learnt=(False,) * len(tokens)) for tokens in part]
             batch = padded(texts, self._tokenizer.pad_id)
             scores = self.model.at(batch["tokens"].to(device), batch["ends"].to(device))
             found += self.model.normalised(scores).tolist()

@@ -32,7 +32,8 @@ class SFTTask(RowTask[SFTOptions, Response]):
     def micro_batches(self, model: nn.Module, rows: Sequence[Response], step: int) -> list[MicroBatch]:
         """The same rows however many ranks share them."""
         whole = packed(rows, self._rows.pad_id, together=self._options.packing)
-        parts = self._order.parts(len(whole["tokens"]))
+        num_rows, width = whole["tokens"].shape
+        parts = self._order.fitted([width] * num_rows, None)
         return [{**simplify(_taken(whole, part)), "step": step} for part in parts]
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kitforge.kits.rlhf import order
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.rollouts import Round
 from tests.kits.rlhf import runs
@@ -28,6 +29,20 @@ def test_micro_batches_have_the_gradient_of_the_batch(stage: str) -> None:
     whole = gradient(None)
     assert float(whole.norm()) > 1e-3
     assert all(float((gradient(size) - whole).norm() / whole.norm()) < 1e-10 for size in (1, 3))
+
+
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "kto"])
+def test_as_many_rows_at_once_as_a_processor_likes_change_no_gradient(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(tokens: int) -> tuple[int, torch.Tensor]:
+        monkeypatch.setattr(order, "CPU_TOKENS", tokens)
+        assembly = runs.begin(stage, None, {}, model=runs.network(torch.float64))
+        return len(runs.first_step(assembly.loop.task, assembly.loop.model)), runs.gradient(assembly)
+
+    (alone, whole), (several, parts) = found(10**6), found(30)
+    assert alone == 1 < several
+    assert float((parts - whole).norm() / whole.norm()) < 1e-10
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "kto"])

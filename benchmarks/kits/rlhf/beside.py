@@ -1,0 +1,178 @@
+"""What the comparisons with TRL share: the network, launches in turn, phases, the floor of products, the page."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kitforge.core.parallel.lobby import Lobby
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.device import describe
+from kitforge.kits.rlhf.build import STAGES
+from kitforge.kits.rlhf.stages import Inputs
+from kitforge.models.catalog import config_of
+from kitforge.models.folder import build
+from kitforge.trainer.run import train
+
+VOCAB, DIM, LAYERS = 1024, 256, 4
+SHAPE = {"family": "gpt2", "vocab_size": VOCAB, "dim": DIM, "num_layers": LAYERS, "num_heads": 4, "max_length": 512}
+# Tokens of a prompt on average.
+PROMPT = 40
+CPU = torch.device("cpu")
+Spent = dict[str, float]
+
+
+def network(seed: int) -> torch.nn.Module:
+    """A network of the shape that both sides have."""
+    return build(config_of(SHAPE), device=CPU, seed=seed)
+
+
+def lists(number: int, seed: int, shortest: int, longest: int) -> Iterator[list[int]]:
+    """Lists of random tokens, the peer's own."""
+    noise = torch.Generator().manual_seed(seed)
+    for length in torch.randint(shortest, longest + 1, (number,), generator=noise).tolist():
+        yield torch.randint(0, VOCAB - 2, (length,), generator=noise).tolist()
+
+
+def timed(spent: Spent, phase: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    """The same work, its CPU seconds added to those of its phase; also when the first began and the last ended."""
+
+    def found(*given: Any) -> Any:
+        begun = time.process_time()
+        try:
+            return work(*given)
+        finally:
+            spent["end"] = time.process_time()
+            spent.setdefault("begin", begun)
+            spent[phase] += spent["end"] - begun
+
+    return found
+
+
+def run(values: dict[str, Any], rows: list[dict[str, Any]], **roles: Any) -> None:
+    """Train a stage over rows in memory, from a network of the shape, on one thread."""
+    torch.set_num_threads(1)
+    values |= {"device": "cpu", "output_dir": str(Path(tempfile.mkdtemp()) / "run")}
+    options = STAGES[values["task"]].read_options(values)
+    inputs = Inputs(tokenizer=ByteTokenizer(), model=network(1), train_dataset=rows, roles=roles)
+    assembly = STAGES[values["task"]].assemble(options, inputs, Lobby.open(options.parallel, options.device))
+    train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+
+
+def seconds_and_rest(spent: Spent, episodes: int) -> Spent:
+    """The phases, what lies between them, and all of it."""
+    seconds = spent.pop("end") - spent.pop("begin")
+    return {**spent, "rest": seconds - sum(spent.values()), "seconds": seconds, "episodes": episodes}
+
+
+def products(passes: float, rows: int, heads: float, read: int, precision: str) -> float:
+    """CPU seconds of the matrix products alone: `passes` forward ones of all layers over `rows` tokens, and `heads`
+    over the `read` tokens that reach the vocabulary. A backward pass counts twice; attention is left out."""
+    torch.set_num_threads(1)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    layer = [(DIM, 3 * DIM), (DIM, DIM), (DIM, 4 * DIM), (4 * DIM, DIM)]
+    wanted = [(rows, shape, LAYERS * passes) for shape in layer] + [(read, (DIM, VOCAB), heads)]
+    total = 0.0
+    for height, (narrow, wide), times in wanted:
+        shapes = ((height, narrow), (narrow, wide), (height, wide))
+        input, weight, out = (torch.ones(shape, dtype=dtype) for shape in shapes)
+        seconds = []
+        for _ in range(5):
+            begun = time.process_time()
+            torch.mm(input, weight, out=out)
+            seconds.append(time.process_time() - begun)
+        total += times * statistics.median(seconds)
+    return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One script beside its peer's."""
+
+    script: str  # its __file__; the peer's lies beside it, with peer_ before its name
+    heading: str
+    phases: tuple[str, ...]
+    choices: Mapping[str, Any]  # what both sides are told, with what each is by default
+    ours: Callable[[Any], Spent]
+    floor: Callable[[Any], float]  # CPU seconds of the products of 32 samples
+
+
+def main(comparison: Comparison) -> None:
+    """Launch both in turn, or be the child."""
+    script = Path(comparison.script)
+    parser = argparse.ArgumentParser(description=comparison.heading)
+    parser.add_argument("--peer-python")
+    parser.add_argument("--launches", type=int, default=3)
+    parser.add_argument("--table", type=Path, default=script.with_suffix(".md"))
+    parser.add_argument("--child", action="store_true")
+    for name, usual in comparison.choices.items():
+        parser.add_argument(f"--{name}", type=type(usual), default=usual)
+    chosen = parser.parse_args()
+    if chosen.child:
+        sys.stdout.write(f"RESULT {json.dumps(comparison.ours(chosen))}\n")
+        return
+    shape = {name: str(getattr(chosen, name)) for name in comparison.choices}
+    own = ["--child", *(part for name, value in shape.items() for part in (f"--{name}", value))]
+    sides = {"kitforge": [sys.executable, "-m", f"benchmarks.kits.rlhf.{script.stem}", *own]}
+    if chosen.peer_python:
+        sides["trl 1.12.0"] = [chosen.peer_python, str(script.with_name(f"peer_{script.name}")), *shape.values()]
+    found: dict[str, list[Spent]] = {name: [] for name in sides}
+    for _ in range(chosen.launches):
+        for name, command in sides.items():
+            found[name].append(_launched(command))
+    told = ", ".join(f"{name} {value}" for name, value in shape.items() if name not in ("task", "episodes"))
+    title = f"{shape.get('task', script.stem)}: {told}"
+    text = _section(title, found, comparison.floor(chosen), comparison.phases)
+    sys.stdout.write(text)
+    _write(chosen.table, comparison.heading, title, text)
+
+
+def _launched(command: Sequence[str]) -> Spent:
+    """What a child says of its run."""
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    line = next(line for line in output.splitlines() if line.startswith("RESULT "))
+    found: Spent = json.loads(line.removeprefix("RESULT "))
+    return found
+
+
+def _section(title: str, found: dict[str, list[Spent]], least: float, phases: Sequence[str]) -> str:
+    """A part of the page: medians over launches, and ratios of launches of the same round."""
+    lines = [
+        title,
+        "",
+        f"{datetime.date.today()}, {describe(CPU)}, torch {torch.__version__}. Median of "
+        f"{len(found['kitforge'])} interleaved rounds. The matrix products of 32 samples alone take {least:.2f} CPU-s.",
+        "",
+        "| | samples/CPU-s | ours is faster | beside the products | " + " | ".join(phases) + " |",
+        "|---|---:|---:|---:" + "|---:" * len(phases) + "|",
+    ]
+    for name, results in found.items():
+        seconds = statistics.median(each["seconds"] / each["episodes"] for each in results)
+        pairs = zip(results, found["kitforge"], strict=True)
+        ratio = statistics.median(each["seconds"] / own["seconds"] for each, own in pairs)
+        shares = [
+            f"{statistics.median(each[phase] / each['seconds'] for each in results):.0%}" if phase in results[0] else ""
+            for phase in phases
+        ]
+        figures = [f"{1 / seconds:.2f}", f"{ratio:.2f}x", f"{32 * seconds / least:.2f}x", *shares]
+        lines.append(f"| {name} | " + " | ".join(figures) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _write(table: Path, heading: str, title: str, text: str) -> None:
+    """Put the section where one of the same title was, else at the end."""
+    pages = table.read_text(encoding="utf-8").split("\n## ") if table.exists() else [f"# {heading}\n"]
+    pages = [page for page in pages if page.partition("\n")[0] != title] + [text]
+    table.write_text("\n## ".join(page.rstrip("\n") + "\n" for page in pages), encoding="utf-8")

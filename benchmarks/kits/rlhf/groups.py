@@ -1,0 +1,65 @@
+"""GRPO and RLOO beside TRL 1.12: the network of `ppo.py`, 8 prompts of 16 to 64 tokens, 4 answers of 128 to each.
+
+python -m benchmarks.kits.rlhf.groups --peer-python OTHER/bin/python [--task grpo] [--precision fp32] [--launches 3]
+
+As in `ppo.py`; both sides compare with a reference and count distinct tokens as reward. The section goes to groups.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.kits.rlhf.beside import PROMPT, Comparison, Spent, lists, main, products, run, seconds_and_rest
+from benchmarks.kits.rlhf.ppo import PHASES, watched
+
+ADVANTAGES: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "rl": {"advantage": "grpo", "aggregation": "sequence_mean"},
+        "kl": {"used_as": "loss", "estimator": "k3", "controller": {"coefficient": 0.04}},
+    },
+    "rloo": {"rl": {"advantage": "rloo", "aggregation": "sequence_sum"}, "kl": {"controller": {"coefficient": 0.04}}},
+}
+
+
+def distinct(*, completion_tokens: list[list[int]]) -> list[float]:
+    """The share of tokens that are new."""
+    return [len(set(tokens)) / max(len(tokens), 1) for tokens in completion_tokens]
+
+
+def ours(chosen: Any) -> Spent:
+    """See `ppo.ours`."""
+    spent = dict.fromkeys(PHASES[:-1], 0.0)
+    watched(spent)
+    shaped = ADVANTAGES[chosen.task]
+    values = {
+        **shaped,
+        "task": chosen.task,
+        "precision": chosen.precision,
+        "data": {"sequence_length": 512, "validation": 0.0},
+        "rl": {"prompts_per_step": 8, "samples_per_prompt": 4, **shaped["rl"]},
+        "rollout": {"max_new_tokens": chosen.response},
+        "trainer": {"max_steps": chosen.episodes // 32, "progress": False},
+        "optimizer": {"learning_rate": 3e-6},
+    }
+    run(values, [{"prompt": tokens} for tokens in lists(chosen.episodes // 4, 0, 16, 64)], reward=distinct)
+    spent["scoring"] -= spent["generating"]
+    return seconds_and_rest(spent, chosen.episodes)
+
+
+def floor(chosen: Any) -> float:
+    """A pass to answer, one of the reference, a forward and a backward pass of the policy."""
+    written = 32 * chosen.response
+    return products(2 + 3, written + 32 * PROMPT, 2 + 3, written, chosen.precision)
+
+
+if __name__ == "__main__":
+    main(
+        Comparison(
+            script=__file__,
+            heading="GRPO and RLOO beside their peer",
+            phases=PHASES,
+            choices={"task": "grpo", "episodes": 64, "response": 128, "precision": "fp32"},
+            ours=ours,
+            floor=floor,
+        )
+    )

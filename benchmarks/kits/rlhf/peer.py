@@ -1,0 +1,101 @@
+"""What the peer's sides share, for an environment of their own: the network, the words, the clock."""
+
+import json
+import os
+import tempfile
+import time
+
+os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
+
+VOCAB = 1024
+END, FILLING = VOCAB - 2, VOCAB - 1
+torch.set_num_threads(1)
+
+
+def lists(number, seed, shortest, longest):
+    """Lists of random tokens, as `beside.lists` has them."""
+    noise = torch.Generator().manual_seed(seed)
+    for length in torch.randint(shortest, longest + 1, (number,), generator=noise).tolist():
+        yield torch.randint(0, VOCAB - 2, (length,), generator=noise).tolist()
+
+
+def words(tokens):
+    """A text of those tokens."""
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def tokenizer():
+    """A word is a token."""
+    known = {f"w{number}": number for number in range(END)} | {"<eos>": END, "<pad>": FILLING}
+    pieces = Tokenizer(models.WordLevel(known, unk_token="w0"))
+    pieces.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="<eos>", pad_token="<pad>", padding_side="left")
+
+
+def network(is_scalar=False):
+    """The network of `beside.network`, read from a folder, which the peer wants to find a reference in."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": VOCAB, "n_positions": 512, "n_embd": 256, "n_layer": 4, "n_head": 4}
+    ids = {"bos_token_id": END, "eos_token_id": END, "pad_token_id": FILLING}
+    if is_scalar:
+        return GPT2ForSequenceClassification(GPT2Config(**shape, **ids, num_labels=1))
+    folder = tempfile.mkdtemp()
+    GPT2LMHeadModel(GPT2Config(**shape, **ids)).save_pretrained(folder)
+    return GPT2LMHeadModel.from_pretrained(folder)
+
+
+def options(episodes, precision):
+    """What all of the peer's configurations are told."""
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": 32,
+        "max_steps": episodes // 32,
+        "learning_rate": 3e-6,
+        "use_cpu": True,
+        "bf16": precision == "bf16",
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+    }
+
+
+class Clock(TrainerCallback):
+    """From the beginning of the first step to the end of the last."""
+
+    begun = ended = 0.0
+
+    def on_step_begin(self, args, state, control, **_):
+        self.begun = self.begun or time.process_time()
+
+    def on_step_end(self, args, state, control, **_):
+        self.ended = time.process_time()
+
+
+def measure(trainer, generation, episodes):
+    """Train, and say what it took; `generation` names the method that writes answers, if there is one."""
+    clock, found = Clock(), {"episodes": episodes}
+    if generation is not None:
+        generate, found["generating"] = getattr(trainer, generation), 0.0
+
+        def timed(*given, **named):
+            begun = time.process_time()
+            answers = generate(*given, **named)
+            found["generating"] += time.process_time() - begun
+            return answers
+
+        setattr(trainer, generation, timed)
+    trainer.add_callback(clock)
+    trainer.train()
+    print("RESULT", json.dumps({**found, "seconds": clock.ended - clock.begun}))
