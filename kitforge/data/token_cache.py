@@ -1,14 +1,12 @@
 """A corpus as tokens on the disk, built once and mapped into memory. Knows nothing of rows and batches.
 
 A cache is a folder named by the fingerprint of corpus and tokenizer, with `tokens.bin` (all documents end to end),
-`documents.npy` (where each begins) and `cache.json`, which is written last and makes the others valid. While it is
-built, `parts` holds a file for each finished shard, so a build that was killed goes on where it stopped; a lock that
-the system releases when its holder dies lets one process build while others wait for it.
+`documents.npy` (where each begins) and the manifest `cache.json`. While it is built, `parts` holds a file for each
+finished shard, so a build that was killed goes on where it stopped.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -19,18 +17,15 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from kitforge.data.cache_folder import CacheFolder
 from kitforge.data.shard import digest
 from kitforge.data.source import Source, empty
 from kitforge.data.tokenise import Job, read_job, token_dtype, tokenise
 from kitforge.data.tokens import Tokenizer
-from kitforge.foundation.errors import DataError
-from kitforge.foundation.files import atomic_file, one_at_a_time, write_text
-from kitforge.foundation.log import logger
-
-_log = logger(__name__)
+from kitforge.foundation.files import atomic_file
 
 FORMAT = 1
-_TOKENS, _DOCUMENTS, _MANIFEST, _PARTS = "tokens.bin", "documents.npy", "cache.json", "parts"
+_TOKENS, _DOCUMENTS, _PARTS = "tokens.bin", "documents.npy", "parts"
 
 
 @final
@@ -56,15 +51,16 @@ class TokenCache:
     @classmethod
     def open(cls, folder: Path) -> TokenCache:
         """Map a finished cache. Raises DataError when it is missing, or damaged as far as sizes can tell."""
-        manifest = _manifest(folder)
-        tokens = _mapped(folder / _TOKENS, np.dtype(manifest["dtype"]), manifest["num_tokens"])
+        place = _place(folder)
+        manifest = place.manifest()
+        tokens = place.mapped(_TOKENS, np.dtype(manifest["dtype"]), (manifest["num_tokens"],))
         try:
             offsets = np.load(folder / _DOCUMENTS, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
-            raise _damaged(folder / _DOCUMENTS, error, "a whole file") from None
+            raise place.damaged(_DOCUMENTS, error, "a whole file") from None
         if offsets.shape != (manifest["num_documents"] + 1,) or offsets[-1] != len(tokens):
             expected = f"{manifest['num_documents'] + 1} offsets up to {len(tokens)}"
-            raise _damaged(folder / _DOCUMENTS, f"shape {offsets.shape} up to {offsets[-1:]}", expected)
+            raise place.damaged(_DOCUMENTS, f"shape {offsets.shape} up to {offsets[-1:]}", expected)
         return cls(folder=folder, fingerprint=manifest["fingerprint"], tokens=tokens, offsets=np.asarray(offsets))
 
 
@@ -87,24 +83,20 @@ def build(
     """
     fingerprint = digest("token_cache", FORMAT, source.fingerprint, tokenizer.fingerprint)
     folder = root / fingerprint
-    if (folder / _MANIFEST).exists():
-        return TokenCache.open(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with one_at_a_time(folder, _log, "building the token cache"):
-            # Whoever held the lock before may have built it.
-            if not (folder / _MANIFEST).exists():
-                jobs = _tokenise(source, tokenizer, folder, num_workers, progress)
-                manifest = {"format": FORMAT, "fingerprint": fingerprint, **_assemble(jobs, tokenizer, folder, source)}
-                shutil.rmtree(folder / _PARTS)
-                write_text(folder / _MANIFEST, json.dumps(manifest, indent=1))
-    except OSError as error:
-        raise DataError(
-            f"cannot write the token cache {folder}",
-            got=error.strerror or error,
-            fix="free some room, or choose another place with the environment variable KITFORGE_CACHE",
-        ) from None
+
+    def fill() -> dict[str, Any]:
+        jobs = _tokenise(source, tokenizer, folder, num_workers, progress)
+        told = _assemble(jobs, tokenizer, folder, source)
+        shutil.rmtree(folder / _PARTS)
+        return {"fingerprint": fingerprint, **told}
+
+    _place(folder).build(fill)
     return TokenCache.open(folder)
+
+
+def _place(folder: Path) -> CacheFolder:
+    elsewhere = " with the environment variable KITFORGE_CACHE"
+    return CacheFolder(path=folder, what="token cache", manifest_name="cache.json", format=FORMAT, elsewhere=elsewhere)
 
 
 def _tokenise(
@@ -116,8 +108,6 @@ def _tokenise(
 ) -> list[Job]:
     parts = folder / _PARTS
     parts.mkdir(exist_ok=True)
-    for draft in [*folder.glob(".*.draft"), *parts.glob(".*.draft")]:
-        draft.unlink(missing_ok=True)
     jobs = [Job(shard=shard, path=parts / f"{number:06d}.part") for number, shard in enumerate(source.shards())]
     total = sum(job.shard.size for job in jobs)
     ready = sum(job.shard.size for job in jobs if job.path.exists())
@@ -146,30 +136,3 @@ def _assemble(jobs: Sequence[Job], tokenizer: Tokenizer, folder: Path, source: S
     with atomic_file(folder / _DOCUMENTS) as file:
         np.save(file, offsets, allow_pickle=False)
     return {"dtype": dtype.name, "num_documents": len(lengths), "num_tokens": int(offsets[-1])}
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / _MANIFEST
-    try:
-        manifest = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise _damaged(path, error, "the JSON that ends a finished cache") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise _damaged(path, str(manifest)[:60], f"format {FORMAT}")
-    return manifest
-
-
-def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[np.unsignedinteger]:
-    size = path.stat().st_size if path.exists() else None
-    if size != count * dtype.itemsize:
-        raise _damaged(path, "no file" if size is None else f"{size} bytes", f"{count * dtype.itemsize} bytes")
-    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
-
-
-def _damaged(path: Path, got: object, expected: str) -> DataError:
-    return DataError(
-        f"the token cache file {path} is damaged",
-        got=got,
-        expected=expected,
-        fix=f"delete the folder {path.parent}; it is built anew",
-    )

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kitforge.data import token_cache, tokenise
+from kitforge.data import cache_folder, token_cache, tokenise
 from kitforge.data.source import Source, open_source
 from kitforge.data.token_cache import TokenCache, build, default_root
 from kitforge.data.tokenise import Job, token_dtype
@@ -191,9 +191,9 @@ def test_a_build_that_stops_at_any_of_its_last_steps_ends_with_the_same_bytes(
             raise Killed
 
     with monkeypatch.context() as patch:
-        write, remove, replace = token_cache.write_text, token_cache.shutil.rmtree, os.replace
+        write, remove, replace = cache_folder.write_text, token_cache.shutil.rmtree, os.replace
         patch.setattr(files.os, "replace", lambda old, new: (stop_at(new), replace(old, new)))
-        patch.setattr(token_cache, "write_text", lambda path, text: (stop_at(path), write(path, text)))
+        patch.setattr(cache_folder, "write_text", lambda path, text: (stop_at(path), write(path, text)))
         patch.setattr(token_cache.shutil, "rmtree", lambda path: (stop_at(path), remove(path)))
         with pytest.raises(Killed):
             build(source, ByteTokenizer(), tmp_path / "stopped")

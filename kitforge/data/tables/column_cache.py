@@ -1,35 +1,38 @@
 """The columns of a table on the disk, built once and mapped into memory, so that any row is had at once.
 
-A cache is a folder named by the fingerprint of source, layout and policy. In `columns` lie the arrays of `Columns`, row
-after row, and `table.json`, which is written last; the folder appears whole or not at all. It costs 8 bytes a row for
-each number, key and list item, a bit for each key, and one reading of the table.
+A cache is a folder named by the fingerprint of source, layout and policy, with the arrays of `Columns`, row after row,
+and the manifest `table.json`. It costs 8 bytes a row for each number, key and list item, a bit for each key, and one
+reading of the table. While it is built, `progress.json` says how far the files are on the disk for certain, so a build
+that was killed goes on from there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kitforge.data.cache_folder import CacheFolder
 from kitforge.data.shard import digest
 from kitforge.data.tables.chunk import BadRows
 from kitforge.data.tables.columns import Columns, Layout, Lists, MemoryTable, Table, concatenate
 from kitforge.data.tables.reading import read
 from kitforge.data.tables.source import TableSource
 from kitforge.foundation.errors import DataError
-from kitforge.foundation.files import atomic_folder, one_at_a_time, write_text
-from kitforge.foundation.log import logger
+from kitforge.foundation.files import write_text
 
-_log = logger(__name__)
-
-FORMAT = 1
-_MANIFEST = "table.json"
+FORMAT = 2
+_PROGRESS = "progress.json"
+# A build that is killed loses at most about as many bytes of columns.
+_STRIDE = 2**27
 # Tells rows read, while a cache is built.
 Progress = Callable[[int], None]
 
@@ -39,21 +42,22 @@ class ColumnCache:
     """An opened cache."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
-        manifest = _manifest(folder)
+        place = _place(folder)
+        manifest = place.manifest()
         self.layout = layout
         self.fingerprint: str = manifest["fingerprint"]
         self.num_rows: int = manifest["num_rows"]
         # Rows that the policy left out when the cache was built, by reason.
         self.bad_rows: dict[str, int] = manifest["bad_rows"]
         num_keys = len(layout.keys)
-        self._numbers = _mapped(folder, "numbers", np.float64, (self.num_rows, len(layout.numbers)))
-        self._keys = _mapped(folder, "keys", np.int64, (self.num_rows, num_keys))
-        self._absent = _mapped(folder, "absent", np.uint8, (self.num_rows, -(-num_keys // 8)))
-        self._labels = None if layout.label is None else _mapped(folder, "labels", np.float32, (self.num_rows,))
+        self._numbers = place.mapped("numbers.bin", np.float64, (self.num_rows, len(layout.numbers)))
+        self._keys = place.mapped("keys.bin", np.int64, (self.num_rows, num_keys))
+        self._absent = place.mapped("absent.bin", np.uint8, (self.num_rows, -(-num_keys // 8)))
+        self._labels = None if layout.label is None else place.mapped("labels.bin", np.float32, (self.num_rows,))
         self._lists = {}
-        for place, column in enumerate(layout.lists):
-            offsets = _mapped(folder, f"offsets_{place}", np.int64, (self.num_rows + 1,))
-            values = _mapped(folder, f"values_{place}", np.int64, (int(offsets[-1]),))
+        for number, column in enumerate(layout.lists):
+            offsets = place.mapped(f"offsets_{number}.bin", np.int64, (self.num_rows + 1,))
+            values = place.mapped(f"values_{number}.bin", np.int64, (int(offsets[-1]),))
             self._lists[column.name] = Lists(values=values, offsets=offsets)
 
     def rows(self, indices: NDArray[np.int64]) -> Columns:
@@ -83,33 +87,32 @@ def load_table(
         return _in_memory(source, layout, bad, num_workers)
     fingerprint = digest("column_cache", FORMAT, source.fingerprint, layout.fingerprint, bad.policy)
     folder = root / fingerprint
-    columns = folder / "columns"
-    try:
-        if not (columns / _MANIFEST).exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with one_at_a_time(folder, _log, "building the column cache"):
-                # Whoever held the lock before may have built it.
-                if not (columns / _MANIFEST).exists():
-                    parts = _counted(read(source, layout, bad, num_workers), progress)
-                    _build(columns, layout, parts, fingerprint, bad)
-        cache = ColumnCache(columns, layout)
-    except OSError as error:
-        raise DataError(
-            f"cannot write the column cache {folder}",
-            got=error.strerror or error,
-            fix="free some room, or choose another place: data.cache=FOLDER",
-        ) from None
-    bad.counts.update({reason: max(0, num - bad.counts[reason]) for reason, num in cache.bad_rows.items()})
+
+    def fill() -> dict[str, Any]:
+        done = _Done.of(folder, layout)
+        found = BadRows(policy=bad.policy, counts=Counter(done.bad_rows))
+        try:
+            _write(
+                folder, layout, read(source, layout, found, num_workers, start=done.num_chunks), done, found, progress
+            )
+        except DataError:
+            # A table that is mended has another fingerprint; nobody would ever go on from here.
+            for name in (_PROGRESS, *done.sizes):
+                (folder / name).unlink(missing_ok=True)
+            raise
+        (folder / _PROGRESS).unlink(missing_ok=True)
+        return {"fingerprint": fingerprint, "num_rows": done.num_rows, "bad_rows": done.bad_rows}
+
+    _place(folder).build(fill)
+    cache = ColumnCache(folder, layout)
+    bad.counts.update(cache.bad_rows)
     return cache
 
 
-def _counted(parts: Iterator[Columns], progress: Progress | None) -> Iterator[Columns]:
-    num_rows = 0
-    for part in parts:
-        num_rows += len(part)
-        if progress is not None:
-            progress(num_rows)
-        yield part
+def _place(folder: Path) -> CacheFolder:
+    return CacheFolder(
+        path=folder, what="column cache", manifest_name="table.json", format=FORMAT, elsewhere=": data.cache=FOLDER"
+    )
 
 
 def _in_memory(source: TableSource, layout: Layout, bad: BadRows, num_workers: int | None) -> MemoryTable:
@@ -120,69 +123,78 @@ def _in_memory(source: TableSource, layout: Layout, bad: BadRows, num_workers: i
     return MemoryTable(layout, columns, digest(mark, layout.fingerprint))
 
 
-def _build(folder: Path, layout: Layout, parts: Iterator[Columns], fingerprint: str, bad: BadRows) -> None:
-    num_rows = 0
-    lengths = dict.fromkeys((column.name for column in layout.lists), 0)
-    with atomic_folder(folder) as draft:
-        with ExitStack() as stack:
-            files: dict[str, IO[bytes]] = {}
-            for part in parts:
-                for name, array in _arrays(part, layout, lengths, is_first=num_rows == 0):
-                    if name not in files:
-                        files[name] = stack.enter_context(open(draft / f"{name}.bin", "wb"))
-                    files[name].write(np.ascontiguousarray(array).data)
-                num_rows += len(part)
-                for name, lists in part.lists.items():
-                    lengths[name] += int(lists.offsets[-1])
-            for file in files.values():
-                file.flush()
-                os.fsync(file.fileno())
-        manifest = {"format": FORMAT, "fingerprint": fingerprint, "num_rows": num_rows, "bad_rows": dict(bad.counts)}
-        write_text(draft / _MANIFEST, json.dumps(manifest, indent=1))
+@final
+@dataclass(slots=True, kw_only=True)
+class _Done:
+    """How far a build has come."""
+
+    num_chunks: int = 0  # of the source
+    num_rows: int = 0
+    bad_rows: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int]  # bytes of each file
+
+    @classmethod
+    def of(cls, folder: Path, layout: Layout) -> _Done:
+        """What an earlier build has left for certain: all that it says, or nothing."""
+        path = folder / _PROGRESS
+        if path.exists():
+            done = cls(**json.loads(path.read_bytes()))
+            there = {name: (folder / name).stat().st_size for name in done.sizes if (folder / name).exists()}
+            if all(there.get(name, -1) >= size for name, size in done.sizes.items()):
+                return done
+        return cls(sizes=dict.fromkeys(_names(layout), 0))
 
 
-def _arrays(
-    part: Columns, layout: Layout, lengths: Mapping[str, int], *, is_first: bool
-) -> Iterator[tuple[str, NDArray[Any]]]:
+def _names(layout: Layout) -> Iterator[str]:
+    yield from ("numbers.bin", "keys.bin", "absent.bin")
+    if layout.label is not None:
+        yield "labels.bin"
+    for place in range(len(layout.lists)):
+        yield from (f"offsets_{place}.bin", f"values_{place}.bin")
+
+
+def _write(
+    folder: Path, layout: Layout, parts: Iterator[Columns], done: _Done, bad: BadRows, progress: Progress | None
+) -> None:
+    """Append the parts to the files, `done` going along, and say from time to time how far that is."""
+    kept = sum(done.sizes.values())
+    with ExitStack() as stack:
+        files: dict[str, IO[bytes]] = {}
+        for name, size in done.sizes.items():
+            files[name] = stack.enter_context(open(folder / name, "ab"))
+            # What lies behind may not be whole.
+            files[name].truncate(size)
+            files[name].seek(size)
+        for part in parts:
+            for name, array in _arrays(part, layout, files):
+                files[name].write(np.ascontiguousarray(array).data)
+            done.num_chunks += 1
+            done.num_rows += len(part)
+            done.bad_rows = dict(bad.counts)
+            done.sizes = {name: file.tell() for name, file in files.items()}
+            if sum(done.sizes.values()) - kept >= _STRIDE:
+                _sync(files)
+                write_text(folder / _PROGRESS, json.dumps(asdict(done)))
+                kept = sum(done.sizes.values())
+            if progress is not None:
+                progress(done.num_rows)
+        _sync(files)
+
+
+def _sync(files: Mapping[str, IO[bytes]]) -> None:
+    for file in files.values():
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _arrays(part: Columns, layout: Layout, files: Mapping[str, IO[bytes]]) -> Iterator[tuple[str, NDArray[Any]]]:
     """What goes to the end of each file; offsets go on from the lists that are there."""
-    if layout.numbers:
-        yield "numbers", part.numbers
-    if layout.keys:
-        yield "keys", part.keys
-        yield "absent", np.packbits(part.absent, axis=1)
+    yield "numbers.bin", part.numbers
+    yield "keys.bin", part.keys
+    yield "absent.bin", np.packbits(part.absent, axis=1)
     if part.labels is not None:
-        yield "labels", part.labels
+        yield "labels.bin", part.labels
     for place, column in enumerate(layout.lists):
-        lists = part.lists[column.name]
-        yield f"values_{place}", lists.values
-        yield f"offsets_{place}", lists.offsets[0 if is_first else 1 :] + lengths[column.name]
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / _MANIFEST
-    try:
-        manifest = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise _damaged(path, error, "the JSON that ends a finished cache") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise _damaged(path, str(manifest)[:60], f"format {FORMAT}")
-    return manifest
-
-
-def _mapped(folder: Path, name: str, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-    path, expected = folder / f"{name}.bin", int(np.prod(shape)) * np.dtype(dtype).itemsize
-    if expected == 0:
-        return np.zeros(shape, dtype)
-    size = path.stat().st_size if path.exists() else None
-    if size != expected:
-        raise _damaged(path, "no file" if size is None else f"{size} bytes", f"{expected} bytes")
-    return np.memmap(path, dtype=dtype, mode="r", shape=shape)
-
-
-def _damaged(path: Path, got: object, expected: str) -> DataError:
-    return DataError(
-        f"the column cache file {path} is damaged",
-        got=got,
-        expected=expected,
-        fix=f"delete the folder {path.parent}; it is built anew",
-    )
+        lists, offsets, values = part.lists[column.name], f"offsets_{place}.bin", f"values_{place}.bin"
+        yield offsets, lists.offsets[0 if files[offsets].tell() == 0 else 1 :] + files[values].tell() // 8
+        yield values, lists.values

@@ -17,6 +17,8 @@ from kitforge.data.tables.canonical import pyarrow
 from kitforge.data.tables.chunk import BadRow, Chunk, Problem
 from kitforge.foundation.errors import DataError
 
+# The rows of a chunk follow from this, here and in the other formats; half-built column caches count in chunks, so a
+# change asks for another FORMAT of theirs.
 _BLOCK_BYTES = 2**21
 # A record is at most this long; a quote that is never closed would swallow the whole file.
 _RECORD_BYTES = 2**25

@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 
 import numpy as np
 
@@ -23,20 +24,22 @@ WINDOW_ROWS = 65_536
 _MAX_WORKERS = 4
 
 
-def read(source: TableSource, layout: Layout, bad: BadRows, num_workers: int | None = None) -> Iterator[Columns]:
-    """The good rows in their order, some at a time; memory holds a few chunks.
+def read(
+    source: TableSource, layout: Layout, bad: BadRows, num_workers: int | None = None, start: int = 0
+) -> Iterator[Columns]:
+    """The good rows of each chunk from number `start` on, in their order; memory holds a few chunks.
 
-    Raises DataError by the policy on bad rows, when a file has changed meanwhile, and when there is no row at all.
-    `num_workers` threads parse; None: one per core, up to four.
+    Chunks in front of `start` are not parsed, and must have held good rows. Raises DataError by the policy on bad rows,
+    when a file has changed meanwhile, and when there is no row at all. `num_workers` threads parse; None: one per core,
+    up to four.
     """
-    is_empty = True
+    is_empty = start == 0
     # Rows that are still being made are not waited for before those that are there are handed on.
     count = 1 if source.is_once else num_workers or min(os.cpu_count() or 1, _MAX_WORKERS)
-    for columns, rows in _in_order(source.jobs(layout.names), layout, count):
+    for columns, rows in _in_order(islice(source.jobs(layout.names), start, None), layout, count):
         bad.meet(rows)
-        if len(columns):
-            is_empty = False
-            yield columns
+        is_empty = is_empty and len(columns) == 0
+        yield columns
     source.check_unchanged()
     if is_empty:
         left_out = f", {bad.total} bad ones left out" if bad.total else ""

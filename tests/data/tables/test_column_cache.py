@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kitforge.data.tables import csv_files, reading
-from kitforge.data.tables.chunk import BadRows
+from kitforge.data.tables import column_cache, csv_files, reading
+from kitforge.data.tables.chunk import BadRow, BadRows, Chunk
 from kitforge.data.tables.column_cache import ColumnCache, load_table
 from kitforge.data.tables.columns import Columns, KeyColumn, LabelColumn, Layout, ListColumn, Table, concatenate
 from kitforge.data.tables.reading import blocks, read, shuffled
 from kitforge.data.tables.source import open_table
 from kitforge.foundation.errors import DataError
+from tests.core.checkpoint.killed import die_at_every_operation
 from tests.data.tables.reading_rows import columns_of, equal
 
 LAYOUT = Layout(
@@ -107,6 +108,84 @@ def test_a_cache_remembers_how_many_rows_were_left_out(path: Path) -> None:
     assert second.total == 2
 
 
+def contents(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in root.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.fixture
+def wanted(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """What a build that nobody stops leaves; those that follow take notes after every second chunk or so."""
+    path.write_text(path.read_text().replace("\n1,", "\n7,", 20))
+    cached(path, BadRows(policy="skip"))
+    found = contents(path.parent / "cache")
+    size = sum(len(content) for content in found.values())
+    monkeypatch.setattr(column_cache, "_STRIDE", size // 10)
+    return found
+
+
+def test_a_build_that_is_stopped_goes_on_from_there(
+    path: Path, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks: list[int] = []
+    parse = reading.to_columns
+
+    def count(chunk: Chunk, layout: Layout) -> tuple[Columns, list[BadRow]]:
+        chunks.append(len(chunks))
+        return parse(chunk, layout)
+
+    def stop(num_rows: int) -> None:
+        if num_rows > NUM_ROWS // 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(reading, "to_columns", count)
+    root, bad = path.parent / "stopped", BadRows(policy="skip")
+    load_table(open_table(path), LAYOUT, path.parent / "whole", BadRows(policy="skip"), num_workers=1)
+    num_chunks = len(chunks)
+    chunks.clear()
+    with pytest.raises(KeyboardInterrupt):
+        load_table(open_table(path), LAYOUT, root, BadRows(policy="skip"), num_workers=1, progress=stop)
+    num_parsed = len(chunks)
+    chunks.clear()
+    load_table(open_table(path), LAYOUT, root, bad, num_workers=1)
+    assert num_chunks - num_parsed <= len(chunks) <= num_chunks - num_parsed + 3 < num_chunks
+    assert contents(root) == wanted
+    assert bad.total == 20
+
+
+def test_notes_about_files_that_are_gone_are_not_believed(path: Path, wanted: dict[str, bytes]) -> None:
+    def stop(num_rows: int) -> None:
+        if num_rows > NUM_ROWS // 2:
+            raise KeyboardInterrupt
+
+    root = path.parent / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        load_table(open_table(path), LAYOUT, root, BadRows(policy="skip"), progress=stop)
+    next(root.rglob("values_0.bin")).unlink()
+    load_table(open_table(path), LAYOUT, root, BadRows(policy="skip"))
+    assert contents(root) == wanted
+
+
+def test_a_build_that_is_killed_at_any_file_operation_ends_with_the_same_bytes(
+    path: Path, tmp_path: Path, wanted: dict[str, bytes]
+) -> None:
+    def build(root: Path) -> list[int]:
+        told: list[int] = []
+        load_table(open_table(path), LAYOUT, root, BadRows(policy="skip"), num_workers=1, progress=told.append)
+        return told
+
+    whole = build(tmp_path / "whole")
+    die_at_every_operation(build, tmp_path / "killed", stride=2)
+    roots = list((tmp_path / "killed").iterdir())
+    assert len(roots) > 20
+    assert sum(any(root.rglob("progress.json")) for root in roots) > 10
+    for root in roots:
+        went_on = any(root.rglob("progress.json"))
+        told = build(root)
+        assert told == whole[len(whole) - len(told) :]
+        assert (len(told) < len(whole)) == went_on or not told
+        assert contents(root) == wanted
+
+
 @pytest.mark.parametrize("name", ["keys.bin", "numbers.bin", "values_0.bin", "table.json"])
 def test_a_damaged_cache_says_what_to_delete(path: Path, name: str) -> None:
     cached(path)
@@ -120,7 +199,7 @@ def test_a_cache_of_another_version_is_refused(path: Path) -> None:
     cached(path)
     (found,) = (path.parent / "cache").rglob("table.json")
     found.write_text(json.dumps({"format": 0}))
-    with pytest.raises(DataError, match=r"(?s)is damaged.*format 1"):
+    with pytest.raises(DataError, match=r"(?s)is damaged.*format 2"):
         ColumnCache(found.parent, LAYOUT)
 
 
@@ -174,7 +253,7 @@ def test_the_builder_waits_its_turn(path: Path, caplog: pytest.LogCaptureFixture
 
     table = cached(path)
     (found,) = (path.parent / "cache").glob("*")
-    (found / "columns/table.json").rename(found / "columns/hidden")
+    (found / "table.json").rename(found / "hidden")
     with caplog.at_level(logging.INFO), open(found / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         again: list[Table] = []
@@ -182,7 +261,7 @@ def test_the_builder_waits_its_turn(path: Path, caplog: pytest.LogCaptureFixture
         waiting.start()
         waiting.join(0.3)
         assert waiting.is_alive()
-        (found / "columns/hidden").rename(found / "columns/table.json")
+        (found / "hidden").rename(found / "table.json")
         fcntl.flock(lock, fcntl.LOCK_UN)
         waiting.join(10)
     assert again[0].fingerprint == table.fingerprint
