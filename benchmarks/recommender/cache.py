@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import select_table
+from kitforge.embedding_cache.estimate import stack_distances
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.embedding_cache.tiers.file import FileStore
 from kitforge.foundation.device import describe, keep_freed_memory, pick
@@ -58,18 +59,21 @@ def overhead(_folder: str) -> list[str]:
     random = np.random.default_rng(0)
     batches = [zipf(random, (BATCH, FIELDS), VOCABULARY) for _ in range(70)]
     gradient = torch.randn(BATCH, DIM) * 0.01
+    everything = [ids.view(-1, FIELDS) for ids in torch.split(torch.arange(VOCABULARY // FIELDS * FIELDS), 52_000)]
     whole = CachedEmbedding(None, DIM, optimizer="adagrad")
+    # Of the needs in the batches that are timed: all rows have been needed before them, so that none is a first need.
     told = whole.estimate(batches)
+    needs = [torch.unique(ids).numpy() for ids in everything + batches]
+    timed_needs = sum(map(len, needs[-30:]))
+    distances = np.sort(stack_distances(needs)[-timed_needs:])
     plans: dict[tuple[str, int], CachedEmbedding] = {("uncached", 0): whole}
     for target in (0.95, 0.56):
-        # The quantile of the distances: first needs, which miss in any cache, are over when time is taken.
-        rows = int(told.distances[int(target * len(told.distances))]) + 1
+        rows = int(distances[int(target * timed_needs)]) + 1
         for depth in (0, 2):
             table = CachedEmbedding(
                 None, DIM, optimizer="adagrad", device_rows=max(rows, int(1.05 * told.largest_batch))
             )
             plans[f"cached, {target:.0%}", depth] = table
-    everything = [ids.view(-1, FIELDS) for ids in torch.split(torch.arange(VOCABULARY // FIELDS * FIELDS), 52_000)]
     for (_, depth), table in plans.items():
         for ids in everything:
             step(table, ids, torch.ones(len(ids), DIM))
@@ -154,6 +158,7 @@ def cold(folder: str) -> list[str]:
             store._slab = torch.empty(0, width)
             os.posix_fadvise(store._file, 0, 0, os.POSIX_FADV_DONTNEED)
             share = max(share, resident(store))
+            store._map()
             keys = torch.from_numpy(random.permutation(num_rows)[:asked])
             start = time.perf_counter()
             found = store.read(keys, out)

@@ -49,6 +49,16 @@ def test_little_work_stays_with_who_asked() -> None:
         assert share(lambda start, stop: threading.get_ident(), 99, 100) == [threading.get_ident()]
 
 
+def test_a_piece_that_no_thread_has_begun_is_done_by_its_caller() -> None:
+    may_end, own = threading.Event(), threading.get_ident()
+    with threads(2):
+        busy = compiling._pool(os.getpid(), 1).submit(may_end.wait, 20)
+        pieces = share(lambda start, stop: (start, stop, threading.get_ident()), 10, 1)
+        may_end.set()
+        busy.result()
+    assert pieces == [(0, 5, own), (5, 10, own)]
+
+
 def test_what_a_thread_raises_is_raised() -> None:
     def work(start: int, stop: int) -> None:
         if start:
