@@ -14,6 +14,7 @@ from kitforge.core.kernels.bags import Bags
 from kitforge.core.kernels.compiled import share
 from kitforge.core.kernels.places import require
 from kitforge.core.kernels.scratch import Scratch
+from kitforge.core.kernels.threads import beside, num_threads
 from kitforge.foundation.errors import DataError, ModelError
 from tests.core.kernels.records import threads
 
@@ -57,6 +58,19 @@ def test_a_piece_that_no_thread_has_begun_is_done_by_its_caller() -> None:
         may_end.set()
         busy.result()
     assert pieces == [(0, 5, own), (5, 10, own)]
+
+
+def test_threads_are_shared_out_among_those_who_work_beside_one_another() -> None:
+    with threads(4):
+        assert num_threads() == 4
+        with beside():
+            assert num_threads() == 2
+            assert len(share(lambda start, stop: None, 10, 1)) == 2
+            with beside(), beside(), beside(), beside():
+                assert num_threads() == 1
+        with pytest.raises(ValueError, match="gone"), beside():
+            raise ValueError("gone")
+        assert num_threads() == 4
 
 
 def test_what_a_thread_raises_is_raised() -> None:
