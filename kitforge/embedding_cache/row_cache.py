@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import final
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.kernels.places import at, put
 from kitforge.core.kernels.scratch import Scratch
+from kitforge.core.kernels.threads import beside
 from kitforge.core.optim.sparse import RowOptimizer
 from kitforge.core.parallel.sharded_table import TableConfig
 from kitforge.embedding_cache.admission import Admission
@@ -71,6 +72,10 @@ class RowCache:
         `ahead`: another thread than the training's asks for it; then `keep` gets the ticket before anybody can see its
         ids counted. Raises DataError for an id that cannot be.
         """
+        with beside() if ahead else nullcontext():
+            return self._plan(ids, ahead, is_counted, keep)
+
+    def _plan(self, ids: Tensor, ahead: bool, is_counted: bool, keep: Callable[[Ticket], None] | None) -> Ticket:
         distinct, inverse = self._unique(ids, scratch=self._scratches[ahead])
         check_range(distinct, self.options.num_embeddings, self.options.name)
         route = None if self._spread is None else self._spread.route(distinct, ahead)

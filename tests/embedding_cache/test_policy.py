@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE
 from kitforge.embedding_cache.coldest import Coldest
 from kitforge.embedding_cache.index import SlotIndex
+from kitforge.embedding_cache.oldest import Oldest
 from kitforge.embedding_cache.options import PolicyOptions
 from kitforge.embedding_cache.policy import LARGEST_EXPONENT, build_policy
 from kitforge.embedding_cache.table import CachedEmbedding
 from tests.embedding_cache.training import batches, largest_batch
 
 ROOM, HALF_LIFE = 40, 3.0
-ALL_GO = torch.ones(ROOM, dtype=torch.bool)
 need = st.lists(st.integers(0, 60), unique=True, min_size=1, max_size=12)
 
 
@@ -139,6 +139,20 @@ def test_the_coldest_are_found_without_sorting_all_each_time(dtype: torch.dtype)
         scores[back] = round_number % 90
         coldest.restarted(back)
     assert searches < 30
+
+
+def test_the_queue_of_uses_stays_a_few_times_as_long_as_there_are_slots() -> None:
+    index = SlotIndex(TABLE_REFERENCE.hash_map, ROOM)
+    oldest, slots = Oldest(index), index.add(torch.arange(ROOM))
+    random = np.random.default_rng(0)
+    for number in range(200):
+        used = slots[torch.from_numpy(random.permutation(ROOM)[:15])]
+        index.touch(used, number)
+        oldest.used(used, number)
+        assert sum(len(slots) for _, slots in oldest._uses) == oldest._length <= 2 * ROOM + 15
+    order = oldest.pick(ROOM, lambda slots: index.is_used[slots])
+    assert len(order) == ROOM
+    assert bool((index.last_use[order].diff() >= 0).all())
 
 
 def test_knowing_the_future_moves_fewer_rows_than_guessing() -> None:

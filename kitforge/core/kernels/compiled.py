@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
-import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
+
+from kitforge.core.kernels.threads import num_threads
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -83,10 +84,11 @@ prefetch: Any = intrinsic(_prefetch)
 def share(work: Callable[[int, int], Any], count: int, grain: int) -> list[Any]:
     """What `work(start, stop)` returns for pieces of range(count), in order; one piece a thread, none below `grain`.
 
-    There are as many threads as torch has. Where a piece begins must not change a bit of what it does. numba's own
-    threads are not used: of several callers at once, which a prefetcher makes, its portable kind dies.
+    There are as many threads as torch has, or fewer while another thread works beside. Where a piece begins must not
+    change a bit of what it does. numba's own threads are not used: of several callers at once, which a prefetcher
+    makes, its portable kind dies.
     """
-    num_pieces = max(1, min(torch.get_num_threads(), count // max(grain, 1)))
+    num_pieces = max(1, min(num_threads(), count // max(grain, 1)))
     if num_pieces == 1:
         return [work(0, count)]
     bounds = [count * piece // num_pieces for piece in range(num_pieces + 1)]

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -154,10 +155,14 @@ class FileStore(RowStore):
                 got=f"{error.strerror} at {room * self._row_bytes / 2**20:.0f} MiB of {self.path}",
                 fix="free space there, or give cache.path a larger disk; what is in memory is kept",
             ) from error
-        memory = mmap.mmap(self._file, room * self._row_bytes)
-        memory.madvise(mmap.MADV_RANDOM)
-        self._slab = torch.frombuffer(memory, dtype=torch.float32).view(room, self.width)
         self._index.grow(room)
+        self._map()
+
+    def _map(self) -> None:
+        """Lay the file out in memory, as far as it goes now."""
+        memory = mmap.mmap(self._file, self._index.room * self._row_bytes)
+        memory.madvise(mmap.MADV_RANDOM)
+        self._slab = torch.frombuffer(memory, dtype=torch.float32).view(-1, self.width)
 
     def _read_slots(self, slots: Tensor, places: Tensor, out: Tensor) -> None:
         """Copy the rows at `slots` to those places of `out`."""
@@ -166,19 +171,15 @@ class FileStore(RowStore):
         if self._is_cached(slots):
             self._move_rows(self._slab, out, at=slots, to=places)
             return
-        # In the order of the file, for the sake of disks that have one.
-        order = slots.argsort()
-        jobs = list(zip(slots[order].tolist(), places[order].tolist(), strict=True))
-        target, size = memoryview(out.numpy().data).cast("B"), self._row_bytes
-
-        def read(share: list[tuple[int, int]]) -> None:
-            for slot, place in share:
-                read_whole(self._file, target[place * size : (place + 1) * size], slot * size)
-
+        # In the order of the file, for the sake of disks that have one. Each thread waits for its own page faults; none
+        # of them holds Python's lock.
+        order = torch.from_numpy(slots.numpy().argsort())
+        slots, places = at(slots, order), at(places, order)
         if self._readers is None:
             self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="file tier")
-        share = -(-len(jobs) // NUM_READERS)
-        for done in [self._readers.submit(read, jobs[start : start + share]) for start in range(0, len(jobs), share)]:
+        parts = zip(torch.tensor_split(slots, NUM_READERS), torch.tensor_split(places, NUM_READERS), strict=True)
+        read = partial(self._move_rows, self._slab, out)
+        for done in [self._readers.submit(read, at=part, to=target) for part, target in parts]:
             done.result()
 
     def _is_cached(self, slots: Tensor) -> bool:
@@ -194,13 +195,3 @@ class FileStore(RowStore):
             # Not every file system can tell; there the mapping is as good as any other way.
             return True
         return True
-
-
-def read_whole(file: int, target: memoryview, offset: int) -> None:
-    """Fill `target` from that offset; a read may give less than was asked for."""
-    done = os.preadv(file, [target], offset)
-    while done < len(target):
-        more = os.preadv(file, [target[done:]], offset + done)
-        if not more:
-            raise TrainingError("the file tier ended early", got=f"{done} of {len(target)} bytes at {offset}")
-        done += more

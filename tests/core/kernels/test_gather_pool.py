@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kitforge.core.kernels import compiled as compiling
 from kitforge.core.kernels.bags import Bags
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE, TableKernels
 from kitforge.core.kernels.gather_pool import numba as fast_gather
@@ -109,6 +110,10 @@ def test_threads_change_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     for count in (1, 2, 3, 7):
         with threads(count):
             outcomes.append(forward_and_back(FAST, kind, 5, torch.float32, LENGTHS))
+    # A prefetcher that begins between two questions for the number of threads leaves fewer of them.
+    monkeypatch.setattr(compiling, "num_threads", lambda: 2)
+    with threads(5):
+        outcomes.append(forward_and_back(FAST, kind, 5, torch.float32, LENGTHS))
     assert all(all(map(have_same_bits, outcome, outcomes[0])) for outcome in outcomes)
 
 

@@ -14,6 +14,7 @@ from kitforge.core.kernels.bags import Bags
 from kitforge.core.kernels.compiled import share
 from kitforge.core.kernels.places import require
 from kitforge.core.kernels.scratch import Scratch
+from kitforge.core.kernels.threads import beside, num_threads
 from kitforge.foundation.errors import DataError, ModelError
 from tests.core.kernels.records import threads
 
@@ -47,6 +48,29 @@ def test_pieces_cover_everything_once_and_in_order(total: int, count: int) -> No
 def test_little_work_stays_with_who_asked() -> None:
     with threads(4):
         assert share(lambda start, stop: threading.get_ident(), 99, 100) == [threading.get_ident()]
+
+
+def test_a_piece_that_no_thread_has_begun_is_done_by_its_caller() -> None:
+    may_end, own = threading.Event(), threading.get_ident()
+    with threads(2):
+        busy = compiling._pool(os.getpid(), 1).submit(may_end.wait, 20)
+        pieces = share(lambda start, stop: (start, stop, threading.get_ident()), 10, 1)
+        may_end.set()
+        busy.result()
+    assert pieces == [(0, 5, own), (5, 10, own)]
+
+
+def test_threads_are_shared_out_among_those_who_work_beside_one_another() -> None:
+    with threads(4):
+        assert num_threads() == 4
+        with beside():
+            assert num_threads() == 2
+            assert len(share(lambda start, stop: None, 10, 1)) == 2
+            with beside(), beside(), beside(), beside():
+                assert num_threads() == 1
+        with pytest.raises(ValueError, match="gone"), beside():
+            raise ValueError("gone")
+        assert num_threads() == 4
 
 
 def test_what_a_thread_raises_is_raised() -> None:

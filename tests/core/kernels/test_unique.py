@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kitforge.core.kernels import compiled as compiling
 from kitforge.core.kernels.scratch import Scratch
 from kitforge.core.kernels.unique import numba as fast
 from tests.core.kernels.records import EXTREME, FAST, KERNELS, poisoned, seeded, skewed, threads
@@ -51,6 +52,16 @@ BATCHES = {
 def test_pieces_of_threads_join_as_one(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "GRAIN", 1000)
     with threads(count):
+        distinct, inverse = FAST.unique(BATCHES[name], None, dirty())
+    assert (distinct.tolist(), inverse.tolist()) == by_dict(BATCHES[name].tolist())
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_pieces_for_more_threads_than_there_are_by_then(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefetcher may begin between two questions for the number of threads."""
+    monkeypatch.setattr(fast, "GRAIN", 1000)
+    monkeypatch.setattr(compiling, "num_threads", lambda: 2)
+    with threads(5):
         distinct, inverse = FAST.unique(BATCHES[name], None, dirty())
     assert (distinct.tolist(), inverse.tolist()) == by_dict(BATCHES[name].tolist())
 

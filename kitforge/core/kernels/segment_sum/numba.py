@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.kernels.bags import Bags
 from kitforge.core.kernels.compiled import compiled, prefetch, share
 from kitforge.core.kernels.places import require
+from kitforge.core.kernels.threads import num_threads
 
 # Numbers that are worth a thread.
 GRAIN = 2**17
@@ -35,18 +35,23 @@ def segment_sum(
     if out is None:
         out = gradients.new_empty(num_rows, gradients.shape[1])
     sums, parts, places = out.numpy(), gradients.contiguous().numpy(), inverse.numpy()
-    num_owners = max(1, min(torch.get_num_threads(), len(places) * sums.shape[1] // GRAIN))
+    num_owners = max(1, min(num_threads(), len(places) * sums.shape[1] // GRAIN))
     if bags is None:
-        share(lambda owner, _: _add(parts, places, sums, owner, num_owners), num_owners, 1)
+        share(lambda *owners: _each(_add, owners, num_owners, parts, places, sums), num_owners, 1)
         return out
     bags.require(len(places))
     offsets, is_mean = bags.offsets.numpy(), bags.mode == "mean"
     weights = out.new_empty(0) if bags.weights is None else bags.weights.to(out.dtype)
     weighting = (weights.numpy(), bags.weights is not None)
-    share(
-        lambda owner, _: _add_bags(parts, places, offsets, *weighting, is_mean, sums, owner, num_owners), num_owners, 1
-    )
+    given = (parts, places, offsets, *weighting, is_mean, sums)
+    share(lambda *owners: _each(_add_bags, owners, num_owners, *given), num_owners, 1)
     return out
+
+
+def _each(loop: Any, owners: tuple[int, int], num_owners: int, *given: Any) -> None:
+    """The loop of some owners; a thread may have several, where there are fewer by now."""
+    for owner in range(*owners):
+        loop(*given, owner, num_owners)
 
 
 @compiled

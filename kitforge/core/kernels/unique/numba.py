@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.compiled import compiled, share
 from kitforge.core.kernels.scratch import Scratch
+from kitforge.core.kernels.threads import num_threads
 from kitforge.core.kernels.unique import reference
 
 SMALLEST_TABLE = 64
@@ -43,14 +44,16 @@ def unique(ids: Tensor, out: Tensor | None = None, scratch: Scratch | None = Non
 
 def _try(ids: Ids, distinct: Ids, inverse: Ids, size: int, scratch: Scratch) -> int:
     """How many ids are distinct, with those in front of `distinct`, or FULL for tables of that size."""
-    num_pieces = max(1, min(torch.get_num_threads(), len(ids) // GRAIN))
-    bounds = [len(ids) * piece // num_pieces for piece in range(num_pieces + 1)]
+    num_pieces = max(1, min(num_threads(), len(ids) // GRAIN))
+    bounds = np.arange(num_pieces + 1) * len(ids) // num_pieces
     tables = scratch.take("unique.tables", num_pieces, size, dtype=torch.int32).numpy()
 
-    def number(piece: int, _: int) -> int:
-        return _number(ids, tables[piece], distinct, inverse, bounds[piece], bounds[piece + 1])
+    def number(first: int, last: int) -> list[int]:
+        pieces = range(first, last)
+        return [_number(ids, tables[each], distinct, inverse, bounds[each], bounds[each + 1]) for each in pieces]
 
-    counts = share(number, num_pieces, 1)
+    # A thread may get several pieces, where there are fewer by now.
+    counts = [count for several in share(number, num_pieces, 1) for count in several]
     if FULL in counts:
         return FULL
     total: int = counts[0]
@@ -59,7 +62,7 @@ def _try(ids: Ids, distinct: Ids, inverse: Ids, size: int, scratch: Scratch) -> 
         total = _join(tables[0], distinct, total, places, bounds[piece], counts[piece])
         if total == FULL:
             return FULL
-    share(lambda piece, _: _renumber(places, inverse, bounds[piece], bounds[piece + 1]) if piece else 0, num_pieces, 1)
+    share(lambda first, last: _renumber(places, inverse, bounds, max(first, 1), last), num_pieces, 1)
     return total
 
 
@@ -112,7 +115,7 @@ def _join(table: Numbers, distinct: Ids, count: int, places: Numbers, start: int
 
 
 @compiled
-def _renumber(places: Numbers, inverse: Ids, start: int, stop: int) -> int:
-    for place in range(start, stop):
-        inverse[place] = places[start + inverse[place]]
-    return 0
+def _renumber(places: Numbers, inverse: Ids, bounds: Ids, first: int, last: int) -> None:
+    for piece in range(first, last):
+        for place in range(bounds[piece], bounds[piece + 1]):
+            inverse[place] = places[bounds[piece] + inverse[place]]
