@@ -32,21 +32,22 @@ _VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_patte
 
 def save_adapter(
     network: Decoder,
-    name: str,
+    factors: Mapping[str, tuple[Tensor, Tensor]],
     config: LoraConfig,
     folder: Path,
     base: str | None = None,
     head: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the adapter of that name; `base` says where the network itself can be found. `head` holds the tensors of a
-    head that gives scores, by names that begin with `score.`."""
+    """Write an adapter of the network: both factors of each layer that has it, whole (`adapter_tensors`). `base` says
+    where the network itself can be found. `head` holds the tensors of a head that gives scores, by names that begin
+    with `score.`."""
     theirs = _names(network)
     tensors = []
-    for path, factors in adapter_tensors(network, name).items():
+    for path, pair in factors.items():
         own = _of_layer(theirs, path)
         tensors += [
             (f"{_PREFIX}{own}{suffix}", each.detach().contiguous())
-            for suffix, each in zip(_SUFFIXES, factors, strict=True)
+            for suffix, each in zip(_SUFFIXES, pair, strict=True)
         ]
     targets = sorted({key.removeprefix(_PREFIX).split(".")[-3] for key, _ in tensors})
     tensors += [(f"{_PREFIX}{own}", each.detach().contiguous()) for own, each in (head or {}).items()]

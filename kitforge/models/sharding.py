@@ -27,4 +27,5 @@ DECODER = Sharding(
         Rule(module="norm", after={TENSOR: "gather"}),
     ),
     divided={TENSOR: ("num_heads", "num_kv_heads")},
+    roots={"": ("hidden",)},
 )

@@ -30,16 +30,21 @@ def adapted() -> Decoder:
     return model
 
 
+def saved(folder: Path, base: str | None = None) -> None:
+    model = adapted()
+    save_adapter(model, adapter_tensors(model, "policy"), CONFIG, folder, base)
+
+
 def test_a_saved_adapter_gives_the_same_logits(tmp_path: Path) -> None:
     model, fresh = adapted(), cast(Decoder, network())
-    save_adapter(model, "policy", CONFIG, tmp_path)
+    save_adapter(model, adapter_tensors(model, "policy"), CONFIG, tmp_path)
     assert load_adapter(fresh, "mine", tmp_path) == LoraConfig(rank=2, alpha=8.0, targets=("query", "up"))
     with torch.no_grad():
         assert torch.equal(fresh(TOKENS), model(TOKENS))
 
 
 def test_the_folder_has_the_names_that_peft_has(tmp_path: Path) -> None:
-    save_adapter(adapted(), "policy", CONFIG, tmp_path, base="some/llama")
+    saved(tmp_path, base="some/llama")
     page = json.loads((tmp_path / "adapter_config.json").read_text())
     assert page["target_modules"] == ["q_proj", "up_proj"]
     assert (page["peft_type"], page["r"], page["lora_alpha"]) == ("LORA", 2, 8.0)
@@ -50,7 +55,7 @@ def test_the_folder_has_the_names_that_peft_has(tmp_path: Path) -> None:
 
 
 def test_an_adapter_of_another_kind_or_network_is_refused(tmp_path: Path) -> None:
-    save_adapter(adapted(), "policy", CONFIG, tmp_path)
+    saved(tmp_path)
     other = cast(Decoder, network(family=tiny.GPT2))
     with pytest.raises(ModelError, match="another architecture"):
         load_adapter(other, "policy", tmp_path)
@@ -66,4 +71,4 @@ def test_a_layer_that_shares_a_matrix_elsewhere_is_refused(tmp_path: Path) -> No
     model = cast(Decoder, network(family=tiny.GPT2))
     attach(model, "policy", LoraConfig(targets=("query",)))
     with pytest.raises(ModelError, match="no matrix of its own"):
-        save_adapter(model, "policy", LoraConfig(targets=("query",)), tmp_path)
+        save_adapter(model, adapter_tensors(model, "policy"), LoraConfig(targets=("query",)), tmp_path)

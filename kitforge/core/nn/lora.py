@@ -20,6 +20,8 @@ from kitforge.foundation.config import check
 from kitforge.foundation.errors import ModelError, nearest
 
 _ADAPTERS = "adapters"
+# How a linear layer is called; an adapter adds to each.
+_WAYS = ("forward", "without_bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,8 @@ def attach(network: nn.Module, name: str, config: LoraConfig, seed: int = 0) -> 
     for path, layer in layers:
         if _ADAPTERS not in layer._modules:
             layer.add_module(_ADAPTERS, nn.ModuleDict())
-            layer.__dict__["forward"] = _with_adapters(layer, layer.forward)
+            for way in _WAYS:
+                layer.__dict__[way] = _with_adapters(layer, getattr(layer, way))
         adapter = LowRank(layer.weight, config)
         noise = torch.randn(adapter.down.shape, generator=seeds.generator(seed, "lora", name, path))
         adapter.down.copy_(noise / layer.weight.shape[1] ** 0.5)
@@ -107,7 +110,9 @@ def merge(network: nn.Module, name: str) -> None:
     for _, layer in _adapted(network):
         if name in _of(layer):
             layer.weight.add_(_of(layer)[name].delta())
-        del layer._modules[_ADAPTERS], layer.__dict__["forward"], layer.__dict__["adapter"]
+        del layer._modules[_ADAPTERS]
+        for attribute in (*_WAYS, "adapter"):
+            del layer.__dict__[attribute]
 
 
 def adapter_tensors(network: nn.Module, name: str) -> dict[str, tuple[Tensor, Tensor]]:
@@ -125,6 +130,11 @@ def config_of(network: nn.Module) -> LoraConfig | None:
     rank, scale = next((each.down.shape[0], each.scale) for each in found.values())
     targets = tuple(sorted({path.split(".")[-1] for path in found}))
     return LoraConfig(rank=rank, alpha=scale * rank, targets=targets)
+
+
+def owner_of(name: str) -> str:
+    """The name of the linear layer that a `LowRank` of that name stands beside."""
+    return name.rpartition(f".{_ADAPTERS}.")[0]
 
 
 def deltas(network: nn.Module) -> dict[str, Tensor]:

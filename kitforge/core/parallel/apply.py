@@ -143,13 +143,14 @@ class ParallelModel:
             self._units.rest()
 
     def _distribute(self, sharding: Sharding, mesh: Mesh) -> None:
-        geometry = self.model.geometry if isinstance(self.model, CausalLM) else None
-        check_geometry(sharding, geometry, mesh.degrees)
+        decoders: list[nn.Module] = [each for each in self.model.modules() if isinstance(each, Decoder)]
+        for each in decoders or [self.model]:
+            check_geometry(sharding, each.geometry if isinstance(each, CausalLM) else None, mesh.degrees)
         if mesh.degree(TENSOR) > 1:
             self._split = SplitModel(self.model, sharding, mesh)
             self.layouts = self._split.layouts
         if mesh.degree("shard") > 1:
-            self._units = ShardedUnits(self.model, mesh)
+            self._units = ShardedUnits(self.model, mesh, _roots(self.model, sharding))
             degree = mesh.degree("shard")
             self.layouts = {name: layout.cut("shard", 0, degree) for name, layout in self.layouts.items()}
 
@@ -175,6 +176,12 @@ def parallel_of(model: nn.Module, world: World, sharding: Sharding | None = None
     """What `apply` made of the model; a model that never was applied is now."""
     found = model.__dict__.get(_ATTRIBUTE)
     return found if isinstance(found, ParallelModel) else apply(model, sharding or Sharding(), world)
+
+
+def _roots(model: nn.Module, sharding: Sharding) -> Mapping[str, Sequence[str]]:
+    """What is called by itself, and how; a language model without a declaration also by `hidden`."""
+    is_plain = sharding.roots == {"": ()} and isinstance(model, CausalLM)
+    return {"": ("hidden",)} if is_plain else sharding.roots
 
 
 def _sum_parts(parameters: list[nn.Parameter], group: collectives.Group) -> None:

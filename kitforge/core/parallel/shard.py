@@ -7,11 +7,11 @@ should not pay, so that it is imported where it is used.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 from torch import Tensor, nn
 
-from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ShardedUnits:
     """The units of a model that are gathered and let go together: each layer of a list of layers, then the rest."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, roots: Mapping[str, Sequence[str]]) -> None:
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         self._stage = mesh.degrees.zero
@@ -31,25 +31,29 @@ class ShardedUnits:
         self._units: list[FSDPModule] = [
             fully_shard(unit, mesh=grid, reshard_after_forward=self._stage == 3) for unit in _layers(model)
         ]
-        self._root: FSDPModule = fully_shard(model, mesh=grid, reshard_after_forward=False)
-        self._units.append(self._root)
+        # What is outside of the blocks stays gathered after a forward pass, so that the head can follow.
+        self._roots: list[FSDPModule] = [
+            fully_shard(model.get_submodule(name), mesh=grid, reshard_after_forward=False) for name in roots
+        ]
+        self._units += self._roots
         for unit in self._units:
             # gloo has no scaled sum; without this order torch asks it for one.
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_gradient_divide_factor(1.0)
-        if isinstance(model, CausalLM):
-            # What is outside of the blocks stays gathered after it, so that the head can follow.
-            register_fsdp_forward_method(model, "hidden")
+        for name, ways in roots.items():
+            for way in ways:
+                register_fsdp_forward_method(model.get_submodule(name), way)
 
     def micro_batch(self, is_last: bool) -> None:
         """Say what the coming backward pass has to communicate."""
-        if self._stage == 1:
-            self._root.set_requires_gradient_sync(is_last)
-        elif self._has_copies:
-            self._root.set_requires_all_reduce(is_last)
-        if self._stage < 3:
-            # Within a step the weights do not change, so that they need not be gathered again.
-            self._root.set_reshard_after_backward(is_last)
+        for root in self._roots:
+            if self._stage == 1:
+                root.set_requires_gradient_sync(is_last)
+            elif self._has_copies:
+                root.set_requires_all_reduce(is_last)
+            if self._stage < 3:
+                # Within a step the weights do not change, so that they need not be gathered again.
+                root.set_reshard_after_backward(is_last)
 
     def rest(self) -> None:
         """Cut again what a forward pass without a backward pass has left gathered."""

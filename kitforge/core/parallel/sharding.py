@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kitforge.core.parallel.degrees import Degrees
@@ -50,6 +50,22 @@ class Sharding:
     rules: Sequence[Rule] = ()
     # Counts of the network's geometry that the degree of an axis has to divide.
     divided: Mapping[Axis, Sequence[str]] = field(default_factory=dict)
+    # The modules that are called by themselves, and by which methods beside their forward pass.
+    roots: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"": ()})
+
+    def within(self, name: str) -> Sharding:
+        """The declaration of a network of which this one's is the part of that name."""
+        rules = [replace(rule, module=f"{name}.{rule.module}".rstrip(".")) for rule in self.rules]
+        roots = {f"{name}.{root}".rstrip("."): ways for root, ways in self.roots.items()}
+        return replace(self, rules=tuple(rules), roots=roots)
+
+    def beside(self, other: Sharding) -> Sharding:
+        """The declaration of a network of both parts."""
+        return Sharding(
+            rules=(*self.rules, *other.rules),
+            divided={**self.divided, **other.divided},
+            roots={**self.roots, **other.roots},
+        )
 
     def rule(self, name: str) -> Rule:
         """The rule of the module of that name; an empty one where nothing is declared."""

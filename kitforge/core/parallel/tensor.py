@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShare, linear_cross_entropy
+from kitforge.core.kernels.linear_log_probs.chunked import linear_log_probs
 from kitforge.core.nn.context import Context, NoiseShare
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import Linear
+from kitforge.core.nn.lora import LowRank, owner_of
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
@@ -80,12 +82,13 @@ class SplitModel:
         self.stream = Stream(mesh)
         self._parts: dict[str, str] = {}
         for name, module in list(model.named_modules()):
-            rule = sharding.rule(name)
+            rule = _low_rank(sharding.rule(owner_of(name))) if isinstance(module, LowRank) else sharding.rule(name)
             for own, parameter in list(module.named_parameters(recurse=False)):
                 self._cut(module, own, f"{name}.{own}".removeprefix("."), parameter, rule, mesh)
             _wrap(module, rule, self.stream, self._rows_before(module, name))
-        if isinstance(model, Decoder):
-            _wrap_decoder(model, self)
+        for name, module in model.named_modules():
+            if isinstance(module, Decoder):
+                _wrap_decoder(module, self, f"{name}." if name else "")
 
     def partial_gradients(self) -> list[str]:
         """Names of the parameters whose gradients have to be summed over the axis."""
@@ -106,6 +109,14 @@ class SplitModel:
         """The global number of the first row of a module's weight."""
         layout = self.layouts.get(f"{name}.weight")
         return 0 if layout is None or not layout.splits else layout.region({TENSOR: self.stream.index}).offset[0]
+
+
+def _low_rank(layer: Rule) -> Rule:
+    """What becomes of an addition beside a layer: the factor that meets the layer's cut dim is cut like it; of what the
+    other factor's gradient should be, each rank finds a part."""
+    dims = layer.splits.get("weight", {})
+    splits = {("up" if dim == 0 else "down"): {axis: dim} for axis, dim in dims.items()}
+    return Rule(module=layer.module, splits=splits, gradient="part" if splits else "stream")
 
 
 def _wrap(module: nn.Module, rule: Rule, stream: Stream, first_row: int) -> None:
@@ -151,9 +162,11 @@ def _lookup(module: nn.Embedding, first_row: int) -> Callable[[Tensor], Tensor]:
     return lookup
 
 
-def _wrap_decoder(model: Decoder, split: SplitModel) -> None:
-    """The ends of a language model: passes begin in `hidden`, logits and losses end in the cut vocabulary."""
-    stream, layout = split.stream, split.layouts["embedding.weight" if model.output is None else "output"]
+def _wrap_decoder(model: Decoder, split: SplitModel, prefix: str) -> None:
+    """The ends of a language model: passes begin in `hidden`, logits and losses end in the cut vocabulary. `prefix`
+    stands before the names of its parameters."""
+    stream = split.stream
+    layout = split.layouts[f"{prefix}{'embedding.weight' if model.output is None else 'output'}"]
     share = VocabularyShare(
         first=layout.region({TENSOR: stream.index}).offset[0],
         gather=lambda values: collectives.all_gather(values.unsqueeze(0), stream.group, 0),
@@ -177,7 +190,10 @@ def _wrap_decoder(model: Decoder, split: SplitModel) -> None:
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return linear_cross_entropy(hidden, weight, targets, share)
 
+    def log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        return linear_log_probs(hidden, weight, targets, temperature, share)
+
     # Set past nn.Module's own bookkeeping, which takes attributes for modules and parameters.
     model.__dict__["hidden"] = hidden_of_pieces
     model.__dict__["head"] = whole_logits
-    model.kernels = dataclasses.replace(model.kernels, linear_cross_entropy=loss)
+    model.kernels = dataclasses.replace(model.kernels, linear_cross_entropy=loss, linear_log_probs=log_probs)

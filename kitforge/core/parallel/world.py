@@ -35,6 +35,11 @@ class World:
         """Among how many ranks a batch is divided."""
         return 1 if self.mesh is None else self.mesh.num_replicas
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank holds pieces of networks only."""
+        return self.mesh is not None and max(self.mesh.degree("shard"), self.mesh.degree("tensor")) > 1
+
     def sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """0-dim values summed over the replicas, in float64 and on the CPU where there is more than one."""
         if self.mesh is None or self.mesh.replicas is None or not values:
@@ -53,6 +58,14 @@ class World:
     def agree(self, value: Any) -> list[Any]:
         """Every rank's plain value, in rank order; just this one's when alone."""
         return collectives.gather_objects(value, None if self.mesh is None else self.mesh.world)
+
+    def agree_replicas(self, value: Any) -> list[Any]:
+        """The plain value of every replica, in their order; ranks that share one have the same."""
+        found = self.agree(value)
+        if self.mesh is None:
+            return found
+        places = [self.mesh.index_of(rank) for rank in range(len(found))]
+        return [each for each, place in zip(found, places, strict=True) if place["tensor"] == 0]
 
     def first(self, value: Any) -> Any:
         """Rank 0's value on all ranks."""

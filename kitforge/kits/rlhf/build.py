@@ -21,11 +21,12 @@ from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.kits.rlhf import stages
 from kitforge.kits.rlhf.actor_critic import policy_of
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
-from kitforge.kits.rlhf.networks import load_policy, load_scalar
+from kitforge.kits.rlhf.networks import load_policy, load_scalar, sharding_of
 from kitforge.kits.rlhf.pipeline import RewardPipeline
 from kitforge.kits.rlhf.replay import Replay, replay
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.stages import Inputs, Parts, Prepared, parts_of
+from kitforge.kits.rlhf.weights import whole_factors
 from kitforge.models.adapters import save_adapter
 from kitforge.models.catalog import config_of
 from kitforge.trainer.assembly import RunAssembly
@@ -75,14 +76,8 @@ class Stage:
     def check_degrees(self, options: StageOptions) -> None:
         """Raise ConfigError for axes that the stage cannot be split along, before any rank is started."""
         degrees = options.parallel
-        is_cut = max(degrees.tensor, degrees.shard, degrees.pipeline) > 1
-        check(not (options.adapter.is_on and is_cut), "adapter.rank", options.adapter.rank, "0 where networks are cut")
-        if isinstance(options, SFTOptions):
-            check(not degrees.sequence, "parallel.sequence", degrees.sequence, "false for rows of any length")
-            return
-        for axis in ("tensor", "shard"):
-            degree = getattr(degrees, axis)
-            check(degree == 1, f"parallel.{axis}", degree, f"1, as {options.task} runs several networks side by side")
+        is_whole = degrees.tensor == 1 or not degrees.sequence
+        check(is_whole, "parallel.sequence", degrees.sequence, "false for rows of any length")
 
     def evaluate(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> dict[str, float]:
         """The metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
@@ -90,7 +85,7 @@ class Stage:
         world = lobby.join()
         task, _ = prepared.task(world)
         model = task.build(world)
-        parallel = parallel_of(model, world)
+        parallel = parallel_of(model, world, sharding_of(model))
         model.eval()
         try:
             with torch.no_grad(), autocast(world.device, options.precision):
@@ -165,14 +160,18 @@ class KeepAdapter(Callback):
         """At the end."""
         scalar = run.model if isinstance(run.model, ScalarModel) else None
         network = policy_of(run.model) if scalar is None else scalar.backbone
-        if event.kind != "end" or run.folder is None or run.world.rank > 0 or not isinstance(network, Decoder):
+        # What is cut is gathered by all ranks together, which they are only between steps.
+        if event.kind != "end" or run.folder is None or not run.state.is_settled or not isinstance(network, Decoder):
             return
         config = config_of_adapter(network)
         if config is None:
             return
+        name, head = ("policy", None) if scalar is None else ("reward", scalar.head())
+        factors = whole_factors(network, name, run.state.parallel)
+        if run.world.rank > 0:
+            return
         try:
-            name, head = ("policy", None) if scalar is None else ("reward", scalar.head())
-            save_adapter(network, name, config, run.folder / "adapter", head=head)
+            save_adapter(network, factors, config, run.folder / "adapter", head=head)
         except ModelError as error:
             run.note("adapter", f"not written for PEFT: {error}")
 

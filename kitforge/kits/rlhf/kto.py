@@ -71,8 +71,8 @@ class KTOTask(RowTask[KTOOptions, Judged]):
             for part in parts:
                 longest = self._options.data.sequence_length
                 crossed = [_crossed(rows[index].response, others[index], longest) for index in part]
-                if crossed:
-                    total += self._log_ratios(model, padded(crossed, self._rows.pad_id)).double().sum().cpu()
+                # A rank without a row computes along with the others, as the network may lie in pieces on all of them.
+                total += self._log_ratios(model, padded(crossed, self._rows.pad_id)).double().sum().cpu()
         return (self._world.sum({"sum": total})["sum"] / len(rows)).clamp(min=0)
 
     def _log_ratios(self, model: nn.Module, batch: MicroBatch) -> Tensor:

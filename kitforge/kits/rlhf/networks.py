@@ -26,6 +26,7 @@ from kitforge.data.token_cache import default_root
 from kitforge.data.tokenizer import Tokenizer, TokenizerConfig, find_tokenizer, make_tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.errors import DataError, ModelError
+from kitforge.kits.rlhf.actor_critic import ActorCritic
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.weights import continued, copied, sharing
@@ -52,7 +53,7 @@ class Origin:
     def policy(self, options: StageOptions, world: World) -> nn.Module:
         """The network itself, to be trained: the one that was handed over, or a new one under the seed."""
         if self.given is not None:
-            parallel_of(self.given.to(world.device), world, _sharding(self.given))
+            parallel_of(self.given.to(world.device), world, sharding_of(self.given))
             return self.given
         assert self.config is not None
         network = model_folder.outline(self.config, options.compile_level)
@@ -216,8 +217,17 @@ def _has(checkpoint: Checkpoint, prefix: str) -> bool:
     return any(name.startswith(prefix) for name in checkpoint.names("model"))
 
 
-def _sharding(network: nn.Module) -> Sharding:
-    return DECODER if isinstance(network, Decoder) else Sharding()
+def sharding_of(network: nn.Module) -> Sharding:
+    """How the network may be split. A head that gives scores is whole on every rank, and so is the gradient of what it
+    reads: nothing is to be summed behind the last norm, as it is before a head that is cut."""
+    if isinstance(network, ActorCritic):
+        policy, critic = sharding_of(network.policy), sharding_of(network.critic)
+        return policy.within("policy").beside(critic.within("critic"))
+    if isinstance(network, ScalarModel):
+        rules = [rule for rule in sharding_of(network.backbone).rules if rule.module != "norm"]
+        divided = sharding_of(network.backbone).divided
+        return replace(Sharding(rules=rules, divided=divided).within("backbone"), roots={"": ("at",)})
+    return DECODER if isinstance(network, Decoder) else Sharding(roots={"": ("hidden",)})
 
 
 def _check_fit(config: FamilyConfig, options: StageOptions, tokenizer: Tokenizer) -> None:

@@ -92,6 +92,7 @@ class Normalisation(Callback):
         """Measure at evaluations and at the end."""
         if event.kind in ("evaluate", "end") and run.state.is_settled:
             self._task.normalise(run.model)
+            run.state.parallel.rest()
 
 
 def _scores(model: nn.Module, batch: MicroBatch) -> Tensor:

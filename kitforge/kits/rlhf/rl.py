@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.optim.groups import ParameterGroup
+from kitforge.core.parallel.apply import parallel_of
 from kitforge.core.parallel.world import World
 from kitforge.data.dialogues import Prompt, Response
 from kitforge.data.packing import IGNORED
@@ -73,6 +74,7 @@ class RLTask(Task):
         self._pretraining = None if roles.pretraining is None else Pretraining(options, roles.pretraining, world)
         self._controller = controller(options.kl.controller)
         self._round: Round | None = None
+        self._whole: nn.Module | None = None
         self._num_served = 0
         self.evaluated: list[Trajectory] = []  # the answers of the last evaluation
         staleness = options.rollout.max_staleness
@@ -83,7 +85,10 @@ class RLTask(Task):
 
     def build(self, world: World) -> nn.Module:
         """The policy, with a critic where there is one, on the device."""
-        return self._roles.build(world)
+        model = self._roles.build(world)
+        # What answers, and looks at answers, where the trained networks lie in pieces.
+        self._whole = self._roles.build(World(device=world.device)) if world.is_cut else None
+        return model
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Matrices decay; embeddings, heads, norms and biases do not."""
@@ -158,10 +163,11 @@ class RLTask(Task):
         prompts = self._rows.eval if limit is None else self._rows.eval[: limit * size]
         if not prompts:
             return {}
+        model = self._gathered(model)
         share = self._share_of(np.arange(len(prompts), dtype=np.int64))
         found = self._answers(policy_of(model), [(int(index), prompts[index]) for index in share], "evaluation", 1)
         found = self._looked_at(found, model)
-        everyone = self.evaluated = [each for part in self._world.agree(found) for each in part]
+        everyone = self.evaluated = [each for part in self._world.agree_replicas(found) for each in part]
         figures = judged(everyone, single(self._options), 0.0, self._rows.pad_id).figures
         kept = {f"eval/{name}": figures[name] for name in ("reward", "kl", "length", "ended")}
         return kept | {"eval/loss": -figures["reward"]}
@@ -183,7 +189,8 @@ class RLTask(Task):
         """Take it back; refuse to go on with other prompts or another reference or base than the run began with."""
         allowed = self._options.trainer.allow_changes
         self._rows.check_same(state["rows"], allowed)
-        self._roles.frozen.check_same(state, allowed)
+        if self.recorded is None:
+            self._roles.frozen.check_same(state, allowed)
         if self._pretraining is not None:
             self._pretraining.check_same(state["pretraining"], allowed)
         self._controller.load_state(state["controller"])
@@ -195,9 +202,21 @@ class RLTask(Task):
                 {number: [each for each in answers if each.prompt_index in own] for number, answers in rounds.items()}
             )
 
+    @torch.no_grad()
+    def _gathered(self, model: nn.Module) -> nn.Module:
+        """The networks as they are now, whole on this rank."""
+        if self._whole is None:
+            return model
+        parallel = parallel_of(model, self._world)
+        for name, parameter in self._whole.named_parameters():
+            # What is frozen is what it was on all ranks.
+            if parameter.requires_grad:
+                parameter.copy_(parallel.whole(name))
+        return self._whole
+
     def _all_drawn(self, ahead: Ahead) -> dict[str, list[dict[str, Any]]]:
         """The answers of rounds to come, of all ranks, by the number of their round."""
-        parts = self._world.agree(
+        parts = self._world.agree_replicas(
             {str(number): [each.to_plain() for each in answers] for number, answers in ahead.drawn().items()}
         )
         return {number: [each for part in parts for each in part[number]] for number in parts[0]}
@@ -216,9 +235,10 @@ class RLTask(Task):
 
     def _drawn(self, model: nn.Module, number: int) -> list[Trajectory]:
         """The answers of all ranks to the round's prompts."""
+        model = self._gathered(model)
         policy = policy_of(model)
         own = self._draw(policy, number) if self._ahead is None else self._ahead.take(policy, number)
-        return [each for part in self._world.agree(self._looked_at(own, model)) for each in part]
+        return [each for part in self._world.agree_replicas(self._looked_at(own, model)) for each in part]
 
     def _draw(self, policy: nn.Module, number: int) -> list[Trajectory]:
         """This rank's answers to the round's prompts, with their scores."""

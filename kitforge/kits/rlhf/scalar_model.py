@@ -80,14 +80,16 @@ class ScalarModel(nn.Module):
     def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """Scores [B, T], one after each token."""
         hidden = cast(CausalLM, self.backbone).hidden(tokens, context)
-        scores: Tensor = self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
-        return scores
+        return self._scores(hidden)
 
     def at(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Scores [B] of rows [B, T] after the tokens at places [B]."""
         hidden = cast(CausalLM, self.backbone).hidden(tokens)
-        last = hidden[torch.arange(len(places), device=hidden.device), places]
-        scores: Tensor = self.score(last.to(self.score.weight.dtype)).squeeze(-1)
+        return self._scores(hidden[torch.arange(len(places), device=hidden.device), places])
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        # The sum over one number is that number, and no view, whose changes in place would escape a sharded module.
+        scores: Tensor = self.score(hidden.to(self.score.weight.dtype)).sum(-1)
         return scores
 
     def normalised(self, scores: Tensor) -> Tensor:

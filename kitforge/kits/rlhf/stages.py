@@ -29,6 +29,7 @@ from kitforge.kits.rlhf.networks import (
     load_policy,
     load_scalar,
     origin_of,
+    sharding_of,
     tokenizer_of,
 )
 from kitforge.kits.rlhf.preference import PreferenceTask
@@ -202,7 +203,7 @@ def reinforcement(parts: Parts) -> Prepared:
     reference = parts.role("reference") or origin.frozen(options, parts.device)
 
     def build(world: World) -> nn.Module:
-        if parts.is_evaluation and origin.given is not None:
+        if parts.is_evaluation and origin.given is not None and not world.is_cut:
             return origin.given
         policy = origin.twin(options, world.device)
         model = ActorCritic(policy, _critic(judge, origin, options, world)) if options.rl.has_critic else policy
@@ -355,8 +356,8 @@ def _trained_scalar(parts: Parts) -> ScalarModel | None:
 
 
 def _placed(model: nn.Module, options: StageOptions, world: World) -> nn.Module:
-    """The model ready for its trainer and known to the ranks."""
-    parallel_of(_ready(model, options), world)
+    """The model ready for its trainer, and cut as the world's degrees say."""
+    parallel_of(_ready(model, options), world, sharding_of(model))
     return model
 
 

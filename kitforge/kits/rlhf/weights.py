@@ -6,12 +6,13 @@ import copy
 import hashlib
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.decoder import Decoder
-from kitforge.core.nn.lora import LoraConfig, attach, config_of, copy_factors, deltas
+from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, config_of, copy_factors, deltas
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
+from kitforge.core.parallel.apply import ParallelModel
 from kitforge.models.folder import build, outline
 
 # Where decoders keep what is looked up or read out rather than multiplied within; no such table decays.
@@ -58,6 +59,15 @@ def continued(network: Decoder, name: str, fresh: LoraConfig, seed: int, level: 
     if config is not None:
         copy_factors(network, twin)
     return twin
+
+
+def whole_factors(network: Decoder, name: str, parallel: ParallelModel) -> dict[str, tuple[Tensor, Tensor]]:
+    """Both factors of every layer that has the adapter, gathered where ranks hold pieces of them."""
+    names = {id(parameter): own for own, parameter in parallel.model.named_parameters()}
+    return {
+        path: (parallel.whole(names[id(down)]), parallel.whole(names[id(up)]))
+        for path, (down, up) in adapter_tensors(network, name).items()
+    }
 
 
 @torch.no_grad()

@@ -11,15 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kitforge.api import pipeline
+from kitforge.api import pipeline, replay
 from kitforge.cli.main import run
 from kitforge.core.checkpoint.tensor_file import TensorFile
 from kitforge.core.nn.decoder import Decoder
-from kitforge.core.nn.lora import config_of, deltas
+from kitforge.core.nn.lora import adapter_tensors, config_of, deltas
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.rlhf.actor_critic import ActorCritic
-from kitforge.kits.rlhf.build import STAGES
 from kitforge.kits.rlhf.networks import load_policy
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.scalar_model import ScalarModel
@@ -113,7 +112,7 @@ def test_an_adapter_goes_out_to_a_folder_and_comes_back(tmp_path: Path) -> None:
     assert torch.equal(logits(reference), logits(model))
     with pytest.raises(ConfigError, match="rank=2"):
         runs.begin("grpo", None, {"adapter.rank": 3, "adapter.path": str(folder)}, model=base)
-    save_adapter(model, "policy", cast(Any, config_of(model)), tmp_path / "same")
+    save_adapter(model, adapter_tensors(model, "policy"), cast(Any, config_of(model)), tmp_path / "same")
     assert (tmp_path / "same" / "adapter_config.json").read_bytes() == (folder / "adapter_config.json").read_bytes()
 
 
@@ -160,6 +159,12 @@ def test_adapters_do_not_go_on_beside_other_weights(stage: str, tmp_path: Path) 
     assert all(torch.equal(each, old) for each, old in zip(other.parameters(), before, strict=True))
 
 
+def test_a_step_of_adapters_is_replayed_to_the_last_bit(tmp_path: Path) -> None:
+    choices = SMALL | {"trainer.max_steps": 2, "trainer.checkpoint_every": 1, "trainer.log_every": 1}
+    runs.finish(runs.begin("grpo", tmp_path, choices))
+    assert replay(tmp_path, 2, {"device": "cpu"}).is_same
+
+
 def test_a_run_of_adapters_writes_text_as_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,9 +178,6 @@ def test_a_run_of_adapters_writes_text_as_any_other(
     arguments = [f"{name}={value}" for name, value in options.items()]
     assert run(["generate", "checkpoint=run", "prompt=Q1: ", *arguments]) == 0
     assert capsys.readouterr().out.removesuffix("\n") == wanted["generated_text"]
-
-
-def test_adapters_are_refused_where_networks_are_cut() -> None:
-    options = STAGES["sft"].read_options({"task": "sft", "adapter": {"rank": 2}, "parallel": {"tensor": 2}})
-    with pytest.raises(ConfigError, match=r"adapter\.rank"):
-        STAGES["sft"].check_degrees(options)
+    Path("who.jsonl").write_text('{"query": "Q1: ", "choices": ["yes ", "zzzz"], "gold": 0}\n')
+    assert run(["evaluate", "checkpoint=run", "tasks=[who.jsonl]", "device=cpu"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["who/questions"] == 1
