@@ -124,7 +124,7 @@ def spread_of(placement: Placement, load: TableLoad, group: Group, side_group: G
         check(load.optimizer in CUTTABLE, "sparse_optimizer.name", load.optimizer, " or ".join(CUTTABLE), fix)
         return ByColumns(group, side_group, load.dim)
     if placement.way == "replicate":
-        return OnAll(group)
+        return OnAll(group, side_group)
     if placement.way == "table":
         owner, num_ranks = placement.owner, collectives.size(group)
         is_rank = owner is not None and 0 <= owner < num_ranks

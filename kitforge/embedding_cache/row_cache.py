@@ -58,6 +58,10 @@ class RowCache:
         self.watchers = Watchers()
         self.forgetting = Forgetting(options.forgetting, (self.device, self.ladder), self.initial, self.watchers)
         self._scratches = {True: Scratch(), False: Scratch()}
+        # Where all ranks hold all rows, all are told of all lookups if more than gradients changes what is known of a
+        # row: if admission counts, or if rows that move while they rest are forgotten by how far they have come.
+        by_lookups = not self.admission.admits_all or (options.forgetting.every and optimizer.moves_untouched_rows)
+        self._is_told = spread is not None and spread.is_replicated and bool(by_lookups)
 
     @property
     def register(self) -> Register:
@@ -65,12 +69,18 @@ class RowCache:
         return self.planner.register
 
     def plan(
-        self, ids: Tensor, *, ahead: bool, is_counted: bool, keep: Callable[[Ticket], None] | None = None
+        self,
+        ids: Tensor,
+        *,
+        ahead: bool,
+        is_counted: bool,
+        is_told: bool = False,
+        keep: Callable[[Ticket], None] | None = None,
     ) -> Ticket:
         """Have the rows of ids [N] in the device tier until the ticket is closed.
 
         `ahead`: another thread than the training's asks for it; then `keep` gets the ticket before anybody can see its
-        ids counted. Raises DataError for an id that cannot be.
+        ids counted. `is_told`: all ranks have these very ids. Raises DataError for an id that cannot be.
         """
         with beside() if ahead else nullcontext():
             return self._plan(ids, ahead, is_counted, keep)
@@ -78,6 +88,10 @@ class RowCache:
     def _plan(self, ids: Tensor, ahead: bool, is_counted: bool, keep: Callable[[Ticket], None] | None) -> Ticket:
         distinct, inverse = self._unique(ids, scratch=self._scratches[ahead])
         check_range(distinct, self.options.num_embeddings, self.options.name)
+        if self._is_told and not is_told:
+            assert self._spread is not None
+            own, distinct = distinct, self._spread.together(distinct, ahead)
+            inverse = torch.searchsorted(distinct, own)[inverse]
         route = None if self._spread is None else self._spread.route(distinct, ahead)
         keys = distinct if route is None else route.ids
         # Numbers are in the order in which rows are pinned by them, whoever plans.
@@ -107,7 +121,7 @@ class RowCache:
     @property
     def is_joint(self) -> bool:
         """Whether planning is something that ranks do together."""
-        return self._spread is not None and not self._spread.is_replicated
+        return self._spread is not None and (self._is_told or not self._spread.is_replicated)
 
     def expect(self, ids: Tensor) -> None:
         """A lookup of these ids [N] will be planned ahead later."""

@@ -53,6 +53,11 @@ class Spread(ABC):
     def route(self, keys: Tensor, ahead: bool) -> Route | None:
         """Where distinct `keys` [u] live; None: here. `ahead`: by the group kept for a thread that runs ahead."""
 
+    def together(self, keys: Tensor, ahead: bool) -> Tensor:
+        """The distinct keys of all ranks, ascending. It is asked for where all ranks hold all rows and have to count
+        alike; `ahead` as in `route`."""
+        return keys
+
     @abstractmethod
     def vectors(self, route: Route, rows: Rows, deliver: Deliver) -> Tensor:
         """[u, dim], differentiable: `deliver` gets the sum over the ranks, in rank order."""
@@ -118,11 +123,9 @@ class ByColumns(Spread):
 
     def route(self, keys: Tensor, ahead: bool) -> Route:
         """See `Spread`."""
-        group = self._ahead if ahead else self._now
-        num_ranks, num_keys = collectives.size(group), len(keys)
-        counts = collectives.all_gather(torch.tensor([num_keys]), group, 0).tolist()
-        asked = collectives.all_to_all(keys.repeat(num_ranks), counts, [num_keys] * num_ranks, group)
+        asked, counts = _of_all(keys, self._ahead if ahead else self._now)
         own, places = torch.unique(asked, return_inverse=True)
+        num_keys, num_ranks = len(keys), len(counts)
         return Route(
             inverse=torch.arange(num_keys),
             sent=(num_keys,) * num_ranks,
@@ -166,8 +169,8 @@ class _Columns(torch.autograd.Function):
 class OnAll(Spread):
     """All rows on all ranks: a lookup sends nothing, and a step adds up the gradients of all ranks."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, side_group: Group) -> None:
+        self._now, self._ahead = group, side_group
         self.place = collectives.index(group)
         self.is_replicated = True
         self.counts_for_norm = self.gives_rows = self.place == 0
@@ -180,12 +183,23 @@ class OnAll(Spread):
         """There is no route to go along."""
         raise NotImplementedError
 
+    def together(self, keys: Tensor, ahead: bool) -> Tensor:
+        """See `Spread`."""
+        asked, _ = _of_all(keys, self._ahead if ahead else self._now)
+        distinct: Tensor = torch.unique(asked)
+        return distinct
+
     def total(self, keys: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """See `Spread`."""
-        num_ranks = collectives.size(self._group)
-        counts = collectives.all_gather(torch.tensor([len(keys)]), self._group, 0).tolist()
-        sent = [len(keys)] * num_ranks
-        all_keys = collectives.all_to_all(keys.repeat(num_ranks), counts, sent, self._group)
-        parts = collectives.all_to_all(gradients.repeat(num_ranks, 1), counts, sent, self._group)
+        all_keys, _ = _of_all(keys, self._now)
+        parts, _ = _of_all(gradients, self._now)
         distinct, places = torch.unique(all_keys, return_inverse=True)
         return distinct, parts.new_zeros(len(distinct), parts.shape[1]).index_add_(0, places, parts)
+
+
+def _of_all(rows: Tensor, group: Group) -> tuple[Tensor, list[int]]:
+    """The rows [n, ...] of all ranks, in rank order, and how many each has."""
+    num_ranks = collectives.size(group)
+    counts: list[int] = collectives.all_gather(torch.tensor([len(rows)]), group, 0).tolist()
+    repeated = rows.repeat(num_ranks, *[1] * (rows.dim() - 1))
+    return collectives.all_to_all(repeated, counts, [len(rows)] * num_ranks, group), counts

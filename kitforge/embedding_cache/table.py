@@ -249,7 +249,7 @@ class CachedEmbedding(nn.Module):
         own = torch.empty(0, self.options.dim, device=tier.device) if part is None else part.gradients
         keys, gradients = self._spread.total(keys, own)
         # Rows of which this rank had no gradient have to be here as well.
-        ticket = self.rows.plan(keys, ahead=False, is_counted=False)
+        ticket = self.rows.plan(keys, ahead=False, is_counted=False, is_told=True)
         self._gradients.set_total(ticket, Part(slots=ticket.slots, gradients=gradients))
 
     def _abandon(self, ticket: Ticket) -> None:
@@ -297,11 +297,6 @@ class _TableAdvance(Advance[Batch]):
 
 def _check_ranks(options: TableOptions, optimizer: SparseOptimizerConfig, ranks: Spread | None) -> None:
     """Raise ConfigError for what a rank cannot decide by what it sees of a table."""
-    if ranks is not None and ranks.is_replicated:
-        name = options.admission.name
-        check(
-            name == "always", "cache.admission.name", name, "always, where all ranks hold all rows", "another placement"
-        )
     if ranks is None or ranks.columns is None:
         return
     check(optimizer.name != "rowwise_adagrad", "sparse_optimizer.name", optimizer.name, "adagrad, for columns of rows")

@@ -15,7 +15,9 @@ from torch import Tensor
 from kitforge.core.optim.rows import RowSource
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.table import TableAxis
+from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions
 from kitforge.embedding_cache.placement import Placement, TableLoad, Way, spread_of
+from kitforge.embedding_cache.spread import OnAll, Spread
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.errors import ConfigError
 from tests.distributed.ranks import run_ranks
@@ -25,6 +27,7 @@ from tests.embedding_cache.training import (
     OPTIMIZERS,
     Case,
     batches,
+    bits,
     build,
     loss_of,
     rate,
@@ -62,7 +65,8 @@ def new_table(way: Way, case: Case, folder: Path, groups: tuple[Any, Any] | None
     return build(case, folder, ranks=ranks)
 
 
-def train(table: CachedEmbedding, depth: int) -> list[Tensor]:
+def train(table: CachedEmbedding, depth: int, *, looks: bool = False) -> list[Tensor]:
+    """The outputs of all steps. `looks`: other rows are looked up in between, as an evaluation does."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     given = [share(ids, step, rank, num_ranks) for step, ids in enumerate(batches(NUM_STEPS))]
     outputs = []
@@ -73,6 +77,9 @@ def train(table: CachedEmbedding, depth: int) -> list[Tensor]:
         table.scale_gradients_(2.0 / max(float(square) ** 0.5, 2.0))
         table.step(rate(step))
         outputs.append(answer.detach().clone())
+        if looks:
+            with torch.no_grad():
+                table(given[5 * step % NUM_STEPS].clone())
     assert table.rows.register.num_open == 0
     return outputs
 
@@ -153,6 +160,70 @@ def test_rows_lie_where_their_placement_says(num_ranks: int) -> None:
     assert counts["column"] == [total] * num_ranks
     assert counts["table"] == [0, total, 0, 0][:num_ranks]
     assert counts["replicate"] == [total] + [0] * (num_ranks - 1)
+
+
+# Which rows there are, where all ranks hold all of them and must agree.
+RULES: dict[str, tuple[str, AdmissionOptions, ForgettingOptions]] = {
+    "count": ("adagrad", AdmissionOptions(name="count", count=2), ForgettingOptions(every=4, age=2)),
+    "probability": ("ftrl", AdmissionOptions(name="probability", probability=0.5), ForgettingOptions()),
+    "age": ("adam", AdmissionOptions(), ForgettingOptions(every=3, age=2)),
+    "norm": ("adam", AdmissionOptions(name="count", count=2), ForgettingOptions(every=3, norm=0.9)),
+}
+
+
+def ruled(name: str, case: Case, folder: Path, ranks: Spread | None) -> Result:
+    optimizer, admission, forgetting = RULES[name]
+    case = Case(optimizer=optimizer, tiers=case.tiers, depth=case.depth, spare=case.spare, policy=case.policy)
+    with build(case, folder, ranks=ranks, admission=admission, forgetting=forgetting) as table:
+        outputs = train(table, case.depth, looks=True)
+        assert forgetting.every == 0 or table.stats().forgotten > 0
+        keys, counts = table._counted()
+        return result_of(table, outputs) | {"counted keys": keys, "counts": counts}
+
+
+def ruled_on_ranks(rank: int, folder: str) -> dict[str, list[Result]]:
+    groups = (dist.group.WORLD, dist.new_group())
+    results: dict[str, list[Result]] = {name: [] for name in RULES}
+    for name in RULES:
+        for number, case in enumerate(CASES):
+            spread = OnAll(*groups)
+            # Each rank shows the rows that it has, not only the one that saves them.
+            spread.gives_rows = True
+            with sleeping(number):
+                results[name].append(ruled(name, case, Path(folder), spread))
+    return results
+
+
+@functools.cache
+def all_ruled(num_ranks: int) -> list[dict[str, list[Result]]]:
+    for name in RULES:
+        ruled_alone(name)
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(num_ranks, ruled_on_ranks, folder)
+
+
+@functools.cache
+def ruled_alone(name: str) -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        return ruled(name, CASES[0], Path(folder), None)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_tables_on_all_ranks_agree_on_which_rows_there_are(num_ranks: int, name: str) -> None:
+    ranks, expected = [results[name] for results in all_ruled(num_ranks)], ruled_alone(name)
+    for whole, *cached in ranks:
+        for other in cached:
+            for key in whole:
+                assert torch.equal(bits(whole[key]), bits(other[key])), key
+        for key in ("ids", "records", "counted keys", "counts"):
+            assert torch.equal(bits(whole[key]), bits(ranks[0][0][key])), key
+        for key in ("ids", "counted keys", "counts"):
+            assert torch.equal(whole[key], expected[key]), key
+        torch.testing.assert_close(whole["records"][:, :DIM], expected["records"][:, :DIM], rtol=2e-5, atol=2e-6)
+    for step in range(NUM_STEPS):
+        together = torch.cat([results[0][f"output {step}"] for results in ranks])
+        torch.testing.assert_close(together, expected[f"output {step}"], rtol=2e-5, atol=2e-6)
 
 
 def single_dedup(rank: int) -> Tensor:

@@ -38,7 +38,7 @@ PLACEMENTS: dict[str, Callable[[Any, Any], Spread]] = {
     "rows": ByRows,
     "one rank": lambda group, side: ByRows(group, side, only=1),
     "columns": lambda group, side: ByColumns(group, side, DIM),
-    "all": lambda group, side: OnAll(group),
+    "all": lambda group, side: OnAll(group, side),
 }
 
 

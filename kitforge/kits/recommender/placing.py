@@ -88,12 +88,8 @@ def described(placements: Mapping[str, Placement], loads: Mapping[str, TableLoad
 
 
 def _ways(cache: CacheOptions, world: World) -> tuple[Way, ...]:
-    """Rows can be anywhere; the others ask for tiers and rules of admission that all ranks see alike."""
+    """Rows can be anywhere; the others ask for tiers that all ranks have, and columns for rules that need no norm."""
     if cache.remote is not None or world.device.type != "cpu":
         return ("row",)
-    left_out: set[Way] = set()
-    if cache.admission.name != "always":
-        left_out.add("replicate")
-    if cache.forgetting.every and cache.forgetting.norm is not None:
-        left_out.add("column")
-    return tuple(way for way in WAYS if way not in left_out)
+    needs_norm = cache.forgetting.every and cache.forgetting.norm is not None
+    return tuple(way for way in WAYS if not (needs_norm and way == "column"))
