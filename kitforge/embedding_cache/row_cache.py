@@ -83,9 +83,11 @@ class RowCache:
         ids counted. `is_told`: all ranks have these very ids. Raises DataError for an id that cannot be.
         """
         with beside() if ahead else nullcontext():
-            return self._plan(ids, ahead, is_counted, keep)
+            return self._plan(ids, ahead, is_counted, is_told, keep)
 
-    def _plan(self, ids: Tensor, ahead: bool, is_counted: bool, keep: Callable[[Ticket], None] | None) -> Ticket:
+    def _plan(
+        self, ids: Tensor, ahead: bool, is_counted: bool, is_told: bool, keep: Callable[[Ticket], None] | None
+    ) -> Ticket:
         distinct, inverse = self._unique(ids, scratch=self._scratches[ahead])
         check_range(distinct, self.options.num_embeddings, self.options.name)
         if self._is_told and not is_told:
