@@ -2,8 +2,9 @@
 
     python -m benchmarks.inference.against_transformers              # writes against_transformers.md
     python -m benchmarks.inference.against_transformers --models gpt2 --rounds 3 --threads 1 --table some.md
+    python -m benchmarks.inference.against_transformers --dtype bfloat16 --append     # writes below what is there
 
-Shapes: GPT-2 6 layers x 384, LLaMA 8 layers x 512, vocabulary 8192; prompts of 32 tokens, 64 new ones, fp32. All
+Shapes: GPT-2 6 layers x 384, LLaMA 8 layers x 512, vocabulary 8192; prompts of 32 tokens, 64 new ones. All
 contestants run in one process and take turns; ratios are medians over rounds. Their tokens are compared first.
 """
 
@@ -56,7 +57,7 @@ def theirs(model: Decoder) -> Contestant:
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
         save(model, Path(folder), extra={"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2})
-        peer = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.head_weight.dtype).eval()
 
     def generate(tokens: Tensor, num_new: int) -> list[list[int]]:
         mask = torch.ones_like(tokens)
@@ -67,9 +68,9 @@ def theirs(model: Decoder) -> Contestant:
     return generate
 
 
-def contestants(name: str, batch: int) -> dict[str, Contestant]:
+def contestants(name: str, batch: int, dtype: torch.dtype) -> dict[str, Contestant]:
     config = config_of({"family": name, "vocab_size": VOCAB} | SIZES[name])
-    model = build(config, device=torch.device("cpu"), seed=0).eval().requires_grad_(False)
+    model = build(config, device=torch.device("cpu"), seed=0).to(dtype).eval().requires_grad_(False)
     size = {"max_sequences": batch, "prefix_cache": False}
     return {
         "ours": ours(model, EngineOptions(**size)),
@@ -79,9 +80,9 @@ def contestants(name: str, batch: int) -> dict[str, Contestant]:
     }
 
 
-def measured(name: str, batch: int, rounds: int) -> dict[str, list[float]]:
+def measured(name: str, batch: int, rounds: int, dtype: torch.dtype) -> dict[str, list[float]]:
     """New tokens a second of every contestant in every round."""
-    found = contestants(name, batch)
+    found = contestants(name, batch, dtype)
     generator = torch.Generator().manual_seed(batch)
     tokens = torch.randint(3, VOCAB, (batch, PROMPT), generator=generator)
     texts = {title: generate(tokens, 8) for title, generate in found.items() if "int8" not in title}
@@ -119,26 +120,29 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=list(TARGETS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--table", type=Path, default=TABLE)
+    parser.add_argument("--append", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     import transformers
 
     lines = [
-        "# Generation beside transformers and a plain loop",
-        "",
+        *([""] if arguments.append else ["# Generation beside transformers and a plain loop", ""]),
         f"{datetime.date.today()}, {describe(torch.device('cpu'))}, Python {platform.python_version()}, torch "
-        f"{torch.__version__}, transformers {transformers.__version__}; fp32, greedy, {PROMPT} + {NEW} tokens; median "
-        f"of {arguments.rounds} interleaved rounds; load average at the start {os.getloadavg()[0]:.1f}.",
+        f"{torch.__version__}, transformers {transformers.__version__}; {arguments.dtype}, greedy, "
+        f"{PROMPT} + {NEW} tokens; median of {arguments.rounds} interleaved rounds; load "
+        f"average at the start {os.getloadavg()[0]:.1f}.",
         "",
         "| model | batch | contestant | new tokens a second | against transformers | against the plain loop | target |",
         "|---|---:|---|---:|---:|---:|---|",
     ]
     for name in arguments.models:
         for batch in arguments.batches:
-            lines += rows(name, batch, measured(name, batch, arguments.rounds))
+            lines += rows(name, batch, measured(name, batch, arguments.rounds, getattr(torch, arguments.dtype)))
             print("\n".join(lines[-4:]), flush=True)
-    arguments.table.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with arguments.table.open("a" if arguments.append else "w", encoding="utf-8") as table:
+        table.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class PlainLoop:
         batch, prompt = tokens.shape
         geometry = self.model.geometry
         shape = (geometry.num_layers, 2, batch, geometry.num_kv_heads, prompt + num_new, self.head_dim)
-        cache = torch.zeros(shape)
+        cache = torch.zeros(shape, dtype=self.model.head_weight.dtype)
         found, used = [], 0
         for _ in range(num_new):
             stream = self._hidden(tokens, cache, used)
@@ -80,7 +80,7 @@ def _normal(norm: Norm, input: Tensor) -> Tensor:
 
 def _turned(input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = input.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(input.dtype)
 
 
 Contestant = Callable[[Tensor, int], list[list[int]]]

@@ -13,10 +13,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.dispatch import TokenAttention
 from kitforge.core.nn.context import AttentionSpec, causal_mask
-
-# What a call of the attention kernel costs, in positions of one text that it could have read in the time.
-CALL = 64
 
 
 @final
@@ -67,26 +65,26 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lanes:
-    """Tokens `first` .. `first + len(lengths) - 1` of a step, each the last one of a text; the texts start at slots
-    that are `stride` apart, so that one view holds them all."""
+class Singles:
+    """Tokens `first` .. `first + len(lengths) - 1` of a step, each the last one of a text whose slots follow
+    one another from where it starts."""
 
     first: int
-    start: int
-    stride: int
-    lengths: list[int]
+    starts: Tensor  # [texts]
+    lengths: Tensor  # [texts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pages:
-    """The same for texts whose blocks lie anywhere; every tensor has a fixed shape, as recorded steps need."""
+    """The same for texts whose blocks lie anywhere and are gathered; every tensor has a fixed shape, as recorded steps
+    need."""
 
     first: int
     tables: Tensor  # [texts, blocks], filled up with the text's own last block
     lengths: Tensor  # [texts]
 
 
-Part = Stretch | Lanes | Pages
+Part = Stretch | Singles | Pages
 
 
 @final
@@ -96,8 +94,9 @@ class CachedAttend:
     `slots` [N] is where the step's keys go; parts are in the order of the tokens and leave none out.
     """
 
-    def __init__(self, cache: KeyValueCache, slots: Tensor, parts: list[Part]) -> None:
+    def __init__(self, cache: KeyValueCache, slots: Tensor, parts: list[Part], token_attention: TokenAttention) -> None:
         self._cache = cache
+        self._token_attention = token_attention
         self._slots = slots
         self._parts = parts
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
@@ -115,12 +114,13 @@ class CachedAttend:
         """The mixture [1, heads, tokens of the part, D]."""
         if isinstance(part, Stretch):
             return self._stretch(place, part, query, slabs, spec)
-        if isinstance(part, Lanes):
-            num_texts, longest = len(part.lengths), max(part.lengths)
-            view = [_lanes(slab, part.start, part.stride, num_texts, longest) for slab in slabs]
-        else:
-            num_texts = len(part.lengths)
-            view = [_pages(slab, part.tables, self._cache.block_size) for slab in slabs]
+        num_texts = len(part.lengths)
+        if isinstance(part, Singles):
+            tokens = query[0, :, part.first : part.first + num_texts].transpose(0, 1)
+            window, scale = spec.window, spec.scale
+            mixed = self._token_attention(tokens, *slabs, part.starts, part.lengths, window=window, scale=scale)
+            return mixed.transpose(0, 1).unsqueeze(0)
+        view = [_pages(slab, part.tables, self._cache.block_size) for slab in slabs]
         if (place, spec.window) not in self._masks:
             self._masks[place, spec.window] = _length_mask(part, view[0].shape[2], spec.window, query.device)
         # Each token is a text of its own, [texts, heads, 1, D].
@@ -147,13 +147,6 @@ class CachedAttend:
         return spec.kernel(tokens, *view, mask=mask, causal=causal, scale=spec.scale)
 
 
-def _lanes(slab: Tensor, start: int, stride: int, num_texts: int, longest: int) -> Tensor:
-    """[texts, kv_heads, longest, D], nothing copied."""
-    slot, head, feature = slab.stride()
-    shape = (num_texts, slab.shape[1], longest, slab.shape[2])
-    return slab.as_strided(shape, (stride * slot, head, slot, feature), slab.storage_offset() + start * slot)
-
-
 def _pages(slab: Tensor, tables: Tensor, block_size: int) -> Tensor:
     """[texts, kv_heads, positions, D], gathered."""
     num_texts, num_blocks = tables.shape
@@ -161,15 +154,10 @@ def _pages(slab: Tensor, tables: Tensor, block_size: int) -> Tensor:
     return blocks.view(num_texts, num_blocks * block_size, *slab.shape[1:]).transpose(1, 2)
 
 
-def _length_mask(part: Lanes | Pages, num_keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[texts, 1, 1, keys]; None where every text fills its row."""
-    if isinstance(part, Lanes):
-        if min(part.lengths) == num_keys and (window is None or window >= num_keys):
-            return None
-        lengths = torch.tensor(part.lengths, device=device)
-    else:
-        lengths = part.lengths
-    return causal_mask(lengths.unsqueeze(1) - 1, torch.arange(num_keys, device=device), window).unsqueeze(1)
+def _length_mask(part: Pages, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[texts, 1, 1, keys]."""
+    positions = torch.arange(num_keys, device=device)
+    return causal_mask(part.lengths.unsqueeze(1) - 1, positions, window).unsqueeze(1)
 
 
 def _stretch_mask(part: Stretch, window: int | None, device: torch.device) -> Tensor | None:

@@ -24,7 +24,7 @@ from kitforge.inference.cached_attention import KeyValueCache
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.recording import RecordedSteps
 from kitforge.inference.runner import Runner, arranged
-from kitforge.inference.sampling import SamplingOptions, choose
+from kitforge.inference.sampling import Alternatives, SamplingOptions, alternatives, choose
 from kitforge.inference.scheduler import Scheduler, Work
 from kitforge.inference.score import score
 from kitforge.inference.sequence import FinishReason, Sequence
@@ -41,6 +41,7 @@ class Output:
     sample: int
     tokens: list[int]  # the token that stops a text is the last one of it
     logprobs: list[float]  # in the distribution that each token was drawn from; see sampling.scores_of
+    alternatives: list[Alternatives]  # the most likely tokens of that distribution, as many as were asked for
     finish_reason: FinishReason | None
     version: int  # of the weights
 
@@ -110,9 +111,11 @@ class Engine:
         priority: int = 0,
         num_samples: int = 1,
         key: str | int | None = None,
+        num_alternatives: int = 0,
     ) -> int:
         """Ask for `num_samples` continuations of a prompt; returns the number of the request. Higher priorities go
-        first. Noise is keyed by `key`, by default the request's number.
+        first. Noise is keyed by `key`, by default the request's number. With every token come the `num_alternatives`
+        most likely ones.
 
         Raises DataError for a prompt that is empty or has unknown tokens, and ConfigError for a text that would be
         longer than the model or the cache allows.
@@ -131,6 +134,7 @@ class Engine:
                 signature=signature,
                 stop_ids=stops,
                 key=key if sample == 0 else f"{key}/{sample}",
+                num_alternatives=num_alternatives,
                 priority=priority,
                 arrival=self._num_arrivals + sample,
                 root=self._root(len(prompt) + options.max_new_tokens),
@@ -233,13 +237,14 @@ class Engine:
         ready = [work for work in works if work.completes]
         draws = [work.sequence.draw(work.drafts[:place]) for work in ready for place in range(len(work.drafts) + 1)]
         tokens, logprobs = choose(logits, draws) if draws else ([], [])
+        others = alternatives(logits, draws)
         outputs, end = [], 0
         for place, work in enumerate(works):
             start, end = end, end + (len(work.drafts) + 1 if work.completes else 0)
             if place in diverged or any(map(isnan, logprobs[start:end])):
                 outputs.append(self._lose(work.sequence))
             elif work.completes:
-                outputs.append(self._grow(work, tokens[start:end], logprobs[start:end]))
+                outputs.append(self._grow(work, tokens[start:end], logprobs[start:end], others[start:end]))
             else:
                 self._blocks.advance(work.sequence, work.num_tokens)
         return outputs
@@ -256,9 +261,9 @@ class Engine:
             heir, *heir.forks = sequence.forks
             self._scheduler.add(heir)
         self._end(sequence)
-        return self._output(sequence, [], [])
+        return self._output(sequence, [], [], [])
 
-    def _grow(self, work: Work, chosen: list[int], logprobs: list[float]) -> Output:
+    def _grow(self, work: Work, chosen: list[int], logprobs: list[float], others: list[Alternatives]) -> Output:
         """Append the chosen tokens as far as the drafts before them were right."""
         sequence, before = work.sequence, len(work.sequence.tokens)
         for token, draft in zip(chosen, [*work.drafts, None], strict=True):
@@ -271,7 +276,7 @@ class Engine:
         for fork in sequence.forks:
             self._scheduler.fork(sequence, fork)
         sequence.forks = []
-        output = self._output(sequence, grown, logprobs[: len(grown)])
+        output = self._output(sequence, grown, logprobs[: len(grown)], others[: len(grown)])
         if sequence.finish_reason is not None:
             self._end(sequence)
         return output
@@ -283,12 +288,15 @@ class Engine:
         if not samples:
             del self._live[sequence.request]
 
-    def _output(self, sequence: Sequence, tokens: list[int], logprobs: list[float]) -> Output:
+    def _output(
+        self, sequence: Sequence, tokens: list[int], logprobs: list[float], others: list[Alternatives]
+    ) -> Output:
         return Output(
             request=sequence.request,
             sample=sequence.sample,
             tokens=tokens,
             logprobs=logprobs,
+            alternatives=others,
             finish_reason=sequence.finish_reason,
             version=self.version,
         )

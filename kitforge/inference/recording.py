@@ -74,7 +74,8 @@ class RecordedSteps:
 
         def step() -> Tensor:
             pages = Pages(first=0, tables=buffers.tables, lengths=buffers.lengths)
-            attend = CachedAttend(self._cache, buffers.slots, [pages])
+            kernel = self._network.kernels.token_attention
+            attend = CachedAttend(self._cache, buffers.slots, [pages], kernel)
             context = Context(positions=buffers.positions, lengths=buffers.finals, attend=attend)
             return self._network.head(self._network.hidden(buffers.tokens, context)[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import cast, final
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
-from kitforge.inference.cached_attention import CALL, CachedAttend, KeyValueCache, Lanes, Pages, Part, Stretch
+from kitforge.inference.cached_attention import CachedAttend, KeyValueCache, Pages, Part, Singles, Stretch
 from kitforge.inference.recording import RecordedSteps, padded
 from kitforge.inference.scheduler import Work
 from kitforge.inference.sequence import Sequence
@@ -56,7 +57,8 @@ class Runner:
             slots += self._slots(sequence, start, end + len(work.drafts))
             if work.completes:
                 rows += range(len(tokens) - len(work.drafts) - 1, len(tokens))
-        attend = CachedAttend(self.cache, torch.tensor(slots, device=device), self._parts(works, device))
+        parts, kernel = self._parts(works, device), network.kernels.token_attention
+        attend = CachedAttend(self.cache, torch.tensor(slots, device=device), parts, kernel)
         context = Context(
             positions=torch.tensor([positions], device=device), lengths=self._lengths(works, device), attend=attend
         )
@@ -85,7 +87,7 @@ class Runner:
         if self._is_paged and singles:
             parts.append(self._pages([work.sequence for work in works[:singles]], device))
         elif singles:
-            parts += self._lanes([work.sequence for work in works[:singles]], device)
+            parts += self._singles([work.sequence for work in works[:singles]], device)
         first = singles
         for work in works[singles:]:
             count = work.num_tokens + len(work.drafts)
@@ -108,39 +110,20 @@ class Runner:
         tables = [padded(sequence.blocks, num_blocks) for sequence in sequences]
         return Pages(first=0, tables=torch.tensor(tables, device=device), lengths=torch.tensor(lengths, device=device))
 
-    def _lanes(self, sequences: list[Sequence], device: torch.device) -> list[Part]:
-        """Single tokens in few parts. Sequences that start at equal distances are read as one, unless more would be
-        read in vain than calls are saved."""
+    def _singles(self, sequences: list[Sequence], device: torch.device) -> list[Part]:
+        """Single tokens, as many as can be in one part."""
         parts: list[Part] = []
-        group: list[Sequence] = []
-        for place, sequence in enumerate([*sequences, None]):
-            if sequence is not None and self._joins(group, sequence):
-                group.append(sequence)
-                continue
-            first = place - len(group)
-            if len(group) == 1:
-                parts.append(self._stretch(group[0], first, 1, device))
-            elif group:
-                start, second = group[0].blocks[0] * self._size, group[1].blocks[0] * self._size
-                lengths = [each.num_cached + 1 for each in group]
-                parts.append(Lanes(first=first, start=start, stride=second - start, lengths=lengths))
-            group = [] if sequence is None else [sequence]
+        first = 0
+        for is_consecutive, group in groupby(sequences, key=lambda sequence: sequence.is_consecutive):
+            texts = list(group)
+            if is_consecutive:
+                starts = torch.tensor([text.blocks[0] * self._size for text in texts], device=device)
+                lengths = torch.tensor([text.num_cached + 1 for text in texts], device=device)
+                parts.append(Singles(first=first, starts=starts, lengths=lengths))
+            else:
+                parts += [self._stretch(text, first + place, 1, device) for place, text in enumerate(texts)]
+            first += len(texts)
         return parts
-
-    def _joins(self, group: list[Sequence], sequence: Sequence) -> bool:
-        if not group:
-            return True
-        if not (sequence.is_consecutive and group[0].is_consecutive):
-            return False
-        stride = sequence.blocks[0] - group[-1].blocks[0]
-        if len(group) > 1 and stride != group[1].blocks[0] - group[0].blocks[0]:
-            return False
-        lengths = [each.num_cached + 1 for each in [*group, sequence]]
-        # What a view holds beyond its text is masked, but must be a number: no text of the others that run.
-        is_inside = max(lengths) <= stride * self._size
-        # The view of the last text must end within the cache too.
-        is_inside &= sequence.blocks[0] * self._size + max(lengths) <= self.cache.num_slots
-        return is_inside and max(lengths) * len(lengths) - sum(lengths) <= CALL * len(lengths)
 
 
 def _diverged(works: list[Work], hidden: Tensor) -> set[int]:

@@ -60,6 +60,10 @@ class SamplingOptions:
         return (*shape, *penalties, *sorted(self.logit_bias.items()))
 
 
+# Tokens that might have come, the most likely first, with their log-probabilities.
+Alternatives = list[tuple[int, float]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
     """One token to be chosen."""
@@ -70,6 +74,7 @@ class Draw:
     prompt_length: int  # how many of them were given rather than generated
     position: int  # how many tokens of this text were chosen before
     key: str | int  # what its noise is keyed by besides seed and position
+    num_alternatives: int = 0  # how many of the most likely tokens are told
 
     def uniform(self) -> float:
         """A number in [0, 1), in steps of 2⁻³²."""
@@ -90,6 +95,21 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float
         for row, token, logprob in zip(rows, *found, strict=True):
             tokens[row], logprobs[row] = token, logprob
     return tokens, logprobs
+
+
+def alternatives(logits: Tensor, draws: Sequence[Draw]) -> list[Alternatives]:
+    """For every row of logits [R, vocab] as many of the most likely tokens as its draw wants, those left out that the
+    options leave no room for."""
+    found: list[Alternatives] = []
+    for row, draw in enumerate(draws):
+        if not draw.num_alternatives:
+            found.append([])
+            continue
+        logprobs = torch.log_softmax(scores_of(logits[row : row + 1], draw.options, [draw])[0], dim=-1)
+        values, tokens = logprobs.topk(min(draw.num_alternatives, len(logprobs)))
+        pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+        found.append([(token, value) for token, value in pairs if value > float("-inf")])
+    return found
 
 
 def scores_of(logits: Tensor, options: SamplingOptions, draws: Sequence[Draw] = ()) -> Tensor:
@@ -129,7 +149,7 @@ def _choose_alike(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], lis
         ends = torch.softmax(scores, dim=-1).cumsum(-1, dtype=torch.float64)
         points = torch.tensor([[draw.uniform()] for draw in draws], dtype=torch.float64, device=scores.device)
         chosen = torch.searchsorted(ends, points * ends[:, -1:], right=True).clamp_(max=scores.shape[-1] - 1)
-    logprobs = scores.gather(-1, chosen) - scores.logsumexp(-1, keepdim=True)
+    logprobs = torch.log_softmax(scores, dim=-1).gather(-1, chosen)
     return chosen.flatten().tolist(), logprobs.flatten().tolist()
 
 

@@ -23,6 +23,7 @@ class Sequence:
     signature: Hashable
     stop_ids: frozenset[int]
     key: str | int
+    num_alternatives: int = 0  # likely tokens to be told with each that is chosen
     priority: int
     arrival: int
     root: bytes = b""  # keeps apart texts whose equal beginnings have unequal keys
@@ -62,6 +63,7 @@ class Sequence:
             prompt_length=self.prompt_length,
             position=length - self.prompt_length,
             key=self.key,
+            num_alternatives=self.num_alternatives,
         )
 
     def append(self, token: int) -> None:

@@ -10,7 +10,7 @@ from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
-from kitforge.inference.sampling import SamplingOptions
+from kitforge.inference.sampling import Alternatives, SamplingOptions
 from kitforge.inference.sequence import FinishReason
 
 # How a decoder shows bytes that are not a character, or not yet.
@@ -38,6 +38,7 @@ class Piece:
     text: str  # whole characters, none of a stop string
     tokens: list[int]
     logprobs: list[float]
+    alternatives: list[Alternatives]
     finish_reason: FinishReason | None
 
 
@@ -103,10 +104,18 @@ class TextEngine:
         priority: int = 0,
         num_samples: int = 1,
         key: str | int | None = None,
+        num_alternatives: int = 0,
     ) -> int:
         """See `Engine.submit`; a prompt may be tokens already."""
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        request = self.engine.submit(tokens, options, priority=priority, num_samples=num_samples, key=key)
+        request = self.engine.submit(
+            tokens,
+            options,
+            priority=priority,
+            num_samples=num_samples,
+            key=key,
+            num_alternatives=num_alternatives,
+        )
         for sample in range(num_samples):
             self._texts[request, sample] = Detokeniser(self.tokenizer, options.stop)
         return request
@@ -143,6 +152,7 @@ class TextEngine:
                 text=words,
                 tokens=output.tokens,
                 logprobs=output.logprobs,
+                alternatives=output.alternatives,
                 finish_reason=reason,
             )
             pieces.append(piece)

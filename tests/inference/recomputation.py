@@ -25,9 +25,8 @@ def network(name: str, dtype: torch.dtype = torch.float64) -> Decoder:
     return build(replace(CONFIGS[name], max_length=LENGTH), dtype=dtype).requires_grad_(False).eval()
 
 
-@torch.no_grad()
 def logits_of(model: Decoder, tokens: Sequence[int], final_length: int) -> Tensor:
-    """Logits [length, vocab] of a text that will come to `final_length` tokens."""
+    """Logits [length, vocab] of a text that will come to `final_length` tokens, as a trainer finds them."""
     lengths = torch.tensor([[final_length]])
     logits: Tensor = model(torch.tensor([list(tokens)]), Context(lengths=lengths))[0]
     return logits

@@ -16,7 +16,7 @@ from kitforge.inference.options import EngineOptions
 from kitforge.inference.runner import Runner
 from kitforge.inference.sampling import SamplingOptions
 from kitforge.inference.scheduler import looked_up
-from tests.inference.recomputation import LENGTH, network, recomputed
+from tests.inference.recomputation import LENGTH, logits_of, network, recomputed
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
 EIGHT = SamplingOptions(max_new_tokens=8)
@@ -243,3 +243,23 @@ def test_guesses_that_come_true_save_steps() -> None:
     plain, guessed = (tokens_of(engine.generate(PROMPTS, options)) for engine in engines)
     assert plain == guessed
     assert engines[1].stats()["steps"] < engines[0].stats()["steps"] * 0.7
+
+
+@pytest.mark.parametrize("speculation", [0, 3])
+def test_with_every_token_come_the_most_likely_ones_of_a_plain_forward_pass(speculation: int) -> None:
+    model = network("llama")
+    engine = Engine(model, EngineOptions(speculation=speculation))
+    wanted = [engine.submit(prompt * 3, EIGHT, num_alternatives=place) for place, prompt in enumerate(PROMPTS)]
+    found: dict[int, tuple[list[int], list[list[tuple[int, float]]]]] = {request: ([], []) for request in wanted}
+    for output in until_end(engine):
+        found[output.request][0].extend(output.tokens)
+        found[output.request][1].extend(output.alternatives)
+    for place, request in enumerate(wanted):
+        tokens, told = found[request]
+        assert list(map(len, told)) == [place] * 8
+        for read, others in enumerate(told):
+            text = [*PROMPTS[place] * 3, *tokens[:read]]
+            logprobs = torch.log_softmax(logits_of(model, text, len(text))[-1], dim=-1).tolist()
+            order = sorted(range(len(logprobs)), key=lambda token: -logprobs[token])[:place]
+            assert [token for token, _ in others] == order
+            assert [value for _, value in others] == pytest.approx([logprobs[token] for token in order], abs=1e-10)

@@ -57,7 +57,7 @@ def test_the_workloads_reach_what_they_are_meant_to_reach(monkeypatch: pytest.Mo
         result = workload.run(model, seed)[1]
         seen["preemptions"] += result.stats["preemptions"]
         seen.update(str(each.finish_reason) for samples in result.completions for each in samples)
-    wanted = ["copies", "Stretch", "Lanes", "Pages", "apart", "drafts", "preemptions", "stop", "length", "cancelled"]
+    wanted = ["copies", "Stretch", "Singles", "Pages", "apart", "drafts", "preemptions", "stop", "length", "cancelled"]
     assert all(seen[kind] > 0 for kind in wanted), seen
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kitforge.foundation.errors import ConfigError
-from kitforge.inference.sampling import Draw, SamplingOptions, choose, scores_of
+from kitforge.inference.sampling import Draw, SamplingOptions, alternatives, choose, scores_of
 
 NUM_TOKENS = 6
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -3.0]])
@@ -180,3 +181,31 @@ def test_a_temperature_near_zero_takes_the_most_likely_token() -> None:
         options = SamplingOptions(temperature=temperature)
         drawn = Draw(options=options, signature=0, text=(), prompt_length=0, position=0, key=0)
         assert choose(logits, [drawn] * 3) == (logits.argmax(-1).tolist(), [0.0] * 3)
+
+
+@pytest.mark.parametrize("num", [0, 1, 3, NUM_TOKENS, 50])
+@pytest.mark.parametrize(
+    "options",
+    [
+        SamplingOptions(),
+        SamplingOptions(temperature=0.7),
+        SamplingOptions(temperature=1.3, top_k=2),
+        SamplingOptions(temperature=1.0, top_p=0.8, min_p=0.01),
+    ],
+    ids=["greedy", "warm", "top_k", "top_p"],
+)
+def test_the_most_likely_tokens_are_told_in_order(options: SamplingOptions, num: int) -> None:
+    logits = LOGITS[0].roll(2).tolist()
+    shares = plain(logits, options if options.temperature else SamplingOptions(temperature=1.0))
+    order = sorted((token for token in range(NUM_TOKENS) if shares[token]), key=lambda token: -shares[token])[:num]
+    wants, wants_none = replace(draw(options), num_alternatives=num), draw(options)
+    found = alternatives(torch.tensor([logits] * 2), [wants, wants_none])
+    assert [token for token, _ in found[0]] == order
+    assert [value for _, value in found[0]] == pytest.approx([math.log(shares[token]) for token in order], abs=1e-5)
+    assert found[1] == []
+
+
+def test_the_most_likely_tokens_are_those_after_penalties() -> None:
+    options = SamplingOptions(presence_penalty=1.2, logit_bias={"5": 6.0})
+    drawn = replace(draw(options, position=1), num_alternatives=3)
+    assert [token for token, _ in alternatives(LOGITS, [drawn])[0]] == [5, 1, 0]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 from kitforge.core.kernels.threads import num_threads
 
@@ -28,7 +31,18 @@ def compiled(function: Function) -> Function:
     is kept beside the source, as Python keeps its own bytecode; where no folder can be written, it is compiled anew in
     each process. A change in a function that another one calls is noticed only within one file.
     """
-    made: Any = njit(nogil=True, error_model="numpy")(function)
+    return _made(function, False)
+
+
+def reordered(function: Function) -> Function:
+    """The same for loops whose sums may be reordered, so that they fill the processor's vectors. What is not a number
+    or not finite still shows."""
+    return _made(function, {"reassoc", "contract", "nsz", "arcp"})
+
+
+def _made(function: Function, fastmath: bool | set[str]) -> Function:
+    make: Any = njit(nogil=True, error_model="numpy", fastmath=fastmath)
+    made = make(function)
     with suppress(RuntimeError):
         made._cache = _Kept(function)  # type: ignore[no-untyped-call]
     return cast(Function, made)
@@ -61,6 +75,66 @@ class _Kept(FunctionCache):
             os.close(folder)
 
 
+def _pointer_to(kind: Any) -> Any:
+    def pointer(_context: Any, _address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        to_kind: Any = types.CPointer
+        return to_kind(kind)(types.intp), generate
+
+    return intrinsic(pointer)
+
+
+_float32, _uint16, _int64 = _pointer_to(types.float32), _pointer_to(types.uint16), _pointer_to(types.int64)
+
+
+@compiled
+def floats(address: int, shape: Any) -> Any:
+    """Within a compiled loop, the fp32 array at an address, which is handed over in a tenth of the time of an array."""
+    return carray(_float32(address), shape)
+
+
+@compiled
+def halves(address: int, shape: Any) -> Any:
+    """The same for bfloat16, which comes as uint16; see `widened`."""
+    return carray(_uint16(address), shape)
+
+
+@compiled
+def numbers(address: int, shape: Any) -> Any:
+    """The same for int64."""
+    return carray(_int64(address), shape)
+
+
+def _widened(_context: Any, number: Any) -> Any:
+    def generate(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if signature.args[0] == types.float32:
+            return arguments[0]
+        wide = ir.IntType(32)
+        bits = builder.shl(builder.zext(arguments[0], wide), ir.Constant(wide, 16))
+        return builder.bitcast(bits, ir.FloatType())
+
+    return types.float32(number), generate
+
+
+# Within a compiled loop, `widened(number)` is the fp32 number of a bfloat16 that came as uint16, or of fp32 itself.
+widened: Any = intrinsic(_widened)
+
+
+def _power_of_two(_context: Any, _exponent: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        wide = ir.IntType(32)
+        bits = builder.shl(builder.add(arguments[0], ir.Constant(wide, 127)), ir.Constant(wide, 23))
+        return builder.bitcast(bits, ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+# Within a compiled loop, `power_of_two(n)` is 2**n in fp32 for n of int32 from -126 to 127.
+power_of_two: Any = intrinsic(_power_of_two)
+
+
 def _prefetch(_context: Any, array: Any, _row: Any, _column: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind, lowering = signature.args[0], cast(Any, cgutils)
@@ -79,6 +153,27 @@ def _prefetch(_context: Any, array: Any, _row: Any, _column: Any) -> Any:
 
 # Within a compiled loop, `prefetch(array, row, column)` asks for the line of memory that this number is in.
 prefetch: Any = intrinsic(_prefetch)
+
+
+_LOG2_E = np.float32(1.4426950408889634)
+_HALF = np.float32(0.5)
+_SMALLEST = np.float32(-126)
+# Taylor's series of 2**x, which from -1/2 to 1/2 is off by less than fp32 is fine.
+_TERMS = tuple(np.float32(math.log(2) ** power / math.factorial(power)) for power in range(8))
+
+
+@reordered
+def exponential(number: Any) -> Any:
+    """e**number in fp32 for numbers of at most 88, so written that a loop over it fills the processor's vectors. What
+    is below 2**-126 comes as that."""
+    power = number * _LOG2_E
+    power = _SMALLEST if power < _SMALLEST else power
+    whole = np.floor(power + _HALF)
+    x = power - whole
+    series = _TERMS[7]
+    for term in (_TERMS[6], _TERMS[5], _TERMS[4], _TERMS[3], _TERMS[2], _TERMS[1], _TERMS[0]):
+        series = series * x + term
+    return series * power_of_two(np.int32(whole))
 
 
 def share(work: Callable[[int, int], Any], count: int, grain: int) -> list[Any]:

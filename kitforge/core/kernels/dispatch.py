@@ -29,6 +29,7 @@ from kitforge.core.kernels.scratch import Scratch
 from kitforge.core.kernels.segment_sum import reference as segment_sum_reference
 from kitforge.core.kernels.sparse_update import reference as sparse_update_reference
 from kitforge.core.kernels.swiglu import reference as swiglu_reference
+from kitforge.core.kernels.token_attention import reference as token_attention_reference
 from kitforge.core.kernels.unique import reference as unique_reference
 
 CompileLevel = Literal["O0", "O1", "O2"]
@@ -51,6 +52,26 @@ class Attention(Protocol):
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+    ) -> Tensor:
+        """See the class."""
+        ...
+
+
+class TokenAttention(Protocol):
+    """Softmax attention of single tokens, query [texts, heads, head_dim], each over a text of its own: `lengths` int64
+    [texts] positions, or the last `window` of them, that follow one another in keys and values [slots, kv_heads,
+    head_dim] from slot `starts` int64 [texts] on. Returns [texts, heads, head_dim]."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        *,
+        window: int | None,
+        scale: float,
     ) -> Tensor:
         """See the class."""
         ...
@@ -107,6 +128,7 @@ class Kernels:
 
     linear: Linear
     attention: Attention
+    token_attention: TokenAttention
     rms_norm: RMSNorm
     rotary: Rotary
     swiglu: SwiGLU
@@ -117,6 +139,7 @@ class Kernels:
 REFERENCE = Kernels(
     linear=linear_reference.linear,
     attention=attention_reference.attention,
+    token_attention=token_attention_reference.token_attention,
     rms_norm=rms_norm_reference.rms_norm,
     rotary=rotary_reference.rotary,
     swiglu=swiglu_reference.swiglu,
@@ -137,20 +160,28 @@ def select(level: CompileLevel) -> Kernels:
     from kitforge.core.kernels.rms_norm.fused import rms_norm
     from kitforge.core.kernels.rotary.fused import rotary
     from kitforge.core.kernels.swiglu.fused import swiglu
+    from kitforge.core.kernels.token_attention.fused import token_attention
 
+    tokens = functools.partial(token_attention, compiled=_token_attention) if _has_numba() else token_attention
     if level == "O2":
         return Kernels(
             linear=traceable_linear,
             attention=traceable_attention,
+            token_attention=tokens,
             rms_norm=rms_norm_reference.rms_norm,
             rotary=rotary_reference.rotary,
             swiglu=swiglu_reference.swiglu,
             linear_cross_entropy=linear_cross_entropy,
             linear_log_probs=linear_log_probs,
         )
+    if _has_numba():
+        linear = functools.partial(linear, few_rows=_few_rows)
+        rms_norm = functools.partial(rms_norm, few_rows=_small_rms_norm)
+        rotary = functools.partial(rotary, few_rows=_small_rotary)
     return Kernels(
-        linear=functools.partial(linear, few_rows=_few_rows) if _has_numba() else linear,
+        linear=linear,
         attention=attention,
+        token_attention=tokens,
         rms_norm=rms_norm,
         rotary=rotary,
         swiglu=swiglu,
@@ -159,12 +190,33 @@ def select(level: CompileLevel) -> Kernels:
     )
 
 
+# Compiled loops are loaded with their first call, since most who choose kernels never make one.
 @functools.cache
 def _few_rows() -> Linear:
-    """Loaded with the first product of few rows, since most who choose kernels never meet one."""
     from kitforge.core.kernels.linear.numba import linear
 
     return linear
+
+
+@functools.cache
+def _small_rms_norm() -> RMSNorm:
+    from kitforge.core.kernels.rms_norm.numba import rms_norm
+
+    return rms_norm
+
+
+@functools.cache
+def _small_rotary() -> Rotary:
+    from kitforge.core.kernels.rotary.numba import rotary
+
+    return rotary
+
+
+@functools.cache
+def _token_attention() -> TokenAttention:
+    from kitforge.core.kernels.token_attention.numba import token_attention
+
+    return token_attention
 
 
 def _has_numba() -> bool:

@@ -26,6 +26,7 @@ class Choice:
     finish_reason: str | None = None
     tokens: list[str] = field(default_factory=list)  # each on its own; only where log-probabilities are asked for
     logprobs: list[float] = field(default_factory=list)
+    alternatives: list[list[tuple[str, float]]] = field(default_factory=list)  # the most likely tokens, if asked for
 
     def add(self, other: Choice) -> None:
         """Go on with what came next."""
@@ -33,6 +34,7 @@ class Choice:
         self.finish_reason = other.finish_reason
         self.tokens += other.tokens
         self.logprobs += other.logprobs
+        self.alternatives += other.alternatives
 
 
 class Shape(ABC):
@@ -70,6 +72,10 @@ class Shape(ABC):
             kept = piece.tokens[:-1] if ends else piece.tokens
             choice.tokens = [self._tokenizer.decode([token]) for token in kept]
             choice.logprobs = piece.logprobs[: len(kept)]
+            choice.alternatives = [
+                [(self._tokenizer.decode([token]), logprob) for token, logprob in others]
+                for others in piece.alternatives[: len(kept)]
+            ]
         return choice
 
     def answer(self, choices: list[Choice], usage: Mapping[str, int]) -> dict[str, Any]:
@@ -108,7 +114,7 @@ class CompletionShape(Shape):
             logprobs = {
                 "tokens": choice.tokens,
                 "token_logprobs": choice.logprobs,
-                "top_logprobs": None,
+                "top_logprobs": _by_text(choice) if any(choice.alternatives) else None,
                 "text_offset": offsets,
             }
         return {"text": choice.text, "finish_reason": choice.finish_reason, "logprobs": logprobs}
@@ -144,11 +150,26 @@ class ChatShape(Shape):
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if not self._has_logprobs:
             return None
+        told = zip(choice.tokens, choice.logprobs, choice.alternatives, strict=True)
         content = [
-            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, logprob in zip(choice.tokens, choice.logprobs, strict=True)
+            {**_likely(token, logprob), "top_logprobs": [_likely(*other) for other in others]}
+            for token, logprob, others in told
         ]
         return {"content": content, "refusal": None}
+
+
+def _by_text(choice: Choice) -> list[dict[str, float]]:
+    """For each token the most likely ones and itself; of several with the same text the most likely."""
+    found: list[dict[str, float]] = []
+    for token, logprob, others in zip(choice.tokens, choice.logprobs, choice.alternatives, strict=True):
+        found.append({})
+        for text, value in [*others, (token, logprob)]:
+            found[-1].setdefault(text, value)
+    return found
+
+
+def _likely(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
 
 async def collected(shape: Shape, exchange: Exchange) -> dict[str, Any]:

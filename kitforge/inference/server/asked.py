@@ -30,6 +30,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
     "repetition_penalty": (0.01, 100),
+    "logprobs": (0, 5),
+    "top_logprobs": (0, 20),
     "seed": (-(2**63), 2**63 - 1),
 }
 _MAX_STOPS = 16
@@ -67,6 +69,10 @@ class Wishes:
         """The strings that end an answer."""
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
 
+    def num_alternatives(self) -> int:
+        """How many of the most likely tokens are wanted with each."""
+        return 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(Wishes):
@@ -74,7 +80,7 @@ class CompletionRequest(Wishes):
 
     prompt: str | tuple[str, ...] | tuple[int, ...] | tuple[tuple[int, ...], ...]
     max_tokens: int | None = None
-    logprobs: Literal[0] | None = None  # 0: the log-probabilities of the tokens themselves; no others are known
+    logprobs: int | None = None  # log-probabilities of the tokens themselves, and of so many of the most likely ones
 
     def prompts(self) -> list[str | tuple[int, ...]]:
         """The prompts, each as text or tokens."""
@@ -83,6 +89,10 @@ class CompletionRequest(Wishes):
         if self.prompt and isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(typing.cast(tuple[str | tuple[int, ...], ...], self.prompt))
+
+    def num_alternatives(self) -> int:
+        """How many of the most likely tokens are wanted with each."""
+        return self.logprobs or 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +126,12 @@ class ChatRequest(Wishes):
     messages: tuple[ChatMessage, ...]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: Literal[0] | None = None
+    logprobs: bool | None = None  # of the tokens themselves
+    top_logprobs: int | None = None  # and of so many of the most likely ones
+
+    def num_alternatives(self) -> int:
+        """How many of the most likely tokens are wanted with each."""
+        return self.top_logprobs or 0
 
 
 def parse(body: bytes) -> Any:
@@ -174,6 +188,8 @@ def _check_rest(request: Wishes) -> None:
         raise _wrong("stop", list(stops), f"up to {_MAX_STOPS} strings that are not empty")
     if request.top_p == 0:
         raise _wrong("top_p", 0, "above 0, at most 1")
+    if isinstance(request, ChatRequest) and request.top_logprobs is not None and not request.logprobs:
+        raise RefusalError(400, "top_logprobs needs logprobs=true", parameter="top_logprobs", code="invalid_value")
     if request.stream_options is not None and not request.stream:
         raise RefusalError(400, "stream_options needs stream=true", parameter="stream_options", code="invalid_value")
 

@@ -74,6 +74,7 @@ class Service:
                 options=options,
                 num_samples=num_samples,
                 key=f"{owner}/{place}",
+                num_alternatives=request.num_alternatives(),
                 first=place * num_samples,
                 is_whole=not request.stream,
                 queue=queue,

@@ -47,6 +47,6 @@ def _ranged(name: str, schema: dict[str, Any]) -> dict[str, Any]:
         return schema
     low, high = RANGES[name]
     for option in schema["anyOf"]:
-        if option["type"] != "null":
+        if option["type"] in ("integer", "number"):
             option |= {"minimum": low, "maximum": high}
     return schema

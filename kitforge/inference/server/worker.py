@@ -26,6 +26,7 @@ class Ticket:
     options: InferenceOptions
     num_samples: int
     key: str | int
+    num_alternatives: int = 0
     first: int
     is_whole: bool = False
     queue: asyncio.Queue[tuple[int, Piece | Exception]]
@@ -96,7 +97,13 @@ class Worker:
         try:
             if self.failure is not None:
                 raise self.failure
-            request = self._texts.submit(ticket.prompt, ticket.options, num_samples=ticket.num_samples, key=ticket.key)
+            request = self._texts.submit(
+                ticket.prompt,
+                ticket.options,
+                num_samples=ticket.num_samples,
+                key=ticket.key,
+                num_alternatives=ticket.num_alternatives,
+            )
         except Exception as error:  # noqa: BLE001 (a prompt that cannot be answered concerns its owner alone)
             self._tell(ticket.queue.put_nowait, (ticket.first, error))
             return

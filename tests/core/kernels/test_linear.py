@@ -9,7 +9,7 @@ from kitforge.core.kernels.dispatch import select
 from kitforge.core.kernels.linear import fused
 from kitforge.core.kernels.linear.fused import linear, traceable_linear
 from kitforge.core.kernels.linear.reference import linear as reference
-from tests.core.kernels.comparison import TOLERANCE, Call, autocast, distance, random, relative, results
+from tests.core.kernels.comparison import TOLERANCE, Call, autocast, distance, poison, random, relative, results
 
 KERNELS = [linear, traceable_linear]
 SHAPES = [(7,), (0, 7), (1, 7), (5, 7), (2, 3, 7), (2, 0, 7)]
@@ -110,25 +110,54 @@ def test_a_weight_that_is_off_by_a_billionth_shows() -> None:
     assert distance(faulty, reference, [random(5, 7), random(3, 7), random(3)]) > 10 * TOLERANCE[torch.float64]
 
 
+@pytest.mark.parametrize("native", [False], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("rows", range(0, fused.FEW_ROWS + 2))
+@pytest.mark.parametrize("rows", [*range(10), fused.FEW_ROWS - 1, fused.FEW_ROWS, fused.FEW_ROWS + 1])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (33, 16), (70, 129)], ids=str)
 @torch.no_grad()
 def test_a_few_rows_are_multiplied_like_many(
-    rows: int, shape: tuple[int, int], threads: int, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    shape: tuple[int, int],
+    threads: int,
+    dtype: torch.dtype,
+    native: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     few_rows = pytest.importorskip("kitforge.core.kernels.linear.numba")
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(few_rows, "GRAIN", 1)
     generator = torch.Generator().manual_seed(rows)
-    weight, bias = torch.randn(shape, generator=generator), torch.randn(shape[0], generator=generator)
+    weight, bias = (torch.randn(size, generator=generator).to(dtype) for size in (shape, shape[:1]))
     # Neither a transposed input nor one that is part of a larger one may be misread.
-    input = torch.randn(2, shape[1] + 1, rows, generator=generator).transpose(1, 2)[1:, :, 1:]
+    input = torch.randn(2, shape[1] + 1, rows, generator=generator).to(dtype).transpose(1, 2)[1:, :, 1:]
     assert fused.are_few(input, weight) == (rows <= fused.FEW_ROWS)
-    exact = reference(input.double(), weight.double(), bias.double())
-    got = few_rows.linear(input, weight, bias)
-    assert got.shape == exact.shape
-    assert torch.allclose(got.double(), exact, atol=1e-5 * shape[1])
+    for shift in (bias, None):
+        exact = reference(input.double(), weight.double(), None if shift is None else shift.double())
+        poison()
+        got = few_rows.linear(input, weight, shift)
+        assert (got.shape, got.dtype) == (exact.shape, dtype)
+        # Sums in fp32, rounded once.
+        rounding = 0.0 if dtype is torch.float32 else 2.0**-8
+        assert torch.allclose(got.double(), exact, rtol=rounding, atol=1e-6 * shape[1])
+
+
+@pytest.mark.parametrize("special", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_what_is_not_finite_shows_in_a_few_rows(special: str, dtype: torch.dtype) -> None:
+    """The engine ends texts by it."""
+    few_rows = pytest.importorskip("kitforge.core.kernels.linear.numba")
+    input, weight = torch.ones(5, 19, dtype=dtype), torch.ones(6, 19, dtype=dtype)
+    input[1, 3] = input[4, 17] = float(special)
+    assert torch.equal(few_rows.linear(input, weight).isfinite().all(1), torch.tensor([True, False, True, True, False]))
+
+
+@torch.no_grad()
+def test_processors_that_multiply_bfloat16_themselves_take_fewer_rows_for_few(native: bool) -> None:
+    input, weight = torch.ones(fused.FEW_NATIVE_ROWS + 1, 7).bfloat16(), torch.ones(3, 7).bfloat16()
+    assert fused.are_few(input, weight) != native
+    assert fused.are_few(input[1:], weight)
 
 
 @torch.no_grad()

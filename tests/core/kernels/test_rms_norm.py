@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.dispatch import select
 from kitforge.core.kernels.rms_norm.fused import rms_norm
 from kitforge.core.kernels.rms_norm.reference import rms_norm as reference
-from tests.core.kernels.comparison import TOLERANCE, Call, distance, random, relative, results
+from tests.core.kernels.comparison import TOLERANCE, Call, distance, poison, random, relative, results
 
 EPS = 1e-6
 SHAPES = [(7,), (0, 7), (1, 7), (5, 7), (2, 3, 4, 7), (2, 0, 7), (3, 1)]
@@ -72,3 +73,29 @@ def test_a_gradient_that_takes_the_scale_for_a_constant_shows() -> None:
     inputs = inputs_of((5, 7), torch.float64)
     assert relative(faulty(*inputs), reference(*inputs, EPS)) < 1e-12
     assert distance(faulty, partial(reference, eps=EPS), inputs) > 1e-11
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e10])
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_a_few_rows_without_a_gradient_are_its_reference(
+    shape: tuple[int, ...], scale: float, dtype: torch.dtype
+) -> None:
+    compiled = pytest.importorskip("kitforge.core.kernels.rms_norm.numba").rms_norm
+    input, weight = ((each * size).to(dtype) for each, size in zip(inputs_of(shape, dtype), (scale, 1), strict=True))
+    # Neither an input nor a weight that is part of a larger one may be misread.
+    input, weight = (torch.stack((each, each * 2), -1)[..., 0] for each in (input, weight))
+    poison()
+    found = compiled(input, weight, EPS)
+    assert found.dtype == dtype
+    assert relative(found, reference(input.double(), weight.double(), EPS)) < TOLERANCE[dtype] / 2
+    assert torch.equal(select("O1").rms_norm(input, weight, EPS), found)
+
+
+@torch.no_grad()
+def test_what_is_not_finite_shows_in_its_row() -> None:
+    compiled = pytest.importorskip("kitforge.core.kernels.rms_norm.numba").rms_norm
+    input = torch.ones(4, 19)
+    input[1, 3], input[2, 18] = float("nan"), float("inf")
+    assert torch.equal(compiled(input, torch.ones(19), EPS).isfinite().all(1), torch.tensor([True, False, False, True]))

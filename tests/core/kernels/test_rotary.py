@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.dispatch import select
 from kitforge.core.kernels.rotary.fused import rotary
 from kitforge.core.kernels.rotary.reference import rotary as reference
-from tests.core.kernels.comparison import TOLERANCE, Call, distance, random, relative, results
+from tests.core.kernels.comparison import TOLERANCE, Call, distance, poison, random, relative, results
 
 # batch, heads, length, head_dim, pairs, batch of the angles
 SHAPES = [(2, 3, 5, 8, 4, 2), (2, 3, 5, 8, 4, 1), (2, 3, 7, 10, 3, 1), (1, 1, 1, 2, 1, 1), (0, 3, 5, 8, 4, 1)]
@@ -90,3 +91,22 @@ def test_a_rotation_the_other_way_shows() -> None:
     faulty = partial(rotary, cos=cos, sin=-sin, interleaved=False)
     right = partial(reference, cos=cos, sin=sin, interleaved=False)
     assert distance(faulty, right, [random(2, 3, 5, 8)]) > 1e-11
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[5] == 1])
+@torch.no_grad()
+def test_a_few_tokens_without_a_gradient_are_its_reference(
+    shape: tuple[int, ...], dtype: torch.dtype, interleaved: bool
+) -> None:
+    compiled = pytest.importorskip("kitforge.core.kernels.rotary.numba").rotary
+    turn = (*angles(shape, torch.float32), interleaved)
+    input = random(*shape[:4], dtype=dtype)
+    for each in (input, input.transpose(1, 2).contiguous().transpose(1, 2)):
+        poison()
+        found = compiled(each, *turn)
+        assert found.dtype == dtype
+        wanted = reference(each.double(), *turn)
+        assert relative(found, wanted, floor=1.0) < {torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
+        assert torch.equal(select("O1").rotary(each, *turn), found)

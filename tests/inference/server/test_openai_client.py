@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import openai
 import pytest
+import torch
 
 from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizer import ByteTokenizer
@@ -112,6 +113,55 @@ def test_log_probabilities_come_with_their_tokens(client: openai.OpenAI, model: 
     assert all(value <= 0 for value in answer.logprobs.token_logprobs)
     chat = client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=6, logprobs=True).choices[0]
     assert chat.logprobs and chat.logprobs.content and len(chat.logprobs.content) == 6
+
+
+# A bias towards tokens that are characters.
+LETTERS = {str(byte): 30.0 for byte in range(97, 123)}
+
+
+@torch.no_grad()
+def most_likely(model: Decoder, text: str, num: int) -> dict[str, float]:
+    """Of what may follow a text, told with plain operations."""
+    tokenizer = ByteTokenizer()
+    logits = model(torch.tensor([tokenizer.encode(text)]))[0, -1].double()
+    logits[97:123] += 30
+    logprobs = (logits - logits.exp().sum().log()).tolist()
+    order = sorted(range(len(logprobs)), key=lambda token: -logprobs[token])
+    return {tokenizer.decode([token]): logprobs[token] for token in order[:num]}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_most_likely_tokens_come_in_both_of_openais_shapes(
+    client: openai.OpenAI, model: Decoder, streams: bool
+) -> None:
+    wishes = {"model": "tiny", "max_tokens": 5, "temperature": 0, "stream": streams, "logit_bias": LETTERS}
+    answer = client.completions.create(prompt="Once", logprobs=4, **wishes)
+    choices = [choice for event in answer for choice in event.choices] if streams else answer.choices
+    text = "Once"
+    for choice in choices:
+        for token, told in zip(choice.logprobs.tokens, choice.logprobs.top_logprobs, strict=True):
+            wanted = most_likely(model, text, 4)
+            assert told == pytest.approx(wanted, abs=1e-5) and token in told
+            text += token
+    assert text == "Once" + "".join(choice.text for choice in choices)
+    chat = client.chat.completions.create(messages=CHAT, logprobs=True, top_logprobs=20, **wishes)
+    choices = [choice for event in chat for choice in event.choices] if streams else chat.choices
+    told = [each for choice in choices if choice.logprobs for each in choice.logprobs.content]
+    assert len(told) == 5
+    for each in told:
+        values = [other.logprob for other in each.top_logprobs]
+        assert len(values) == 20 and values == sorted(values, reverse=True)
+        assert (each.top_logprobs[0].token, values[0]) == (each.token, each.logprob)
+        assert each.top_logprobs[0].bytes == list(each.token.encode())
+
+
+def test_as_many_log_probabilities_as_openai_allows(client: openai.OpenAI) -> None:
+    for wishes, name in (({"logprobs": 6}, "logprobs"), ({"logprobs": -1}, "logprobs")):
+        with pytest.raises(openai.BadRequestError, match=name):
+            client.completions.create(model="tiny", prompt="a", **wishes)
+    for wishes in ({"logprobs": True, "top_logprobs": 21}, {"top_logprobs": 3}):
+        with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+            client.chat.completions.create(model="tiny", messages=CHAT, **wishes)
 
 
 def test_a_bias_changes_what_is_said(client: openai.OpenAI) -> None:

@@ -1,23 +1,18 @@
-"""`linear` for a few rows in fp32: as fast as the weight can be read.
+"""`linear` for a few rows and weights in fp32 or bfloat16: as fast as the weight can be read.
 
 Vendors' products are made for many rows; for the few of a decoding step they read the weight up to three times slower
 than memory allows, since they lay it out anew first. Here each row of the weight comes from memory once, and meets four
-rows of the input at a time.
+rows of the input at a time. Sums are taken in fp32.
 """
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache, lru_cache
 from typing import Any
 
-import numpy as np
 import torch
-from numba import njit
-from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.core.kernels.compiled import share
+from kitforge.core.kernels.compiled import floats, halves, reordered, share, widened
 
 # Multiplications that are worth a thread of their own: waking it takes as long as a million of them, and one thread
 # alone reads nearly as fast as memory gives.
@@ -25,37 +20,35 @@ GRAIN = 2**23
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `dispatch.Linear`; for contiguous weights in fp32 on CPU, and without a gradient."""
-    rows = input.detach().reshape(-1, input.shape[-1]).contiguous()
+    """See `dispatch.Linear`; for contiguous weights in fp32 or bfloat16 on CPU, and without a gradient."""
     num_outputs, num_features = weight.shape
-    output = torch.empty(len(rows), num_outputs)
-    arrays = rows.numpy(), _view(weight.data_ptr(), num_outputs, num_features), output.numpy()
-    multiply = _compiled()
+    rows, shift, multiply = input, bias, _multiply_floats
+    if weight.dtype is not torch.float32:
+        rows, multiply = input.float(), _multiply_halves
+        shift = None if bias is None else bias.float()
+    rows = rows.contiguous()
+    output = torch.empty(*input.shape[:-1], num_outputs)
+    num_rows = output.numel() // max(num_outputs, 1)
+    # Weights come by address: `Tensor.numpy` would forbid their storage to be resized from then on, as sharded ones
+    # are when they are gathered and let go.
+    arguments = (
+        rows.data_ptr(),
+        weight.data_ptr(),
+        0 if shift is None else shift.data_ptr(),
+        output.data_ptr(),
+        num_rows,
+        num_outputs,
+        num_features,
+    )
     grain = GRAIN // max(rows.numel(), 1) + 1
     if num_outputs < 2 * grain:
-        multiply(*arrays, 0, num_outputs)
+        multiply(*arguments, 0, num_outputs)
     else:
-        share(lambda start, stop: multiply(*arrays, start, stop), num_outputs, grain)
-    if bias is not None:
-        output += bias
-    return output.view(*input.shape[:-1], num_outputs)
+        share(lambda start, stop: multiply(*arguments, start, stop), num_outputs, grain)
+    return output if input.dtype is torch.float32 else output.to(input.dtype)
 
 
-@lru_cache(4096)
-def _view(address: int, num_outputs: int, num_features: int) -> NDArray[np.float32]:
-    """The memory of a contiguous weight. `Tensor.numpy` would forbid its storage to be resized from then on, as
-    sharded weights are when they are gathered and let go."""
-    memory = (ctypes.c_float * (num_outputs * num_features)).from_address(address)
-    return np.ctypeslib.as_array(memory).reshape(num_outputs, num_features)
-
-
-@cache
-def _compiled() -> Any:
-    """Sums may be reordered, so that they fill the processor's vectors."""
-    signature = "void(float32[:, ::1], float32[:, ::1], float32[:, ::1], intp, intp)"
-    return njit(signature, fastmath=True, nogil=True, cache=True)(_multiply)
-
-
+@reordered
 def _multiply(input: Any, weight: Any, output: Any, start: int, stop: int) -> None:
     """output [rows, out] = input [rows, in] @ weight [out, in].T for the outputs start .. stop - 1."""
     zero = input.dtype.type(0)
@@ -71,7 +64,8 @@ def _multiply(input: Any, weight: Any, output: Any, start: int, stop: int) -> No
             c0, c1, c2, c3, d0, d1, d2, d3 = zero, zero, zero, zero, zero, zero, zero, zero
             for k in range(num_features):
                 x0, x1, x2, x3 = input[row, k], input[row + 1, k], input[row + 2, k], input[row + 3, k]
-                wa, wb, wc, wd = weight[a, k], weight[b, k], weight[c, k], weight[d, k]
+                wa, wb = widened(weight[a, k]), widened(weight[b, k])
+                wc, wd = widened(weight[c, k]), widened(weight[d, k])
                 a0, a1, a2, a3 = a0 + x0 * wa, a1 + x1 * wa, a2 + x2 * wa, a3 + x3 * wa
                 b0, b1, b2, b3 = b0 + x0 * wb, b1 + x1 * wb, b2 + x2 * wb, b3 + x3 * wb
                 c0, c1, c2, c3 = c0 + x0 * wc, c1 + x1 * wc, c2 + x2 * wc, c3 + x3 * wc
@@ -84,6 +78,53 @@ def _multiply(input: Any, weight: Any, output: Any, start: int, stop: int) -> No
             a0, b0, c0, d0 = zero, zero, zero, zero
             for k in range(num_features):
                 x0 = input[row, k]
-                a0, b0 = a0 + x0 * weight[a, k], b0 + x0 * weight[b, k]
-                c0, d0 = c0 + x0 * weight[c, k], d0 + x0 * weight[d, k]
+                a0, b0 = a0 + x0 * widened(weight[a, k]), b0 + x0 * widened(weight[b, k])
+                c0, d0 = c0 + x0 * widened(weight[c, k]), d0 + x0 * widened(weight[d, k])
             output[row, a], output[row, b], output[row, c], output[row, d] = a0, b0, c0, d0
+
+
+@reordered
+def _add(bias: Any, output: Any, start: int, stop: int) -> None:
+    for row in range(len(output)):
+        for place in range(start, stop):
+            output[row, place] += bias[place]
+
+
+@reordered
+def _multiply_floats(
+    rows: int,
+    weight: int,
+    bias: int,
+    output: int,
+    num_rows: int,
+    num_outputs: int,
+    num_features: int,
+    start: int,
+    stop: int,
+) -> None:
+    """The product of what lies at these addresses; a bias at 0 is none."""
+    result = floats(output, (num_rows, num_outputs))
+    matrix = floats(weight, (num_outputs, num_features))
+    _multiply(floats(rows, (num_rows, num_features)), matrix, result, start, stop)
+    if bias:
+        _add(floats(bias, (num_outputs,)), result, start, stop)
+
+
+@reordered
+def _multiply_halves(
+    rows: int,
+    weight: int,
+    bias: int,
+    output: int,
+    num_rows: int,
+    num_outputs: int,
+    num_features: int,
+    start: int,
+    stop: int,
+) -> None:
+    """The same for a weight in bfloat16."""
+    result = floats(output, (num_rows, num_outputs))
+    matrix = halves(weight, (num_outputs, num_features))
+    _multiply(floats(rows, (num_rows, num_features)), matrix, result, start, stop)
+    if bias:
+        _add(floats(bias, (num_outputs,)), result, start, stop)

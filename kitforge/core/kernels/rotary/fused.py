@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.plain import is_small
 from kitforge.core.kernels.rotary import reference
 
 
-def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """See `dispatch.Rotary`."""
+def rotary(
+    input: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    *,
+    few_rows: Callable[[], Callable[[Tensor, Tensor, Tensor, bool], Tensor]] | None = None,
+) -> Tensor:
+    """See `dispatch.Rotary`. `few_rows` gives the loop to be used for a few tokens without a gradient."""
+    if few_rows is not None and is_small(input) and cos.dtype is sin.dtype is torch.float32 and cos.shape[0] == 1:
+        return few_rows()(input, cos, sin, interleaved)
     if not torch.is_grad_enabled():
         return _turn(input, cos, sin, interleaved)
     result: Tensor = _Rotary.apply(input, cos, sin, interleaved)  # type: ignore[no-untyped-call]

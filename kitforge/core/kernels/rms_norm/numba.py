@@ -1,0 +1,39 @@
+"""`rms_norm` of a few rows in one call, where torch's single operations cost more than what they do."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.compiled import floats, reordered
+
+
+def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `dispatch.RMSNorm`; on CPU, in fp32 or below, and without a gradient."""
+    exact = input.float().contiguous()
+    output = torch.empty_like(exact)
+    is_exact = input.dtype is torch.float32
+    factors = weight.contiguous()
+    address = factors.data_ptr() if is_exact else 0
+    dim = input.shape[-1]
+    _normalise(exact.data_ptr(), address, output.data_ptr(), exact.numel() // max(dim, 1), dim, eps)
+    # In half precision rows are rounded before they are weighted.
+    return output if is_exact else output.to(input.dtype) * factors
+
+
+@reordered
+def _normalise(input: int, weight: int, output: int, num_rows: int, dim: int, eps: float) -> None:
+    """Over what lies at these addresses; a weight at 0 is none."""
+    shape = (num_rows, dim)
+    rows, results, factors = floats(input, shape), floats(output, shape), floats(weight, (dim,))
+    for row in range(num_rows):
+        total = np.float32(0)
+        for k in range(dim):
+            total += rows[row, k] * rows[row, k]
+        scale = np.float32(1) / np.sqrt(total / np.float32(dim) + np.float32(eps))
+        for k in range(dim):
+            results[row, k] = rows[row, k] * scale
+        if weight:
+            for k in range(dim):
+                results[row, k] *= factors[k]

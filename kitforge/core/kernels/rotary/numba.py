@@ -1,0 +1,52 @@
+"""`rotary` of a few tokens in one call, where torch's single operations cost more than what they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.compiled import floats, reordered
+
+
+def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """See `dispatch.Rotary`; for angles [1, length, pairs] in fp32, on CPU, in fp32 or below, without a gradient."""
+    # [batch, length, heads, head_dim], in which order a projection leaves them.
+    tokens = input.transpose(1, 2).float().contiguous()
+    output = torch.empty_like(tokens)
+    angles = cos.contiguous(), sin.contiguous()
+    addresses = [each.data_ptr() for each in (tokens, *angles, output)]
+    turn: Any = _turn
+    turn(*addresses, *tokens.shape, cos.shape[-1], interleaved)
+    return output.to(input.dtype).transpose(1, 2)
+
+
+@reordered
+def _turn(
+    input: int,
+    cos: int,
+    sin: int,
+    output: int,
+    batch: int,
+    length: int,
+    num_heads: int,
+    head_dim: int,
+    pairs: int,
+    interleaved: bool,
+) -> None:
+    """Over what lies at these addresses."""
+    shape = (batch, length, num_heads, head_dim)
+    tokens, turned = floats(input, shape), floats(output, shape)
+    cosines, sines = floats(cos, (length, pairs)), floats(sin, (length, pairs))
+    step, apart = (2, 1) if interleaved else (1, pairs)
+    for row in range(batch):
+        for token in range(length):
+            for head in range(num_heads):
+                for pair in range(pairs):
+                    x, y = tokens[row, token, head, pair * step], tokens[row, token, head, pair * step + apart]
+                    c, s = cosines[token, pair], sines[token, pair]
+                    turned[row, token, head, pair * step] = x * c - y * s
+                    turned[row, token, head, pair * step + apart] = y * c + x * s
+                for k in range(2 * pairs, head_dim):
+                    turned[row, token, head, k] = tokens[row, token, head, k]

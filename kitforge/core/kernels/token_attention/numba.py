@@ -1,0 +1,160 @@
+"""`token_attention` that reads keys and values once, in the order in which they lie in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.compiled import exponential, floats, halves, numbers, reordered, widened
+
+
+def token_attention(
+    query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, *, window: int | None, scale: float
+) -> Tensor:
+    """See `dispatch.TokenAttention`; for slabs in fp32 or bfloat16 on CPU, and without a gradient."""
+    exact = query.float().contiguous()
+    output = torch.empty_like(exact)
+    attend: Any = _attend_floats if keys.dtype is torch.float32 else _attend_halves
+    attend(
+        exact.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        starts.data_ptr(),
+        lengths.data_ptr(),
+        output.data_ptr(),
+        *query.shape,
+        *keys.shape[:2],
+        window or 0,
+        scale,
+    )
+    return output.to(query.dtype)
+
+
+@reordered
+def _attend(
+    query: Any, keys: Any, values: Any, starts: Any, lengths: Any, output: Any, window: int, scale: Any
+) -> None:
+    """Fill output [texts, heads, D]."""
+    num_heads = query.shape[1]
+    for text in range(len(starts)):
+        count = min(lengths[text], window) if window else lengths[text]
+        first = starts[text] + lengths[text] - count
+        # Positions come four at a time; those beyond the last weigh nothing.
+        weights = np.empty((num_heads, (count + 3) // 4 * 4), dtype=np.float32)
+        largest = np.full(num_heads, -np.inf, dtype=np.float32)
+        _score(query[text], keys[first : first + count], weights, largest, scale)
+        for head in range(num_heads):
+            _soften(weights[head], largest[head], count)
+        _mix(weights, values[first : first + count], output[text])
+
+
+@reordered
+def _score(query: Any, keys: Any, scores: Any, largest: Any, scale: Any) -> None:
+    zero = np.float32(0)
+    last, num_kv_heads, head_dim = len(keys) - 1, keys.shape[1], keys.shape[2]
+    group = len(query) // num_kv_heads
+    for place in range(0, len(keys), 4):
+        # The last position is multiplied again where there are not four.
+        b, c, d = min(place + 1, last), min(place + 2, last), min(place + 3, last)
+        for head in range(len(query)):
+            own = head // group
+            s0, s1, s2, s3 = zero, zero, zero, zero
+            for k in range(head_dim):
+                x = query[head, k]
+                s0, s1 = s0 + x * widened(keys[place, own, k]), s1 + x * widened(keys[b, own, k])
+                s2, s3 = s2 + x * widened(keys[c, own, k]), s3 + x * widened(keys[d, own, k])
+            s0, s1, s2, s3 = s0 * scale, s1 * scale, s2 * scale, s3 * scale
+            scores[head, place], scores[head, place + 1] = s0, s1
+            scores[head, place + 2], scores[head, place + 3] = s2, s3
+            largest[head] = max(largest[head], max(max(s0, s1), max(s2, s3)))
+
+
+@reordered
+def _soften(scores: Any, largest: Any, count: int) -> None:
+    """The softmax of the first `count` scores, in place; zero for the others."""
+    total = np.float32(0)
+    for place in range(count):
+        scores[place] = exponential(scores[place] - largest)
+        total += scores[place]
+    for place in range(count):
+        scores[place] /= total
+    scores[count:] = 0
+
+
+@reordered
+def _mix(weights: Any, values: Any, output: Any) -> None:
+    last, num_kv_heads, head_dim = len(values) - 1, values.shape[1], values.shape[2]
+    group = len(output) // num_kv_heads
+    output[:] = 0
+    for place in range(0, len(values), 4):
+        b, c, d = min(place + 1, last), min(place + 2, last), min(place + 3, last)
+        for head in range(len(output)):
+            own = head // group
+            w0, w1 = weights[head, place], weights[head, place + 1]
+            w2, w3 = weights[head, place + 2], weights[head, place + 3]
+            for k in range(head_dim):
+                early = w0 * widened(values[place, own, k]) + w1 * widened(values[b, own, k])
+                output[head, k] += early + w2 * widened(values[c, own, k]) + w3 * widened(values[d, own, k])
+
+
+@reordered
+def _attend_floats(
+    query: int,
+    keys: int,
+    values: int,
+    starts: int,
+    lengths: int,
+    output: int,
+    num_texts: int,
+    num_heads: int,
+    head_dim: int,
+    num_slots: int,
+    num_kv_heads: int,
+    window: int,
+    scale: float,
+) -> None:
+    """Over what lies at these addresses; a window of 0 is none."""
+    shape, slab = (num_texts, num_heads, head_dim), (num_slots, num_kv_heads, head_dim)
+    _attend(
+        floats(query, shape),
+        floats(keys, slab),
+        floats(values, slab),
+        numbers(starts, (num_texts,)),
+        numbers(lengths, (num_texts,)),
+        floats(output, shape),
+        window,
+        np.float32(scale),
+    )
+
+
+@reordered
+def _attend_halves(
+    query: int,
+    keys: int,
+    values: int,
+    starts: int,
+    lengths: int,
+    output: int,
+    num_texts: int,
+    num_heads: int,
+    head_dim: int,
+    num_slots: int,
+    num_kv_heads: int,
+    window: int,
+    scale: float,
+) -> None:
+    """The same for slabs in bfloat16."""
+    shape, slab = (num_texts, num_heads, head_dim), (num_slots, num_kv_heads, head_dim)
+    _attend(
+        floats(query, shape),
+        halves(keys, slab),
+        halves(values, slab),
+        numbers(starts, (num_texts,)),
+        numbers(lengths, (num_texts,)),
+        floats(output, shape),
+        window,
+        np.float32(scale),
+    )
