@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kitforge.data.extras import load_extra
 from kitforge.data.tables.chunk import BadRow, Chunk, Problem
-from kitforge.data.tables.columns import Columns, KeyKind, LabelColumn, Layout, ListColumn, Lists
+from kitforge.data.tables.columns import Columns, KeyColumn, KeyKind, LabelColumn, Layout, ListColumn, Lists
 from kitforge.data.tables.hashing import hash_texts
 from kitforge.foundation.errors import DataError
 
@@ -144,13 +144,9 @@ def _keys(array: Any, kind: KeyKind, name: str) -> tuple[NDArray[np.int64], NDAr
     absent = array.is_null().to_numpy(zero_copy_only=False)
     if types.is_null(array.type):
         return np.zeros(len(array), np.int64), absent, []
-    if types.is_floating(array.type):
-        array = _whole(array, name)
-    if not (_is_text(array) or types.is_integer(array.type) or types.is_boolean(array.type)):
-        raise _wrong_type(name, array, "texts or whole numbers")
+    array = _discrete(array, name)
     if kind == "text":
-        texts = array if _is_text(array) else array.cast(arrow.string())
-        return np.where(absent, 0, hash_texts(texts)), absent, []
+        return np.where(absent, 0, hash_texts(_as_texts(array))), absent, []
     try:
         # No step from text to a smaller type or past the range of int64 is taken in silence.
         found = array.cast(arrow.int64())
@@ -159,6 +155,30 @@ def _keys(array: Any, kind: KeyKind, name: str) -> tuple[NDArray[np.int64], NDAr
         keys, problems = _one_by_one(array.to_pylist(), _integer, 0, wrong, right)
         return keys.astype(np.int64), absent, problems
     return found.fill_null(0).to_numpy(zero_copy_only=False), absent, []
+
+
+def texts_of(table: Any, column: KeyColumn | ListColumn) -> Any:
+    """The different texts of a column, in the order of their first rows: what becomes its keys."""
+    array = _plain(_array(table, column.name))
+    if isinstance(column, ListColumn):
+        array = _plain(_cut(array, column)[0])
+    if pyarrow().types.is_null(array.type):
+        return pyarrow().array([], pyarrow().string())
+    return _as_texts(_discrete(array, column.name)).drop_null().unique()
+
+
+def _discrete(array: Any, name: str) -> Any:
+    """Texts or whole numbers, no others."""
+    types = pyarrow().types
+    if types.is_floating(array.type):
+        array = _whole(array, name)
+    if not (_is_text(array) or types.is_integer(array.type) or types.is_boolean(array.type)):
+        raise _wrong_type(name, array, "texts or whole numbers")
+    return array
+
+
+def _as_texts(array: Any) -> Any:
+    return array if _is_text(array) else array.cast(pyarrow().string())
 
 
 def _integer(text: object) -> int:
@@ -194,8 +214,17 @@ def _one_by_one(
 
 
 def _lists(array: Any, column: ListColumn) -> tuple[Lists, list[Found]]:
+    values, lengths = _cut(_plain(array), column)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    keys, absent, problems = _keys(values, column.kind, column.name)
+    problems += [(int(place), _NO_VALUE) for place in np.flatnonzero(absent)]
+    found = [(int(np.searchsorted(offsets, place, side="right")) - 1, problem) for place, problem in problems]
+    return Lists(values=keys, offsets=offsets), found
+
+
+def _cut(array: Any, column: ListColumn) -> tuple[Any, NDArray[np.int64]]:
+    """The items of all lists end to end, and how many each row [n] has."""
     arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
-    array = _plain(array)
     types = arrow.types
     cut = _is_text(array)
     if cut:
@@ -211,11 +240,7 @@ def _lists(array: Any, column: ListColumn) -> tuple[Lists, list[Found]]:
         there = compute.greater(compute.binary_length(values), 0)
         rows = np.repeat(np.arange(len(lengths)), lengths)[there.to_numpy(zero_copy_only=False)]
         values, lengths = values.filter(there), np.bincount(rows, minlength=len(lengths)).astype(np.int64)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    keys, absent, problems = _keys(values, column.kind, column.name)
-    problems += [(int(place), _NO_VALUE) for place in np.flatnonzero(absent)]
-    found = [(int(np.searchsorted(offsets, place, side="right")) - 1, problem) for place, problem in problems]
-    return Lists(values=keys, offsets=offsets), found
+    return values, lengths
 
 
 def _labels(array: Any, label: LabelColumn) -> tuple[NDArray[np.float32], list[Found]]:

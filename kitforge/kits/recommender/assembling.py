@@ -11,6 +11,7 @@ from kitforge.core.checkpoint.load import Checkpoint, load_tensors
 from kitforge.core.checkpoint.tables import tables_of
 from kitforge.core.nn.lookup import RecommenderConfig
 from kitforge.core.parallel.world import World
+from kitforge.data.tables.names import names_of
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.recommender.catalogue import Catalogue, catalogue_of
@@ -83,20 +84,27 @@ def finding_of(
     return NextItem(feature, plan, catalogue, options.retrieval.num_negatives, options.seed)
 
 
-def with_items(dataset: Dataset, config: RecommenderConfig) -> Dataset:
+def with_items(dataset: Dataset, config: RecommenderConfig, root: Path) -> Dataset:
     """The data set with the items that can be found, for families that find some. Where whole sequences are asked to
-    go on, the sequences that are trained on are evaluated as well, by the items that training leaves out."""
+    go on, the sequences that are trained on are evaluated as well, by the items that training leaves out. What
+    items are called is kept in caches below `root`."""
     if isinstance(config, SASRecConfig):
         given = dataset.eval is not None and dataset.eval.num_rows > 0
         dataset = dataset if given else dataclasses.replace(dataset, eval=dataset.train_rows())
     if dataset.catalogue is not None or not isinstance(dataset.train, Samples):
         return dataset
-    catalogue: Catalogue | None = None
     if isinstance(config, TwoTowerConfig):
         config.lookups(sample_shape(dataset.encoder))
-        catalogue = catalogue_of(dataset.train, config.item[0])
+        item, held_out = config.item[0], 0
     elif isinstance(config, SASRecConfig):
-        catalogue = catalogue_of(dataset.train, config.items(sample_shape(dataset.encoder)), HELD_OUT)
+        item, held_out = config.items(sample_shape(dataset.encoder)), HELD_OUT
+    else:
+        return dataset
+    catalogue = catalogue_of(dataset.train, item, held_out)
+    column = dataset.encoder.schema.column_of(item)
+    if dataset.source is not None and column.kind == "text":
+        names = names_of(dataset.source, column, catalogue.keys, root)
+        catalogue = dataclasses.replace(catalogue, names=names)
     return dataclasses.replace(dataset, catalogue=catalogue)
 
 

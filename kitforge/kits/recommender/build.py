@@ -31,7 +31,7 @@ from kitforge.kits.recommender.assembling import (
 )
 from kitforge.kits.recommender.config import RecommendationOptions, sized
 from kitforge.kits.recommender.counting import CountTables, curves, distinct_rows
-from kitforge.kits.recommender.data import Dataset, iter_of, load_dataset, schema_of
+from kitforge.kits.recommender.data import Dataset, cache_root, iter_of, load_dataset, schema_of
 from kitforge.kits.recommender.features import Encoder
 from kitforge.kits.recommender.guess import with_rare_values
 from kitforge.kits.recommender.inspection import inspect
@@ -248,7 +248,7 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
         # Every item is to be found, however rare.
         data = dataclasses.replace(data, schema=to_dict(with_rare_values(schema_of(train, data))))
     dataset = load_dataset(train, evaluation, data, options.seed, encoder)
-    return with_items(dataclasses.replace(dataset, catalogue=catalogue), config)
+    return with_items(dataclasses.replace(dataset, catalogue=catalogue), config, cache_root(data))
 
 
 def _watched(options: RecommendationOptions, objective: Objective[Any], dataset: Dataset) -> RecommendationOptions:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kitforge.core.checkpoint.tensor_file import TensorFile, write
+from kitforge.data.tables.names import Texts
 from kitforge.foundation.errors import ModelError
 from kitforge.kits.recommender.batch import Bag, FeatureBatch
 from kitforge.kits.recommender.samples import Samples
@@ -27,10 +28,15 @@ class Catalogue:
     ids: NDArray[np.int64]  # [I]
     keys: NDArray[np.int64]  # [I] what the data call it: a whole number itself, or the hash of a text
     counts: NDArray[np.int64]  # [I] how often it was taken
+    names: Texts | None = None  # [I] the texts, where keys are hashes
     samples: FeatureBatch | None = None  # [I] the features of a row with the item, where a network asks for them
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def item(self, place: int) -> int | str:
+        """What the data call the item at a place."""
+        return int(self.keys[place]) if self.names is None else self.names[place]
 
     def places(self, ids: torch.Tensor) -> NDArray[np.int64]:
         """Where in the catalogue ids [n] are; -1 for one that is not there."""
@@ -68,6 +74,10 @@ def catalogue_of(rows: Samples, feature: str, held_out: int = 0) -> Catalogue:
 def save_catalogue(path: Path, catalogue: Catalogue) -> None:
     """Write it to one file, whole or not at all."""
     tensors = {name: torch.from_numpy(getattr(catalogue, name)) for name in ("ids", "keys", "counts")}
+    if catalogue.names is not None:
+        # A view of what lies mapped on the disk cannot be written to, which torch dislikes.
+        tensors["names"] = torch.from_numpy(np.array(catalogue.names.data))
+        tensors["name_offsets"] = torch.from_numpy(np.array(catalogue.names.offsets))
     if (samples := catalogue.samples) is not None:
         tensors["dense"] = samples.dense
         tensors |= {f"ids.{name}": ids for name, ids in samples.ids.items()}
@@ -82,7 +92,10 @@ def load_catalogue(path: Path) -> Catalogue:
     tensors = {name: file.tensor(name) for name in file.names()}
     ids, keys, counts = (tensors[name].numpy() for name in ("ids", "keys", "counts"))
     samples = _samples(tensors) if "dense" in tensors else None
-    return Catalogue(ids=ids, keys=keys, counts=counts, samples=samples)
+    names = None
+    if "names" in tensors:
+        names = Texts(data=tensors["names"].numpy(), offsets=tensors["name_offsets"].numpy())
+    return Catalogue(ids=ids, keys=keys, counts=counts, names=names, samples=samples)
 
 
 def _samples(tensors: Mapping[str, torch.Tensor]) -> FeatureBatch:

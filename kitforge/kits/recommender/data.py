@@ -12,7 +12,7 @@ from kitforge.data.tables.chunk import BadRows
 from kitforge.data.tables.click_log import ClickLog, ClickLogConfig
 from kitforge.data.tables.column_cache import load_table
 from kitforge.data.tables.columns import Table
-from kitforge.data.tables.source import TableConfig, open_table
+from kitforge.data.tables.source import TableConfig, TableSource, open_table
 from kitforge.data.tables.split import RowRange, split
 from kitforge.data.token_cache import default_root
 from kitforge.foundation.errors import ConfigError
@@ -45,6 +45,7 @@ class Dataset:
     train: Samples | Stream | None
     eval: Samples | None
     encoder: Encoder
+    source: TableSource | None = None  # what the training rows are read from, where they are not made up
     catalogue: Catalogue | None = None  # the items that can be found
 
     @property
@@ -76,7 +77,8 @@ def load_dataset(train: Any, evaluation: Any, options: DataOptions, seed: int, e
     )
     fitted = encoder or Encoder(schema, fit(schema, table, kept))
     given = Samples(table, held_out, fitted) if evaluation is None else _all(evaluation, options, fitted)
-    return Dataset(train=Samples(table, kept, fitted), eval=given, encoder=fitted)
+    source = None if click_log(spec) is not None else open_table(spec, table_config(options))
+    return Dataset(train=Samples(table, kept, fitted), eval=given, encoder=fitted, source=source)
 
 
 def iter_of(spec: Any) -> Iterator[Any] | None:
@@ -156,8 +158,10 @@ def _all(spec: Any, options: DataOptions, encoder: Encoder) -> Samples:
 def _table(spec: Any, options: DataOptions, schema: Schema) -> Table:
     if (log := click_log(spec)) is not None:
         return log
-    root = default_root() if options.cache is None else Path(options.cache)
-    source = open_table(spec, table_config(options))
-    return load_table(
-        source, schema.layout(), root, BadRows(policy=options.on_bad_row), num_workers=options.num_workers
-    )
+    source, bad = open_table(spec, table_config(options)), BadRows(policy=options.on_bad_row)
+    return load_table(source, schema.layout(), cache_root(options), bad, num_workers=options.num_workers)
+
+
+def cache_root(options: DataOptions) -> Path:
+    """Where caches of tables lie."""
+    return default_root() if options.cache is None else Path(options.cache)

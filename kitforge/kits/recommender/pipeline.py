@@ -71,7 +71,7 @@ class RecommendationPipeline:
         """The k items that go best with a user, the best first: `[{"item": ..., "score": ...}]`; a list of users gives
         a list of those. A user is a row with the user's features, or with the sequence of items taken so far.
 
-        An item is what the data call it where that is a whole number, else the hash of its text.
+        An item is what the data call it: a whole number, or a text.
         """
         if isinstance(users, Mapping):
             return self.retrieve([users], k)[0]
@@ -136,4 +136,4 @@ def index_of(vectors: Tensor, kind: str) -> Any:
 
 def _named(catalogue: Catalogue, places: NDArray[np.int64], scores: NDArray[np.float32]) -> list[dict[str, Any]]:
     found = [(place, score) for place, score in zip(places.tolist(), scores.tolist(), strict=True) if place >= 0]
-    return [{"item": int(catalogue.keys[place]), "score": score} for place, score in found]
+    return [{"item": catalogue.item(place), "score": score} for place, score in found]

@@ -139,6 +139,13 @@ class Schema:
             check(not unknown, f"data.schema.crosses.{name}.of", unknown, "categorical or bucketed features", fix)
         self.layout()
 
+    def column_of(self, name: str) -> KeyColumn | ListColumn:
+        """How the column of a categorical feature or a sequence is read."""
+        if name in self.categorical:
+            return KeyColumn(name=self.categorical[name].column or name, kind=self.categorical[name].kind)
+        item = self.sequences[name]
+        return ListColumn(name=item.column or name, kind=item.kind, separator=item.separator)
+
     def layout(self, *, with_label: bool = True) -> Layout:
         """What has to be read of a table; without the label where rows are only scored."""
         keys: dict[str, KeyColumn] = {}

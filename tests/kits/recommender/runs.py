@@ -57,8 +57,8 @@ def rows_of(family: str) -> Any:
     return [{"items": [(start + place) % 30 for place in range(length)]} for start, length in rows]
 
 
-def ready(folder: Path, family: str, choices: Mapping[str, Any]) -> tuple[Assembly, Losses]:
-    """A run that is about to start in `folder`."""
+def ready(folder: Path, family: str, choices: Mapping[str, Any], rows: Any = None) -> tuple[Assembly, Losses]:
+    """A run that is about to start in `folder`, on rows of its own or on those that its family has here."""
     told = Losses()
     given = {**OPTIONS, **FAMILIES[family], **(SEQUENCES if family == "sasrec" else {})}
     model = {} if "checkpoint" in choices else {"model": family}
@@ -67,7 +67,9 @@ def ready(folder: Path, family: str, choices: Mapping[str, Any]) -> tuple[Assemb
     values = composed("recommendation", {**model, **given, "output_dir": str(folder), **choices}).values
     options = read_options(values)
     degrees: Degrees = options.parallel
-    return assemble(options, Inputs(callbacks=[told], train_dataset=rows_of(family)), TestLobby(degrees)), told
+    return assemble(
+        options, Inputs(callbacks=[told], train_dataset=rows_of(family) if rows is None else rows), TestLobby(degrees)
+    ), told
 
 
 def run(

@@ -12,9 +12,12 @@ import torch
 
 from kitforge.api import evaluate, kit_of, load_model, load_tokenizer, pipeline, recorded_task
 from kitforge.data.tables.click_log import ClickLog
+from kitforge.data.tables.hashing import hash_text
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, ModelError
 from kitforge.kits.recommender.build import Inputs, read_options
+from kitforge.kits.recommender.catalogue import load_catalogue
 from kitforge.kits.recommender.model import inputs_of
+from kitforge.trainer.run import train
 from tests.kits.recommender.runs import LOG, ready, rows_of, run
 
 
@@ -109,6 +112,44 @@ def test_a_found_item_has_the_score_of_its_pair(runs: dict[str, Path]) -> None:
         if int(samples.ids["c3"][place]) == own_c3:
             chance = 1 / (1 + np.exp(-best[user["c2"]] / temperature))
             assert find(user)["score"] == pytest.approx(chance, abs=1e-6)
+
+
+def shop(folder: Path) -> Path:
+    """Who takes what, in texts: everybody goes through the same things in a circle."""
+    things = [f"thing №{number}" for number in range(12)]
+    lines = ["user,thing,things,took"]
+    for number in range(200):
+        taken = "|".join(things[(number + step) % 12] for step in range(5))
+        lines.append(f"u{number % 20},{things[number % 12]},{taken},{number % 2}")
+    (folder / "shop.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder / "shop.csv"
+
+
+@pytest.mark.parametrize("family", ["two_tower", "sasrec"])
+def test_items_have_the_names_that_the_data_call_them(tmp_path: Path, family: str) -> None:
+    pytest.importorskip("faiss")
+    things = {"kind": "text", "encoding": "vocabulary"}
+    schema: dict[str, Any] = {"sequences": {"things": {**things, "separator": "|", "max_length": 6}}}
+    options: dict[str, Any] = {}
+    if family == "two_tower":
+        schema = {"categorical": {"user": things, "thing": things}, "label": {"name": "took"}}
+        options = {"model.user": ["user"], "model.item": ["thing"]}
+    choices = {"data.schema": schema, "data.cache": str(tmp_path / "cache"), **options}
+    assembly, _ = ready(tmp_path / "run", family, choices, shop(tmp_path))
+    train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+    user = {"user": "u3"} if family == "two_tower" else {"things": ["thing №4", "thing №5"]}
+    find = pipeline("recommendation", model=tmp_path / "run")
+    if family == "two_tower":
+        user["thing"] = None
+    found = find.retrieve(user, k=12)
+    assert {each["item"] for each in found} == {f"thing №{number}" for number in range(12)}
+    catalogue = find.model.catalogue
+    for place in range(12):
+        assert catalogue.keys[place] == hash_text(catalogue.item(place))
+    in_memory = kit_of("recommendation").open_pipeline(assembly.loop.model, assembly.tokenizer, assembly.options)
+    assert [each["item"] for each in in_memory.retrieve(user, k=12)] == [each["item"] for each in found]
+    find.save_index(tmp_path / "index")
+    assert load_catalogue(tmp_path / "index" / "items.safetensors").item(7) == catalogue.item(7)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "int8"])
