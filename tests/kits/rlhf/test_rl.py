@@ -189,7 +189,7 @@ def test_a_reward_function_that_fails_ends_the_run_with_its_name() -> None:
         runs.finish(runs.begin("ppo", None, roles={"reward": broken}))
 
 
-def test_degrees_that_would_cut_a_network_are_refused() -> None:
+def test_a_cut_length_is_refused_and_says_what_to_turn_off() -> None:
     options = STAGES["ppo"].read_options({"task": "ppo", "parallel": {"tensor": 2}})
-    with pytest.raises(ConfigError, match=r"parallel\.tensor"):
+    with pytest.raises(ConfigError, match=r"parallel\.sequence"):
         STAGES["ppo"].check_degrees(options)
