@@ -170,8 +170,8 @@ def _not_summed() -> Any:
 
 
 def _tied_once() -> Any:
-    def wrap(model: Any, split: Any, original: Callable[..., None] = tensor._wrap_decoder) -> None:
-        original(model, split)
+    def wrap(model: Any, split: Any, prefix: str, original: Callable[..., None] = tensor._wrap_decoder) -> None:
+        original(model, split, prefix)
         whole = model.kernels.linear_cross_entropy
         model.kernels = dataclasses.replace(
             model.kernels, linear_cross_entropy=lambda hidden, weight, targets: whole(hidden, weight.detach(), targets)
