@@ -167,11 +167,12 @@ def _wrap_decoder(model: Decoder, split: SplitModel, prefix: str) -> None:
     stands before the names of its parameters."""
     stream = split.stream
     layout = split.layouts[f"{prefix}{'embedding.weight' if model.output is None else 'output'}"]
+    widest = -(-layout.shape[0] // stream.degree)
     share = VocabularyShare(
         first=layout.region({TENSOR: stream.index}).offset[0],
+        widest=widest,
         gather=lambda values: collectives.all_gather(values.unsqueeze(0), stream.group, 0),
     )
-    widest = -(-layout.shape[0] // stream.degree)
     hidden, head = model.hidden, model.head
 
     def hidden_of_pieces(tokens: Tensor, context: Context | None = None) -> Tensor:

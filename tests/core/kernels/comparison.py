@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShare
+
 Call = Callable[..., Tensor]
+Found = TypeVar("Found")
 # What rounding alone may do, relative to the largest element.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -61,3 +69,29 @@ def relative(got: Tensor, wanted: Tensor, floor: float = 1e-30) -> float:
         return 0.0
     difference = (got.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=floor)
     return float(difference.nan_to_num(float("inf")))
+
+
+def in_parts(sizes: Sequence[int], weight: Tensor, held: Callable[[Tensor, VocabularyShare], Found]) -> list[Found]:
+    """What `held` finds for each part of a vocabulary [vocab, dim], by holders that meet whenever they exchange."""
+    told: list[Tensor] = [torch.empty(0)] * len(sizes)
+    meet = threading.Barrier(len(sizes), timeout=60)
+
+    def gathered(number: int, values: Tensor) -> Tensor:
+        told[number] = values
+        meet.wait()
+        found = torch.stack(told)
+        meet.wait()
+        return found
+
+    def hold(number: int, first: int) -> Found:
+        share = VocabularyShare(first=first, widest=max(sizes), gather=partial(gathered, number))
+        own = weight[first : first + sizes[number]].detach().clone().requires_grad_()
+        try:
+            return held(own, share)
+        except BaseException:
+            meet.abort()
+            raise
+
+    starts = list(itertools.accumulate(sizes, initial=0))[:-1]
+    with ThreadPoolExecutor(len(sizes)) as pool:
+        return list(pool.map(hold, range(len(sizes)), starts))

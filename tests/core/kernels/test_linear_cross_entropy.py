@@ -7,9 +7,19 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.linear_cross_entropy import chunked
-from kitforge.core.kernels.linear_cross_entropy.chunked import linear_cross_entropy
+from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShare, linear_cross_entropy
 from kitforge.core.kernels.linear_cross_entropy.reference import linear_cross_entropy as reference
-from tests.core.kernels.comparison import TOLERANCE, Call, autocast, distance, poison, random, relative, results
+from tests.core.kernels.comparison import (
+    TOLERANCE,
+    Call,
+    autocast,
+    distance,
+    in_parts,
+    poison,
+    random,
+    relative,
+    results,
+)
 
 VOCAB, DIM = 11, 6
 
@@ -44,6 +54,26 @@ def test_chunks_need_not_divide_the_rows(ignored: tuple[int, ...], rows_at_once:
     targets = targets_of(7, *ignored)
     kernel, exact = partial(linear_cross_entropy, targets=targets), partial(reference, targets=targets)
     assert distance(kernel, exact, operands(7)) < 1e-12
+
+
+@pytest.mark.parametrize("rows_at_once", [0, 1, 2, 3, 7], indirect=True)
+def test_parts_of_a_vocabulary_give_the_whole(rows_at_once: None) -> None:
+    targets = targets_of(7, 2)
+    hidden, weight = operands(7)
+    wanted = results(partial(reference, targets=targets), [hidden, weight])
+    upstream = random(seed=99)
+
+    def held(part: Tensor, share: VocabularyShare) -> tuple[Tensor, Tensor, Tensor]:
+        own = [hidden.clone().requires_grad_(), part]
+        found = linear_cross_entropy(*own, targets, share)
+        return found.detach(), *torch.autograd.grad(found, own, upstream)
+
+    # Uneven parts, the last of them empty: by their own sizes they would not exchange as often as one another.
+    losses, of_hidden, of_weight = zip(*in_parts([5, 1, 5, 0], weight, held), strict=True)
+    for loss in losses:
+        torch.testing.assert_close(loss, wanted[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.stack(of_hidden).sum(0), wanted[1], rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat(of_weight), wanted[2], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", [linear_cross_entropy, reference])

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -12,7 +10,7 @@ from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShare
 from kitforge.core.kernels.linear_log_probs import chunked
 from kitforge.core.kernels.linear_log_probs.chunked import linear_log_probs
 from kitforge.core.kernels.linear_log_probs.reference import linear_log_probs as reference
-from tests.core.kernels.comparison import TOLERANCE, autocast, distance, poison, random, relative
+from tests.core.kernels.comparison import TOLERANCE, autocast, distance, in_parts, poison, random, relative
 
 VOCAB, DIM = 11, 6
 
@@ -89,29 +87,18 @@ def test_a_target_outside_of_the_vocabulary_is_refused() -> None:
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("rows", [0, 7])
 def test_parts_of_a_vocabulary_give_the_whole(rows: int, temperature: float) -> None:
-    bounds = [0, 5, 6, VOCAB, VOCAB]  # uneven parts, the last of them empty
     hidden, weight = (each.requires_grad_() for each in operands(rows))
     wanted = torch.stack(reference(hidden, weight, targets_of(rows), temperature))
     upstream = random(2, rows)
     grads = torch.autograd.grad(wanted, [hidden, weight], upstream)
 
-    told: list[Tensor] = [torch.empty(0)] * 4
-    meet = threading.Barrier(4, timeout=60)
-
-    def gathered(number: int, values: Tensor) -> Tensor:
-        told[number] = values
-        meet.wait()
-        return torch.stack(told)
-
-    def held(number: int) -> tuple[Tensor, Tensor, Tensor]:
-        first, last = bounds[number : number + 2]
-        share = VocabularyShare(first=first, gather=partial(gathered, number))
-        own = [hidden.detach().clone().requires_grad_(), weight[first:last].detach().clone().requires_grad_()]
-        found = torch.stack(linear_log_probs(own[0], own[1], targets_of(rows), temperature, share))
+    def held(part: Tensor, share: VocabularyShare) -> tuple[Tensor, Tensor, Tensor]:
+        own = [hidden.detach().clone().requires_grad_(), part]
+        found = torch.stack(linear_log_probs(*own, targets_of(rows), temperature, share))
         return found.detach(), *torch.autograd.grad(found, own, upstream)
 
-    with ThreadPoolExecutor(4) as pool:
-        results, of_hidden, of_weight = zip(*pool.map(held, range(4)), strict=True)
+    # Uneven parts, the last of them empty.
+    results, of_hidden, of_weight = zip(*in_parts([5, 1, 5, 0], weight, held), strict=True)
     for result in results:
         torch.testing.assert_close(result, wanted.detach(), rtol=0, atol=1e-12)
     torch.testing.assert_close(torch.stack(of_hidden).sum(0), grads[0], rtol=0, atol=1e-12)

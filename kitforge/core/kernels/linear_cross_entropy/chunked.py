@@ -25,6 +25,7 @@ class VocabularyShare:
     """Says that `weight` is only a part of a vocabulary, and how to reach the parts that others hold."""
 
     first: int  # the vocabulary's number of the first row
+    widest: int  # the rows of the largest part, so that all holders exchange as often
     gather: Callable[[Tensor], Tensor]  # a tensor to the tensors of all holders, stacked in a new first dim
 
 
@@ -55,7 +56,8 @@ class _Chunked(torch.autograd.Function):
         grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wants_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if wants_weight else None
         total = torch.zeros((), dtype=exact, device=hidden.device)
-        rows = max(1, CHUNK_BYTES // (max(weight.shape[0], 1) * exact.itemsize))
+        width = weight.shape[0] if share is None else share.widest
+        rows = max(1, CHUNK_BYTES // (max(width, 1) * exact.itemsize))
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], rows):
                 part = slice(start, start + rows)
