@@ -75,36 +75,37 @@ class _Kept(FunctionCache):
             os.close(folder)
 
 
-def _pointer_to(kind: Any) -> Any:
-    def pointer(_context: Any, _address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+def _pointer(_context: Any, _address: Any, like: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-        to_kind: Any = types.CPointer
-        return to_kind(kind)(types.intp), generate
-
-    return intrinsic(pointer)
+    to_kind: Any = types.CPointer
+    return to_kind(like)(types.intp, like), generate
 
 
-_float32, _uint16, _int64 = _pointer_to(types.float32), _pointer_to(types.uint16), _pointer_to(types.int64)
+_pointer_to: Any = intrinsic(_pointer)
+# What arrays at an address are of: fp32, or bfloat16, which comes as uint16 (see `widened`).
+FLOAT: Any = np.float32(0)
+HALF: Any = np.uint16(0)
+
+
+@compiled
+def alike(address: int, shape: Any, like: Any) -> Any:
+    """Within a compiled loop, the array at an address, of numbers like this one. An address is handed over in a tenth
+    of the time of an array."""
+    return carray(_pointer_to(address, like), shape)
 
 
 @compiled
 def floats(address: int, shape: Any) -> Any:
-    """Within a compiled loop, the fp32 array at an address, which is handed over in a tenth of the time of an array."""
-    return carray(_float32(address), shape)
-
-
-@compiled
-def halves(address: int, shape: Any) -> Any:
-    """The same for bfloat16, which comes as uint16; see `widened`."""
-    return carray(_uint16(address), shape)
+    """The same for fp32."""
+    return alike(address, shape, np.float32(0))
 
 
 @compiled
 def numbers(address: int, shape: Any) -> Any:
     """The same for int64."""
-    return carray(_int64(address), shape)
+    return alike(address, shape, np.int64(0))
 
 
 def _widened(_context: Any, number: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.compiled import floats, halves, reordered, share, widened
+from kitforge.core.kernels.compiled import FLOAT, HALF, alike, floats, reordered, share, widened
 
 # Multiplications that are worth a thread of their own: waking it takes as long as a million of them, and one thread
 # alone reads nearly as fast as memory gives.
@@ -22,9 +22,9 @@ GRAIN = 2**23
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `dispatch.Linear`; for contiguous weights in fp32 or bfloat16 on CPU, and without a gradient."""
     num_outputs, num_features = weight.shape
-    rows, shift, multiply = input, bias, _multiply_floats
+    rows, shift, like = input, bias, FLOAT
     if weight.dtype is not torch.float32:
-        rows, multiply = input.float(), _multiply_halves
+        rows, like = input.float(), HALF
         shift = None if bias is None else bias.float()
     rows = rows.contiguous()
     output = torch.empty(*input.shape[:-1], num_outputs)
@@ -34,6 +34,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     arguments = (
         rows.data_ptr(),
         weight.data_ptr(),
+        like,
         0 if shift is None else shift.data_ptr(),
         output.data_ptr(),
         num_rows,
@@ -42,9 +43,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     )
     grain = GRAIN // max(rows.numel(), 1) + 1
     if num_outputs < 2 * grain:
-        multiply(*arguments, 0, num_outputs)
+        _multiply_at(*arguments, 0, num_outputs)
     else:
-        share(lambda start, stop: multiply(*arguments, start, stop), num_outputs, grain)
+        share(lambda start, stop: _multiply_at(*arguments, start, stop), num_outputs, grain)
     return output if input.dtype is torch.float32 else output.to(input.dtype)
 
 
@@ -91,9 +92,10 @@ def _add(bias: Any, output: Any, start: int, stop: int) -> None:
 
 
 @reordered
-def _multiply_floats(
+def _multiply_at(
     rows: int,
     weight: int,
+    like: Any,
     bias: int,
     output: int,
     num_rows: int,
@@ -102,29 +104,9 @@ def _multiply_floats(
     start: int,
     stop: int,
 ) -> None:
-    """The product of what lies at these addresses; a bias at 0 is none."""
+    """The product of what lies at these addresses, the weight's numbers being like that one; a bias at 0 is none."""
     result = floats(output, (num_rows, num_outputs))
-    matrix = floats(weight, (num_outputs, num_features))
-    _multiply(floats(rows, (num_rows, num_features)), matrix, result, start, stop)
-    if bias:
-        _add(floats(bias, (num_outputs,)), result, start, stop)
-
-
-@reordered
-def _multiply_halves(
-    rows: int,
-    weight: int,
-    bias: int,
-    output: int,
-    num_rows: int,
-    num_outputs: int,
-    num_features: int,
-    start: int,
-    stop: int,
-) -> None:
-    """The same for a weight in bfloat16."""
-    result = floats(output, (num_rows, num_outputs))
-    matrix = halves(weight, (num_outputs, num_features))
+    matrix = alike(weight, (num_outputs, num_features), like)
     _multiply(floats(rows, (num_rows, num_features)), matrix, result, start, stop)
     if bias:
         _add(floats(bias, (num_outputs,)), result, start, stop)

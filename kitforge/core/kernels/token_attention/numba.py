@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.compiled import exponential, floats, halves, numbers, reordered, widened
+from kitforge.core.kernels.compiled import FLOAT, HALF, alike, exponential, floats, numbers, reordered, widened
 
 
 def token_attention(
@@ -17,11 +17,12 @@ def token_attention(
     """See `dispatch.TokenAttention`; for slabs in fp32 or bfloat16 on CPU, and without a gradient."""
     exact = query.float().contiguous()
     output = torch.empty_like(exact)
-    attend: Any = _attend_floats if keys.dtype is torch.float32 else _attend_halves
+    attend: Any = _attend_at
     attend(
         exact.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
+        FLOAT if keys.dtype is torch.float32 else HALF,
         starts.data_ptr(),
         lengths.data_ptr(),
         output.data_ptr(),
@@ -101,10 +102,11 @@ def _mix(weights: Any, values: Any, output: Any) -> None:
 
 
 @reordered
-def _attend_floats(
+def _attend_at(
     query: int,
     keys: int,
     values: int,
+    like: Any,
     starts: int,
     lengths: int,
     output: int,
@@ -116,42 +118,12 @@ def _attend_floats(
     window: int,
     scale: float,
 ) -> None:
-    """Over what lies at these addresses; a window of 0 is none."""
+    """Over what lies at these addresses, the slabs' numbers being like that one; a window of 0 is none."""
     shape, slab = (num_texts, num_heads, head_dim), (num_slots, num_kv_heads, head_dim)
     _attend(
         floats(query, shape),
-        floats(keys, slab),
-        floats(values, slab),
-        numbers(starts, (num_texts,)),
-        numbers(lengths, (num_texts,)),
-        floats(output, shape),
-        window,
-        np.float32(scale),
-    )
-
-
-@reordered
-def _attend_halves(
-    query: int,
-    keys: int,
-    values: int,
-    starts: int,
-    lengths: int,
-    output: int,
-    num_texts: int,
-    num_heads: int,
-    head_dim: int,
-    num_slots: int,
-    num_kv_heads: int,
-    window: int,
-    scale: float,
-) -> None:
-    """The same for slabs in bfloat16."""
-    shape, slab = (num_texts, num_heads, head_dim), (num_slots, num_kv_heads, head_dim)
-    _attend(
-        floats(query, shape),
-        halves(keys, slab),
-        halves(values, slab),
+        alike(keys, slab, like),
+        alike(values, slab, like),
         numbers(starts, (num_texts,)),
         numbers(lengths, (num_texts,)),
         floats(output, shape),
