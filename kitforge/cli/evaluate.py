@@ -17,8 +17,7 @@ def evaluate(chosen: Composition) -> int:
     kit = kit_of(chosen.values["task"])
     options = kit.read_options(chosen.values)
     if chosen.values.get("tasks"):
-        model = None if options.checkpoint is None else load_model(options.checkpoint, options.device)
-        metrics = kit.evaluate_questions(options, model)
+        metrics = kit.evaluate_questions(options, load_model)
     else:
         metrics = evaluate_task(options, kit.Inputs())
     # JSON has no word for infinity and none for what is not a number.

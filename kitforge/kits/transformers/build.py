@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,7 +19,6 @@ from kitforge.core.parallel.sharding import Sharding, check_geometry
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.data.source import Source
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
-from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.inference.engine import Engine
@@ -45,6 +44,8 @@ OPTIONS = TextGenerationOptions
 ROLES: tuple[str, ...] = ()
 
 
+# Reads the model under a folder, whichever stage trained it, onto the device of that name.
+LoadModel: TypeAlias = Callable[[str, str], nn.Module]
 Inputs: TypeAlias = RunInputs[Tokenizer]
 Assembly: TypeAlias = RunAssembly[TextGenerationOptions, Tokenizer]
 
@@ -150,20 +151,18 @@ def open_service(model: nn.Module, tokenizer: Tokenizer, name: str, options: Tex
     return Service(texts, name, options.inference, options.serve)
 
 
-def evaluate_questions(options: TextGenerationOptions, model: nn.Module | None = None) -> dict[str, float]:
-    """The metrics of the tasks that `options.tasks` names, of the model under `options.checkpoint`, whichever stage
-    trained it; None reads it from there."""
+def evaluate_questions(options: TextGenerationOptions, load_model: LoadModel) -> dict[str, float]:
+    """The metrics of the tasks that `options.tasks` names, of the model under `options.checkpoint`."""
     if options.checkpoint is None:
         raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN")
     check(options.parallel.world == 1, "tasks", f"{options.parallel.world} ranks", "one rank")
     sets = [load_task(name, options.data.tasks) for name in options.tasks]
-    folder = Path(options.checkpoint)
-    network = load(folder, devices.pick(options.device)) if model is None else model
-    return evaluate_tasks(network, find_tokenizer(folder), sets, options.inference)
+    model = load_model(options.checkpoint, options.device)
+    return evaluate_tasks(model, find_tokenizer(Path(options.checkpoint)), sets, options.inference)
 
 
-def answer_file(options: TextGenerationOptions) -> Path:
-    """Answer the prompts of `data.eval` into `output`."""
+def answer_file(options: TextGenerationOptions, load_model: LoadModel) -> Path:
+    """Answer the prompts of `data.eval` into `output` by the model under `options.checkpoint`."""
     if options.checkpoint is None or options.output is None or not isinstance(options.data.eval, str):
         raise ConfigError(
             "answers need a model, a file of prompts and a file for the answers",
@@ -172,7 +171,7 @@ def answer_file(options: TextGenerationOptions) -> Path:
     folder, target = Path(options.checkpoint).expanduser(), Path(options.output).expanduser()
     prompts = read_prompts(Path(options.data.eval).expanduser())
     tokenizer = find_tokenizer(folder)
-    model = load(folder, devices.pick(options.device))
+    model = load_model(options.checkpoint, options.device)
     texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
     with answering(options.trainer.progress, len(prompts)) as progress:
         answer(texts, prompts, target, options.inference, str(folder.resolve()), progress)

@@ -178,6 +178,10 @@ def test_a_run_of_adapters_writes_text_as_any_other(
     arguments = [f"{name}={value}" for name, value in options.items()]
     assert run(["generate", "checkpoint=run", "prompt=Q1: ", *arguments]) == 0
     assert capsys.readouterr().out.removesuffix("\n") == wanted["generated_text"]
+    Path("prompts.jsonl").write_text('{"prompt": "Q1: "}\n')
+    assert run(["generate", "checkpoint=run", "data.eval=prompts.jsonl", "output=answers.jsonl", *arguments]) == 0
+    assert "Q1: " + json.loads(Path("answers.jsonl").read_text())["generated_text"] == wanted["generated_text"]
+    capsys.readouterr()
     Path("who.jsonl").write_text('{"query": "Q1: ", "choices": ["yes ", "zzzz"], "gold": 0}\n')
     assert run(["evaluate", "checkpoint=run", "tasks=[who.jsonl]", "device=cpu"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["who/questions"] == 1

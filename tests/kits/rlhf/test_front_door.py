@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kitforge.api import ALIGNMENT, KITS, Trainer, composed, load_model, pipeline
+from kitforge.cli.main import run
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.rlhf.build import STAGES
@@ -51,6 +52,9 @@ def test_three_stages_from_files_each_from_the_one_before(tmp_path: Path, monkey
     with torch.no_grad():
         assert torch.equal(loaded(tokens), aligned.model(tokens))
     assert len(pipeline("ppo", aligned.folder)("Q1: ", max_new_tokens=3)[0]["generated_text"]) > 4
+    asked = [f"checkpoint={aligned.folder}", "data.eval=prompts.jsonl", "output=answers.jsonl"]
+    assert run(["generate", *asked, "inference.max_new_tokens=3"]) == 0
+    assert Path("answers.jsonl").read_text().count("generated_text") == len(runs.PROMPTS)
     assert pipeline("reward", reward.folder)("Q1: yes")[0]["score"] == pytest.approx(
         pipeline("reward", reward)("Q1: yes")[0]["score"]
     )
