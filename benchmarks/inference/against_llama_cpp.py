@@ -72,10 +72,11 @@ def main() -> None:
         sys.stdout.write(f"{ours(arguments.one[0], int(arguments.one[1]))}\n")
         return
     shape, threads = json.dumps(LARGE), arguments.threads
+    torch.set_num_threads(threads)
     lines = [
         "# Decoding beside llama.cpp",
         "",
-        f"{datetime.date.today()}, {describe(torch.device('cpu'))}, {threads} threads, torch {torch.__version__}; "
+        f"{datetime.date.today()}, {describe(torch.device('cpu'))}, torch {torch.__version__}; "
         f"134M LLaMA, random weights; milliseconds of a step, median of {arguments.rounds} interleaved rounds; load "
         f"average at the start {os.getloadavg()[0]:.1f}. Above 1x we are faster.",
         "",

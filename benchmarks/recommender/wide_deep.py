@@ -202,7 +202,7 @@ def section(rounds: list[dict[str, dict[str, Any]]], title: str, least: float) -
     lines = [
         title,
         "",
-        f"{datetime.date.today()}, {describe(pick('cpu'))}, {torch.get_num_threads()} threads, "
+        f"{datetime.date.today()}, {describe(pick('cpu'))}, "
         f"torch {torch.__version__}. Median of {len(rounds)} interleaved rounds; batch {BATCH:,}. "
         f"The tower's matrix products alone take {least:.2f} s.",
         "",
