@@ -68,4 +68,4 @@ def test_the_value_of_the_loss_is_the_estimate(estimator: Estimator) -> None:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_policy_that_is_its_reference_is_at_no_distance(estimator: Estimator) -> None:
     assert torch.equal(divergence(REFERENCE, REFERENCE, estimator), torch.zeros_like(REFERENCE))
-    assert not divergence(LOGITS.requires_grad_(), REFERENCE, estimator).requires_grad
+    assert not divergence(LOGITS.clone().requires_grad_(), REFERENCE, estimator).requires_grad
