@@ -172,6 +172,7 @@ def test_a_bias_changes_what_is_said(client: openai.OpenAI) -> None:
 def test_what_it_is_and_how_it_fares(client: openai.OpenAI, served: Served) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
+    client.completions.create(model="tiny", prompt="a", max_tokens=1)
     text = httpx.get(f"{served.url}/metrics").text
     assert 'kitforge_requests_total{path="/v1/completions",status="200"}' in text
     assert "kitforge_engine_blocks_used 0\n" in text
