@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import final
@@ -22,9 +25,7 @@ class RedisServer:
             pytest.skip("redis-server is not installed")
         self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = _own_port()
         ports = ["--port", str(self.port)]
         if certificate is not None:
             ports = ["--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no"]
@@ -43,10 +44,11 @@ class RedisServer:
         """Start it, on what it kept; returns when it listens."""
         with open(self.folder / "log", "ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
-        for _ in range(500):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
+        for _ in range(2000):
+            if self._process.poll() is not None:
+                break
+            if _answers(self.port):
+                return
             time.sleep(0.01)
         raise AssertionError((self.folder / "log").read_text())
 
@@ -56,6 +58,26 @@ class RedisServer:
             self._process.send_signal(how)
             self._process.wait(timeout=20)
             self._process = None
+
+
+def _own_port() -> int:
+    """A port that nobody else takes before this process ends, not even while the server is away: those that the system
+    hands out are higher, and other tests respect the lock."""
+    for port in range(20000, 30000):
+        claim = os.open(Path(tempfile.gettempdir()) / f"kitforge-port-{port}", os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(claim)
+            continue
+        if not _answers(port):
+            return port
+    raise AssertionError("no port is free")
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def make_certificate(folder: Path, name: str = "server") -> Path:
