@@ -236,7 +236,7 @@ def fails_in_turn(opened: Lobby, rank: int) -> None:
 def test_a_first_rank_that_fails_in_its_turn_ends_the_waiting(store: None) -> None:
     started = time.monotonic()
     first, second = meet(fails_in_turn, timeout=600)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert first == "DataError: the corpus is empty"
     assert second.startswith("PeerError: rank 0 failed: the corpus is empty")
 
@@ -327,7 +327,7 @@ def test_a_rank_that_fails_ends_the_others_which_name_it(
     answers = meet(deed, timeout=3)
     assert answers[0].startswith(first)
     assert answers[1] == second
-    assert time.monotonic() - started < 25
+    assert time.monotonic() - started < 60
 
 
 def test_only_errors_of_other_ranks_are_explained() -> None:

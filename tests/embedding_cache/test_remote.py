@@ -224,7 +224,7 @@ def test_a_server_that_stays_away_stops_the_run_and_the_rows_are_still_the_calle
         for call in (lambda: store.write(keys, rows), lambda: store.read(keys, rows), lambda: store.take(keys, rows)):
             with pytest.raises(TrainingError, match=r"did not answer in 4 tries[\s\S]*resume"):
                 call()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         assert rows.equal(before)
         server.start()
         # What was tried before may have happened or not; now it happens.
@@ -305,11 +305,11 @@ def test_tls_with_user_and_password(own_server: Callable[..., RedisServer], tmp_
         open_store("", ca_file=str(certificate))
     started = time.monotonic()
     with pytest.raises(ConfigError, match=r"nobody vouches for rediss://127[\s\S]*ca_file") as refusal:
-        open_store("kit:secret-word", first_wait=5.0)
+        open_store("kit:secret-word", first_wait=60.0)
     assert "secret-word" not in str(refusal.value)
     with pytest.raises(ConfigError, match="nobody vouches"):
-        open_store("kit:secret-word", ca_file=str(make_certificate(tmp_path, "stranger")), first_wait=5.0)
-    assert time.monotonic() - started < 5
+        open_store("kit:secret-word", ca_file=str(make_certificate(tmp_path, "stranger")), first_wait=60.0)
+    assert time.monotonic() - started < 30
 
 
 def test_a_server_that_may_drop_rows_is_refused(own_server: Callable[..., RedisServer]) -> None:
@@ -322,7 +322,7 @@ def test_a_server_whose_memory_is_full_stops_the_run_at_once(own_server: Callabl
     server = own_server("--maxmemory", "1100kb")
     keys = torch.arange(50_000)
     with (
-        store_of(server, batch_rows=5000, first_wait=5.0) as store,
+        store_of(server, batch_rows=5000, first_wait=60.0) as store,
         pytest.raises(TrainingError, match="no memory left for rows"),
     ):
         store.write(keys, rows_of(keys))
