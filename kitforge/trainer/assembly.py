@@ -1,4 +1,4 @@
-"""What the front door hands to a kit, and the run that it gets back."""
+"""What the front door hands to a kit, and what it gets back: a run, or the metrics of an evaluation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, final
 
+import torch
 from torch import nn
 
+from kitforge.core.parallel.apply import ParallelModel
+from kitforge.foundation.dtype import Precision
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.loop import Loop
+from kitforge.trainer.precision import autocast
+from kitforge.trainer.task import Task
 
 # What reads the rows of a task: the tokenizer of texts, the features of a table.
 Reader = TypeVar("Reader")
@@ -42,3 +47,16 @@ class RunAssembly(Generic[Options, Reader]):
     tokenizer: Reader
     options: Options
     config_text: str
+
+
+def evaluated(task: Task, parallel: ParallelModel, device: torch.device, precision: Precision) -> dict[str, float]:
+    """What the task measures of a network outside of a run; its pieces are let go and its mode is as it was before."""
+    model = parallel.model
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), autocast(device, precision):
+            return task.evaluate(model)
+    finally:
+        parallel.rest()
+        model.train(was_training)

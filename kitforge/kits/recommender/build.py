@@ -46,8 +46,7 @@ from kitforge.kits.recommender.task import RecommendationTask
 from kitforge.models.catalog import RECOMMENDERS, recommender_of
 from kitforge.models.sasrec.model import SASRecConfig
 from kitforge.models.two_tower.model import TwoTowerConfig
-from kitforge.trainer.assembly import RunAssembly, RunInputs
-from kitforge.trainer.precision import autocast
+from kitforge.trainer.assembly import RunAssembly, RunInputs, evaluated
 from kitforge.trainer.run import default_folder, make_loop
 
 OPTIONS = RecommendationOptions
@@ -139,14 +138,7 @@ def _measured(model: Recommender, options: RecommendationOptions, dataset: Datas
     parallel = parallel_of(model.to(world.device), world)
     objective = objective_of(model.config, options, dataset)
     task = RecommendationTask(options, dataset, objective, lambda _world: model, world)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), autocast(world.device, options.precision):
-            return task.evaluate(model)
-    finally:
-        parallel.rest()
-        model.train(was_training)
+    return evaluated(task, parallel, world.device, options.precision)
 
 
 def load(folder: Path, device: torch.device, level: CompileLevel = "O1") -> Recommender:

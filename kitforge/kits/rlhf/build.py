@@ -29,9 +29,8 @@ from kitforge.kits.rlhf.stages import Inputs, Parts, Prepared, parts_of
 from kitforge.kits.rlhf.weights import whole_factors
 from kitforge.models.adapters import save_adapter
 from kitforge.models.catalog import config_of
-from kitforge.trainer.assembly import RunAssembly
+from kitforge.trainer.assembly import RunAssembly, evaluated
 from kitforge.trainer.callbacks.callback import Callback, Event, Run
-from kitforge.trainer.precision import autocast
 from kitforge.trainer.run import default_folder, make_loop
 
 Assembly: TypeAlias = RunAssembly[StageOptions, Tokenizer]
@@ -86,12 +85,7 @@ class Stage:
         task, _ = prepared.task(world)
         model = task.build(world)
         parallel = parallel_of(model, world, sharding_of(model))
-        model.eval()
-        try:
-            with torch.no_grad(), autocast(world.device, options.precision):
-                return task.evaluate(model)
-        finally:
-            parallel.rest()
+        return evaluated(task, parallel, world.device, options.precision)
 
     def replay(self, folder: Path, step: int, options: StageOptions) -> Replay:
         """What a step of a run gives when it is trained once more; raises ConfigError where nothing was kept of it."""

@@ -35,8 +35,7 @@ from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.models import folder as model_folder
 from kitforge.models.catalog import FAMILIES, config_of
 from kitforge.models.sharding import DECODER
-from kitforge.trainer.assembly import RunAssembly, RunInputs
-from kitforge.trainer.precision import autocast
+from kitforge.trainer.assembly import RunAssembly, RunInputs, evaluated
 from kitforge.trainer.run import default_folder, make_loop
 
 OPTIONS = TextGenerationOptions
@@ -297,14 +296,7 @@ def evaluate(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> di
     world = lobby.join()
     parallel = parallel_of(model, world, _sharding(model))
     task = TextGenerationTask(options, corpus, lambda _world: model, world)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), autocast(world.device, options.precision):
-            return task.evaluate(model)
-    finally:
-        parallel.rest()
-        model.train(was_training)
+    return evaluated(task, parallel, world.device, options.precision)
 
 
 def resolved(options: TextGenerationOptions) -> dict[str, Any]:
