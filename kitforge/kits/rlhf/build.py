@@ -76,7 +76,8 @@ class Stage:
         """Raise ConfigError for axes that the stage cannot be split along, before any rank is started."""
         degrees = options.parallel
         is_whole = degrees.tensor == 1 or not degrees.sequence
-        check(is_whole, "parallel.sequence", degrees.sequence, "false for rows of any length")
+        expected, fix = "false for rows of any length", "add parallel.sequence=false"
+        check(is_whole, "parallel.sequence", degrees.sequence, expected, fix)
 
     def evaluate(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> dict[str, float]:
         """The metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
