@@ -5,7 +5,7 @@ scikit-learn fits to the same folds over the same hashed features, five seeds. A
 Amazon: HR@10 of a SASRec among all items, beside the most popular items. The click log that is made up: how far from
 the AUC of the true chances.
 
-    python -m benchmarks.recommender.quality DATA [PART ...] [--seeds 0 1 2 3 4] [--kept FOLDER]
+    python -m benchmarks.recommender.quality DATA [PART ...] [--seeds 0 1 2 3 4] [--steps 1500] [--kept FOLDER]
 
 Parts: criteo avazu adult video beauty click_log. In FOLDER lies what is known already: another call goes on from there.
 """
@@ -129,7 +129,7 @@ def adult(data: Path, seeds: Iterable[int]) -> None:
     tell({"part": "adult", "auc": found, "mean": statistics.mean(found), "lowest": min(found)})
 
 
-def sequences(name: str, data: Path, kept: Path, num_steps: int = 1500) -> None:
+def sequences(name: str, data: Path, kept: Path, num_steps: int) -> None:
     """HR@10 of the last item of every sequence among all items, beside the most popular ones."""
     source = data / f"amazon_{name}" / "interactions.txt.gz"
     taken: dict[str, list[str]] = {}
@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("parts", nargs="*", default=PARTS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    parser.add_argument("--steps", type=int, default=1500, help="of the sequences' training")
     parser.add_argument("--kept", type=Path)
     chosen = parser.parse_args()
     kept = chosen.kept or Path(tempfile.mkdtemp())
@@ -199,7 +200,7 @@ def main() -> None:
         elif part == "click_log":
             click_log()
         else:
-            sequences(part, chosen.data, kept)
+            sequences(part, chosen.data, kept, chosen.steps)
 
 
 if __name__ == "__main__":
