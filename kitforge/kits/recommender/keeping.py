@@ -17,14 +17,17 @@ ITEMS = "items.safetensors"
 
 @final
 class KeepFeatures(Callback):
-    """Writes features.json when the run starts, and items.safetensors where items are to be found."""
+    """Writes features.json when the run starts, and items.safetensors where items are to be found; tells once which
+    values the features can no longer tell apart."""
 
     def __init__(self, encoder: Encoder, catalogue: Catalogue | None) -> None:
         self._encoder = encoder
         self._catalogue = catalogue
 
     def on_event(self, event: Event, run: Run) -> None:
-        """Save at the start."""
+        """Save at the start; tell when others have begun to write."""
+        if event.kind == "step" and run.state.cursor.step == 1 and (words := self._encoder.statistics.collisions()):
+            run.note("collisions", words)
         if event.kind == "start" and run.folder is not None and run.world.rank == 0:
             save_features(run.folder / FEATURES, self._encoder.schema, self._encoder.statistics)
             if self._catalogue is not None:

@@ -14,7 +14,7 @@ from kitforge.data.tables import column_cache, csv_files, reading
 from kitforge.data.tables.chunk import BadRow, BadRows, Chunk
 from kitforge.data.tables.column_cache import ColumnCache, load_table
 from kitforge.data.tables.columns import Columns, KeyColumn, LabelColumn, Layout, ListColumn, Table, concatenate
-from kitforge.data.tables.reading import blocks, read, shuffled
+from kitforge.data.tables.reading import blocks, read
 from kitforge.data.tables.source import open_table
 from kitforge.foundation.errors import DataError
 from tests.core.checkpoint.killed import die_at_every_operation
@@ -235,16 +235,6 @@ def test_blocks_are_of_one_size_whatever_the_chunks_are(count: int, sizes: list[
     assert numbers_of(blocks(some_rows(count, sizes), size, start)) == [
         wanted[begin : begin + size] for begin in range(0, len(wanted), size)
     ]
-
-
-@pytest.mark.parametrize("start", [0, 1, 9, 10, 11, 25, 33, 34])
-def test_a_shuffled_stream_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch, start: int) -> None:
-    monkeypatch.setattr(reading, "WINDOW_ROWS", 10)
-    whole = sum(numbers_of(shuffled(some_rows(35, [3, 8]), seed=4)), [])
-    assert sorted(whole) == list(range(35))
-    assert whole != sorted(whole)
-    resumed = sum(numbers_of(shuffled(some_rows(35, [1, 20]), seed=4, start=start)), [])
-    assert resumed == whole[start:]
 
 
 def test_the_builder_waits_its_turn(path: Path, caplog: pytest.LogCaptureFixture) -> None:
