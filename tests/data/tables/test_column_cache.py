@@ -99,12 +99,16 @@ def test_a_build_that_fails_leaves_nothing_behind(path: Path) -> None:
     assert bad.total == 1
 
 
-def test_a_cache_remembers_how_many_rows_were_left_out(path: Path) -> None:
+def test_a_cache_remembers_how_many_rows_were_left_out(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path.write_text(path.read_text() + "\n7,1,1,,,,,,,,,,\n1")
     first, second = BadRows(policy="skip"), BadRows(policy="skip")
     cached(path, first)
+    caplog.clear()
     cached(path, second)
     assert first.counts == second.counts
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert f"a.csv: 2 of {NUM_ROWS + 2} rows are left out" in told
+    assert "holds no label in column 'click' (1)" in told and "has the wrong number of cells (1)" in told
     assert second.total == 2
 
 
