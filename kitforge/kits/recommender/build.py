@@ -37,7 +37,7 @@ from kitforge.kits.recommender.features import Encoder
 from kitforge.kits.recommender.guess import with_rare_values
 from kitforge.kits.recommender.inspection import inspect
 from kitforge.kits.recommender.inspection_view import rendered
-from kitforge.kits.recommender.keeping import KeepFeatures, find_catalogue, find_features
+from kitforge.kits.recommender.keeping import KeepFeatures, features_to_go_on_with, find_catalogue, find_features
 from kitforge.kits.recommender.model import Recommender
 from kitforge.kits.recommender.objective import Objective
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
@@ -235,6 +235,9 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
     if options.checkpoint is not None and given is None:
         folder = Path(options.checkpoint)
         encoder, catalogue = find_features(folder), find_catalogue(folder)
+    if encoder is None and train is not None and iter_of(train) is not None:
+        # Other rows come now than those that the features were fitted on.
+        encoder = features_to_go_on_with(options)
     data = options.data
     if isinstance(config, SASRecConfig):
         # What is kept for evaluation are the last items of sequences, not whole ones.
