@@ -322,9 +322,13 @@ def load_tokenizer(model: Any) -> Any:
 
 
 def save_model(model: Any, folder: str | Path, tokenizer: Any = None) -> None:
-    """Write a network, or the network of a Run, as a Hugging Face folder."""
-    network, found = (model.model, model.tokenizer) if isinstance(model, Run) else (model, tokenizer)
-    _transformers().save(network, Path(folder), found)
+    """Write a network, or that of a Run or a folder, for other programs: a language model as a Hugging Face folder, the
+    items that a recommender finds as an index of faiss."""
+    if tokenizer is None and not isinstance(model, nn.Module):
+        tokenizer = load_tokenizer(model)
+    place = model.folder if isinstance(model, Run) else None if isinstance(model, nn.Module) else _folder(model)
+    kit = _transformers() if place is None else _kit_of_folder(place)
+    getattr(kit, "save", _transformers().save)(load_model(model, "cpu"), Path(folder), tokenizer)
 
 
 def _kit_of_folder(folder: Path) -> Any:

@@ -139,7 +139,7 @@ def larger(folder: str) -> list[str]:
 
 def resident(store: FileStore) -> float:
     """The share of the file that is in the page cache, by mincore."""
-    size = store.path.stat().st_size
+    size = os.fstat(store._file).st_size
     with mmap.mmap(store._file, size) as memory:
         flags = (ctypes.c_ubyte * ((size + PAGE - 1) // PAGE))()
         view = (ctypes.c_char * size).from_buffer(memory)

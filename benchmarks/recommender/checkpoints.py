@@ -32,11 +32,11 @@ from torch import Tensor
 from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.core.optim.rows import HeldRows
+from kitforge.embedding_cache.options import RemoteOptions
 from kitforge.embedding_cache.serving.convert import convert
 from kitforge.embedding_cache.serving.table import ServedTable
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.embedding_cache.tiers.remote import RemoteStore
-from kitforge.embedding_cache.tiers.remote_link import RemoteOptions
 from kitforge.foundation.device import describe, pick
 from kitforge.foundation.files import write_text
 

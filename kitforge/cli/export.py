@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from kitforge.api import load_model, load_tokenizer, save_model
+from pathlib import Path
+
+from kitforge.api import save_model
 from kitforge.cli.terminal import say
 from kitforge.composition import Composition
 from kitforge.foundation.errors import ConfigError
 
 
 def export(chosen: Composition) -> int:
-    """Write a Hugging Face folder."""
+    """Write what other programs read: a Hugging Face folder, or an index of items."""
     source, target = chosen.values.get("checkpoint"), chosen.values.get("output_dir")
     if source is None or target is None:
         raise ConfigError("export needs a run and a folder", fix="add checkpoint=RUN output_dir=FOLDER")
-    save_model(load_model(source, "cpu"), target, load_tokenizer(source))
-    say(f"wrote {target} for transformers")
+    save_model(source, target)
+    say(f"wrote {target}: {', '.join(sorted(path.name for path in Path(target).iterdir()))}")
     return 0

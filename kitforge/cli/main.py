@@ -47,7 +47,7 @@ VERBS = {
     ),
     "chat": Verb(words="talk in the terminal: kitforge chat checkpoint=RUN", run=chat, writes_text=True),
     "serve": Verb(words="answer over HTTP: kitforge serve checkpoint=RUN port=8000", run=serve, writes_text=True),
-    "export": Verb(words="for transformers: kitforge export checkpoint=RUN output_dir=FOLDER", run=export),
+    "export": Verb(words="for other programs: kitforge export checkpoint=RUN output_dir=FOLDER", run=export),
     "config": Verb(words="print the resolved configuration, run nothing", run=config),
     "report": Verb(words="draw one or more runs: kitforge report RUN [RUN ...]", run_plain=report),
     "inspect": Verb(words="what a table holds, and a schema for it: kitforge inspect FILE", run_plain=inspect),

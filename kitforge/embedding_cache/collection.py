@@ -8,8 +8,10 @@ from typing import Any, Self, TypeVar, final
 
 from torch import Tensor, nn
 
+from kitforge.embedding_cache.estimate import Estimate
 from kitforge.embedding_cache.prefetcher import Advance, Prefetcher
 from kitforge.embedding_cache.query import flat_ids
+from kitforge.embedding_cache.stats import TableStats
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, nearest
@@ -68,6 +70,18 @@ class EmbeddingCollection(nn.Module):
         """
         return iter(Prefetcher(batches, depth, _CollectionAdvance(self, ids or _only_itself)))
 
+    def estimate(self, batches: Iterable[Mapping[str, Feature]]) -> dict[str, Estimate]:
+        """What the tiers of each table that is asked will do with inputs like these, by its name. It moves nothing."""
+        ids: dict[str, list[Tensor]] = {}
+        for inputs in batches:
+            for feature, _ in self.lookups(inputs):
+                ids.setdefault(self.features[feature], []).append(ids_of(inputs[feature]))
+        return {name: table.estimate(ids[name]) for name, table in self._named() if name in ids}
+
+    def stats(self) -> dict[str, TableStats]:
+        """What each table has counted so far, by its name."""
+        return {name: table.stats() for name, table in self._named()}
+
     def close(self) -> None:
         """Let go of the threads, files and connections of all tables."""
         for table in self.all_tables():
@@ -75,7 +89,10 @@ class EmbeddingCollection(nn.Module):
 
     def all_tables(self) -> list[CachedEmbedding]:
         """Every table once."""
-        return [table for table in self.tables.values() if isinstance(table, CachedEmbedding)]
+        return [table for _, table in self._named()]
+
+    def _named(self) -> list[tuple[str, CachedEmbedding]]:
+        return [(name, table) for name, table in self.tables.items() if isinstance(table, CachedEmbedding)]
 
     def __enter__(self) -> Self:
         return self
@@ -116,8 +133,12 @@ class _CollectionAdvance(Advance[Batch]):
         given = self._ids(batch)
         for inputs in [given] if isinstance(given, Mapping) else given:
             for feature, table in self._collection.lookups(inputs):
-                value = inputs[feature]
-                yield table, value[0] if isinstance(value, tuple) else value
+                yield table, ids_of(inputs[feature])
+
+
+def ids_of(value: Feature) -> Tensor:
+    """The ids of what a feature gives."""
+    return value[0] if isinstance(value, tuple) else value
 
 
 def _only_itself(batch: Any) -> Any:

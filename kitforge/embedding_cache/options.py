@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from typing import Literal
+from urllib.parse import urlsplit
 
 from kitforge.embedding_cache.store import RowStore
 from kitforge.foundation.config import check
@@ -65,6 +66,40 @@ class ForgettingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteOptions:
+    """Where the server is, and how patient to be with it."""
+
+    # redis://, rediss:// (TLS) or unix://, with user, host, port and database. A password that is not in it is that of
+    # the environment, $KITFORGE_REMOTE_PASSWORD.
+    url: str
+    prefix: str = "kitforge"  # what the names of all keys begin with; runs at the same time need different ones
+    ca_file: str | None = None  # rediss: certificates that vouch for the server's; None: those of the system
+    timeout: float = 10.0  # seconds to wait for one answer
+    attempts: int = 8  # tries of one call, the first included, before the run stops
+    first_wait: float = 0.1  # seconds before the second try; twice as many before each further one
+    longest_wait: float = 10.0
+    batch_rows: int = 4096  # rows of one command: others are served between two commands
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        scheme = self.url.partition("://")[0]
+        check(scheme in ("redis", "rediss", "unix"), "cache.remote", scheme, "redis://, rediss:// or unix://")
+        is_vouched = self.ca_file is None or scheme == "rediss"
+        check(is_vouched, "cache.remote_ca_file", self.ca_file, "none without rediss://")
+        check(self.timeout > 0, "cache.remote.timeout", self.timeout, "seconds above 0")
+        for name in ("attempts", "batch_rows"):
+            check(getattr(self, name) >= 1, f"cache.remote.{name}", getattr(self, name), "a whole number of at least 1")
+        for name in ("first_wait", "longest_wait"):
+            check(getattr(self, name) >= 0, f"cache.remote.{name}", getattr(self, name), "seconds, 0 or more")
+
+    @property
+    def place(self) -> str:
+        """The URL without user and password, for messages and records."""
+        parts = urlsplit(self.url)
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TableOptions:
     """One table: what its rows begin as, how they are put together, and where they may live."""
 
@@ -81,7 +116,7 @@ class TableOptions:
     host_rows: int | None = None  # rows of the host tier; None: all where no lower tier is given, else none
     path: str | None = None  # folder of the file tier
     file_rows: int | None = None  # rows of the file tier above a remote one; None: all
-    remote: RowStore | None = None  # the last tier, of any kind
+    remote: RowStore | RemoteOptions | str | None = None  # the last tier: a server or its URL, or a store of any kind
     policy: PolicyOptions = field(default_factory=PolicyOptions)
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
     forgetting: ForgettingOptions = field(default_factory=ForgettingOptions)

@@ -156,5 +156,5 @@ class Planner:
                 "a batch has more distinct rows than the device tier",
                 got=f"{num_rows} rows in one lookup, cache.device_rows={capacity}",
                 expected=f"cache.device_rows of at least {num_rows}",
-                fix=f"cache.device_rows={num_rows}, or strict=false to let the tier grow for such a batch",
+                fix=f"cache.device_rows={num_rows}, or cache.strict=false to let the tier grow for such a batch",
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeVar, final
 
@@ -21,7 +22,7 @@ from kitforge.embedding_cache.boundary import Boundary, Moment
 from kitforge.embedding_cache.claims import Claims
 from kitforge.embedding_cache.estimate import Estimate, estimate
 from kitforge.embedding_cache.gradients import Delivery, Part, RowGradients
-from kitforge.embedding_cache.options import TableOptions
+from kitforge.embedding_cache.options import RemoteOptions, TableOptions
 from kitforge.embedding_cache.pooling import Lookup, Pooling, pooled_rows, pooled_vectors
 from kitforge.embedding_cache.prefetcher import Advance, Prefetcher
 from kitforge.embedding_cache.query import Query, flat_ids, read_query
@@ -29,7 +30,9 @@ from kitforge.embedding_cache.restore import part_name, restore
 from kitforge.embedding_cache.row_cache import RowCache
 from kitforge.embedding_cache.spread import Spread
 from kitforge.embedding_cache.stats import TableStats
+from kitforge.embedding_cache.store import RowStore
 from kitforge.embedding_cache.tickets import Ticket
+from kitforge.embedding_cache.tiers.remote import RemoteStore
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.errors import DataError
 
@@ -56,10 +59,11 @@ class CachedEmbedding(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.options = TableOptions(num_embeddings=num_embeddings, dim=dim, **options)
         config = SparseOptimizerConfig(name=optimizer) if isinstance(optimizer, str) else optimizer
         self.optimizer = config
-        _check_ranks(self.options, config, ranks)
+        given = TableOptions(num_embeddings=num_embeddings, dim=dim, **options)
+        _check_ranks(given, config, ranks)
+        self.options = replace(given, remote=_store_of(given, config, ranks))
         self.rows = RowCache(self.options, build_row_optimizer(config), ranks)
         self._spread = ranks
         self._gradients = RowGradients(self.rows.device, self.rows.initial.dim)
@@ -303,6 +307,18 @@ def _check_ranks(options: TableOptions, optimizer: SparseOptimizerConfig, ranks:
     check(
         options.forgetting.norm is None, "cache.forgetting.norm", options.forgetting.norm, "none, for columns of rows"
     )
+
+
+def _store_of(options: TableOptions, optimizer: SparseOptimizerConfig, ranks: Spread | None) -> RowStore | None:
+    """The last tier: where a server is named, this rank's share of the rows there."""
+    remote = options.remote
+    if remote is None or isinstance(remote, RowStore):
+        return remote
+    server = RemoteOptions(url=remote) if isinstance(remote, str) else remote
+    share = (0, 1) if ranks is None else ranks.share
+    check(ranks is None or share[1] > 1, "cache.remote", server.place, "none but for rows that are spread by their ids")
+    schema = {"name": options.name, "dim": options.dim, "optimizer": to_dict(optimizer)}
+    return RemoteStore(server, schema, build_row_optimizer(optimizer).layout(options.dim).width, share=share)
 
 
 def _itself(batch: Any) -> Any:

@@ -105,7 +105,7 @@ class Loop:
             self.note("changed", change)
         if self.options.max_steps is None and self.options.epochs is None:
             self.note(
-                "length", f"{self.max_steps} steps, as none was given; trainer.epochs=1 reads the whole text once"
+                "length", f"{self.max_steps} steps, as none was given; trainer.epochs=1 goes through the data once"
             )
         if (summary := self._run_options.summary) is not None:
             self.note("batches", summary)

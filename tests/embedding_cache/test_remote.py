@@ -14,8 +14,9 @@ import redis
 import torch
 from torch import Tensor
 
+from kitforge.embedding_cache.options import RemoteOptions
 from kitforge.embedding_cache.tiers.remote import RemoteStore
-from kitforge.embedding_cache.tiers.remote_link import RemoteLink, RemoteOptions
+from kitforge.embedding_cache.tiers.remote_link import RemoteLink
 from kitforge.foundation.errors import ConfigError, TrainingError
 from tests.embedding_cache.redis_server import RedisServer, make_certificate
 

@@ -12,12 +12,12 @@ from torch import nn
 from kitforge.core.checkpoint.layout import steps
 from kitforge.core.optim.sparse import SparseOptimizerConfig, build_row_optimizer
 from kitforge.core.parallel.world import World
+from kitforge.embedding_cache.options import RemoteOptions
 from kitforge.embedding_cache.store import RowStore
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.embedding_cache.tiers.remote import RemoteStore
-from kitforge.embedding_cache.tiers.remote_link import RemoteOptions
 from kitforge.foundation.config import to_dict
-from kitforge.foundation.errors import TrainingError
+from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.trainer.callbacks.callback import Callback, Event
 from kitforge.trainer.callbacks.callback import Run as RunView
 from tests.embedding_cache import training
@@ -62,6 +62,19 @@ def remote(server: RedisServer) -> clicks.MakeTable:
         )  # fmt: skip
 
     return make
+
+
+def test_a_table_finds_its_server_by_the_address_alone(tmp_path: Path, server: RedisServer) -> None:
+    case = Case(optimizer="ftrl", depth=1, tiers="whole")
+    capacity = training.largest_batch() + 2
+    with training.build(case, tmp_path, device_rows=capacity, host_rows=0, remote=server.url) as table:
+        outputs = training.train(table, case)
+        assert table.stats().resident["remote"] > 0
+        training.assert_same_bits(training.outcome(table, outputs), training.uncached(case.optimizer))
+    with pytest.raises(ConfigError, match=r"holds another table[\s\S]*cache\.remote_prefix"):
+        training.build(Case(optimizer="sgd", tiers="whole"), tmp_path, device_rows=capacity, remote=server.url)
+    other = RemoteOptions(url=server.url, prefix="other")
+    training.build(Case(optimizer="sgd", tiers="whole"), tmp_path, device_rows=capacity, remote=other).close()
 
 
 class After(Callback):

@@ -20,7 +20,7 @@ from kitforge.embedding_cache.tiers.bounded import BoundedStore
 from kitforge.embedding_cache.tiers.file import FIRST_BYTES, FileStore
 from kitforge.embedding_cache.tiers.host import HostStore
 from kitforge.embedding_cache.tiers.write_behind import WriteBehind
-from kitforge.foundation.errors import ConfigError, TrainingError
+from kitforge.foundation.errors import TrainingError
 
 WIDTH = 3
 KEYS = (-(2**63), 2**63 - 1, 0, -1, 1, 2**32)
@@ -153,9 +153,14 @@ def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path) -> None:
         assert len(store) == 10 + len(many)
 
 
-def test_two_tables_do_not_share_a_file(tmp_path: Path) -> None:
-    with file_store(tmp_path), file_store(tmp_path, "other"), pytest.raises(ConfigError, match="another table keeps"):
-        file_store(tmp_path)
+def test_tables_of_one_name_in_one_folder_do_not_meet(tmp_path: Path) -> None:
+    key = torch.tensor([7])
+    with file_store(tmp_path) as one, file_store(tmp_path) as other:
+        for store, value in ((one, 1.0), (other, 2.0)):
+            store.write(key, torch.full((1, WIDTH), value))
+        out = torch.empty(1, WIDTH)
+        assert one.read(key, out).all() and (out == 1.0).all()
+        assert other.read(key, out).all() and (out == 2.0).all()
 
 
 class Broken(RowStore):

@@ -69,6 +69,13 @@ class BadRows:
                 _log.warning("%s %s (got %s): left out, as are further ones", row.place(), problem.reason, problem.got)
             self.counts[problem.reason] += 1
 
+    def tell(self, name: str, num_rows: int) -> None:
+        """Say how many rows of a table were left out, beside those that were kept."""
+        if self.total:
+            reasons = "; ".join(f"{reason} ({count:,})" for reason, count in self.counts.most_common())
+            share = f"{self.total:,} of {self.total + num_rows:,}"
+            _log.warning("%s: %s rows are left out, each of which %s", name, share, reasons)
+
     @property
     def total(self) -> int:
         """Rows left out."""

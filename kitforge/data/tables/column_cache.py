@@ -84,7 +84,9 @@ def load_table(
     """The table of a source: from its cache below `root`, which is built if it is not there yet, or in memory where
     the rows were handed over. Raises DataError for what is wrong with the rows or the disk."""
     if source.fingerprint is None:
-        return _in_memory(source, layout, bad, num_workers)
+        table = _in_memory(source, layout, bad, num_workers)
+        bad.tell(source.name, table.num_rows)
+        return table
     fingerprint = digest("column_cache", FORMAT, source.fingerprint, layout.fingerprint, bad.policy)
     folder = root / fingerprint
 
@@ -106,6 +108,7 @@ def load_table(
     _place(folder).build(fill)
     cache = ColumnCache(folder, layout)
     bad.counts.update(cache.bad_rows)
+    bad.tell(source.name, cache.num_rows)
     return cache
 
 

@@ -10,17 +10,13 @@ from itertools import islice
 
 import numpy as np
 
-from kitforge.data.sampler import order
 from kitforge.data.tables.canonical import to_columns
 from kitforge.data.tables.chunk import BadRow, BadRows
 from kitforge.data.tables.columns import Columns, Layout, concatenate
 from kitforge.data.tables.csv_files import Job
 from kitforge.data.tables.source import TableSource
 from kitforge.foundation.errors import DataError
-from kitforge.foundation.seed import key
 
-# Rows that are shuffled together when a source is read without a cache.
-WINDOW_ROWS = 65_536
 _MAX_WORKERS = 4
 
 
@@ -87,12 +83,3 @@ def blocks(parts: Iterator[Columns], size: int, start: int = 0) -> Iterator[Colu
         num_held %= size
     if num_held:
         yield concatenate(held)
-
-
-def shuffled(parts: Iterator[Columns], seed: int, start: int = 0) -> Iterator[Columns]:
-    """The rows in a random order within windows of WINDOW_ROWS, from sample `start` on. Which row comes when is a pure
-    function of the seed and of the rows, so a resumed stream goes on exactly; it reads up to there again."""
-    first, skipped = divmod(start, WINDOW_ROWS)
-    for number, window in enumerate(blocks(parts, WINDOW_ROWS, first * WINDOW_ROWS), start=first):
-        rows = order(key(seed, "window", number), len(window), 0, len(window))
-        yield window.take(rows[skipped if number == first else 0 :])

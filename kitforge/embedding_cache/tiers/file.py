@@ -1,13 +1,14 @@
 """The file tier: rows in slots of one file, their keys in memory.
 
-The file is scratch of one process, gone with it; what shall last is a checkpoint's matter.
+The file is scratch and has no name, so it goes with its process, however that ends, and nobody else can cut it short.
+What shall last is a checkpoint's matter.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from kitforge.core.kernels.places import at, put, where
 from kitforge.embedding_cache.coldest import Coldest
 from kitforge.embedding_cache.index import SlotIndex
 from kitforge.embedding_cache.store import RowStore
-from kitforge.foundation.errors import ConfigError, TrainingError
+from kitforge.foundation.errors import TrainingError
 
 # Reads in flight at once where rows are not in the page cache: a disk serves many far faster than one after the other.
 NUM_READERS = 32
@@ -35,14 +36,14 @@ FIRST_BYTES = 2**20
 
 @final
 class FileStore(RowStore):
-    """Rows in `folder`/`name`.rows. Room on the disk is taken before anything is written to it.
+    """Rows of the table `name` on the disk of `folder`. Room there is taken before anything is written to it.
 
-    Raises ConfigError where another process keeps its rows there, and TrainingError where the disk is full.
+    Raises TrainingError where the disk is full.
     """
 
     def __init__(self, folder: Path | str, name: str, width: int, kernels: TableKernels) -> None:
         self.width = width
-        self.path = Path(folder) / f"{name}.rows"
+        self._place = f"{folder}, for the rows of {name}"
         self._row_bytes = 4 * width
         self._lock = threading.Lock()
         self._index = SlotIndex(kernels.hash_map, 0)
@@ -50,10 +51,9 @@ class FileStore(RowStore):
         self._clock = 0  # of the rows' last use: calls of `read` and `write`
         self._coldest = Coldest()
         self._readers: ThreadPoolExecutor | None = None
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        self._is_open = True
-        self._claim()
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._scratch = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (closed by `close`)
+        self._file = self._scratch.fileno()
         self._slab = torch.empty(0, width)
 
     def __len__(self) -> int:
@@ -118,28 +118,12 @@ class FileStore(RowStore):
             os.fsync(self._file)
 
     def close(self) -> None:
-        """Remove the file."""
+        """Give the room back."""
         with self._lock:
-            if not self._is_open:
-                return
-            self._is_open = False
             if self._readers is not None:
                 self._readers.shutdown()
             self._slab = torch.empty(0, self.width)
-            self.path.unlink(missing_ok=True)
-            os.close(self._file)
-
-    def _claim(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._file)
-            raise ConfigError(
-                "another table keeps its rows in this file",
-                got=self.path,
-                fix="give each process a path of its own, and each table a name of its own",
-            ) from None
-        os.ftruncate(self._file, 0)
+            self._scratch.close()
 
     def _make_room(self, num_new: int) -> None:
         short = num_new - self._index.num_free
@@ -152,7 +136,7 @@ class FileStore(RowStore):
         except OSError as error:
             raise TrainingError(
                 "the file tier has no room for its rows",
-                got=f"{error.strerror} at {room * self._row_bytes / 2**20:.0f} MiB of {self.path}",
+                got=f"{error.strerror} at {room * self._row_bytes / 2**20:.0f} MiB in {self._place}",
                 fix="free space there, or give cache.path a larger disk; what is in memory is kept",
             ) from error
         self._index.grow(room)

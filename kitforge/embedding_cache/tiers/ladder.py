@@ -173,7 +173,7 @@ def build_ladder(
 ) -> Ladder:
     """The tiers below the device that `options` name; `rank` keeps the files of ranks apart."""
     width = initial.layout.width
-    store: RowStore | None = options.remote
+    store = options.remote if isinstance(options.remote, RowStore) else None
     if store is not None:
         check(store.width == width, "cache.remote", f"rows of {store.width} numbers", f"rows of {width}")
     store_name = "remote"

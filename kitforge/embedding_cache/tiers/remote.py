@@ -19,8 +19,9 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.optim.rows import Share
+from kitforge.embedding_cache.options import RemoteOptions
 from kitforge.embedding_cache.store import RowStore
-from kitforge.embedding_cache.tiers.remote_link import RemoteLink, RemoteOptions
+from kitforge.embedding_cache.tiers.remote_link import RemoteLink
 from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.foundation.log import logger
 
@@ -144,7 +145,7 @@ class RemoteStore(RowStore):
                 f"{self._options.place} holds another table under {self._rows!r}",
                 got="; ".join(f"{key}: {there.get(key)}" for key in different),
                 expected="; ".join(f"{key}: {self._schema.get(key)}" for key in different),
-                fix="choose another prefix, or delete those keys if their rows are not needed",
+                fix="choose another cache.remote_prefix, or delete those keys if their rows are not needed",
             )
         if num_rows and not keep:
             _log.warning("%s rows that an earlier run left in %s are deleted", f"{num_rows:,}", self._rows)
@@ -178,7 +179,7 @@ class RemoteStore(RowStore):
             got=f"{self._stamp} = {stamp!r}",
             expected=" or ".join(map(repr, self._stamps)),
             fix="resume from the last checkpoint"
-            + ("; give every run a prefix of its own" if who not in ("", self._who) else ""),
+            + ("; give every run a prefix of its own (cache.remote_prefix)" if who not in ("", self._who) else ""),
         )
 
     def _batches(self, keys: Tensor) -> Iterator[slice]:

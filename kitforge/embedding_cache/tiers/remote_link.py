@@ -5,52 +5,20 @@ It knows commands and their answers, no rows. https://redis.io/docs/latest/devel
 
 from __future__ import annotations
 
+import os
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, final
-from urllib.parse import urlsplit
 
-from kitforge.foundation.config import check
+from kitforge.embedding_cache.options import RemoteOptions
 from kitforge.foundation.errors import ConfigError, DependencyError, TrainingError
 from kitforge.foundation.log import logger
 
 _log = logger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteOptions:
-    """Where the server is, and how patient to be with it."""
-
-    url: str  # redis://, rediss:// (TLS) or unix://, with user, password, host, port and database
-    prefix: str = "kitforge"  # what the names of all keys begin with; runs at the same time need different ones
-    ca_file: str | None = None  # rediss: certificates that vouch for the server's; None: those of the system
-    timeout: float = 10.0  # seconds to wait for one answer
-    attempts: int = 8  # tries of one call, the first included, before the run stops
-    first_wait: float = 0.1  # seconds before the second try; twice as many before each further one
-    longest_wait: float = 10.0
-    batch_rows: int = 4096  # rows of one command: others are served between two commands
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of range."""
-        scheme = self.url.partition("://")[0]
-        check(scheme in ("redis", "rediss", "unix"), "cache.remote", scheme, "redis://, rediss:// or unix://")
-        check(
-            self.ca_file is None or scheme == "rediss", "cache.remote.ca_file", self.ca_file, "none without rediss://"
-        )
-        check(self.timeout > 0, "cache.remote.timeout", self.timeout, "seconds above 0")
-        for name in ("attempts", "batch_rows"):
-            check(getattr(self, name) >= 1, f"cache.remote.{name}", getattr(self, name), "a whole number of at least 1")
-        for name in ("first_wait", "longest_wait"):
-            check(getattr(self, name) >= 0, f"cache.remote.{name}", getattr(self, name), "seconds, 0 or more")
-
-    @property
-    def place(self) -> str:
-        """The URL without user and password, for messages."""
-        parts = urlsplit(self.url)
-        return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+# Where a password is that the URL does not have: what is in neither is not written to any run either.
+PASSWORD = "KITFORGE_REMOTE_PASSWORD"
 
 
 @final
@@ -71,6 +39,7 @@ class RemoteLink:
             # Tries are counted here, where they are told of.
             self._client = redis.Redis.from_url(
                 options.url,
+                password=os.environ.get(PASSWORD),
                 socket_timeout=options.timeout,
                 socket_connect_timeout=options.timeout,
                 retry=Retry(NoBackoff(), 0),
@@ -141,13 +110,13 @@ class RemoteLink:
     def _refusal(self, cause: Exception) -> ConfigError | TrainingError:
         place, errors = self._options.place, self._errors
         if isinstance(cause, errors.AuthenticationError) or "NOAUTH" in str(cause):
-            return ConfigError(
-                f"{place} refuses user or password", got=cause, fix="put them into the URL of cache.remote"
-            )
+            fix = f"put them into the URL of cache.remote, or the password into ${PASSWORD}"
+            return ConfigError(f"{place} refuses user or password", got=cause, fix=fix)
         if isinstance(cause, errors.OutOfMemoryError):
             return TrainingError(f"{place} has no memory left for rows", got=cause, fix="give it more, then resume")
         if isinstance(_root(cause), ssl.SSLCertVerificationError):
-            return ConfigError(f"nobody vouches for {place}", got=cause, fix="name its certificates in ca_file")
+            fix = "name its certificates in cache.remote_ca_file"
+            return ConfigError(f"nobody vouches for {place}", got=cause, fix=fix)
         return TrainingError(f"{place} refuses a command", got=cause)
 
 

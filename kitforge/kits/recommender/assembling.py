@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kitforge.core.checkpoint.load import Checkpoint, load_tensors
 from kitforge.core.checkpoint.tables import tables_of
 from kitforge.core.nn.lookup import RecommenderConfig
 from kitforge.core.parallel.world import World
 from kitforge.data.tables.names import names_of
-from kitforge.foundation.config import from_dict, to_dict
+from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.recommender.catalogue import Catalogue, catalogue_of
 from kitforge.kits.recommender.clicks import Clicks
@@ -29,6 +29,8 @@ from kitforge.models.catalog import recommender_of
 from kitforge.models.folder import find_checkpoint
 from kitforge.models.sasrec.model import SASRecConfig
 from kitforge.models.two_tower.model import TwoTowerConfig
+
+Options = TypeVar("Options")
 
 
 def new_recommender(
@@ -56,7 +58,7 @@ def restored(
     distinct: Mapping[str, float] = EMPTY,
 ) -> Recommender:
     """The recommender of a checkpoint, its rows in the tiers that `options` say, ready to train further."""
-    recorded = dataclasses.replace(recorded_options(checkpoint), cache=options.cache)
+    recorded = dataclasses.replace(recorded_options(checkpoint), cache=options.cache, trainer=options.trainer)
     model = new_recommender(recommender_of(recorded.model), encoder, recorded, world, distinct)
     load_tensors(dict(model.named_parameters()), checkpoint.model(), what="model")
     checkpoint.load_tables(tables_of(model.modules()))
@@ -79,9 +81,9 @@ def finding_of(
     if catalogue is None:
         raise ConfigError("there are no items to find", got="data.train=null", expected="rows to train on")
     if isinstance(config, TwoTowerConfig):
-        return Matching(config, plan, catalogue, options.seed)
+        return Matching(config, plan, catalogue, options.retrieval, options.seed)
     feature = config.items(sample_shape(encoder))
-    return NextItem(feature, plan, catalogue, options.retrieval.num_negatives, options.seed)
+    return NextItem(feature, plan, catalogue, options.retrieval, options.seed)
 
 
 def with_items(dataset: Dataset, config: RecommenderConfig, root: Path) -> Dataset:
@@ -126,7 +128,15 @@ def recorded_options(checkpoint: Checkpoint) -> RecommendationOptions:
 
 def data_of(given: DataOptions, recorded: DataOptions) -> DataOptions:
     """How the rows of a run were read, but for what is asked for otherwise; the run's own where no other are named."""
-    asked = {name: value for name, value in to_dict(given).items() if value != getattr(DataOptions(), name)}
-    if given.train is not None or given.eval is not None:
-        asked |= {"train": given.train, "eval": given.eval}
-    return dataclasses.replace(recorded, **asked)
+    found = with_asked(given, recorded)
+    if given.train is None and given.eval is None:
+        return found
+    return dataclasses.replace(found, train=given.train, eval=given.eval)
+
+
+def with_asked(given: Options, recorded: Options) -> Options:
+    """The options of a run, but for those that are asked for otherwise now."""
+    plain: Any = type(given)()
+    names = (field.name for field in dataclasses.fields(recorded))  # type: ignore[arg-type]
+    asked = {name: value for name in names if (value := getattr(given, name)) != getattr(plain, name)}
+    return dataclasses.replace(recorded, **asked)  # type: ignore[type-var]

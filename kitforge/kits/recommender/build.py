@@ -27,16 +27,17 @@ from kitforge.kits.recommender.assembling import (
     objective_of,
     recorded_options,
     restored,
+    with_asked,
     with_items,
 )
-from kitforge.kits.recommender.config import RecommendationOptions, sized
+from kitforge.kits.recommender.config import AUTO, RecommendationOptions, sized
 from kitforge.kits.recommender.counting import CountTables, curves, distinct_rows
 from kitforge.kits.recommender.data import Dataset, cache_root, iter_of, load_dataset, schema_of
 from kitforge.kits.recommender.features import Encoder
 from kitforge.kits.recommender.guess import with_rare_values
 from kitforge.kits.recommender.inspection import inspect
 from kitforge.kits.recommender.inspection_view import rendered
-from kitforge.kits.recommender.keeping import KeepFeatures, find_catalogue, find_features
+from kitforge.kits.recommender.keeping import KeepFeatures, features_to_go_on_with, find_catalogue, find_features
 from kitforge.kits.recommender.model import Recommender
 from kitforge.kits.recommender.objective import Objective
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
@@ -73,7 +74,7 @@ def assemble(options: RecommendationOptions, inputs: Inputs, lobby: Lobby) -> As
     options = sized(options, dataset.train.num_rows if isinstance(dataset.train, Samples) else None)
     objective = objective_of(config, options, dataset)
     world = lobby.join()
-    recorded = to_dict(options) | {"model": {"family": config.family, **to_dict(config)}}
+    recorded = _recorded(options, config)
     config_text = to_yaml(recorded)
     lobby.check_same({"configuration": config_text, "training rows": dataset.fingerprint})
 
@@ -88,7 +89,7 @@ def assemble(options: RecommendationOptions, inputs: Inputs, lobby: Lobby) -> As
         apply(model, Sharding(), world)
         return model
 
-    options = _watched(options, objective, dataset)
+    options = _watched(options, objective)
     folder = world.first(default_folder(options, inputs.model_name))
     loop = make_loop(
         RecommendationTask(options, dataset, objective, build, world),
@@ -118,7 +119,10 @@ def evaluate(options: RecommendationOptions, inputs: Inputs, lobby: Lobby) -> di
         checkpoint = checkpoint_of(Path(options.checkpoint))
         recorded = recorded_options(checkpoint)
         data = data_of(options.data, recorded.data)
-        options = dataclasses.replace(options, seed=recorded.seed, data=data, retrieval=recorded.retrieval)
+        retrieval = with_asked(options.retrieval, recorded.retrieval)
+        # What is said goes to programs, which want the metrics alone.
+        trainer = dataclasses.replace(options.trainer, progress=False)
+        options = dataclasses.replace(options, seed=recorded.seed, data=data, retrieval=retrieval, trainer=trainer)
         config = recommender_of(recorded.model)
     else:
         config = model.config
@@ -231,6 +235,9 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
     if options.checkpoint is not None and given is None:
         folder = Path(options.checkpoint)
         encoder, catalogue = find_features(folder), find_catalogue(folder)
+    if encoder is None and train is not None and iter_of(train) is not None:
+        # Other rows come now than those that the features were fitted on.
+        encoder = features_to_go_on_with(options)
     data = options.data
     if isinstance(config, SASRecConfig):
         # What is kept for evaluation are the last items of sequences, not whole ones.
@@ -243,9 +250,17 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
     return with_items(dataclasses.replace(dataset, catalogue=catalogue), config, cache_root(data))
 
 
-def _watched(options: RecommendationOptions, objective: Objective[Any], dataset: Dataset) -> RecommendationOptions:
+def _recorded(options: RecommendationOptions, config: RecommenderConfig) -> dict[str, Any]:
+    """What the run keeps of its options: all but who has entry to a server."""
+    values = to_dict(options) | {"model": {"family": config.family, **to_dict(config)}}
+    if (server := options.cache.server()) is not None:
+        values["cache"]["remote"] = server.place
+    return values
+
+
+def _watched(options: RecommendationOptions, objective: Objective[Any]) -> RecommendationOptions:
     """With the objective's own metric as the one that says what is best, unless another one is named."""
-    if options.trainer.monitor != type(options.trainer)().monitor or dataset.eval is None:
+    if options.trainer.monitor != AUTO:
         return options
     trainer = dataclasses.replace(options.trainer, monitor=objective.monitor, monitor_mode=objective.monitor_mode)
     return dataclasses.replace(options, trainer=trainer)

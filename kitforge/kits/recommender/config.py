@@ -12,7 +12,7 @@ from kitforge.core.optim.sparse import SparseOptimizerConfig, SparseOptimizerNam
 from kitforge.data.tables.chunk import OnBadRow
 from kitforge.data.tables.source import TableFormat
 from kitforge.data.tables.split import SplitRule
-from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions, PolicyOptions
+from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions, PolicyOptions, RemoteOptions
 from kitforge.embedding_cache.placement import Way
 from kitforge.embedding_cache.serving.table import ServedDtype
 from kitforge.foundation.config import check
@@ -23,6 +23,7 @@ SMALLEST_BATCH, LARGEST_BATCH = 64, 4096
 # Steps of a pass over a small table: with fewer, what is learned first decides too much.
 WANTED_STEPS = 256
 WIDE_RATE = 0.1
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,11 @@ class CacheOptions:
     host_rows: int | None = None  # rows in memory below it; None: all where no file lies below
     path: str | None = None  # folder of files for the others
     file_rows: int | None = None  # rows of those files where a remote lies below them
-    remote: str | None = None  # redis:// or rediss:// URL of the last tier
+    # redis:// or rediss:// URL of the last tier. User and password are not kept in the run; a password may be in
+    # $KITFORGE_REMOTE_PASSWORD as well.
+    remote: str | None = None
+    remote_prefix: str = "kitforge"  # of its names there; runs at the same time need different ones
+    remote_ca_file: str | None = None  # rediss: certificates that vouch for the server's; None: those of the system
     prefetch_depth: int = 0  # batches whose rows are fetched ahead; 0: only when they are needed
     policy: PolicyOptions = field(default_factory=PolicyOptions)
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
@@ -117,6 +122,13 @@ class CacheOptions:
 
     def __post_init__(self) -> None:
         check(self.prefetch_depth >= 0, "cache.prefetch_depth", self.prefetch_depth, "a whole number of at least 0")
+        self.server()
+
+    def server(self) -> RemoteOptions | None:
+        """The server of the last tier. Raises ConfigError for an address that is none."""
+        if self.remote is None:
+            return None
+        return RemoteOptions(url=self.remote, prefix=self.remote_prefix, ca_file=self.remote_ca_file)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +136,20 @@ class RetrievalOptions:
     """How families that find items, rather than score pairs, learn and are measured."""
 
     num_negatives: int = 512  # sasrec: items drawn for a step, which all its samples are told apart from
-    top: int = 10  # of HR@k and NDCG@k
+    top: int = 10  # the k of the HR@k that says what is best; HR@k and NDCG@k of 1, 5, 10 and 20 are told besides
     index: str = "Flat"  # faiss's words for the index of item vectors; Flat is exact
 
     def __post_init__(self) -> None:
         check(self.num_negatives >= 1, "retrieval.num_negatives", self.num_negatives, "a whole number of at least 1")
         check(self.top >= 1, "retrieval.top", self.top, "a whole number of at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOptions(TrainerOptions):
+    """Those of every run, but for what says which evaluation is the best."""
+
+    # A metric, or auto: eval/auc of families that score rows, eval/hr@k of those that find items, where more is better.
+    monitor: str = AUTO
 
 
 def _optimizer() -> OptimizerConfig:
@@ -143,7 +163,7 @@ class RecommendationOptions(RunOptions):
     task: str = TASK
     model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
     optimizer: OptimizerConfig = field(default_factory=_optimizer)  # of all that is no row of a table
-    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+    trainer: LoopOptions = field(default_factory=LoopOptions)
     data: DataOptions = field(default_factory=DataOptions)
     tables: TableOptions = field(default_factory=TableOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)

@@ -10,6 +10,7 @@ from kitforge.kits.recommender.catalogue import Catalogue, load_catalogue, save_
 from kitforge.kits.recommender.features import Encoder
 from kitforge.kits.recommender.statistics import load_features, save_features
 from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.options import RunOptions
 
 FEATURES = "features.json"
 ITEMS = "items.safetensors"
@@ -17,14 +18,17 @@ ITEMS = "items.safetensors"
 
 @final
 class KeepFeatures(Callback):
-    """Writes features.json when the run starts, and items.safetensors where items are to be found."""
+    """Writes features.json when the run starts, and items.safetensors where items are to be found; tells once which
+    values the features can no longer tell apart."""
 
     def __init__(self, encoder: Encoder, catalogue: Catalogue | None) -> None:
         self._encoder = encoder
         self._catalogue = catalogue
 
     def on_event(self, event: Event, run: Run) -> None:
-        """Save at the start."""
+        """Save at the start; tell when others have begun to write."""
+        if event.kind == "step" and run.state.cursor.step == 1 and (words := self._encoder.statistics.collisions()):
+            run.note("collisions", words)
         if event.kind == "start" and run.folder is not None and run.world.rank == 0:
             save_features(run.folder / FEATURES, self._encoder.schema, self._encoder.statistics)
             if self._catalogue is not None:
@@ -37,6 +41,13 @@ def find_features(folder: Path) -> Encoder:
     if path is None:
         raise DataError("there are no features", got=folder, expected=f"a run of the recommender, with its {FEATURES}")
     return Encoder(*load_features(path))
+
+
+def features_to_go_on_with(options: RunOptions) -> Encoder | None:
+    """The features of the run that is resumed; None for a run that begins."""
+    place = options.output_dir if options.resume == "auto" else options.resume
+    path = None if place is None else _kept(Path(place), FEATURES)
+    return None if path is None else Encoder(*load_features(path))
 
 
 def find_catalogue(folder: Path) -> Catalogue | None:

@@ -22,10 +22,11 @@ from kitforge.foundation.config import check
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.catalogue import Catalogue
+from kitforge.kits.recommender.config import RetrievalOptions
 from kitforge.kits.recommender.lookups import LookupPlan
 from kitforge.kits.recommender.model import Recommender, inputs_of
 from kitforge.kits.recommender.objective import Finding
-from kitforge.kits.recommender.ranking import RankingMetrics, target_ranks
+from kitforge.kits.recommender.ranking import RankingMetrics, ranking_metrics, target_ranks
 from kitforge.kits.recommender.samples import Samples
 from kitforge.models.two_tower.model import TwoTower, TwoTowerConfig
 
@@ -47,10 +48,11 @@ class Matching(Finding[Pool]):
     """Softmax over the items of the batch, corrected by how often each is sampled (Yi et al., 2019). Rows whose label
     is 0 are items, and no users."""
 
-    monitor = "eval/hr@10"
     monitor_mode: Literal["min", "max"] = "max"
 
-    def __init__(self, config: TwoTowerConfig, plan: LookupPlan, catalogue: Catalogue, seed: int) -> None:
+    def __init__(
+        self, config: TwoTowerConfig, plan: LookupPlan, catalogue: Catalogue, retrieval: RetrievalOptions, seed: int
+    ) -> None:
         self._item = config.item[0]
         sequences = [name for name in config.item if any(name in each.features for each in plan.sequences())]
         check(not sequences, "model.item", sequences, "features of one value or a bag: an item has no history")
@@ -61,6 +63,8 @@ class Matching(Finding[Pool]):
         self._plan = plan
         self._catalogue = catalogue
         self._seed = seed
+        self._top = retrieval.top
+        self.monitor = f"eval/hr@{self._top}"
 
     def read(self, rows: Samples, indices: NDArray[np.int64], own: slice, step: int) -> Pool:
         """See `Objective`."""
@@ -111,7 +115,7 @@ class Matching(Finding[Pool]):
     ) -> dict[str, float]:
         """hr@k, ndcg@k and mrr of the item among all items of the training rows, and the loss over them."""
         items = model(lambda: self.item_vectors(model))
-        metrics, total = RankingMetrics(), 0.0
+        metrics, total = ranking_metrics(self._top), 0.0
         for indices in batches:
             batch = rows.batch(indices)
             users = model(lambda batch=batch: self.user_vectors(model, batch))
@@ -167,7 +171,7 @@ def in_batch_loss(scores: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
 
 def over_ranks(metrics: RankingMetrics, loss: float, world: World) -> dict[str, float]:
     """The metrics of all ranks' rows, the same on each."""
-    whole, total = RankingMetrics(), 0.0
+    whole, total = metrics.empty(), 0.0
     for counts, share in world.agree((metrics.counts, loss)):
         whole.merge(counts)
         total += share

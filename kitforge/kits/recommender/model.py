@@ -14,19 +14,15 @@ from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.init import normal_rows
 from kitforge.core.nn.lookup import RecommenderConfig, SampleShape
 from kitforge.core.nn.noise import SampleNoise
-from kitforge.core.optim.sparse import build_row_optimizer
 from kitforge.core.parallel.world import World
 from kitforge.embedding_cache.collection import EmbeddingCollection
 from kitforge.embedding_cache.spread import Spread
 from kitforge.embedding_cache.table import CachedEmbedding
-from kitforge.embedding_cache.tiers.remote import RemoteStore
-from kitforge.embedding_cache.tiers.remote_link import RemoteOptions
-from kitforge.foundation.config import to_dict
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.catalogue import Catalogue
 from kitforge.kits.recommender.config import CacheOptions, TableOptions
 from kitforge.kits.recommender.features import Encoder
-from kitforge.kits.recommender.lookups import LookupPlan, Request, StackedTable
+from kitforge.kits.recommender.lookups import LookupPlan, Request
 
 
 @final
@@ -130,7 +126,7 @@ def make_tables(
             host_rows=cache.host_rows,
             path=None if cache.path is None else str(Path(cache.path) / name),
             file_rows=cache.file_rows,
-            remote=None if cache.remote is None else _remote(cache.remote, name, table, options, world),
+            remote=cache.server(),
             policy=cache.policy,
             admission=cache.admission,
             forgetting=cache.forgetting,
@@ -139,15 +135,6 @@ def make_tables(
         for name, table in plan.tables.items()
     }
     return EmbeddingCollection(tables, plan.features)
-
-
-def _remote(url: str, name: str, table: StackedTable, options: TableOptions, world: World) -> RemoteStore:
-    """The server's share of a table's rows that this rank has."""
-    rule = options.rule(table.kind)
-    schema = {"name": name, "dim": table.dim, "optimizer": to_dict(rule)}
-    width = build_row_optimizer(rule).layout(table.dim).width
-    share = (0, 1) if world.mesh is None else (world.rank, world.mesh.size)
-    return RemoteStore(RemoteOptions(url=url), schema, width, share=share)
 
 
 @torch.no_grad()

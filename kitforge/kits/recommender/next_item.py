@@ -19,11 +19,12 @@ from kitforge.foundation import seed as seeds
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch, Sequence
 from kitforge.kits.recommender.catalogue import Catalogue
+from kitforge.kits.recommender.config import RetrievalOptions
 from kitforge.kits.recommender.lookups import LookupPlan, padded
 from kitforge.kits.recommender.matching import ITEMS_AT_ONCE, over_ranks
 from kitforge.kits.recommender.model import Recommender
 from kitforge.kits.recommender.objective import Finding
-from kitforge.kits.recommender.ranking import RankingMetrics, target_ranks
+from kitforge.kits.recommender.ranking import ranking_metrics, target_ranks
 from kitforge.kits.recommender.samples import Samples
 from kitforge.models.sasrec.model import SASRec
 
@@ -44,15 +45,18 @@ class Draw:
 class NextItem(Finding[Draw]):
     """Softmax over the next item and K that are drawn, which stand for all others (Jean et al., 2015)."""
 
-    monitor = "eval/hr@10"
     monitor_mode: Literal["min", "max"] = "max"
 
-    def __init__(self, feature: str, plan: LookupPlan, catalogue: Catalogue, num_negatives: int, seed: int) -> None:
+    def __init__(
+        self, feature: str, plan: LookupPlan, catalogue: Catalogue, retrieval: RetrievalOptions, seed: int
+    ) -> None:
         self._feature = feature
         self._plan = plan
         self._catalogue = catalogue
-        self._num_negatives = min(num_negatives, len(catalogue))
+        self._num_negatives = min(retrieval.num_negatives, len(catalogue))
         self._seed = seed
+        self._top = retrieval.top
+        self.monitor = f"eval/hr@{self._top}"
 
     def read(self, rows: Samples, indices: NDArray[np.int64], own: slice, step: int) -> Draw:
         """See `Objective`."""
@@ -92,7 +96,7 @@ class NextItem(Finding[Draw]):
     ) -> dict[str, float]:
         """hr@k, ndcg@k and mrr of the last item of every sequence among all items, and the loss over them."""
         items = model(lambda: self.item_vectors(model))
-        metrics, total = RankingMetrics(), 0.0
+        metrics, total = ranking_metrics(self._top), 0.0
         for indices in batches:
             sequences = rows.batch(indices).sequences[self._feature]
             lengths = (sequences.lengths - HELD_OUT).clamp(min=0)

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from kitforge.foundation.config import check
 from kitforge.kits.recommender.auc import Floats
 
+CUTS = (1, 5, 10, 20)
+
 
 def target_ranks(scores: Floats, targets: NDArray[np.int64]) -> NDArray[np.int64]:
     """How many other candidates of scores [n, candidates] stand before the target [n] (a column). A tie is lost:
@@ -20,15 +22,24 @@ def target_ranks(scores: Floats, targets: NDArray[np.int64]) -> NDArray[np.int64
     return ranks
 
 
+def ranking_metrics(top: int) -> RankingMetrics:
+    """Those that are always told, and those of one k."""
+    return RankingMetrics(sorted({*CUTS, top}))
+
+
 @final
 class RankingMetrics:
     """Counts of targets by their rank, which add up exactly."""
 
-    def __init__(self, cuts: Sequence[int] = (1, 5, 10, 20)) -> None:
+    def __init__(self, cuts: Sequence[int] = CUTS) -> None:
         for cut in cuts:
             check(cut >= 1, "cuts", cut, "at least 1")
         self._cuts = tuple(cuts)
         self.counts = np.zeros(0, np.int64)  # [ranks]
+
+    def empty(self) -> RankingMetrics:
+        """The same, of nothing yet."""
+        return RankingMetrics(self._cuts)
 
     def add(self, ranks: NDArray[np.int64]) -> None:
         """Count targets by rank [n], 0 for the first place."""

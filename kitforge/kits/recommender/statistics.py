@@ -13,6 +13,8 @@ from kitforge.foundation.files import write_text
 from kitforge.kits.recommender.schema import Schema
 
 FORMAT = 1
+# Tables that are named where values share buckets.
+_MOST_TABLES = 4
 
 
 @final
@@ -35,6 +37,10 @@ class Occupancy:
     num_buckets: int
     is_estimated: bool = False  # from a sample of the values, where there were too many to be counted
 
+    def __str__(self) -> str:
+        about = "about " if self.is_estimated else ""
+        return f"{about}{self.num_colliding:,} of {self.num_values:,} values in {self.num_buckets:,} buckets"
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +54,14 @@ class Statistics:
     num_rare: dict[str, int] = field(default_factory=dict)  # by table: distinct values left out of the vocabulary
     occupancy: dict[str, Occupancy] = field(default_factory=dict)  # by table
     positive_rate: float | None = None  # share of labels that are 1
+
+    def collisions(self) -> str | None:
+        """The tables whose values share buckets, in words, those with the largest share of such values first."""
+        crowded = [(name, each) for name, each in self.occupancy.items() if each.num_colliding]
+        crowded.sort(key=lambda item: -item[1].num_colliding / item[1].num_values)
+        words = [f"{name} {each}" for name, each in crowded[:_MOST_TABLES]]
+        left = len(crowded) - len(words)
+        return "; ".join(words + ([f"fewer in {left} other tables"] if left else [])) or None
 
 
 def save_features(path: Path, schema: Schema, statistics: Statistics) -> None:

@@ -14,7 +14,7 @@ from kitforge.data.tables import column_cache, csv_files, reading
 from kitforge.data.tables.chunk import BadRow, BadRows, Chunk
 from kitforge.data.tables.column_cache import ColumnCache, load_table
 from kitforge.data.tables.columns import Columns, KeyColumn, LabelColumn, Layout, ListColumn, Table, concatenate
-from kitforge.data.tables.reading import blocks, read, shuffled
+from kitforge.data.tables.reading import blocks, read
 from kitforge.data.tables.source import open_table
 from kitforge.foundation.errors import DataError
 from tests.core.checkpoint.killed import die_at_every_operation
@@ -99,12 +99,16 @@ def test_a_build_that_fails_leaves_nothing_behind(path: Path) -> None:
     assert bad.total == 1
 
 
-def test_a_cache_remembers_how_many_rows_were_left_out(path: Path) -> None:
+def test_a_cache_remembers_how_many_rows_were_left_out(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path.write_text(path.read_text() + "\n7,1,1,,,,,,,,,,\n1")
     first, second = BadRows(policy="skip"), BadRows(policy="skip")
     cached(path, first)
+    caplog.clear()
     cached(path, second)
     assert first.counts == second.counts
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert f"a.csv: 2 of {NUM_ROWS + 2} rows are left out" in told
+    assert "holds no label in column 'click' (1)" in told and "has the wrong number of cells (1)" in told
     assert second.total == 2
 
 
@@ -235,16 +239,6 @@ def test_blocks_are_of_one_size_whatever_the_chunks_are(count: int, sizes: list[
     assert numbers_of(blocks(some_rows(count, sizes), size, start)) == [
         wanted[begin : begin + size] for begin in range(0, len(wanted), size)
     ]
-
-
-@pytest.mark.parametrize("start", [0, 1, 9, 10, 11, 25, 33, 34])
-def test_a_shuffled_stream_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch, start: int) -> None:
-    monkeypatch.setattr(reading, "WINDOW_ROWS", 10)
-    whole = sum(numbers_of(shuffled(some_rows(35, [3, 8]), seed=4)), [])
-    assert sorted(whole) == list(range(35))
-    assert whole != sorted(whole)
-    resumed = sum(numbers_of(shuffled(some_rows(35, [1, 20]), seed=4, start=start)), [])
-    assert resumed == whole[start:]
 
 
 def test_the_builder_waits_its_turn(path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -35,7 +35,7 @@ from kitforge.kits.recommender.schema import (
     read_schema,
     schema_yaml,
 )
-from kitforge.kits.recommender.statistics import load_features, save_features
+from kitforge.kits.recommender.statistics import Statistics, load_features, save_features
 
 VALUES = [0.0, 1.0, None, 3.0, 100.0, -7.0]
 ROWS: list[dict[str, Any]] = [
@@ -187,6 +187,9 @@ def test_collisions_are_counted() -> None:
     _, sizes = np.unique(ids, return_counts=True)
     assert (occupancy.num_values, occupancy.num_colliding) == (1000, sizes[sizes > 1].sum())
     assert not occupancy.is_estimated
+    words = fit(schema, table_of(schema, rows), RowRange(0, 2000)).collisions()
+    assert words == f"id {occupancy.num_colliding} of 1,000 values in 1,001 buckets"
+    assert Statistics(num_rows=2000).collisions() is None
 
 
 def test_collisions_among_too_many_values_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:

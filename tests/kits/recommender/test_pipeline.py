@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kitforge.api import evaluate, kit_of, load_model, load_tokenizer, pipeline, recorded_task
+from kitforge.cli import main as cli
 from kitforge.data.tables.click_log import ClickLog
 from kitforge.data.tables.hashing import hash_text
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, ModelError
@@ -198,6 +199,19 @@ def test_an_index_is_exported(runs: dict[str, Path], tmp_path: Path) -> None:
     index = faiss.read_index(str(tmp_path / "index" / "items.faiss"))
     assert index.ntotal == len(find.model.catalogue)
     assert sorted(path.name for path in (tmp_path / "index").iterdir()) == ["items.faiss", "items.safetensors"]
+
+
+def test_the_command_line_exports_an_index_or_says_who_has_one(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faiss = pytest.importorskip("faiss")
+    target = tmp_path / "index"
+    assert cli.run(["export", f"checkpoint={runs['two_tower']}", f"output_dir={target}"]) == 0
+    assert "items.faiss, items.safetensors" in capsys.readouterr().out
+    catalogue = load_catalogue(target / "items.safetensors")
+    assert faiss.read_index(str(target / "items.faiss")).ntotal == len(catalogue)
+    with pytest.raises(ModelError, match="finds no items"):
+        cli.run(["export", f"checkpoint={runs['wide_deep']}", f"output_dir={target}"])
 
 
 def test_families_that_score_find_nothing_and_the_other_way_round(runs: dict[str, Path]) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kitforge.api import composed
+from kitforge.api import composed, evaluate
 from kitforge.core.parallel.degrees import Degrees
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.recommender.build import Inputs, assemble, read_options
 from kitforge.kits.recommender.config import sized
 from kitforge.trainer.run import train
 from tests.distributed.training import TestLobby
-from tests.kits.recommender.runs import FAMILIES, numbers, ready, run, same
+from tests.kits.recommender.runs import FAMILIES, numbers, ready, rows_of, run, same
 
 CACHES: dict[str, dict[str, Any]] = {
     "smaller than a batch": {"cache.device_rows": 16},
@@ -109,6 +109,19 @@ def test_the_metric_that_says_what_is_best_is_the_family_s_own(tmp_path: Path) -
         ("eval/auc", "max"),
         ("eval/hr@10", "max"),
     ]
+
+
+def test_another_number_of_items_or_another_metric_may_say_what_is_best(tmp_path: Path) -> None:
+    told, _ = run(tmp_path / "run", "sasrec", {"retrieval.top": 7, "trainer.max_steps": 2})
+    assert set(told.lines[-1]) >= {f"eval/{name}@{top}" for name in ("hr", "ndcg") for top in (1, 5, 7, 10, 20)}
+    assert ready(tmp_path / "top", "sasrec", {"retrieval.top": 7})[0].options.trainer.monitor == "eval/hr@7"
+    said = ready(tmp_path / "said", "sasrec", {"trainer.monitor": "eval/loss"})[0].options.trainer
+    assert (said.monitor, said.monitor_mode) == ("eval/loss", "min")
+    asked = {"checkpoint": str(tmp_path / "run"), "device": "cpu"}
+    for top, choices in ((7, {}), (3, {"retrieval": {"top": 3}})):
+        found = evaluate(read_options(asked | choices), Inputs(train_dataset=rows_of("sasrec")))
+        ranks = {f"eval/{name}@{k}" for name in ("hr", "ndcg") for k in (1, 5, 10, 20, top)}
+        assert set(found) == {"eval/loss", "eval/mrr"} | ranks
 
 
 def test_the_tensor_axis_is_refused_before_any_rank_is_started(tmp_path: Path) -> None:

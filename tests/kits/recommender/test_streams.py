@@ -32,10 +32,13 @@ def endless(start: int = 0) -> Iterator[dict[str, Any]]:
         yield {"user": number // 20 - 2**40, "item": item, "price": float(number % 11), "click": int(item < 10)}
 
 
-def online(folder: Path, rows: Iterator[dict[str, Any]], **choices: Any) -> tuple[Losses, Any]:
+def online(
+    folder: Path, rows: Iterator[dict[str, Any]], stop_at: int | None = None, **choices: Any
+) -> tuple[Losses, Any]:
     """A run over rows that come once."""
     torch.set_num_threads(1)
     told = Losses()
+    told.stop_at = stop_at
     given = {**OPTIONS, "model.hidden": [8], "data.schema": SCHEMA, "output_dir": str(folder), **choices}
     options = read_options(composed("recommendation", given).values)
     assembly = assemble(options, Inputs(train_dataset=rows, callbacks=[told]), TestLobby(options.parallel))
@@ -66,11 +69,14 @@ def test_snapshots_hold_what_changed(tmp_path: Path) -> None:
 
 
 def test_a_stream_goes_on_with_what_comes_next(tmp_path: Path) -> None:
-    rows = endless()
-    online(tmp_path / "run", rows, **{"trainer.max_steps": 4})
-    later = {"trainer.max_steps": 8, "trainer.allow_changes": True, "resume": "auto"}
-    told, _ = online(tmp_path / "run", endless(4000), **later)
+    choices = {"trainer.max_steps": 8, "resume": "auto"}
+    online(tmp_path / "run", endless(), stop_at=4, **choices)
+    features = (tmp_path / "run" / "features.json").read_bytes()
+    dearer = ({**row, "price": 100 * row["price"]} for row in endless(4000))
+    told, _ = online(tmp_path / "run", dearer, **choices)
     assert numbers(told, "samples") == [500, 600, 700, 800]
+    # What a price means to the model is as it was, whatever the rows cost that come now.
+    assert (tmp_path / "run" / "features.json").read_bytes() == features
 
 
 def test_a_stream_without_a_schema_or_with_a_vocabulary_is_refused(tmp_path: Path) -> None:
