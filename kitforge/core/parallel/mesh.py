@@ -56,8 +56,8 @@ class Mesh:
         return dict.fromkeys(AXES, 0) | {axis: int(place) for axis, place in zip(self.shape, places, strict=True)}
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The ranks along the axis through this one; None where it is not split."""
-        return self.device_mesh.get_group(axis) if axis in self.shape else None
+        """The ranks along the axis through this one; None where it is not split, and for a rank beside the grid."""
+        return self.device_mesh.get_group(axis) if axis in self.shape and self.rank < self.size else None
 
     def side_group(self) -> dist.ProcessGroup:
         """A new group of all ranks, on the CPU, for a background thread whose words must not mix with the training's.

@@ -10,7 +10,6 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from kitforge.core.parallel.apply import parallel_of
 from kitforge.core.parallel.world import World
 from kitforge.data.dialogues import Prompt
 from kitforge.data.packing import IGNORED
@@ -58,7 +57,7 @@ class Collector:
         self._fragments = Fragments(options.placement, world)
         self._model: nn.Module | None = None  # that is trained here
         self._whole: nn.Module | None = None  # copies of it to draw with, where they must be
-        self._handed: list[int] | None = None
+        self._has_moved = True
         self._known: dict[str, Any] | None = None
         staleness = options.rollout.max_staleness
         has_ahead = staleness > 0 and self._fragments.has("rollout")
@@ -76,14 +75,20 @@ class Collector:
         if self._fragments.needs_copy:
             self._whole = build(World(device=self._world.device))
 
+    def moved(self) -> None:
+        """The weights may be others from now on, and have to be handed over before the next answer is drawn."""
+        self._has_moved = True
+
     def round(self, model: nn.Module, number: int) -> list[Trajectory]:
         """The answers to the round's prompts, with all that is known of them, the same on all ranks."""
-        found: list[Trajectory] = self._together("round", number, self._has_moved(model))
+        self._model = model
+        found: list[Trajectory] = self._together("round", number, self._has_moved)
         return found
 
     def evaluation(self, model: nn.Module, num_prompts: int) -> list[Trajectory]:
         """The same for one answer to each of the first evaluation prompts."""
-        found: list[Trajectory] = self._together("evaluation", num_prompts, self._has_moved(model))
+        self._model = model
+        found: list[Trajectory] = self._together("evaluation", num_prompts, self._has_moved)
         return found
 
     def drawn(self) -> dict[str, list[dict[str, Any]]]:
@@ -106,7 +111,7 @@ class Collector:
 
     def close(self, ending: Ending) -> None:
         """Let the ranks go that attend."""
-        if self._world.beside is not None:
+        if self._world.beside is not None and not self._world.is_apart:
             self._fragments.first(("end", ending))
         if self._ahead is not None:
             self._ahead.close()
@@ -125,18 +130,11 @@ class Collector:
         _, *words = self._fragments.first((deed, *words))
         return self._deeds[deed](*words)
 
-    def _has_moved(self, model: nn.Module) -> bool:
-        """Whether the weights may be others than those that were handed over last."""
-        self._model = model
-        # Torch counts the changes of each tensor in place.
-        found = [parameter._version for parameter in parallel_of(model, self._world).parameters().values()]
-        before, self._handed = self._handed, found
-        return found != before
-
     def _networks(self, is_new: bool) -> nn.Module | None:
         """Policy and critic as they are now, whole; None on a rank that draws nothing."""
         if is_new:
             self._fragments.hand_over(self._model, self._whole)
+            self._has_moved = False
         if not self._fragments.has("rollout"):
             return None
         return self._model if self._whole is None else self._whole
@@ -193,7 +191,7 @@ class Collector:
         return self._answers(policy, self._prompts(number), name, self._options.rl.samples_per_prompt)
 
     def _answers(self, policy: nn.Module, prompts: Sequence[Prompt], name: str, num_samples: int) -> list[Trajectory]:
-        """This rank's answers, with their scores where the same ranks give them."""
+        """This rank's answers, scored at once where the same ranks do that."""
         own = [(int(place), prompts[place]) for place in self._fragments.share("rollout", len(prompts))]
         if not own:
             return []
@@ -204,7 +202,7 @@ class Collector:
             draw = answered if playground is None else playground.played
             found = draw(engine, own, options.rollout, num_samples, name)
             if self._fragments.are_together("rollout", "reward"):
-                scores = self._scores(found, prompts)
+                scores = list(self._scores(found, prompts))
                 found = [replace(each, **score) for each, score in zip(found, scores, strict=True)]
         # Rewards read the columns from the rows; what is exchanged among ranks are numbers.
         return [replace(each, answer=replace(each.answer, columns={})) for each in found]
@@ -215,9 +213,11 @@ class Collector:
         """The answers of all ranks with what everyone says of them, each rank of its share."""
         everyone = [each for part in self._fragments.gather(own) for each in part]
         looks: dict[str, Callable[[Sequence[Trajectory]], Iterator[dict[str, Any]]]]
-        looks = {"rollout": partial(self._trained_looks, model=model), "reference": self._reference_looks}
-        if not self._fragments.are_together("rollout", "reward"):
-            looks["reward"] = partial(self._scores, prompts=prompts)
+        looks = {
+            "rollout": partial(self._trained_looks, model=model),
+            "reference": self._reference_looks,
+            "reward": partial(self._scores, prompts=prompts),
+        }
         found: dict[int, dict[str, Any]] = {}
         with torch.no_grad(), autocast(self._world.device, self._options.precision):
             for fragment, look in looks.items():
@@ -231,13 +231,14 @@ class Collector:
         return everyone
 
     def _scores(self, found: Sequence[Trajectory], prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
-        """What each answer, or each of its tokens, scores; the environment has said so already where there is one."""
-        scorer = self._roles.scorer
-        if scorer is None or not found:
-            yield from ({} for _ in found)
-            return
-        scores = scorer.scores([replace(each.answer, columns=prompts[each.prompt_index].columns) for each in found])
-        yield from ({"score": tuple(each) if isinstance(each, list) else each} for each in scores)
+        """What each answer, or each of its tokens, scores, if nobody has said so yet."""
+        open_ones = [each for each in found if each.score is None]
+        asked = [replace(each.answer, columns=prompts[each.prompt_index].columns) for each in open_ones]
+        assert self._roles.scorer is not None or not asked
+        scores = iter(self._roles.scorer.scores(asked) if self._roles.scorer is not None and asked else ())
+        for each in found:
+            score = next(scores) if each.score is None else each.score
+            yield {"score": tuple(score) if isinstance(score, list) else score}
 
     def _trained_looks(self, found: Sequence[Trajectory], model: nn.Module | None) -> Iterator[dict[str, Any]]:
         """The critic's values and, where asked for, the policy's own log-probabilities."""

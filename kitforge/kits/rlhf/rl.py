@@ -106,6 +106,7 @@ class RLTask(Task):
             assert self._round is not None
             for within in range(served, self._options.rl.updates_per_round):
                 self._num_served = within + 1
+                self._collector.moved()
                 yield self._micro_batches(self._round, number, within)
             number, served = number + 1, 0
 
@@ -190,6 +191,7 @@ class RLTask(Task):
         self._controller.load_state(state["controller"])
         self._round = None if state["round"] is None else Round.from_plain(state["round"])
         self._collector.restore(state["ahead"])
+        self._collector.moved()
 
     def _collect(self, model: nn.Module, number: int) -> Round:
         """Answers to the round's prompts, judged, the same on all ranks."""
