@@ -237,7 +237,7 @@ class Trainer:
 @contextmanager
 def _together(options: RunOptions) -> Iterator[Lobby]:
     """The ranks of this process's runs, which stay joined until it ends, as a trained model may lie on all of them."""
-    lobby = _lobby(options.parallel, options.device)
+    lobby = _lobby(options.parallel, options.device, options.num_ranks)
     try:
         yield lobby
     except BaseException as error:
@@ -247,8 +247,8 @@ def _together(options: RunOptions) -> Iterator[Lobby]:
 
 
 @cache
-def _lobby(degrees: Degrees, device: str) -> Lobby:
-    lobby = Lobby.open(degrees, device)
+def _lobby(degrees: Degrees, device: str, num_ranks: int) -> Lobby:
+    lobby = Lobby.open(degrees, device, num_ranks)
     atexit.register(lobby.leave, failed=False)
     return lobby
 
@@ -256,6 +256,9 @@ def _lobby(degrees: Degrees, device: str) -> Lobby:
 def train_task(options: Any, inputs: Any) -> Run:
     """Train a task of a kit from its options and the objects handed over."""
     with _together(options) as lobby:
+        if lobby.rank >= options.parallel.world:
+            attended: Run = kit_of(options.task).attend(options, inputs, lobby)
+            return attended
         assembly = kit_of(options.task).assemble(options, inputs, lobby)
         metrics = train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     return _finished(assembly.loop, assembly.folder, assembly.tokenizer, metrics)

@@ -94,12 +94,12 @@ def _carry_out(name: str, verb: Verb, member: Member) -> int:
         return verb.run(member.chosen)
     kit = kit_of(member.chosen.values["task"])
     options = kit.read_options(member.chosen.values)
-    if options.parallel.world == 1:
+    if options.num_ranks == 1:
         return verb.run(member.chosen)
     kit.check_degrees(options)
-    devices.of_rank(options.device, 0, options.parallel.world)
+    devices.of_rank(options.device, 0, options.num_ranks)
     arguments = [name, *member.arguments]
     if verb.starts_run:
         # Decided once, as every rank has a clock of its own.
         arguments.append(argument("output_dir", str(default_folder(options, member.chosen.model_name))))
-    return launch(arguments, options.parallel)
+    return launch(arguments, options.parallel, options.num_ranks)

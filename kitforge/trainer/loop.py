@@ -27,7 +27,7 @@ from kitforge.trainer.precision import LossScaler, autocast
 from kitforge.trainer.resume import check_changes
 from kitforge.trainer.signals import signals
 from kitforge.trainer.state import TrainingState
-from kitforge.trainer.task import Task
+from kitforge.trainer.task import Ending, Task
 from kitforge.trainer.update import update
 
 # A run that was given no length ends while its owner is still watching, and says so.
@@ -117,6 +117,7 @@ class Loop:
             finally:
                 self._end()
         self._restore_best()
+        self.task.close(Ending(metrics=metrics, was_interrupted=self._interrupted))
         return metrics
 
     def evaluate(self) -> dict[str, float]:

@@ -79,6 +79,11 @@ class RunOptions:
     parallel: Degrees = field(default_factory=Degrees)
 
     @property
+    def num_ranks(self) -> int:
+        """Processes of the run: those that train and, where a kit knows others, those beside them."""
+        return self.parallel.world
+
+    @property
     def summary(self) -> str | None:
         """What several options come to together, in a line to show; None where each speaks for itself."""
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,14 @@ from torch import nn
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.world import World
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What came of a run, or of an evaluation."""
+
+    metrics: dict[str, float]
+    was_interrupted: bool = False
 
 
 class Task(ABC):
@@ -50,6 +59,9 @@ class Task(ABC):
     def num_steps(self, epochs: float) -> int | None:
         """Steps in that many passes over the data; None where the task cannot know."""
         return None
+
+    def close(self, ending: Ending) -> None:
+        """The run is over, and ended as runs should. Default: nothing is to be done."""
 
     def state(self) -> dict[str, Any]:
         """What a resume needs besides the cursor, ready for JSON."""

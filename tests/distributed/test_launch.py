@@ -191,7 +191,7 @@ TRAIN = ["train", "model=llama_tiny", "data.train=corpus.txt", "data.sequence_le
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The arguments of every launch, in the place of launching."""
     calls: list[list[str]] = []
-    monkeypatch.setattr(members, "launch", lambda arguments, degrees: calls.append([*arguments]) or 0)
+    monkeypatch.setattr(members, "launch", lambda arguments, degrees, num_ranks: calls.append([*arguments]) or 0)
     return calls
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from kitforge.api import composed
 from kitforge.core.parallel.degrees import Degrees
-from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
 from kitforge.kits.transformers.build import Assembly, Inputs, assemble, read_options
 from kitforge.trainer.callbacks.callback import Callback, Event, Run
@@ -31,9 +31,12 @@ class TestLobby:
     def turns(self) -> Iterator[None]:
         yield
 
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
+
     def join(self) -> World:
-        mesh = Mesh(self._degrees, "cpu") if self._degrees.world > 1 else None
-        return World(device=self.device, mesh=mesh)
+        return World.joined(self._degrees, self.device) if dist.is_initialized() else World(device=self.device)
 
     def check_same(self, facts: Mapping[str, str]) -> None:
         pass

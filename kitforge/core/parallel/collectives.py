@@ -54,6 +54,26 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     return values
 
 
+def first_object(value: Any, group: Group) -> Any:
+    """The plain value of the group's first rank."""
+    if group is None:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
+def send(input: Tensor, rank: int) -> None:
+    """Give a rank, by its number in the whole run, a tensor that it takes with `receive_`."""
+    dist.send(input, rank)
+
+
+def receive_(input: Tensor, rank: int) -> Tensor:
+    """Fill a tensor with what that rank sends."""
+    dist.recv(input, rank)
+    return input
+
+
 def all_gather(input: Tensor, group: Group, dim: int) -> Tensor:
     """The ranks' tensors, of equal shapes, joined along `dim`. Not differentiable."""
     if group is None:

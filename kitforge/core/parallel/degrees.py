@@ -52,10 +52,16 @@ class Degrees:
         split = [f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1]
         return f"{' x '.join(split) or 'no axis split'} = {self.world}"
 
-    def check_world(self, size: int) -> None:
-        """Raise ConfigError unless the degrees multiply to the number of ranks that were started."""
-        if self.world == size:
+    def check_world(self, size: int, num_ranks: int | None = None) -> None:
+        """Raise ConfigError unless `num_ranks`, by default what the degrees multiply to, were started."""
+        if size == (num_ranks or self.world):
             return
+        if num_ranks is not None and num_ranks > self.world:
+            raise ConfigError(
+                "the run names other ranks than those that were started",
+                got=f"{self.words()} that train and {num_ranks - self.world} beside them, of {size} ranks",
+                fix=f"start {num_ranks} ranks, or change parallel.* and placement.*",
+            )
         raise ConfigError(
             "the degrees of parallelism do not multiply to the number of ranks",
             got=f"{self.words()} of {size} ranks",

@@ -56,14 +56,17 @@ class Word:
     is_cause: bool
 
 
-def launch(arguments: Sequence[str], degrees: Degrees, *, program: Sequence[str] = PROGRAM) -> int:
-    """Run `python -m kitforge <arguments>` as `degrees.world` ranks; the exit status.
+def launch(
+    arguments: Sequence[str], degrees: Degrees, num_ranks: int | None = None, *, program: Sequence[str] = PROGRAM
+) -> int:
+    """Run `python -m kitforge <arguments>` as `num_ranks` ranks, by default those of the degrees; the exit status.
 
     Rank 0 speaks; the others are heard only when one of them fails. Ctrl-C reaches every rank as one SIGINT, and they
     have `degrees.timeout` seconds to save. Raises KitforgeError with the words of the rank that failed first.
     """
-    with tempfile.TemporaryDirectory(prefix="kitforge-") as folder, _surroundings(degrees.world):
-        start = elastic_launch(_config(degrees, folder), sys.executable)
+    num_ranks = num_ranks or degrees.world
+    with tempfile.TemporaryDirectory(prefix="kitforge-") as folder, _surroundings(num_ranks):
+        start = elastic_launch(_config(degrees, num_ranks, folder), sys.executable)
         try:
             # The launcher would take a $ for a word of its own.
             start(*program, *(argument.replace("$", "$$") for argument in arguments))
@@ -76,12 +79,12 @@ def launch(arguments: Sequence[str], degrees: Degrees, *, program: Sequence[str]
     return 0
 
 
-def _config(degrees: Degrees, folder: str) -> LaunchConfig:
-    silent = dict.fromkeys(range(1, degrees.world), Std.ERR)
+def _config(degrees: Degrees, num_ranks: int, folder: str) -> LaunchConfig:
+    silent = dict.fromkeys(range(1, num_ranks), Std.ERR)
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=degrees.world,
+        nproc_per_node=num_ranks,
         logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=silent, local_ranks_filter={0}),
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",

@@ -26,7 +26,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from kitforge.core.parallel.degrees import Degrees
 from kitforge.core.parallel.failure import RESUME, Watch, explain, first_failure, is_timeout, tell_failure
-from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import ConfigError, DeviceError, KitforgeError, PeerError, TrainingError
@@ -85,20 +84,20 @@ class Lobby:
         self._num_checks = 0
 
     @classmethod
-    def open(cls, degrees: Degrees, device: str) -> Lobby:
-        """Find the other ranks. Raises ConfigError for degrees that are not those of the ranks that were started, and
-        DeviceError where this machine has fewer accelerators than ranks."""
-        where = place()
-        if where is None and degrees.world > 1:
+    def open(cls, degrees: Degrees, device: str, num_ranks: int | None = None) -> Lobby:
+        """Find the other ranks: those that the degrees ask for and, up to `num_ranks`, some beside them. Raises
+        ConfigError where others were started, and DeviceError where this machine has fewer accelerators than ranks."""
+        where, wanted = place(), num_ranks or degrees.world
+        if where is None and wanted > 1:
+            beside = f" and {wanted - degrees.world} beside" if wanted > degrees.world else ""
             raise ConfigError(
                 "a run of several ranks has to be launched",
-                got=f"{degrees.words()} ranks in one process",
+                got=f"{degrees.words()} ranks{beside} in one process",
                 expected="a process per rank",
-                fix="kitforge train starts them by itself; or torchrun --nproc-per-node "
-                f"{degrees.world} with this program",
+                fix=f"kitforge train starts them by itself; or torchrun --nproc-per-node {wanted} with this program",
             )
         if where is not None:
-            degrees.check_world(where.size)
+            degrees.check_world(where.size, wanted)
         if where is None or where.size == 1:
             return cls(degrees, devices.pick(device), None, None)
         own = devices.of_rank(device, where.local_rank, where.local_size)
@@ -118,6 +117,11 @@ class Lobby:
         self.leave(failed=error is not None, words=str(told or error))
         if told is not None:
             raise told from error
+
+    @property
+    def rank(self) -> int:
+        """This process's number among all."""
+        return 0 if self._place is None else self._place.rank
 
     @contextmanager
     def turns(self) -> Iterator[None]:
@@ -166,7 +170,7 @@ class Lobby:
                 device_id=None if self.device.type == "cpu" else self.device,
             )
             self._has_joined = True
-        self._world = World(device=self.device, mesh=Mesh(self._degrees, self.device.type))
+        self._world = World.joined(self._degrees, self.device)
         return self._world
 
     def check_same(self, facts: Mapping[str, str]) -> None:

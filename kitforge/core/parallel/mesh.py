@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any, final
 
 import numpy as np
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from kitforge.core.parallel.degrees import AXES, Degrees
 
@@ -25,15 +26,17 @@ class Mesh:
     batch), `world` of all ranks (the norm, and the rows of tables).
     """
 
-    def __init__(self, degrees: Degrees, device_type: str) -> None:
-        degrees.check_world(dist.get_world_size())
+    def __init__(self, degrees: Degrees, device_type: str, num_beside: int = 0) -> None:
+        """`num_beside` further ranks have no place on the grid; they make it with the others, and no use of it."""
+        degrees.check_world(dist.get_world_size() - num_beside)
         self.degrees = degrees
-        self.size = dist.get_world_size()
+        self.size = degrees.world
         self.rank = dist.get_rank()
         self.shape = {axis: getattr(degrees, axis) for axis in AXES if getattr(degrees, axis) > 1}
         names = tuple(self.shape)
-        self.device_mesh: DeviceMesh = init_device_mesh(device_type, tuple(self.shape.values()), mesh_dim_names=names)
-        world = dist.group.WORLD
+        grid = torch.arange(self.size).view(tuple(self.shape.values()))
+        self.device_mesh = DeviceMesh(device_type, grid, mesh_dim_names=names)
+        world = dist.new_group(list(range(self.size))) if num_beside else dist.group.WORLD
         assert world is not None  # there is one as soon as torch.distributed is initialised
         self.world: dist.ProcessGroup = world
         self.replicas = self._view(REPLICA_AXES)
@@ -53,16 +56,19 @@ class Mesh:
         return dict.fromkeys(AXES, 0) | {axis: int(place) for axis, place in zip(self.shape, places, strict=True)}
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The ranks along the axis through this one; None where it is not split."""
-        return self.device_mesh.get_group(axis) if axis in self.shape else None
+        """The ranks along the axis through this one; None where it is not split, and for a rank beside the grid."""
+        return self.device_mesh.get_group(axis) if axis in self.shape and self.rank < self.size else None
 
     def side_group(self) -> dist.ProcessGroup:
         """A new group of all ranks, on the CPU, for a background thread whose words must not mix with the training's.
 
-        All ranks make it at the same point of the program.
+        All ranks of the grid make it at the same point of the program.
         """
         group: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=datetime.timedelta(seconds=self.degrees.timeout)
+            list(range(self.size)),
+            backend="gloo",
+            timeout=datetime.timedelta(seconds=self.degrees.timeout),
+            use_local_synchronization=self.size < dist.get_world_size(),
         )
         return group
 

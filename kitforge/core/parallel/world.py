@@ -4,26 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from kitforge.core.parallel import collectives
+from kitforge.core.parallel.degrees import Degrees
 from kitforge.core.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """That there are ranks which train nothing, behind those that do."""
+
+    everyone: dist.ProcessGroup  # of all ranks, on the CPU
+    num_training: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """A rank's view of the run. Alone, every sum is the value itself and every question its own answer."""
+    """A rank's view of the run. Alone, every sum is the value itself and every question its own answer.
+
+    The mesh is that of the ranks that train; a rank beside them has none.
+    """
 
     device: torch.device
     mesh: Mesh | None = None
+    beside: Beside | None = None
+
+    @classmethod
+    def joined(cls, degrees: Degrees, device: torch.device) -> World:
+        """That of this rank, among all that torch.distributed has joined. The first ones train, as many as the degrees
+        ask for; all of them call this together."""
+        num_beside = dist.get_world_size() - degrees.world
+        mesh = Mesh(degrees, device.type, num_beside) if degrees.world > 1 else None
+        if num_beside == 0:
+            return cls(device=device, mesh=mesh)
+        everyone = dist.new_group(backend="gloo", timeout=timedelta(seconds=degrees.timeout))
+        beside = Beside(everyone=everyone, num_training=degrees.world)
+        return cls(device=device, mesh=mesh if dist.get_rank() < degrees.world else None, beside=beside)
 
     @property
     def rank(self) -> int:
         """This rank's number; rank 0 writes files and speaks to people."""
-        return 0 if self.mesh is None else self.mesh.rank
+        return collectives.index(self.everyone) if self.mesh is None else self.mesh.rank
+
+    @property
+    def everyone(self) -> collectives.Group:
+        """All ranks, those that train nothing among them; None when alone."""
+        if self.beside is not None:
+            return self.beside.everyone
+        return None if self.mesh is None else self.mesh.world
+
+    @property
+    def num_training(self) -> int:
+        """Ranks that train, which are the first ones."""
+        if self.beside is not None:
+            return self.beside.num_training
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether this rank trains nothing."""
+        return self.rank >= self.num_training
 
     @property
     def replica(self) -> int:
@@ -56,20 +102,12 @@ class World:
         return bool(collectives.all_reduce_(flags, self.mesh.world, collectives.MAX) > 0)
 
     def agree(self, value: Any) -> list[Any]:
-        """Every rank's plain value, in rank order; just this one's when alone."""
+        """The plain value of every rank that trains, in rank order; just this one's when alone."""
         return collectives.gather_objects(value, None if self.mesh is None else self.mesh.world)
 
-    def agree_replicas(self, value: Any) -> list[Any]:
-        """The plain value of every replica, in their order; ranks that share one have the same."""
-        found = self.agree(value)
-        if self.mesh is None:
-            return found
-        places = [self.mesh.index_of(rank) for rank in range(len(found))]
-        return [each for each, place in zip(found, places, strict=True) if place["tensor"] == 0]
-
     def first(self, value: Any) -> Any:
-        """Rank 0's value on all ranks."""
-        return self.agree(value)[0]
+        """Rank 0's value on all ranks, those that train nothing among them."""
+        return collectives.first_object(value, self.everyone)
 
 
 # A run of one process on the CPU.

@@ -43,6 +43,10 @@ class Ahead:
             self._rounds |= {each: self._worker.submit(self._draw, snapshot, each) for each in wanted}
         return self._rounds.pop(number).result()
 
+    def close(self) -> None:
+        """Begin no further round."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
     def drawn(self) -> dict[int, list[Trajectory]]:
         """The answers of the rounds to come, once they are there."""
         return {number: found.result() for number, found in self._rounds.items()}

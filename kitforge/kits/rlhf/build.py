@@ -14,7 +14,9 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.parallel.apply import parallel_of
 from kitforge.core.parallel.lobby import Lobby
+from kitforge.core.parallel.world import World
 from kitforge.data.tokenizer import TOKENIZER_FOLDER, ByteTokenizer, Tokenizer, find_tokenizer
+from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.inference.pipeline import TextGenerationPipeline
@@ -24,6 +26,7 @@ from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptio
 from kitforge.kits.rlhf.networks import load_policy, load_scalar, sharding_of
 from kitforge.kits.rlhf.pipeline import RewardPipeline
 from kitforge.kits.rlhf.replay import Replay, replay
+from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.stages import Inputs, Parts, Prepared, parts_of
 from kitforge.kits.rlhf.weights import whole_factors
@@ -31,7 +34,10 @@ from kitforge.models.adapters import save_adapter
 from kitforge.models.catalog import config_of
 from kitforge.trainer.assembly import RunAssembly, evaluated
 from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.run import Run as FinishedRun
 from kitforge.trainer.run import default_folder, make_loop
+from kitforge.trainer.signals import signals
+from kitforge.trainer.task import Ending, Task
 
 Assembly: TypeAlias = RunAssembly[StageOptions, Tokenizer]
 
@@ -54,13 +60,10 @@ class Stage:
 
     def assemble(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> Assembly:
         """Everything that a run needs, in the order in which mistakes are cheapest to find."""
-        parts = parts_of(options, inputs, lobby.device)
+        parts = parts_of(options, inputs, lobby.device, rank=lobby.rank)
         prepared = self.prepare(parts)
-        world = lobby.join()
         recorded = to_dict(options) | {"model": prepared.network}
-        config_text = to_yaml(recorded)
-        lobby.check_same({"configuration": config_text, "training rows": prepared.fingerprint})
-        folder = world.first(default_folder(options, inputs.model_name))
+        world, folder = _met(options, inputs, lobby, prepared)
         task, watching = prepared.task(world)
         loop = make_loop(
             task,
@@ -70,7 +73,25 @@ class Stage:
             config=recorded,
             callbacks=[*inputs.callbacks, KeepTokenizer(parts.tokenizer), KeepAdapter(), *watching],
         )
+        config_text = to_yaml(recorded)
         return Assembly(loop=loop, folder=folder, tokenizer=parts.tokenizer, options=options, config_text=config_text)
+
+    def attend(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> FinishedRun:
+        """The part in a run of a rank that trains nothing, which lasts as long as the run does."""
+        parts = parts_of(options, inputs, lobby.device, rank=lobby.rank)
+        prepared = self.prepare(parts)
+        world, folder = _met(options, inputs, lobby, prepared)
+        task, _ = prepared.task(world)
+        # With it goes what the networks of this rank were made from.
+        del prepared
+        ending = _attended(task, options)
+        return FinishedRun(
+            folder=folder,
+            model=Elsewhere(),
+            tokenizer=parts.tokenizer,
+            metrics=ending.metrics,
+            was_interrupted=ending.was_interrupted,
+        )
 
     def check_degrees(self, options: StageOptions) -> None:
         """Raise ConfigError for axes that the stage cannot be split along, before any rank is started."""
@@ -81,12 +102,16 @@ class Stage:
 
     def evaluate(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> dict[str, float]:
         """The metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
-        prepared = self.prepare(parts_of(options, inputs, lobby.device, is_evaluation=True))
+        prepared = self.prepare(parts_of(options, inputs, lobby.device, rank=lobby.rank, is_evaluation=True))
         world = lobby.join()
         task, _ = prepared.task(world)
+        if world.is_apart:
+            return _attended(task, options).metrics
         model = task.build(world)
         parallel = parallel_of(model, world, sharding_of(model))
-        return evaluated(task, parallel, world.device, options.precision)
+        metrics = evaluated(task, parallel, world.device, options.precision)
+        task.close(Ending(metrics=metrics))
+        return metrics
 
     def replay(self, folder: Path, step: int, options: StageOptions) -> Replay:
         """What a step of a run gives when it is trained once more; raises ConfigError where nothing was kept of it."""
@@ -131,6 +156,31 @@ class Stage:
     def next_steps(self, folder: Path) -> list[str]:
         """Commands to try after a run."""
         return [f"kitforge evaluate checkpoint={folder} data.eval=FILE", f"kitforge report {folder}"]
+
+
+def _met(options: StageOptions, inputs: Inputs, lobby: Lobby, prepared: Prepared) -> tuple[World, Path]:
+    """The world of all ranks, once they are about to do the same, and the folder of their run."""
+    world = lobby.join()
+    # A rank that holds no policy does not know what it looks like, and takes the others' word.
+    network = world.first(prepared.network)
+    recorded = to_dict(options) | {"model": network if prepared.network is None else prepared.network}
+    lobby.check_same({"configuration": to_yaml(recorded), "training rows": prepared.fingerprint})
+    return world, world.first(default_folder(options, inputs.model_name))
+
+
+def _attended(task: Task, options: StageOptions) -> Ending:
+    """What the others came to, of a rank that did what they asked for. A signal reaches them too, and they decide."""
+    assert isinstance(task, RLTask)
+    devices.keep_freed_memory()
+    devices.set_deterministic(options.deterministic)
+    torch.manual_seed(options.seed)
+    with signals(lambda: None):
+        return task.attend()
+
+
+@final
+class Elsewhere(nn.Module):
+    """Stands for the network of a run on a rank that has no part of it; its checkpoint holds it whole."""
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +17,9 @@ from kitforge.kits.rlhf.algorithms.correction import CorrectionOptions
 from kitforge.kits.rlhf.algorithms.divergence import Estimator
 from kitforge.kits.rlhf.algorithms.policy import ClipOptions
 from kitforge.trainer.options import RunOptions
+
+# What a run of rewards does beside training, each of which may have ranks of its own.
+FRAGMENTS = ("rollout", "reference", "reward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +271,44 @@ class RolloutOptions(InferenceOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementOptions:
+    """Which ranks hold what a policy and its critic, which are trained on the first ranks, are not trained with. The
+    name of a field is that of a fragment. None: the ranks that train."""
+
+    rollout: tuple[int, ...] | None = None  # ranks that draw answers, with copies of policy and critic
+    reference: tuple[int, ...] | None = None  # ranks with the frozen policy that answers are compared with
+    reward: tuple[int, ...] | None = None  # ranks that score answers
+
+    def __post_init__(self) -> None:
+        for name in FRAGMENTS:
+            if (ranks := getattr(self, name)) is not None:
+                is_sound = len(ranks) > 0 and min(ranks) >= 0 and len(set(ranks)) == len(ranks)
+                check(is_sound, f"placement.{name}", list(ranks), "ranks from 0 on, at least one and each once")
+
+    def ranks(self, fragment: str, num_training: int) -> tuple[int, ...]:
+        """The ranks of a fragment, in order."""
+        named: tuple[int, ...] | None = getattr(self, fragment)
+        return tuple(range(num_training)) if named is None else tuple(sorted(named))
+
+    def num_ranks(self, num_training: int) -> int:
+        """Processes that it takes."""
+        return max(max(self.ranks(name, num_training)) for name in FRAGMENTS) + 1
+
+    def held_by(self, rank: int, num_training: int) -> frozenset[str]:
+        """The fragments that a rank has a part in."""
+        return frozenset(name for name in FRAGMENTS if rank in self.ranks(name, num_training))
+
+    def words(self, num_training: int) -> str:
+        """Who is where, for people; nothing where all of it is everywhere."""
+        named = [f"{name} on {_listed(ranks)}" for name in FRAGMENTS if (ranks := getattr(self, name)) is not None]
+        return f"; training on {_listed(range(num_training))}, {', '.join(named)}" if named else ""
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {' '.join(map(str, sorted(ranks)))}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RLOptions(StageOptions):
     """All options of the task `ppo` and its relatives."""
 
@@ -277,8 +319,13 @@ class RLOptions(StageOptions):
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     ptx: PretrainingOptions = field(default_factory=PretrainingOptions)
     reward: str | None = None  # a run of the task reward, exact, gsm8k or lowercase; the role `reward` comes first
+    placement: PlacementOptions = field(default_factory=PlacementOptions)
 
     def __post_init__(self) -> None:
+        named = {rank for name in FRAGMENTS for rank in self.placement.ranks(name, self.parallel.world)}
+        idle = sorted(set(range(self.num_ranks)) - set(range(self.parallel.world)) - named)
+        expected = f"work for each rank; rank {', '.join(map(str, idle))} has none beside parallel.*, which takes "
+        check(not idle, "placement", self.placement.words(self.parallel.world), expected + self.parallel.words())
         corrects = self.correction.mode != "none"
         needs = "none, or rl.old=trainer, which tells how far the two are apart"
         check(not corrects or self.rl.old == "trainer", "correction.mode", self.correction.mode, needs)
@@ -292,8 +339,13 @@ class RLOptions(StageOptions):
             check(most >= longest, "rl.max_tokens_per_microbatch", most, expected)
 
     @property
+    def num_ranks(self) -> int:
+        """Those that train, and those beside them."""
+        return max(self.parallel.world, self.placement.num_ranks(self.parallel.world))
+
+    @property
     def summary(self) -> str:
-        """What a round comes to."""
+        """What a round comes to, and who has a part in it."""
         rl = self.rl
         answers = rl.prompts_per_step * rl.samples_per_prompt
         words = (
@@ -305,4 +357,5 @@ class RLOptions(StageOptions):
             words += f", at most {rl.max_tokens_per_microbatch} tokens at once"
         elif self.trainer.micro_batch_size is not None:
             words += f", {self.trainer.micro_batch_size} at once"
-        return words + (f", beside {self.ptx.batch_size} rows of pretraining" if self.ptx.weight else "")
+        words += f", beside {self.ptx.batch_size} rows of pretraining" if self.ptx.weight else ""
+        return words + self.placement.words(self.parallel.world)

@@ -30,22 +30,27 @@ class Frozen:
         }
 
     def check_same(self, state: dict[str, Any], allowed: bool) -> None:
-        """Raise ConfigError for another base than the one of that state, and for another reference unless that is
-        allowed. A base never is: what is read back would be written into the one that others hold as well."""
-        if (base := state.get("base")) is not None and base != self.state["base"]:
-            raise ConfigError(
-                "adapters cannot go on beside other weights than those they were trained beside",
-                got=_short(self.state["base"]),
-                expected=_short(base),
-                fix="start from the same model (checkpoint=RUN or model=), or begin a new run from this one's weights",
-            )
-        if (reference := state.get("reference")) != self.state["reference"] and not allowed:
-            raise ConfigError(
-                "the reference is not the one that the run began with",
-                got=_short(self.state["reference"]),
-                expected=_short(reference),
-                fix="start from the same model, or add trainer.allow_changes=true to go on all the same",
-            )
+        """`check_same` of its own state."""
+        check_same(self.state, state, allowed)
+
+
+def check_same(found: dict[str, Any], state: dict[str, Any], allowed: bool) -> None:
+    """Raise ConfigError where the base found is another than the one of that state, or the reference is and that is not
+    allowed. Another base never is: what is read back would be written into the one that others hold as well."""
+    if (base := state.get("base")) is not None and base != found["base"]:
+        raise ConfigError(
+            "adapters cannot go on beside other weights than those they were trained beside",
+            got=_short(found["base"]),
+            expected=_short(base),
+            fix="start from the same model (checkpoint=RUN or model=), or begin a new run from this one's weights",
+        )
+    if (reference := state.get("reference")) != found["reference"] and not allowed:
+        raise ConfigError(
+            "the reference is not the one that the run began with",
+            got=_short(found["reference"]),
+            expected=_short(reference),
+            fix="start from the same model, or add trainer.allow_changes=true to go on all the same",
+        )
 
 
 def _short(fingerprint: str | None) -> str:

@@ -16,7 +16,7 @@ from kitforge.core.parallel.degrees import Degrees
 from kitforge.core.parallel.world import World
 from kitforge.data.tokenizer import find_tokenizer
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
-from kitforge.kits.rlhf.config import RLOptions
+from kitforge.kits.rlhf.config import PlacementOptions, RLOptions
 from kitforge.kits.rlhf.networks import load_policy
 from kitforge.kits.rlhf.record import read_round
 from kitforge.kits.rlhf.rl import RLTask
@@ -58,7 +58,9 @@ def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[Parts
     checkpoint = open_checkpoint(step_folder(root, before[-1]))
     device = torch.device("cpu") if options.device == "auto" else torch.device(options.device)
     trainer = dataclasses.replace(options.trainer, allow_changes=True, progress=False, evaluate_every=None)
-    options = dataclasses.replace(options, trainer=trainer, parallel=Degrees(), checkpoint=None, device=str(device))
+    options = dataclasses.replace(
+        options, trainer=trainer, parallel=Degrees(), placement=PlacementOptions(), checkpoint=None, device=str(device)
+    )
     inputs = Inputs(
         # Only how many prompts there were still counts.
         train_dataset=[{"prompt": [0]}] * checkpoint.state["task"]["num_rows"],

@@ -7,57 +7,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kitforge.core.optim.groups import ParameterGroup
-from kitforge.core.parallel.apply import parallel_of
 from kitforge.core.parallel.world import World
 from kitforge.data.dialogues import Prompt, Response
 from kitforge.data.packing import IGNORED
-from kitforge.data.sampler import order
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
-from kitforge.inference.engine import Engine
 from kitforge.kits.rlhf.actor_critic import critic_of, policy_of
-from kitforge.kits.rlhf.ahead import Ahead
 from kitforge.kits.rlhf.algorithms.aggregation import aggregate, only, share_of_denominator
 from kitforge.kits.rlhf.algorithms.controllers import controller
 from kitforge.kits.rlhf.algorithms.divergence import divergence, divergence_loss
 from kitforge.kits.rlhf.algorithms.policy import policy_loss, value_loss
+from kitforge.kits.rlhf.collector import Collector, Roles
 from kitforge.kits.rlhf.config import RLOptions
-from kitforge.kits.rlhf.environment import Playground
-from kitforge.kits.rlhf.frozen import Frozen
+from kitforge.kits.rlhf.frozen import check_same
 from kitforge.kits.rlhf.judgement import judged
-from kitforge.kits.rlhf.order import Indices, Order, rows_at_once
+from kitforge.kits.rlhf.order import Order
 from kitforge.kits.rlhf.pretraining import Pretraining, is_pretraining, pretraining_count, pretraining_loss
-from kitforge.kits.rlhf.rollouts import Round, Trajectory, answered, laid, token_log_probs, token_values
+from kitforge.kits.rlhf.rollouts import Round, Trajectory, token_log_probs, token_values
 from kitforge.kits.rlhf.rows import Rows
-from kitforge.kits.rlhf.scalar_model import ScalarModel
-from kitforge.kits.rlhf.scoring import Scorer
-from kitforge.kits.rlhf.weights import copied, decoder_groups
-from kitforge.trainer.precision import autocast
-from kitforge.trainer.task import Task
-
-# Answers whose reference and values are found in one forward pass.
-FORWARD_ROWS = 32
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roles:
-    """Who takes part besides what is trained."""
-
-    build: Callable[[World], nn.Module]  # the policy, with a critic where there is one
-    scorer: Scorer | None  # None: the environment scores
-    playground: Playground | None = None  # where answers of several turns are played
-    frozen: Frozen  # the reference: the policy as it was
-    eos_ids: tuple[int, ...]
-    pretraining: Rows[Response] | None = None  # text that the policy must not forget
+from kitforge.kits.rlhf.weights import decoder_groups
+from kitforge.trainer.task import Ending, Task
 
 
 @final
@@ -65,30 +41,52 @@ class RLTask(Task):
     """A micro-batch holds rows of a `Round`, see there, and `is_present` [B], False for one that stands in for none; or
     rows of pretraining."""
 
-    def __init__(self, options: RLOptions, rows: Rows[Prompt], roles: Roles, world: World) -> None:
+    def __init__(
+        self,
+        options: RLOptions,
+        rows: Rows[Prompt],
+        roles: Roles,
+        build: Callable[[World], nn.Module],
+        world: World,
+        pretraining: Rows[Response] | None = None,
+    ) -> None:
+        """`build` makes what is trained, the policy and a critic where there is one; `pretraining` is text that the
+        policy must not forget."""
         self._options = options
         self._rows = rows
-        self._roles = roles
-        self._world = world
+        # Let go once it has built, and with it the weights that it began with.
+        self._build: Callable[[World], nn.Module] | None = build
+        self._collector = Collector(options, rows, roles, world)
         self._order = Order(len(rows.train), options, world)
-        self._pretraining = None if roles.pretraining is None else Pretraining(options, roles.pretraining, world)
+        self._pretraining = None if pretraining is None else Pretraining(options, pretraining, world)
         self._controller = controller(options.kl.controller)
         self._round: Round | None = None
-        self._whole: nn.Module | None = None
         self._num_served = 0
         self.evaluated: list[Trajectory] = []  # the answers of the last evaluation
-        staleness = options.rollout.max_staleness
-        self._ahead = Ahead(staleness, self._draw, self._copied) if staleness else None
         # A round's answers by its number, where they are already known.
         self.recorded: Callable[[int], list[Trajectory]] | None = None
         self.collected: tuple[int, list[Trajectory]] | None = None  # the newest round's number, and its answers
 
     def build(self, world: World) -> nn.Module:
         """The policy, with a critic where there is one, on the device."""
-        model = self._roles.build(world)
+        build, self._build = self._build, None
+        assert build is not None
+        model = build(world)
         # What answers, and looks at answers, where the trained networks lie in pieces.
-        self._whole = self._roles.build(World(device=world.device)) if world.is_cut else None
+        self._collector.prepare(build)
         return model
+
+    def attend(self) -> Ending:
+        """On a rank that trains nothing: do its part in what the others ask for, until they end."""
+        build, self._build = self._build, None
+        assert build is not None
+        self._collector.prepare(build)
+        del build
+        return self._collector.attend()
+
+    def close(self, ending: Ending) -> None:
+        """Let the ranks go that attend."""
+        self._collector.close(ending)
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Matrices decay; embeddings, heads, norms and biases do not."""
@@ -108,6 +106,7 @@ class RLTask(Task):
             assert self._round is not None
             for within in range(served, self._options.rl.updates_per_round):
                 self._num_served = within + 1
+                self._collector.moved()
                 yield self._micro_batches(self._round, number, within)
             number, served = number + 1, 0
 
@@ -160,14 +159,10 @@ class RLTask(Task):
         """eval/reward, eval/kl in nats an answer, eval/length and eval/ended over the evaluation prompts; eval/loss is
         minus the reward."""
         limit, size = self._options.trainer.evaluate_batches, self._options.rl.prompts_per_step
-        prompts = self._rows.eval if limit is None else self._rows.eval[: limit * size]
-        if not prompts:
+        num_prompts = len(self._rows.eval) if limit is None else min(limit * size, len(self._rows.eval))
+        if num_prompts == 0:
             return {}
-        model = self._gathered(model)
-        share = self._share_of(np.arange(len(prompts), dtype=np.int64))
-        found = self._answers(policy_of(model), [(int(index), prompts[index]) for index in share], "evaluation", 1)
-        found = self._looked_at(found, model)
-        everyone = self.evaluated = [each for part in self._world.agree_replicas(found) for each in part]
+        everyone = self.evaluated = self._collector.evaluation(model, num_prompts)
         figures = judged(everyone, single(self._options), 0.0, self._rows.pad_id).figures
         kept = {f"eval/{name}": figures[name] for name in ("reward", "kl", "length", "ended")}
         return kept | {"eval/loss": -figures["reward"]}
@@ -178,11 +173,11 @@ class RLTask(Task):
         return {
             "rows": self._rows.fingerprint,
             "num_rows": len(self._rows.train),
-            **self._roles.frozen.state,
+            **self._collector.fingerprints(),
             "controller": self._controller.state(),
             "pretraining": None if self._pretraining is None else self._pretraining.fingerprint,
             "round": self._round.to_plain() if is_open and self._round is not None else None,
-            "ahead": {} if self._ahead is None else self._all_drawn(self._ahead),
+            "ahead": self._collector.drawn(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -190,124 +185,22 @@ class RLTask(Task):
         allowed = self._options.trainer.allow_changes
         self._rows.check_same(state["rows"], allowed)
         if self.recorded is None:
-            self._roles.frozen.check_same(state, allowed)
+            check_same(self._collector.fingerprints(), state, allowed)
         if self._pretraining is not None:
             self._pretraining.check_same(state["pretraining"], allowed)
         self._controller.load_state(state["controller"])
         self._round = None if state["round"] is None else Round.from_plain(state["round"])
-        if self._ahead is not None:
-            own = set(self._places().tolist())
-            rounds = {int(number): map(Trajectory.from_plain, plain) for number, plain in state["ahead"].items()}
-            self._ahead.restore(
-                {number: [each for each in answers if each.prompt_index in own] for number, answers in rounds.items()}
-            )
-
-    @torch.no_grad()
-    def _gathered(self, model: nn.Module) -> nn.Module:
-        """The networks as they are now, whole on this rank."""
-        if self._whole is None:
-            return model
-        parallel = parallel_of(model, self._world)
-        for name, parameter in self._whole.named_parameters():
-            # What is frozen is what it was on all ranks.
-            if parameter.requires_grad:
-                parameter.copy_(parallel.whole(name))
-        return self._whole
-
-    def _all_drawn(self, ahead: Ahead) -> dict[str, list[dict[str, Any]]]:
-        """The answers of rounds to come, of all ranks, by the number of their round."""
-        parts = self._world.agree_replicas(
-            {str(number): [each.to_plain() for each in answers] for number, answers in ahead.drawn().items()}
-        )
-        return {number: [each for part in parts for each in part[number]] for number in parts[0]}
-
-    def _copied(self, policy: nn.Module) -> nn.Module:
-        return copied(policy, self._world.device, self._options.compile_level)
+        self._collector.restore(state["ahead"])
+        self._collector.moved()
 
     def _collect(self, model: nn.Module, number: int) -> Round:
         """Answers to the round's prompts, judged, the same on all ranks."""
-        everyone = self._drawn(model, number) if self.recorded is None else self.recorded(number)
+        everyone = self._collector.round(model, number) if self.recorded is None else self.recorded(number)
         self.collected = (number, everyone)
         coefficient = self._controller.coefficient
         found = judged(everyone, self._options, coefficient, self._rows.pad_id)
         self._controller.update(found.figures["kl"], len(everyone))
         return replace(found, figures=found.figures | {"coefficient": coefficient})
-
-    def _drawn(self, model: nn.Module, number: int) -> list[Trajectory]:
-        """The answers of all ranks to the round's prompts."""
-        model = self._gathered(model)
-        policy = policy_of(model)
-        own = self._draw(policy, number) if self._ahead is None else self._ahead.take(policy, number)
-        return [each for part in self._world.agree_replicas(self._looked_at(own, model)) for each in part]
-
-    def _draw(self, policy: nn.Module, number: int) -> list[Trajectory]:
-        """This rank's answers to the round's prompts, with their scores."""
-        rl, seed = self._options.rl, self._options.seed
-        size = rl.prompts_per_step
-        chosen = order(seed, len(self._rows.train), number * size, size, shuffle=self._options.data.shuffle)
-        prompts = [(int(place), self._rows.train[chosen[place]]) for place in self._places()]
-        return self._answers(policy, prompts, f"{seed}/{number}", rl.samples_per_prompt)
-
-    def _places(self) -> Indices:
-        """This rank's part of a round's prompts."""
-        return self._share_of(np.arange(self._options.rl.prompts_per_step, dtype=np.int64))
-
-    def _share_of(self, places: Indices) -> Indices:
-        """This rank's part of the prompts."""
-        return np.array_split(places, self._world.num_replicas)[self._world.replica]
-
-    def _answers(
-        self, policy: nn.Module, prompts: Sequence[tuple[int, Prompt]], name: str, num_samples: int
-    ) -> list[Trajectory]:
-        """Answers with their scores."""
-        if not prompts:
-            return []
-        options, scorer, playground = self._options, self._roles.scorer, self._roles.playground
-        with torch.no_grad(), autocast(self._world.device, options.precision):
-            # Made anew each time: what an older policy has read is of no use.
-            engine = Engine(policy, options.rollout.engine, stop_ids=self._roles.eos_ids)
-            draw = answered if playground is None else playground.played
-            found = draw(engine, prompts, options.rollout, num_samples, name)
-            scores = (
-                [each.score for each in found] if scorer is None else scorer.scores([each.answer for each in found])
-            )
-        return [
-            replace(
-                each,
-                score=tuple(score) if isinstance(score, list) else score,
-                # Rewards have seen the columns; what is exchanged among ranks are numbers.
-                answer=replace(each.answer, columns={}),
-            )
-            for each, score in zip(found, scores, strict=True)
-        ]
-
-    def _looked_at(self, found: Sequence[Trajectory], model: nn.Module) -> list[Trajectory]:
-        """The same with what the other networks say of each answer, token by token."""
-        with torch.no_grad(), autocast(self._world.device, self._options.precision):
-            looked = self._looks(found, policy_of(model), critic_of(model))
-            return [replace(each, **extra) for each, extra in zip(found, looked, strict=True)]
-
-    def _looks(
-        self, found: Sequence[Trajectory], policy: nn.Module, critic: ScalarModel | None
-    ) -> Iterator[dict[str, Any]]:
-        """The reference's log-probabilities, the critic's values and, where asked for, the trainer's own."""
-        temperature = self._options.rollout.temperature
-        again = policy if self._options.rl.old == "trainer" else None
-        longest = max((len(each.answer.prompt) + len(each.answer.tokens) for each in found), default=1)
-        size = rows_at_once(longest, FORWARD_ROWS, self._world.device)
-        for start in range(0, len(found), size):
-            batch = laid(found[start : start + size], self._rows.pad_id)
-            tokens, targets = batch["tokens"], batch["targets"]
-            mask = targets != IGNORED
-            grids = {
-                name: token_log_probs(network, tokens, targets, temperature)[0].cpu()
-                for name, network in (("reference", self._roles.frozen.reference), ("old", again))
-                if network is not None
-            }
-            if critic is not None:
-                grids["values"] = token_values(critic, tokens, mask).cpu()
-            for row in range(len(tokens)):
-                yield {name: tuple(each[row][mask[row]].tolist()) for name, each in grids.items()}
 
     def _micro_batches(self, whole: Round, number: int, within: int) -> list[MicroBatch]:
         """One update's answers: a part of those of the round, in an order of their own for each pass."""

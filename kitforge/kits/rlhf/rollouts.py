@@ -36,7 +36,9 @@ class Trajectory:
     answer: Answer
     prompt_index: int  # which of the round's prompts
     log_probs: tuple[float, ...]  # of each token that the policy wrote, in the distribution that it was drawn from
-    score: float | tuple[float, ...] = 0.0  # of the answer, or of each token that the policy wrote
+    score: float | tuple[float, ...] | None = (
+        None  # of the answer, or of each token that the policy wrote; None: nobody said
+    )
     reference: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
     old: tuple[float, ...] = ()  # the trainer's own log-probabilities, where it was asked for them
@@ -44,6 +46,7 @@ class Trajectory:
     @property
     def reward(self) -> float:
         """What the whole answer scored."""
+        assert self.score is not None
         return sum(self.score) if isinstance(self.score, tuple) else self.score
 
     @property

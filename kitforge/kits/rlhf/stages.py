@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -19,6 +20,7 @@ from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
+from kitforge.kits.rlhf.collector import Roles
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
 from kitforge.kits.rlhf.environment import Playground
 from kitforge.kits.rlhf.frozen import Frozen
@@ -35,7 +37,7 @@ from kitforge.kits.rlhf.networks import (
 from kitforge.kits.rlhf.preference import PreferenceTask
 from kitforge.kits.rlhf.record import KeptRounds
 from kitforge.kits.rlhf.reward import Normalisation, RewardTask
-from kitforge.kits.rlhf.rl import RLTask, Roles
+from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.rows import Row, Rows, read_rows
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.scoring import scorer_of
@@ -61,6 +63,7 @@ class Parts:
     tokenizer: Tokenizer
     reader: DialogueReader
     device: torch.device
+    rank: int  # of this process
     is_evaluation: bool  # the model is looked at as it is, and not to be trained
 
     def rows(self, read: Callable[[object], Iterable[Row]], length: Callable[[Row], int], columns: str) -> Rows[Row]:
@@ -80,9 +83,10 @@ class Parts:
         """What a language model is made from."""
         return origin_of(self.options, given, self.tokenizer, self.device)
 
-    def frozen(self, origin: Origin, reference: nn.Module | None = None, judge: Any = None) -> Frozen:
-        """What stays as it is beside what is trained; a critic's adapter begins beside the reward model's weights."""
-        bases = (origin.given, judge.backbone if isinstance(judge, ScalarModel) else None)
+    def frozen(self, origin: Origin, reference: nn.Module | None = None, critics: Any = None) -> Frozen:
+        """What stays as it is beside what is trained; a critic's adapter begins beside the weights of a reward model,
+        where it is a critic of one."""
+        bases = (origin.given, critics.backbone if isinstance(critics, ScalarModel) else None)
         return Frozen(reference, [each for each in bases if each is not None] if self.options.adapter.is_on else ())
 
     def role(self, name: str) -> nn.Module | None:
@@ -99,10 +103,12 @@ class Prepared:
 
     task: Callable[[World], tuple[Task, Sequence[Callback]]]  # and what watches over it
     fingerprint: str  # of the training rows
-    network: dict[str, Any]  # what a checkpoint records of it
+    network: dict[str, Any] | None  # what a checkpoint records of it; None where this rank does not know it
 
 
-def parts_of(options: StageOptions, inputs: Inputs, device: torch.device, *, is_evaluation: bool = False) -> Parts:
+def parts_of(
+    options: StageOptions, inputs: Inputs, device: torch.device, *, rank: int = 0, is_evaluation: bool = False
+) -> Parts:
     """Find rows and tokenizer."""
     train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
     evaluation = options.data.eval if inputs.eval_dataset is None else inputs.eval_dataset
@@ -114,6 +120,7 @@ def parts_of(options: StageOptions, inputs: Inputs, device: torch.device, *, is_
         tokenizer=tokenizer,
         reader=DialogueReader(tokenizer, template_of(tokenizer), options.data.columns, options.data.unusable),
         device=device,
+        rank=rank,
         is_evaluation=is_evaluation,
     )
 
@@ -189,7 +196,7 @@ def kto(parts: Parts) -> Prepared:
 
 def reinforcement(parts: Parts) -> Prepared:
     """Prompts, a policy that is a copy of the one given, the one given as its reference, a critic that begins as the
-    reward model where there is one, and what scores answers."""
+    reward model where there is one, and what scores answers; of these what the rank has a part in."""
     options = cast(RLOptions, parts.options)
     rows = parts.rows(
         parts.reader.prompts,
@@ -197,35 +204,37 @@ def reinforcement(parts: Parts) -> Prepared:
         "prompt, and those that rewards read",
     )
     pretraining = _pretraining(parts)
-    given = parts.inputs.model
-    origin = parts.origin(policy_of(given) if given is not None else None)
-    judge = _judge(parts, origin)
-    reference = parts.role("reference") or origin.frozen(options, parts.device)
+    given, num_training = parts.inputs.model, options.parallel.world
+    held = options.placement.held_by(parts.rank, num_training)
+    is_built = parts.rank < num_training or "rollout" in held
+    origin = cache(lambda: parts.origin(policy_of(given) if given is not None else None))
+    scores, has_critic = _rewards(parts), is_built and options.rl.has_critic
+    judge = _judge(parts, scores, origin) if has_critic or "reward" in held else None
+    reference = (parts.role("reference") or origin().frozen(options, parts.device)) if "reference" in held else None
 
     def build(world: World) -> nn.Module:
-        if parts.is_evaluation and origin.given is not None and not world.is_cut:
-            return origin.given
-        policy = origin.twin(options, world.device)
-        model = ActorCritic(policy, _critic(judge, origin, options, world)) if options.rl.has_critic else policy
+        network = origin().given
+        if parts.is_evaluation and network is not None and not world.is_cut:
+            return network
+        policy = origin().twin(options, world.device)
+        model = ActorCritic(policy, _critic(judge, origin(), options, world)) if options.rl.has_critic else policy
         return _placed(model, options, world)
 
     def task(world: World) -> tuple[Task, Sequence[Callback]]:
-        scorer = None if judge is None else scorer_of(judge, parts.tokenizer)
         roles = Roles(
-            build=build,
-            scorer=scorer,
-            frozen=parts.frozen(origin, reference, judge),
+            scorer=scorer_of(judge, parts.tokenizer) if judge is not None and "reward" in held else None,
+            frozen=parts.frozen(origin(), reference, judge if has_critic else None) if is_built else Frozen(reference),
             eos_ids=parts.tokenizer.eos_ids,
             playground=_playground(parts),
-            pretraining=pretraining,
         )
-        made = RLTask(options, rows, roles, world)
+        made = RLTask(options, rows, roles, build, world, pretraining)
         return made, [
             ShownAnswers(made, parts.tokenizer),
             KeptRounds(made, parts.tokenizer, options.rollout.kept_rounds),
         ]
 
-    return Prepared(task=task, fingerprint=_together(rows, pretraining), network=origin.described())
+    network = origin().described() if is_built else None
+    return Prepared(task=task, fingerprint=_together(rows, pretraining), network=network)
 
 
 def _together(rows: Rows[Any], pretraining: Rows[Any] | None) -> str:
@@ -272,9 +281,8 @@ def _policy(parts: Parts, origin: Origin) -> Callable[[World], nn.Module]:
     return build
 
 
-def _judge(parts: Parts, origin: Origin) -> Any:
-    """What the role `reward` was given, or the option of that name: a scalar model, a function, a name, or several;
-    None where an environment gives the rewards."""
+def _rewards(parts: Parts) -> Any:
+    """What the role `reward` was given, or the option of that name; None where an environment gives the rewards."""
     options = cast(RLOptions, parts.options)
     given = parts.inputs.roles.get("reward", options.reward)
     has_environment = "environment" in parts.inputs.roles
@@ -291,13 +299,18 @@ def _judge(parts: Parts, origin: Origin) -> Any:
             f"{options.task} has nothing that scores answers",
             fix='pass roles={"reward": RUN or FUNCTION}, or add reward=RUN_FOLDER, reward=exact or reward=gsm8k',
         )
+    return given
+
+
+def _judge(parts: Parts, given: Any, origin: Callable[[], Origin]) -> Any:
+    """What gives the rewards: a scalar model, a function, a name, or several."""
     if isinstance(given, Run):
         return given.model
     if not isinstance(given, (str, Path)) or not Path(given).is_dir():
         return given
     if is_adapter(Path(given)):
-        return origin.scorer(Path(given), options)
-    return load_scalar(Path(given), parts.device, options.compile_level)
+        return origin().scorer(Path(given), parts.options)
+    return load_scalar(Path(given), parts.device, parts.options.compile_level)
 
 
 def _playground(parts: Parts) -> Playground | None:
@@ -307,6 +320,7 @@ def _playground(parts: Parts) -> Playground | None:
     if make is None:
         return None
     check(callable(make), "the role environment", make, "a class, or a function that gives an Environment")
+    check(options.placement.reward is None, "placement.reward", options.placement.reward, "none: it gives the rewards")
     for name in ("missing_end_penalty", "overlong_soft"):
         check(not getattr(options.rl, name), f"rl.{name}", getattr(options.rl, name), "0, as the environment judges")
     return Playground(

@@ -94,7 +94,9 @@ def begin(stage: str, folder: Path | None = None, choices: Mapping[str, Any] | N
     if stage in RL:
         given["roles"] = {"reward": letters}
     options = STAGES[stage].read_options(tiny.nested(values))
-    return STAGES[stage].assemble(options, Inputs(**(given | inputs)), Lobby.open(options.parallel, options.device))
+    return STAGES[stage].assemble(
+        options, Inputs(**(given | inputs)), Lobby.open(options.parallel, options.device, options.num_ranks)
+    )
 
 
 def finish(assembly: Assembly) -> dict[str, float]:
