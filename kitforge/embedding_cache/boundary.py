@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import HashMap, select_table
-from kitforge.embedding_cache.index import grown
+from kitforge.embedding_cache.free_slots import grown
 from kitforge.embedding_cache.row_cache import RowCache
 from kitforge.embedding_cache.watchers import RowsAt
 
@@ -49,7 +49,7 @@ class Boundary:
         self._read: HashMap = new_hash_map()
         self._kept = _KeptRows(new_hash_map(), rows.layout.width)
         device = rows.device.index
-        self._top = torch.cat([device.keys[device.used()], *rows.ladder.host_keys()]) if moment.yields else None
+        self._top = torch.cat([device.keys_at(device.used()), *rows.ladder.host_keys()]) if moment.yields else None
         if moment.yields:
             rows.watchers.add(self._keep)
 

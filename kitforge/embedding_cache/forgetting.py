@@ -55,7 +55,7 @@ class Forgetting:
         gone = []
         for slots in torch.split(self._device.index.used(), CHUNK):
             slots = slots[goes(self._options, self._initial.layout, self._device.rows(slots), num_steps)]
-            keys = self._device.index.keys[slots]
+            keys = self._device.index.keys_at(slots)
             rows = torch.empty(len(keys), self._initial.layout.width)
             self._initial.fill(keys, rows)
             with self._device.using() as slab:

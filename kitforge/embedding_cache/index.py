@@ -1,4 +1,4 @@
-"""Which key stands in which slot of a tier, and which slots are free. It holds no rows.
+"""The slots of a tier: what stands in which, which are free, and when each was used. It holds no rows.
 
 Legend: keys [n] int64, any value; slots [n] int64 from 0.
 """
@@ -10,8 +10,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import NewHashMap
 from kitforge.core.kernels.places import at, put, where
+from kitforge.embedding_cache.free_slots import FreeSlots, grown
+from kitforge.embedding_cache.keys import Keys, SharedKeys
 
 # Room before the first growth, where it is not said how much there will be.
 FIRST_ROOM = 1024
@@ -23,32 +24,41 @@ NEVER = -1
 class SlotIndex:
     """Keys and slots, each at most once. Not for two threads at once."""
 
-    def __init__(self, new_hash_map: NewHashMap, room: int = FIRST_ROOM) -> None:
-        self._slots = new_hash_map(room)
-        self._free = torch.arange(room - 1, -1, -1)
-        self._num_free = room
+    def __init__(self, keys: Keys, room: int) -> None:
+        """`keys`: none yet, and with as much room."""
+        self._keys = keys
+        self._free = FreeSlots(room)
         # Of slots in use; what stands at the others means nothing.
-        self.keys = torch.zeros(room, dtype=torch.int64)
         self.is_used = torch.zeros(room, dtype=torch.bool)
         # The number that `touch` was last called with for what is there.
         self.last_use = torch.full((room,), NEVER)
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return self.room - self.num_free
 
     @property
     def room(self) -> int:
         """Slots, used and free."""
-        return len(self.keys)
+        return self._free.room
 
     @property
     def num_free(self) -> int:
         """Slots that can be given out before it has to grow."""
-        return self._num_free
+        return len(self._free)
+
+    def find(self, keys: Tensor) -> Tensor:
+        """Where keys are: a slot, -1 for nowhere, or `flipped` a slot of the tier that shares its keys with this."""
+        return self._keys.find(keys)
 
     def lookup(self, keys: Tensor) -> Tensor:
         """The slots of keys, -1 where one is not there."""
-        return self._slots.lookup(keys)
+        found = self._keys.find(keys)
+        put(found, where(found < 0), -1)
+        return found
+
+    def keys_at(self, slots: Tensor) -> Tensor:
+        """The keys at slots that are in use."""
+        return self._keys.at(slots)
 
     def touch(self, slots: Tensor, number: int) -> None:
         """These slots are in use now, by whatever `number` the owner counts."""
@@ -56,36 +66,37 @@ class SlotIndex:
 
     def add(self, keys: Tensor) -> Tensor:
         """Give distinct keys a slot each, at most `num_free`; one that had a slot has this one in its place."""
-        self._num_free -= len(keys)
-        slots = self._free[self._num_free : self._num_free + len(keys)].flip(0)
-        before = self._slots.insert(keys, slots)
-        put(self.keys, slots, keys)
+        slots = self._free.take(len(keys))
+        before = self._keys.enter(keys, slots)
         put(self.is_used, slots, True)
         self._release(at(before, where(before >= 0)))
         return slots
 
     def remove(self, slots: Tensor) -> Tensor:
         """Free slots that are in use; their keys."""
-        keys = at(self.keys, slots)
-        self._slots.remove(keys)
+        keys = self._keys.leave(slots)
         self._release(slots)
         return keys
 
     def take(self, keys: Tensor) -> Tensor:
         """Free the slots of keys: which those were, -1 where one is not there."""
-        slots = self._slots.remove(keys)
-        self._release(at(slots, where(slots >= 0)))
+        slots = self.lookup(keys)
+        self.remove(at(slots, where(slots >= 0)))
         return slots
+
+    def exchange(self, slots: Tensor, other: SlotIndex, places: Tensor) -> None:
+        """The keys at `slots` [n] and those at `places` [n] of the tier that shares its keys change places."""
+        assert isinstance(self._keys, SharedKeys)
+        assert isinstance(other._keys, SharedKeys)
+        self._keys.exchange(slots, other._keys, places)
 
     def grow(self, room: int) -> None:
         """Have at least so many slots."""
         before = self.room
         if room <= before:
             return
-        self._free = torch.cat([torch.arange(room - 1, before - 1, -1), self._free[: self._num_free]])
-        self._free = torch.cat([self._free, torch.empty(room - len(self._free), dtype=torch.int64)])
-        self._num_free += room - before
-        self.keys = grown(self.keys, room)
+        self._free.grow(room)
+        self._keys.grow(room)
         self.is_used = grown(self.is_used, room)
         self.last_use = torch.cat([self.last_use, torch.full((room - before,), NEVER)])
 
@@ -96,12 +107,4 @@ class SlotIndex:
     def _release(self, slots: Tensor) -> None:
         put(self.is_used, slots, False)
         put(self.last_use, slots, NEVER)
-        self._free[self._num_free : self._num_free + len(slots)] = slots
-        self._num_free += len(slots)
-
-
-def grown(values: Tensor, room: int) -> Tensor:
-    """The same values with room for more along the first dim, which is zero."""
-    larger = values.new_zeros(room, *values.shape[1:])
-    larger[: len(values)] = values
-    return larger
+        self._free.give_back(slots)

@@ -9,12 +9,13 @@ import threading
 from functools import partial
 from typing import final
 
-import torch
 from torch import Tensor
 
 from kitforge.core.kernels.places import at, put, where
 from kitforge.core.kernels.scratch import Scratch
 from kitforge.embedding_cache.admission import Admission
+from kitforge.embedding_cache.index import NEVER
+from kitforge.embedding_cache.keys import flipped
 from kitforge.embedding_cache.options import TableOptions
 from kitforge.embedding_cache.policy import EvictionPolicy, build_policy
 from kitforge.embedding_cache.stats import Counts
@@ -79,37 +80,45 @@ class Planner:
         slots = self.device.index.lookup(keys)
         missing = where(slots < 0)
         if len(missing):
-            put(slots, missing, self._bring(at(keys, missing))[0])
+            put(slots, missing, self._bring(at(keys, missing)))
         self.counts.hit("device", len(keys) - len(missing))
         return slots
 
     def _pinned(self, number: int, keys: Tensor) -> Tensor:
         device = self.device
-        slots = device.index.lookup(keys)
+        slots = device.index.find(keys)
         self._refuse_if_strict(len(keys))
         missing = where(slots < 0)
         # Pinned before anybody is chosen to leave.
         device.index.touch(slots if not len(missing) else at(slots, where(slots >= 0)), number)
         self.counts.hit("device", len(keys) - len(missing))
         if len(missing) or device.num_over:
-            self._make_room(len(missing))
-        if len(missing):
-            brought, rows = self._bring(at(keys, missing))
-            put(slots, missing, brought)
-            device.index.touch(brought, number)
-            self.policy.brought(brought, number, self._updates(rows))
+            arriving = at(slots, missing)
+            self._make_room(number, arriving)
+            left = where(arriving < 0)
+            if len(left):
+                brought = self._bring(at(keys, at(missing, left)))
+                device.index.touch(brought, number)
+                put(arriving, left, brought)
+            self.policy.brought(arriving, number, partial(device.updates, arriving))
+            put(slots, missing, arriving)
         self.policy.needed(slots, number)
         return slots
 
-    def _bring(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def _bring(self, keys: Tensor) -> Tensor:
         self.device.make_room(len(keys))
         rows = self._scratch.take("coming", len(keys), self._width)
         dirty = self.ladder.fetch(keys, rows)
-        return self.device.bring(keys, rows, dirty), rows
+        return self.device.bring(keys, rows, dirty)
 
-    def _make_room(self, num_new: int) -> None:
-        """Let rows leave until `num_new` fit into the capacity, as far as that is possible."""
+    def _make_room(self, number: int, arriving: Tensor) -> None:
+        """Let rows leave until those that arrive fit into the capacity, as far as that is possible.
+
+        `arriving` [n] says where they are now (`SlotIndex.find`). One that is in the host tier takes the slot of one
+        that leaves, which is then written there.
+        """
         device = self.device
+        in_host, num_new = where(arriving < -1), len(arriving)
         self._drop_guests()
         short = self._short(num_new)
         while short > 0:
@@ -117,8 +126,14 @@ class Planner:
             victims = self.policy.victims(short, partial(self._may_go, done=done))
             if len(victims):
                 self.counts.events["evicted"] += len(victims)
-                self.ladder.put(*device.leave(victims))
-                short = self._short(num_new)
+                short -= len(victims)
+                coming, in_host = in_host[: len(victims)], in_host[len(victims) :]
+                self.ladder.exchange(device, victims[: len(coming)], flipped(at(arriving, coming)))
+                # Pinned before anybody else is chosen to leave.
+                device.index.touch(victims[: len(coming)], number)
+                put(arriving, coming, victims[: len(coming)])
+                if len(victims) > len(coming):
+                    self.ladder.put(*device.leave(victims[len(coming) :]))
             if short > 0 and (not num_new or not self._wait_beyond(done)):
                 break
         self.counts.events["overflow"] += min(short, num_new) if short > 0 else 0
@@ -128,7 +143,8 @@ class Planner:
         return 0 if capacity is None else len(self.device) + num_new - capacity
 
     def _may_go(self, slots: Tensor, done: int) -> Tensor:
-        return at(self.device.index.is_used, slots) & (at(self.device.last_need, slots) <= done)
+        need = at(self.device.last_need, slots)
+        return (need != NEVER) & (need <= done)
 
     def _wait_beyond(self, done: int) -> bool:
         if self.register.done > done:
@@ -144,10 +160,6 @@ class Planner:
         slots = at(slots, where(self._may_go(slots, self.register.done)))
         put(self.device.is_guest, slots, False)
         self.device.leave(slots)
-
-    def _updates(self, rows: Tensor) -> Tensor:
-        """How often each row [n, width] has moved."""
-        return rows.view(torch.int32)[:, -2]
 
     def _refuse_if_strict(self, num_rows: int) -> None:
         capacity = self.device.capacity

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kitforge.core.kernels.places import at, put
 from kitforge.embedding_cache.coldest import Coldest, MayGo
-from kitforge.embedding_cache.index import SlotIndex, grown
+from kitforge.embedding_cache.free_slots import grown
+from kitforge.embedding_cache.index import SlotIndex
 from kitforge.embedding_cache.oldest import Oldest
 from kitforge.embedding_cache.options import PolicyOptions
 
@@ -30,7 +31,7 @@ class EvictionPolicy(ABC):
     window: int = 0
 
     @abstractmethod
-    def brought(self, slots: Tensor, number: int, updates: Tensor) -> None:
+    def brought(self, slots: Tensor, number: int, updates: Callable[[], Tensor]) -> None:
         """Batch `number` brought these rows in; `updates` says how often each has moved so far."""
 
     @abstractmethod
@@ -58,12 +59,11 @@ class Lru(EvictionPolicy):
     def __init__(self, index: SlotIndex) -> None:
         self._oldest = Oldest(index)
 
-    def brought(self, slots: Tensor, number: int, updates: Tensor) -> None:
+    def brought(self, slots: Tensor, number: int, updates: Callable[[], Tensor]) -> None:
         """See `EvictionPolicy`."""
 
     def needed(self, slots: Tensor, number: int) -> None:
         """See `EvictionPolicy`."""
-        self._oldest.used(slots, number)
 
     def victims(self, num: int, may_go: MayGo) -> Tensor:
         """See `EvictionPolicy`."""
@@ -84,10 +84,10 @@ class Lfu(EvictionPolicy):
         self._origin = 0
         self._coldest = Coldest()
 
-    def brought(self, slots: Tensor, number: int, updates: Tensor) -> None:
+    def brought(self, slots: Tensor, number: int, updates: Callable[[], Tensor]) -> None:
         """See `EvictionPolicy`."""
         self._counts = _fitting(self._counts, self._index)
-        put(self._counts, slots, updates.double() * self._weight(number))
+        put(self._counts, slots, updates().double() * self._weight(number))
         self._coldest.restarted(slots)
 
     def needed(self, slots: Tensor, number: int) -> None:
@@ -132,7 +132,7 @@ class Lookahead(EvictionPolicy):
         """See `EvictionPolicy`."""
         self._ahead.clear()
 
-    def brought(self, slots: Tensor, number: int, updates: Tensor) -> None:
+    def brought(self, slots: Tensor, number: int, updates: Callable[[], Tensor]) -> None:
         """See `EvictionPolicy`."""
 
     def needed(self, slots: Tensor, number: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import select_table
-from kitforge.core.kernels.places import at, put
+from kitforge.core.kernels.places import put
 from kitforge.core.kernels.scratch import Scratch
 from kitforge.core.kernels.threads import beside
 from kitforge.core.optim.sparse import RowOptimizer
@@ -47,11 +47,11 @@ class RowCache:
         self.layout = self.initial.layout
         self.counts = Counts()
         self.device = DeviceTier(self.layout.width, options.device_rows, options.device)
-        kernels = select_table()  # of ids and of the lower tiers, which are in main memory wherever the device is
+        kernels = select_table()  # of ids, which are in main memory wherever the device is
         self._unique = kernels.unique
         self.admission = Admission(options.admission, kernels.hash_map, options.seed, options.name)
         place = 0 if spread is None else spread.place
-        self.ladder = build_ladder(options, self.initial, kernels, self.counts, place)
+        self.ladder = build_ladder(options, self.initial, self.device, self.counts, place)
         self.planner = Planner(options, self.device, self.ladder, self.admission, self.counts)
         self.num_steps = 0
         self.rates = torch.zeros(FIRST_RATES if optimizer.moves_untouched_rows else 0, dtype=torch.float64)
@@ -218,7 +218,7 @@ class RowCache:
 
     def _before_change(self, slots: Tensor) -> None:
         if self.watchers:
-            keys = at(self.device.index.keys, slots)
+            keys = self.device.index.keys_at(slots)
             self.watchers.before_change(keys, lambda places: self.device.rows(slots[places]))
 
     def _keep_rate(self, rate: float) -> None:

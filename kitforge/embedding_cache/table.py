@@ -249,7 +249,7 @@ class CachedEmbedding(nn.Module):
             return
         part = self._gradients.merged()
         tier = self.rows.device
-        keys = torch.empty(0, dtype=torch.int64) if part is None else tier.index.keys[part.slots]
+        keys = torch.empty(0, dtype=torch.int64) if part is None else tier.index.keys_at(part.slots)
         own = torch.empty(0, self.options.dim, device=tier.device) if part is None else part.gradients
         keys, gradients = self._spread.total(keys, own)
         # Rows of which this rank had no gradient have to be here as well.

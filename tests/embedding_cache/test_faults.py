@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.dispatch import select_table
 from kitforge.embedding_cache.claims import Claims
+from kitforge.embedding_cache.keys import SharedKeys
 from kitforge.embedding_cache.planner import Planner
+from kitforge.embedding_cache.policy import Lru
 from kitforge.embedding_cache.records import InitialRecords
 from kitforge.embedding_cache.store import RowStore
 from kitforge.embedding_cache.tickets import Register
@@ -125,6 +129,46 @@ def rows_never_come_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceTier, "leave", clean)
 
 
+def nothing_comes_back_from_the_device(patch: pytest.MonkeyPatch) -> None:
+    """Of rows that change places, those that leave the device are not written to the host tier."""
+
+    def one_way(one: Tensor, other: Tensor, at: Tensor, to: Tensor) -> None:
+        one[at] = other[to]
+
+    kernels = replace(select_table(), exchange_rows=one_way)
+    patch.setattr("kitforge.embedding_cache.tiers.device.select_table", lambda: kernels)
+
+
+def marks_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
+    """Of rows that change places, the bits that say which have changed stay, so that one goes below for nothing and
+    another does not."""
+    exchange = HostStore.exchange
+
+    def careless(host: HostStore, places: Tensor, above: DeviceTier, slots: Tensor) -> None:
+        dirty = above.is_dirty[slots].clone(), host._dirty[places].clone()
+        exchange(host, places, above, slots)
+        above.is_dirty[slots], host._dirty[places] = dirty
+
+    patch.setattr(HostStore, "exchange", careless)
+
+
+def numbers_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
+    """Of rows that change places, those that leave are still looked for on the device."""
+    settle = SharedKeys._settle
+
+    def careless(keys: SharedKeys, numbers: Tensor, slots: Tensor) -> None:
+        if not (keys._is_second and bool((keys._shared.places[numbers] >= 0).any())):
+            settle(keys, numbers, slots)
+
+    patch.setattr(SharedKeys, "_settle", careless)
+
+
+def the_newest_leave(patch: pytest.MonkeyPatch) -> None:
+    """Whoever leaves may be a row of the lookup that is being planned, since those that came are not pinned."""
+    patch.setattr(Planner, "_may_go", lambda planner, slots, done: torch.ones(len(slots), dtype=torch.bool))
+    patch.setattr(Lru, "victims", lambda policy, num, may_go: policy._oldest._index.used().flip(0)[:num])
+
+
 def plan_reads_values(patch: pytest.MonkeyPatch) -> None:
     """Values are copied when a lookup is planned instead of when it is computed."""
     place = Planner.place
@@ -153,6 +197,9 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], Case] = {
     rows_begin_in_order_of_arrival: TIGHT,
     zeros_are_missing: replace(TIGHT, optimizer="ftrl"),
     rows_never_come_back: replace(TIGHT, tiers="host"),
+    nothing_comes_back_from_the_device: replace(TIGHT, tiers="host"),
+    numbers_stay_where_they_are: replace(TIGHT, tiers="host"),
+    the_newest_leave: replace(TIGHT, tiers="host"),
     plan_reads_values: replace(TIGHT, spare=2.0),
 }
 
@@ -172,6 +219,26 @@ def test_without_a_fault_the_same_cases_pass(tmp_path: Path) -> None:
     for number, case in enumerate(dict.fromkeys(FAULTS.values())):
         with build(case, tmp_path / str(number)) as table:
             assert_same_bits(outcome(table, train(table, case)), uncached(case.optimizer))
+
+
+@pytest.mark.parametrize("fault", [None, marks_stay_where_they_are])
+def test_marks_lost_where_rows_change_places_are_seen(
+    fault: Callable[[pytest.MonkeyPatch], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are looked at in between are on the device and unchanged, which rows of the training never are."""
+    if fault is not None:
+        fault(monkeypatch)
+    case, outputs = replace(TIGHT, tiers="host_file", depth=0), []
+    with build(case, tmp_path) as table:
+        for step, ids in enumerate(training.batches()):
+            outputs.append(table(ids))
+            training.loss_of(outputs[-1], step).backward()
+            table.step(training.rate(step))
+            with torch.no_grad():
+                for other in training.batches()[5 * step % 7 :: 7]:
+                    table(other)
+        with pytest.raises(AssertionError) if fault else nullcontext():
+            assert_same_bits(outcome(table, outputs), uncached(case.optimizer))
 
 
 def forget_unused_tickets(patch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE
 from kitforge.embedding_cache.coldest import Coldest
 from kitforge.embedding_cache.index import SlotIndex
+from kitforge.embedding_cache.keys import OwnKeys
 from kitforge.embedding_cache.oldest import Oldest
 from kitforge.embedding_cache.options import PolicyOptions
 from kitforge.embedding_cache.policy import LARGEST_EXPONENT, build_policy
@@ -24,7 +26,7 @@ need = st.lists(st.integers(0, 60), unique=True, min_size=1, max_size=12)
 
 
 class Oracle:
-    """Scores of keys in a dict; keys that were needed later stand further back in it."""
+    """Scores of keys in a dict."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -37,8 +39,7 @@ class Oracle:
 
     def victims(self, num: int, pinned: set[int], slot_of: dict[int, int]) -> list[int]:
         going = [key for key in self.scores if key not in pinned]
-        # Of rows needed last by the same batch, the one that it named first goes; lfu takes them by their slots.
-        going.sort(key=lambda key: (self.scores[key], 0 if self.name == "lru" else slot_of[key]))
+        going.sort(key=lambda key: (self.scores[key], slot_of[key]))
         for key in going[:num]:
             del self.scores[key]
         return going[:num]
@@ -48,7 +49,7 @@ class Oracle:
 @settings(max_examples=60)
 @given(needs=st.lists(need, max_size=40))
 def test_victims_are_those_of_an_oracle(name: str, needs: list[list[int]]) -> None:
-    index = SlotIndex(TABLE_REFERENCE.hash_map, ROOM)
+    index = SlotIndex(OwnKeys(TABLE_REFERENCE.hash_map, ROOM), ROOM)
     policy = build_policy(PolicyOptions(name=name, half_life=HALF_LIFE), index)
     oracle, pinned = Oracle(name), set[int]()
     for number, given_keys in enumerate(needs):
@@ -60,18 +61,18 @@ def test_victims_are_those_of_an_oracle(name: str, needs: list[list[int]]) -> No
         # Those of the batch before are still needed, like those of this one.
         held = pinned | set(given_keys)
         if short > 0:
-            slot_of = dict(zip(*(part.tolist() for part in index._slots.items()), strict=True))
+            slot_of = dict(zip(index.keys_at(index.used()).tolist(), index.used().tolist(), strict=True))
 
             def may_go(slots: torch.Tensor, held: set[int] = held) -> torch.Tensor:
-                free = [bool(index.is_used[slot]) and int(index.keys[slot]) not in held for slot in slots.tolist()]
-                return torch.tensor(free, dtype=torch.bool)
+                free = [key not in held for key in index.keys_at(slots).tolist()]
+                return torch.tensor(free, dtype=torch.bool) & index.is_used[slots]
 
             victims = policy.victims(short, may_go)
             assert index.remove(victims).tolist() == oracle.victims(short, held, slot_of)
         missing = missing[: index.num_free]
         brought = index.add(missing)
         index.touch(brought, number)
-        policy.brought(brought, number, torch.zeros(len(missing), dtype=torch.int32))
+        policy.brought(brought, number, partial(torch.zeros, len(missing), dtype=torch.int32))
         slots = index.lookup(keys)
         policy.needed(slots[slots >= 0], number)
         oracle.need(keys[slots >= 0].tolist(), number)
@@ -79,37 +80,36 @@ def test_victims_are_those_of_an_oracle(name: str, needs: list[list[int]]) -> No
 
 
 def test_a_row_that_comes_back_brings_its_updates_as_needs() -> None:
-    index = SlotIndex(TABLE_REFERENCE.hash_map, 4)
+    index = SlotIndex(OwnKeys(TABLE_REFERENCE.hash_map, 4), 4)
     policy = build_policy(PolicyOptions(name="lfu"), index)
     slots = index.add(torch.tensor([10, 11, 12]))
-    policy.brought(slots, 0, torch.tensor([5, 0, 9]))
+    policy.brought(slots, 0, lambda: torch.tensor([5, 0, 9]))
     policy.needed(slots, 0)
-    assert index.keys[policy.victims(3, lambda slots: index.is_used[slots])].tolist() == [11, 10, 12]
+    assert index.keys_at(policy.victims(3, lambda slots: index.is_used[slots])).tolist() == [11, 10, 12]
 
 
 def test_counts_that_would_leave_their_range_are_scaled_down_together() -> None:
-    index = SlotIndex(TABLE_REFERENCE.hash_map, 3)
+    index = SlotIndex(OwnKeys(TABLE_REFERENCE.hash_map, 3), 3)
     policy = build_policy(PolicyOptions(name="lfu", half_life=1.0), index)
-    zero = torch.zeros(1, dtype=torch.int32)
     for number, key in ((0, 7), (int(LARGEST_EXPONENT) + 5, 8), (int(LARGEST_EXPONENT) + 7, 9)):
         slots = index.add(torch.tensor([key]))
-        policy.brought(slots, number, zero)
+        policy.brought(slots, number, lambda: torch.zeros(1, dtype=torch.int32))
         policy.needed(slots, number)
-    assert index.keys[policy.victims(3, lambda slots: index.is_used[slots])].tolist() == [7, 8, 9]
+    assert index.keys_at(policy.victims(3, lambda slots: index.is_used[slots])).tolist() == [7, 8, 9]
 
 
 def test_lookahead_gives_up_what_is_needed_last() -> None:
-    index = SlotIndex(TABLE_REFERENCE.hash_map, 5)
+    index = SlotIndex(OwnKeys(TABLE_REFERENCE.hash_map, 5), 5)
     policy = build_policy(PolicyOptions(name="lookahead", window=3), index)
     index.touch(index.add(torch.arange(5)), 0)
     for keys in ([0], [1, 4], [2, 0]):
         policy.expect(torch.tensor(keys))
     order = policy.victims(5, lambda slots: index.is_used[slots])
-    assert index.keys[order].tolist() == [3, 2, 1, 4, 0]
+    assert index.keys_at(order).tolist() == [3, 2, 1, 4, 0]
     policy.met()
-    assert index.keys[policy.victims(2, lambda slots: index.is_used[slots])].tolist() == [3, 0]
+    assert index.keys_at(policy.victims(2, lambda slots: index.is_used[slots])).tolist() == [3, 0]
     policy.expect_nothing()
-    assert index.keys[policy.victims(1, lambda slots: index.is_used[slots])].tolist() == [0]
+    assert index.keys_at(policy.victims(1, lambda slots: index.is_used[slots])).tolist() == [0]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
@@ -141,18 +141,35 @@ def test_the_coldest_are_found_without_sorting_all_each_time(dtype: torch.dtype)
     assert searches < 30
 
 
-def test_the_queue_of_uses_stays_a_few_times_as_long_as_there_are_slots() -> None:
-    index = SlotIndex(TABLE_REFERENCE.hash_map, ROOM)
-    oldest, slots = Oldest(index), index.add(torch.arange(ROOM))
-    random = np.random.default_rng(0)
-    for number in range(200):
-        used = slots[torch.from_numpy(random.permutation(ROOM)[:15])]
-        index.touch(used, number)
-        oldest.used(used, number)
-        assert sum(len(slots) for _, slots in oldest._uses) == oldest._length <= 2 * ROOM + 15
-    order = oldest.pick(ROOM, lambda slots: index.is_used[slots])
-    assert len(order) == ROOM
-    assert bool((index.last_use[order].diff() >= 0).all())
+@pytest.mark.parametrize("gap", [1, 2**13])
+def test_the_oldest_are_found_by_few_looks_at_all_slots(gap: int) -> None:
+    index = SlotIndex(OwnKeys(TABLE_REFERENCE.hash_map, 4000), 4000)
+    oldest, random, searches = Oldest(index), np.random.default_rng(0), 0
+    index.touch(index.add(torch.arange(3900)), 0)
+    search = oldest._search
+
+    def counted(size: int) -> bool:
+        nonlocal searches
+        searches += 1
+        return search(size)
+
+    oldest._search = counted  # type: ignore[method-assign]
+    for number in range(gap, 100 * gap, gap):
+        picked = oldest.pick(20, lambda slots: index.is_used[slots] & (slots % 7 != 0))
+        order = np.lexsort((np.arange(4000), index.last_use.numpy()))
+        assert picked.tolist() == [slot for slot in order.tolist() if index.is_used[slot] and slot % 7][:20]
+        index.remove(picked)
+        index.touch(index.add(4000 * number + torch.arange(15)), number)
+        index.touch(index.used()[torch.from_numpy(random.permutation(len(index))[:300])], number)
+    assert searches < 30
+
+
+def test_all_that_may_go_are_picked_where_there_are_too_few() -> None:
+    index = SlotIndex(OwnKeys(TABLE_REFERENCE.hash_map, ROOM), ROOM)
+    oldest = Oldest(index)
+    assert len(oldest.pick(3, lambda slots: index.is_used[slots])) == 0
+    index.touch(index.add(torch.arange(9)), 4)
+    assert oldest.pick(ROOM, lambda slots: slots < 5).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_knowing_the_future_moves_fewer_rows_than_guessing() -> None:

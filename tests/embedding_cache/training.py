@@ -24,6 +24,7 @@ from kitforge.embedding_cache.planner import Planner
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.embedding_cache.tiers.file import FileStore
+from kitforge.embedding_cache.tiers.host import HostStore
 from kitforge.embedding_cache.tiers.ladder import Ladder
 
 DIM, NUM_IDS, NUM_STEPS, BAG = 4, 300, 24, 4
@@ -186,7 +187,7 @@ def assert_one_place(table: CachedEmbedding) -> None:
     device = table.rows.device.index
     for keys in table.rows.ladder.host_keys():
         assert not bool((device.lookup(keys) >= 0).any())
-    assert torch.equal(device.lookup(device.keys[device.used()]), device.used())
+    assert torch.equal(device.lookup(device.keys_at(device.used())), device.used())
 
 
 @contextmanager
@@ -194,18 +195,26 @@ def nobody_leaves_too_early() -> Iterator[None]:
     """No row leaves the device tier while a lookup that needs it is not done."""
     with pytest.MonkeyPatch.context() as patch:
         registers: dict[int, Any] = {}
-        init, leave = Planner.__init__, DeviceTier.leave
+        init, leave, exchange = Planner.__init__, DeviceTier.leave, HostStore.exchange
 
         def noted(planner: Planner, *arguments: Any) -> None:
             init(planner, *arguments)
             registers[id(planner.device)] = planner.register
 
-        def watched(device: DeviceTier, slots: Tensor) -> Any:
+        def check(device: DeviceTier, slots: Tensor) -> None:
             assert not len(slots) or int(device.last_need[slots].max()) <= registers[id(device)].done
+
+        def watched(device: DeviceTier, slots: Tensor) -> Any:
+            check(device, slots)
             return leave(device, slots)
+
+        def watched_pairs(host: HostStore, places: Tensor, device: DeviceTier, slots: Tensor) -> None:
+            check(device, slots)
+            exchange(host, places, device, slots)
 
         patch.setattr(Planner, "__init__", noted)
         patch.setattr(DeviceTier, "leave", watched)
+        patch.setattr(HostStore, "exchange", watched_pairs)
         yield
 
 
@@ -237,6 +246,7 @@ SLEEPERS = (
     (FileStore, "write"),
     (FileStore, "read"),
     (DeviceTier, "bring"),
+    (HostStore, "exchange"),
     (CachedEmbedding, "forward"),
     (CachedEmbedding, "step"),
 )

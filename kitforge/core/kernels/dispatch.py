@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.attention import reference as attention_reference
 from kitforge.core.kernels.bags import Bags
+from kitforge.core.kernels.exchange_rows import reference as exchange_rows_reference
 from kitforge.core.kernels.gather_pool import reference as gather_pool_reference
 from kitforge.core.kernels.hash_map import reference as hash_map_reference
 from kitforge.core.kernels.linear import reference as linear_reference
@@ -230,8 +231,11 @@ class HashMap(Protocol):
         """How many keys there are."""
         ...
 
-    def lookup(self, keys: Tensor, out: Tensor | None = None) -> Tensor:
-        """The slots [n] of keys [n], -1 where one is not there; here keys may repeat. `out` int64 [n] is reused."""
+    def lookup(self, keys: Tensor, out: Tensor | None = None, through: Tensor | None = None) -> Tensor:
+        """The slots [n] of keys [n], -1 where one is not there; here keys may repeat. `out` int64 [n] is reused.
+
+        `through` int64 [slots]: what it holds at a slot is given in the slot's stead.
+        """
         ...
 
     def insert(self, keys: Tensor, slots: Tensor) -> Tensor:
@@ -321,6 +325,16 @@ class MoveRows(Protocol):
         ...
 
 
+class ExchangeRows(Protocol):
+    """Row `at[i]` of `one` [rows, width] and row `to[i]` of `other` [rows, width] change places; `at` are distinct, and
+    so are `to`. Raises ModelError for a place that is none.
+    """
+
+    def __call__(self, one: Tensor, other: Tensor, at: Tensor, to: Tensor) -> None:
+        """See the class."""
+        ...
+
+
 # What every rule begins with: slab, slots, gradients, rate, step. `sparse_update/reference.py` has the rest.
 Move = Callable[..., None]
 
@@ -348,6 +362,7 @@ class TableKernels:
     hash_map: NewHashMap
     unique: Unique
     move_rows: MoveRows
+    exchange_rows: ExchangeRows
     gather_pool: GatherPool
     segment_sum: SegmentSum
     sparse_update: SparseUpdate
@@ -357,6 +372,7 @@ TABLE_REFERENCE = TableKernels(
     hash_map=hash_map_reference.HashMap,
     unique=unique_reference.unique,
     move_rows=move_rows_reference.move_rows,
+    exchange_rows=exchange_rows_reference.exchange_rows,
     gather_pool=gather_pool_reference.gather_pool,
     segment_sum=segment_sum_reference.segment_sum,
     sparse_update=SparseUpdate(
@@ -376,6 +392,7 @@ def select_table(device: str = "cpu") -> TableKernels:
     """The fastest loops over rows of tables that are installed, for slabs on that kind of device."""
     if device != "cpu" or not _has_numba():
         return TABLE_REFERENCE
+    from kitforge.core.kernels.exchange_rows import numba as exchange_rows
     from kitforge.core.kernels.gather_pool import numba as gather_pool
     from kitforge.core.kernels.hash_map import numba as hash_map
     from kitforge.core.kernels.move_rows import numba as move_rows
@@ -387,6 +404,7 @@ def select_table(device: str = "cpu") -> TableKernels:
         hash_map=hash_map.HashMap,
         unique=unique.unique,
         move_rows=move_rows.move_rows,
+        exchange_rows=exchange_rows.exchange_rows,
         gather_pool=gather_pool.gather_pool,
         segment_sum=segment_sum.segment_sum,
         sparse_update=SparseUpdate(

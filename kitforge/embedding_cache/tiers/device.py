@@ -13,7 +13,9 @@ from torch import Tensor
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE, TableKernels, select_table
 from kitforge.core.kernels.places import at, put
 from kitforge.core.kernels.scratch import Scratch
-from kitforge.embedding_cache.index import FIRST_ROOM, SlotIndex, grown
+from kitforge.embedding_cache.free_slots import grown
+from kitforge.embedding_cache.index import FIRST_ROOM, SlotIndex
+from kitforge.embedding_cache.keys import Keys, Numbers, OwnKeys, SharedKeys
 
 
 @final
@@ -32,7 +34,13 @@ class DeviceTier:
         # Faster loops than the references there are for the CPU only, so far.
         self.kernels: TableKernels = select_table() if self.device.type == "cpu" else TABLE_REFERENCE
         room = FIRST_ROOM if capacity is None else capacity
-        self.index = SlotIndex(select_table().hash_map, room)
+        hash_map = select_table().hash_map
+        # A tier that may be full shares its keys with the one below, if that is in memory as well.
+        self.numbers = None if capacity is None else Numbers(hash_map, room)
+        keys: Keys = OwnKeys(hash_map, room)
+        if self.numbers is not None:
+            keys = SharedKeys(self.numbers, room, is_second=False)
+        self.index = SlotIndex(keys, room)
         self.slab = torch.empty(room, width, device=self.device)
         self.is_dirty = torch.zeros(room, dtype=torch.bool)
         self.is_guest = torch.zeros(room, dtype=torch.bool)
@@ -91,6 +99,10 @@ class DeviceTier:
             rows = self.rows(slots)
         dirty = at(self.is_dirty, slots)
         return self.index.remove(slots), rows, dirty
+
+    def updates(self, slots: Tensor) -> Tensor:
+        """How often each of these rows has moved, on the CPU."""
+        return self.slab.view(torch.int32)[:, -2].index_select(0, self.there(slots)).cpu()
 
     def rows(self, slots: Tensor) -> Tensor:
         """Copies of rows on the CPU."""

@@ -23,6 +23,7 @@ from kitforge.core.kernels.dispatch import TableKernels
 from kitforge.core.kernels.places import at, put, where
 from kitforge.embedding_cache.coldest import Coldest
 from kitforge.embedding_cache.index import SlotIndex
+from kitforge.embedding_cache.keys import OwnKeys
 from kitforge.embedding_cache.store import RowStore
 from kitforge.foundation.errors import TrainingError
 
@@ -46,7 +47,7 @@ class FileStore(RowStore):
         self._place = f"{folder}, for the rows of {name}"
         self._row_bytes = 4 * width
         self._lock = threading.Lock()
-        self._index = SlotIndex(kernels.hash_map, 0)
+        self._index = SlotIndex(OwnKeys(kernels.hash_map, 0), 0)
         self._move_rows = kernels.move_rows
         self._clock = 0  # of the rows' last use: calls of `read` and `write`
         self._coldest = Coldest()
@@ -99,17 +100,17 @@ class FileStore(RowStore):
         with self._lock:
             used = self._index.is_used
             slots = self._coldest.pick(self._index.last_use, self._index.used, num, lambda slots: used[slots])
-            return self._index.keys[slots]
+            return self._index.keys_at(slots)
 
     def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
         """See `RowStore`."""
         for slots in torch.split(self._index.used(), chunk):
-            yield self._index.keys[slots], self._slab[slots]
+            yield self._index.keys_at(slots), self._slab[slots]
 
     def keys(self, chunk: int) -> Iterator[Tensor]:
         """See `RowStore`."""
         with self._lock:
-            keys = self._index.keys[self._index.used()]
+            keys = self._index.keys_at(self._index.used())
         return iter(torch.split(keys, chunk))
 
     def flush(self) -> None:

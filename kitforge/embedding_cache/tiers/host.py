@@ -12,28 +12,36 @@ from torch import Tensor
 from kitforge.core.kernels.dispatch import TableKernels
 from kitforge.core.kernels.places import at, put, where
 from kitforge.embedding_cache.index import FIRST_ROOM, SlotIndex
+from kitforge.embedding_cache.keys import Keys, OwnKeys, SharedKeys
 from kitforge.embedding_cache.oldest import Oldest
 from kitforge.embedding_cache.store import RowStore
+from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.foundation import device as devices
 
 
 @final
 class HostStore(RowStore):
-    """Rows in one slab. With a `capacity` its memory is laid down at once, and it is its owner's task to keep to it."""
+    """Rows in one slab. With a `capacity` its memory is laid down at once, and it is its owner's task to keep to it.
+
+    `above` is the tier with which it shares a map of keys; who uses both then does so in one thread at a time.
+    """
 
     def __init__(
-        self, width: int, kernels: TableKernels, capacity: int | None = None, device: torch.device | str = "cpu"
+        self, width: int, kernels: TableKernels, capacity: int | None = None, above: DeviceTier | None = None
     ) -> None:
         self.width = width
         self.capacity = capacity
-        self._device = torch.device(device)
+        self._device = torch.device("cpu") if above is None else above.device
         self._move_rows = kernels.move_rows
         self._lock = threading.Lock()
         room = FIRST_ROOM if capacity is None else capacity
-        self._index = SlotIndex(kernels.hash_map, room)
+        keys: Keys = OwnKeys(kernels.hash_map, room)
+        if above is not None and above.numbers is not None:
+            keys = SharedKeys(above.numbers, room, is_second=True)
+        self._index = SlotIndex(keys, room)
         self._slab = devices.host_memory(self._device, room, width)
         self._dirty = torch.zeros(room, dtype=torch.bool)
-        self._clock = 0  # of the rows' last use: calls of `put`
+        self._clock = 0  # of the rows' last use: rows that came
         self._oldest = None if capacity is None else Oldest(self._index)
 
     def __len__(self) -> int:
@@ -66,10 +74,18 @@ class HostStore(RowStore):
             slots = self._index.add(keys)
             self._move_rows(rows, self._slab, to=slots)
             put(self._dirty, slots, dirty)
-            self._clock += 1
-            self._index.touch(slots, self._clock)
-            if self._oldest is not None:
-                self._oldest.used(slots, self._clock)
+            self._used(slots)
+
+    def exchange(self, places: Tensor, above: DeviceTier, slots: Tensor) -> None:
+        """Rows at `places` [n] here and at `slots` [n] of the tier above change places, whole and in one pass."""
+        with self._lock:
+            above.index.exchange(slots, self._index, places)
+            above.kernels.exchange_rows(above.slab, self._slab, above.there(slots), places)
+            dirty = at(above.is_dirty, slots)
+            put(above.is_dirty, slots, at(self._dirty, places))
+            put(self._dirty, places, dirty)
+            put(above.is_guest, slots, False)
+            self._used(places)
 
     def take_marked(self, keys: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         """`take`, and the mask [n] of those found that no lower tier has as they are."""
@@ -95,12 +111,12 @@ class HostStore(RowStore):
     def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
         """See `RowStore`."""
         for slots in torch.split(self._index.used(), chunk):
-            yield self._index.keys[slots], self._slab[slots]
+            yield self._index.keys_at(slots), self._slab[slots]
 
     def keys(self, chunk: int) -> Iterator[Tensor]:
         """See `RowStore`."""
         with self._lock:
-            keys = self._index.keys[self._index.used()]
+            keys = self._index.keys_at(self._index.used())
         return iter(torch.split(keys, chunk))
 
     def flush(self) -> None:
@@ -108,6 +124,11 @@ class HostStore(RowStore):
 
     def close(self) -> None:
         """Memory goes when it is dropped."""
+
+    def _used(self, slots: Tensor) -> None:
+        if self._oldest is not None:
+            self._clock += 1
+            self._index.touch(slots, self._clock)
 
     def _copy(self, slots: Tensor, places: Tensor, out: Tensor) -> None:
         """Copy what is at slots[places] to these places of `out`."""

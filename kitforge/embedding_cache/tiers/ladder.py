@@ -13,13 +13,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import MoveRows, TableKernels
+from kitforge.core.kernels.dispatch import MoveRows, select_table
 from kitforge.core.kernels.places import at, where
 from kitforge.embedding_cache.options import TableOptions
 from kitforge.embedding_cache.records import InitialRecords
 from kitforge.embedding_cache.stats import Counts
 from kitforge.embedding_cache.store import RowStore
 from kitforge.embedding_cache.tiers.bounded import BoundedStore
+from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.embedding_cache.tiers.file import FileStore
 from kitforge.embedding_cache.tiers.host import HostStore
 from kitforge.embedding_cache.tiers.write_behind import WriteBehind
@@ -78,6 +79,13 @@ class Ladder:
             self._move_rows(rows, out, to=missing)
         self._counts.hit("new", len(missing))
         return dirty
+
+    def exchange(self, device: DeviceTier, slots: Tensor, places: Tensor) -> None:
+        """Rows at `slots` [n] of the device and at `places` [n] of the host tier change places."""
+        if self._host is not None and len(slots):
+            self._host.exchange(places, device, slots)
+            self._counts.hit("host", len(slots))
+            self._counts.moved("host", len(slots), self.width)
 
     def put(self, keys: Tensor, rows: Tensor, dirty: Tensor) -> None:
         """Take rows that leave the device; those not `dirty` may be dropped."""
@@ -169,10 +177,10 @@ class Ladder:
 
 
 def build_ladder(
-    options: TableOptions, initial: InitialRecords, kernels: TableKernels, counts: Counts, rank: int
+    options: TableOptions, initial: InitialRecords, device: DeviceTier, counts: Counts, rank: int
 ) -> Ladder:
-    """The tiers below the device that `options` name; `rank` keeps the files of ranks apart."""
-    width = initial.layout.width
+    """The tiers below `device` that `options` name; `rank` keeps the files of ranks apart."""
+    width, kernels = initial.layout.width, select_table()  # of main memory, wherever the device is
     store = options.remote if isinstance(options.remote, RowStore) else None
     if store is not None:
         check(store.width == width, "cache.remote", f"rows of {store.width} numbers", f"rows of {width}")
@@ -184,7 +192,7 @@ def build_ladder(
     host: HostStore | None = None
     has_host = options.host_rows != 0 if store is None else bool(options.host_rows)
     if options.device_rows is not None and has_host:
-        host = HostStore(width, kernels, options.host_rows, options.device)
+        host = HostStore(width, kernels, options.host_rows, device)
     behind = None if store is None else WriteBehind(store)
     lower = Lower(host=host, store=behind, store_name=store_name, move_rows=kernels.move_rows)
     return Ladder(lower, initial, counts)

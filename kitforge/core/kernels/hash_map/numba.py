@@ -37,11 +37,15 @@ class HashMap:
     def __len__(self) -> int:
         return self._num_keys
 
-    def lookup(self, keys: Tensor, out: Tensor | None = None) -> Tensor:
+    def lookup(self, keys: Tensor, out: Tensor | None = None, through: Tensor | None = None) -> Tensor:
         """See the protocol."""
         found = torch.empty(len(keys), dtype=torch.int64) if out is None else out
         table, wanted, slots = self._table, keys.numpy(), found.numpy()
-        share(lambda start, stop: _lookup(table, wanted, slots, start, stop), len(wanted), GRAIN)
+        if through is None:
+            share(lambda start, stop: _lookup(table, wanted, slots, start, stop), len(wanted), GRAIN)
+        else:
+            others = through.numpy()
+            share(lambda start, stop: _lookup_through(table, wanted, others, slots, start, stop), len(wanted), GRAIN)
         return found
 
     def insert(self, keys: Tensor, slots: Tensor) -> Tensor:
@@ -109,6 +113,20 @@ def _lookup(table: Table, keys: Keys, slots: Keys, start: int, stop: int) -> Non
     for number in range(start, stop):
         _ask(table, keys, number + AHEAD, stop)
         slots[number] = table[_place(table, keys[number]), 1]
+
+
+@compiled
+def _lookup_through(table: Table, keys: Keys, others: Keys, slots: Keys, start: int, stop: int) -> None:
+    rows = others.reshape(-1, 1)
+    for number in range(start, stop + AHEAD):
+        _ask(table, keys, number + AHEAD, stop)
+        if number < stop:
+            slots[number] = table[_place(table, keys[number]), 1]
+            prefetch(rows, max(slots[number], 0), 0)
+        # What was asked for a while ago is there by now.
+        one = number - AHEAD
+        if one >= start and slots[one] != FREE:
+            slots[one] = others[slots[one]]
 
 
 @compiled

@@ -18,9 +18,11 @@ class HashMap:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def lookup(self, keys: Tensor, out: Tensor | None = None) -> Tensor:
+    def lookup(self, keys: Tensor, out: Tensor | None = None, through: Tensor | None = None) -> Tensor:
         """See the protocol."""
         found = torch.tensor([self._slots.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
+        if through is not None:
+            found[found >= 0] = through[found[found >= 0]]
         return found if out is None else out.copy_(found)
 
     def insert(self, keys: Tensor, slots: Tensor) -> Tensor:

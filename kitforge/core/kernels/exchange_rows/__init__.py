@@ -1,0 +1,1 @@
+"""The operation `exchange_rows`."""
