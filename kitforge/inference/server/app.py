@@ -82,8 +82,10 @@ def _add_facts(app: Any, service: Service) -> None:
 
     @routes.get("/metrics", response_class=PlainTextResponse, responses=_documented(401, 403))
     async def metrics() -> PlainTextResponse:
-        gauges = {"prompts": service.num_live, **await service.worker.stats()}
-        return PlainTextResponse(service.metrics.text(gauges), headers={"Content-Type": TEXT_FORMAT})
+        stats = await service.worker.stats()
+        # Without a pause between the two, so that nothing is counted both as under way and as done.
+        text = service.metrics.text({"prompts": service.num_live, **stats})
+        return PlainTextResponse(text, headers={"Content-Type": TEXT_FORMAT})
 
     @routes.get("/v1/models", responses=_documented(401, 403))
     async def models() -> JSONResponse:
@@ -135,6 +137,8 @@ async def _read(request: Any, service: Service, kind: type[Any]) -> Any:
                     raise too_large
     except TimeoutError:
         raise RefusalError(408, f"the body did not arrive within {limits.patience:g} s", code="body_too_slow") from None
+    # Before anything is made of it: a server that is full has no time to lose.
+    service.check_room()
     asked = read(kind, parse(bytes(body)))
     service.check_model(asked.model)
     return asked

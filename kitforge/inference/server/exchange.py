@@ -55,14 +55,18 @@ class Service:
             message = f"there is no model {name[:200]!r} here; this is {self.name!r}"
             raise RefusalError(404, message, parameter="model", code="model_not_found")
 
+    def check_room(self, num_prompts: int = 1) -> None:
+        """Raise RefusalError where so many more are too much at once."""
+        if self.num_live + num_prompts > self.limits.max_requests:
+            raise too_busy(self.limits.max_requests)
+
     def open(self, request: CompletionRequest | ChatRequest, prompts: Sequence[list[int]]) -> Exchange:
         """Have the prompts answered, `request.n` times each. Raises RefusalError for what cannot be or is too much."""
         num_samples = request.n or 1
         if len(prompts) * num_samples > self.limits.max_choices:
             message = f"{len(prompts)} prompts with n={num_samples} are more than {self.limits.max_choices} answers"
             raise RefusalError(400, message, parameter="n", code="too_many_choices")
-        if self.num_live + len(prompts) > self.limits.max_requests:
-            raise too_busy(self.limits.max_requests)
+        self.check_room(len(prompts))
         chosen = [self._options(request, len(prompt)) for prompt in prompts]
         self._num_asked += 1
         # Without a seed of its own, every request draws noise of its own.

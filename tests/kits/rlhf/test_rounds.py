@@ -1,0 +1,78 @@
+"""What a round of answers holds, however the networks were made and whatever fills its rows."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.foundation.types import Cursor
+from kitforge.kits.rlhf.actor_critic import critic_of, policy_of
+from kitforge.kits.rlhf.rl import RLTask
+from kitforge.kits.rlhf.rollouts import token_log_probs
+from tests.kits.rlhf import runs
+from tests.trainer import tiny
+
+ONE_PROMPT = [{"prompt": "Q: "}] * 8
+# A policy that stays as it is.
+STILL = {"trainer.max_steps": 2, "data.validation": 0.0}
+
+
+def alone(network: Any, tokens: Tensor) -> Tensor:
+    """What a network says of the tokens of one row, with nothing behind them."""
+    with torch.no_grad():
+        return cast(Tensor, network(tokens.unsqueeze(0)))[0]
+
+
+def test_values_are_those_before_each_token_of_the_text_alone() -> None:
+    assembly = runs.begin("ppo", None, model=runs.network(torch.float64))
+    batch = runs.first_step(assembly.loop.task, assembly.loop.model)[0]
+    critic, policy = critic_of(assembly.loop.model), policy_of(assembly.loop.model)
+    for row, targets in enumerate(batch["targets"]):
+        places = (targets >= 0).nonzero().flatten()
+        text = batch["tokens"][row, : int(places[-1]) + 2]
+        values = alone(critic, text)[places]
+        log_probs = alone(policy, text).log_softmax(-1)[places, targets[places]]
+        assert float((batch["values"][row, places] - values).abs().max()) < 1e-10
+        assert float((batch["old"][row, places] - log_probs).abs().max()) < 1e-10
+
+
+def test_rubbish_behind_the_end_changes_neither_loss_nor_gradient() -> None:
+    assembly = runs.begin("ppo", None, model=runs.network(torch.float64))
+    task, model = assembly.loop.task, assembly.loop.model
+    batch = runs.first_step(task, model)[0]
+    lengths = (batch["targets"] >= 0).long().cumsum(-1).argmax(-1) + 2
+    behind = torch.arange(batch["tokens"].shape[1]) >= lengths.unsqueeze(-1)
+    assert behind.any()
+    spoilt = dict(batch) | {"tokens": torch.where(behind, 7, batch["tokens"])}
+    for name in ("old", "reference", "values", "advantages", "returns", "weights"):
+        spoilt[name] = torch.where(batch["targets"] >= 0, batch[name], float("nan"))
+    assert torch.equal(slope(task, model, spoilt), slope(task, model, batch))
+
+
+def slope(task: Any, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    learning = [each for each in model.parameters() if each.requires_grad]
+    found = torch.autograd.grad(task.loss(model, batch)["loss"], learning)
+    return torch.cat([each.flatten() for each in found])
+
+
+def test_every_round_and_every_place_of_it_draws_anew() -> None:
+    assembly = runs.begin("reinforce_pp", None, STILL, train_dataset=ONE_PROMPT)
+    task = cast(RLTask, assembly.loop.task)
+    answers = []
+    for _, number in zip(task.steps(assembly.loop.model, Cursor()), range(2), strict=False):
+        assert task.collected is not None and task.collected[0] == number
+        answers += [each.answer.tokens for each in task.collected[1]]
+    assert len(set(answers)) == len(answers) == 8
+
+
+def test_ratios_are_one_though_the_network_has_dropout() -> None:
+    network = runs.network(torch.float64, tiny.GPT2 | tiny.DROPOUT)
+    for stage in runs.RL:
+        assembly = runs.begin(stage, None, model=network)
+        model = assembly.loop.model.train()
+        batch = runs.first_step(assembly.loop.task, model)[0]
+        assert abs(assembly.loop.task.loss(model, batch)["approximate_kl"].item()) < 1e-10
+        found, _ = token_log_probs(policy_of(model), batch["tokens"], batch["targets"], 1.0)
+        assert float((found.detach() - batch["old"]).abs().max()) < 1e-10
