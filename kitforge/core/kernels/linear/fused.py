@@ -21,7 +21,7 @@ from kitforge.core.kernels.half import NATIVE, storage_dtype
 ROWS = 512
 # As many rows are few. With more of them the vendor's product is the faster one, and where the processor multiplies
 # bfloat16 itself, sooner.
-FEW_ROWS, FEW_NATIVE_ROWS = 32, 4
+FEW_ROWS, FEW_NATIVE_ROWS = 32, 8
 
 
 def linear(
