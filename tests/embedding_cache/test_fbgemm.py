@@ -1,4 +1,4 @@
-"""The table beside FBGEMM's, whose rules of training are the reference where it runs: `pip install fbgemm-gpu-cpu`."""
+"""The table beside FBGEMM's, whose rules of training are the reference where it runs."""
 
 from __future__ import annotations
 
