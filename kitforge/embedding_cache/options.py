@@ -8,7 +8,10 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from kitforge.embedding_cache.store import RowStore
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_name
+
+PolicyName = Literal["lru", "lfu", "lookahead"]
+AdmissionName = Literal["always", "count", "probability"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +20,13 @@ class PolicyOptions:
 
     # lru: the one not needed for longest. lfu: the one needed least often, old needs counting less. lookahead: the one
     # needed latest again among the batches read ahead (Belady, 1966), lru where none needs it.
-    name: Literal["lru", "lfu", "lookahead"] = "lru"
+    name: PolicyName = "lru"
     half_life: float = 100.0  # lfu: batches after which a need counts half
     window: int = 8  # lookahead: batches read beyond those that `prefetch` has planned
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
+        check_name("cache.policy.name", self.name, PolicyName)
         check(0 < self.half_life < math.inf, "cache.policy.half_life", self.half_life, "a number of batches above 0")
         check(self.window >= 1, "cache.policy.window", self.window, "a whole number of at least 1")
 
@@ -33,12 +37,13 @@ class AdmissionOptions:
 
     # always: all. count: those seen in at least `count` training lookups. probability: each lookup of an id that has no
     # row admits it with that probability, drawn from (seed, table, id, how often it was seen).
-    name: Literal["always", "count", "probability"] = "always"
+    name: AdmissionName = "always"
     count: int = 2
     probability: float = 0.1
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
+        check_name("cache.admission.name", self.name, AdmissionName)
         check(self.count >= 1, "cache.admission.count", self.count, "a whole number of at least 1")
         check(0 < self.probability <= 1, "cache.admission.probability", self.probability, "above 0, at most 1")
 

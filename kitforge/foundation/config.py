@@ -74,6 +74,13 @@ def check(condition: bool, path: str, got: object, expected: str, fix: str | Non
         raise ConfigError(f"option {path!r} cannot be", got=got, expected=expected, fix=fix)
 
 
+def check_name(path: str, name: str, known: Any) -> None:
+    """Raise a ConfigError unless `name` is one of those of the Literal `known`."""
+    names = typing.get_args(known)
+    fix = None if name in names else nearest(str(name), names)
+    check(name in names, path, name, f"one of {', '.join(names)}", fix)
+
+
 def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
     if value is None and type(None) in args:
         return None

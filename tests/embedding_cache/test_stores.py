@@ -20,7 +20,7 @@ from kitforge.embedding_cache.tiers.bounded import BoundedStore
 from kitforge.embedding_cache.tiers.file import FIRST_BYTES, FileStore
 from kitforge.embedding_cache.tiers.host import HostStore
 from kitforge.embedding_cache.tiers.write_behind import WriteBehind
-from kitforge.foundation.errors import TrainingError
+from kitforge.foundation.errors import ConfigError, TrainingError
 
 WIDTH = 3
 KEYS = (-(2**63), 2**63 - 1, 0, -1, 1, 2**32)
@@ -161,6 +161,13 @@ def test_tables_of_one_name_in_one_folder_do_not_meet(tmp_path: Path) -> None:
         out = torch.empty(1, WIDTH)
         assert one.read(key, out).all() and (out == 1.0).all()
         assert other.read(key, out).all() and (out == 2.0).all()
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    for folder in (tmp_path / "taken", tmp_path / "taken" / "below"):
+        with pytest.raises(ConfigError, match=r"(?s)no folder.*taken.*cache\.path"):
+            file_store(folder)
 
 
 class Broken(RowStore):

@@ -220,6 +220,8 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], tmp_path: P
     [
         lambda: PolicyOptions(half_life=0.0),
         lambda: PolicyOptions(window=0),
+        lambda: PolicyOptions(name="lifo"),  # type: ignore[arg-type]
+        lambda: AdmissionOptions(name="counted"),  # type: ignore[arg-type]
         lambda: AdmissionOptions(count=0),
         lambda: AdmissionOptions(probability=0.0),
         lambda: ForgettingOptions(every=2),

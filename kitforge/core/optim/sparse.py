@@ -17,7 +17,7 @@ from torch import Tensor
 from kitforge.core.kernels.dispatch import SparseUpdate, TableKernels, select_table
 from kitforge.core.kernels.places import require
 from kitforge.core.kernels.sparse_update.reference import LAST_STEP, NUM_COUNTERS, UPDATES, VISITS, whole
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_name
 from kitforge.foundation.errors import ModelError
 
 SparseOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "lazy_adam", "ftrl"]
@@ -45,6 +45,7 @@ class SparseOptimizerConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
+        check_name("sparse_optimizer.name", self.name, SparseOptimizerName)
         is_pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         check(is_pair, "sparse_optimizer.betas", list(self.betas), "two numbers from 0 to below 1")
         rate = self.learning_rate

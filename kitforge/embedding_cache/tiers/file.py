@@ -25,7 +25,7 @@ from kitforge.embedding_cache.coldest import Coldest
 from kitforge.embedding_cache.index import SlotIndex
 from kitforge.embedding_cache.keys import OwnKeys
 from kitforge.embedding_cache.store import RowStore
-from kitforge.foundation.errors import TrainingError
+from kitforge.foundation.errors import ConfigError, TrainingError
 
 # Reads in flight at once where rows are not in the page cache: a disk serves many far faster than one after the other.
 NUM_READERS = 32
@@ -39,7 +39,7 @@ FIRST_BYTES = 2**20
 class FileStore(RowStore):
     """Rows of the table `name` on the disk of `folder`. Room there is taken before anything is written to it.
 
-    Raises TrainingError where the disk is full.
+    Raises ConfigError for a folder that cannot be, TrainingError where the disk is full.
     """
 
     def __init__(self, folder: Path | str, name: str, width: int, kernels: TableKernels) -> None:
@@ -52,8 +52,12 @@ class FileStore(RowStore):
         self._clock = 0  # of the rows' last use: calls of `read` and `write`
         self._coldest = Coldest()
         self._readers: ThreadPoolExecutor | None = None
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._scratch = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (closed by `close`)
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._scratch = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (closed by `close`)
+        except OSError as error:
+            fix = "give cache.path a folder that can be written to"
+            raise ConfigError("the file tier has no folder", got=f"{error.strerror}: {folder}", fix=fix) from error
         self._file = self._scratch.fileno()
         self._slab = torch.empty(0, width)
 

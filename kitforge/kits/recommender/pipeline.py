@@ -17,7 +17,8 @@ from kitforge.data.tables.column_cache import load_table
 from kitforge.data.tables.columns import NamedColumns
 from kitforge.data.tables.source import open_table
 from kitforge.data.token_cache import default_root
-from kitforge.foundation.errors import ModelError
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.log import logger
 from kitforge.kits.recommender.assembling import finding_of
 from kitforge.kits.recommender.batch import FeatureBatch
@@ -55,6 +56,8 @@ class RecommendationPipeline:
         """See the class. Rows need no label."""
         if isinstance(rows, Mapping):
             return self([rows])[0]
+        if isinstance(rows, Sequence) and not len(rows):
+            return []
         if isinstance(self.model.network, SASRec):
             raise ModelError(
                 "this family scores no pairs", got=self.model.config.family, fix="ask for items: retrieve(user, k=10)"
@@ -73,8 +76,11 @@ class RecommendationPipeline:
 
         An item is what the data call it: a whole number, or a text.
         """
+        check(k >= 1, "k", k, "a whole number of at least 1")
         if isinstance(users, Mapping):
             return self.retrieve([users], k)[0]
+        if not users:
+            return []
         finding, catalogue, index = self._ready()
         answers: list[list[dict[str, Any]]] = []
         for batch in self._batches(list(users)):
@@ -126,11 +132,21 @@ class RecommendationPipeline:
 
 
 def index_of(vectors: Tensor, kind: str) -> Any:
-    """faiss's index, by inner product, of vectors [I, dim]; raises DependencyError without faiss."""
+    """faiss's index, by inner product, of vectors [I, dim]; raises DependencyError without faiss, ConfigError for words
+    that it does not know or that ask for more items than there are."""
     values = np.ascontiguousarray(vectors.float().cpu().numpy())
-    index = faiss().index_factory(values.shape[1], kind, faiss().METRIC_INNER_PRODUCT)
-    index.train(values)
-    index.add(values)
+    library = faiss()
+    try:
+        index = library.index_factory(values.shape[1], kind, library.METRIC_INNER_PRODUCT)
+        index.train(values)
+        index.add(values)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"faiss makes no index {kind!r} of these items",
+            got=f"{len(values):,} items; {str(error).rpartition(': ')[2]}",
+            expected="words of faiss's index_factory, with no more clusters than there are items",
+            fix="retrieval.index=Flat is exact and needs nothing",
+        ) from error
     return index
 
 

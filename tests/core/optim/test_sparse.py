@@ -339,7 +339,7 @@ def test_sums_start_where_they_were_told_to(name: str) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [("betas", (0.9,)), ("betas", (0.9, 1.0)), ("eps", 0.0), ("eps", math.inf), ("initial_sum", -0.1)]
-    + [("l1", -1.0), ("l2", math.nan), ("beta", math.inf), ("touched_weight_decay", -0.1)],
+    + [("name", "adamm"), ("l1", -1.0), ("l2", math.nan), ("beta", math.inf), ("touched_weight_decay", -0.1)],
 )
 def test_a_value_out_of_range_is_refused(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=option):

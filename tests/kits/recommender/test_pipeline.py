@@ -192,6 +192,19 @@ def test_the_index_of_a_step_is_made_once(runs: dict[str, Path], monkeypatch: py
     assert kept.exists()
 
 
+def test_an_index_that_faiss_cannot_make_and_numbers_that_mean_nothing_are_refused(runs: dict[str, Path]) -> None:
+    pytest.importorskip("faiss")
+    for kind, words in (("Flatt", "could not parse index string Flatt"), ("IVF4096,Flat", "number of clusters")):
+        find = pipeline("recommendation", model=runs["sasrec"], options={"retrieval.index": kind})
+        with pytest.raises(ConfigError, match=rf"(?s){words}.*retrieval\.index=Flat"):
+            find.retrieve({"items": [1]})
+    find = pipeline("recommendation", model=runs["sasrec"])
+    with pytest.raises(ConfigError, match=r"'k' cannot be"):
+        find.retrieve({"items": [1]}, k=0)
+    assert find.retrieve([], k=3) == []
+    assert pipeline("recommendation", model=runs["wide_deep"])([]) == []
+
+
 def test_an_index_is_exported(runs: dict[str, Path], tmp_path: Path) -> None:
     faiss = pytest.importorskip("faiss")
     find = pipeline("recommendation", model=runs["sasrec"])
