@@ -33,7 +33,7 @@ from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.environment import Playground
 from kitforge.kits.rlhf.frozen import Frozen
 from kitforge.kits.rlhf.judgement import judged
-from kitforge.kits.rlhf.order import Indices, Order, rows_at_once
+from kitforge.kits.rlhf.order import Indices, Order, at_once
 from kitforge.kits.rlhf.pretraining import Pretraining, is_pretraining, pretraining_count, pretraining_loss
 from kitforge.kits.rlhf.rollouts import Round, Trajectory, answered, laid, token_log_probs, token_values
 from kitforge.kits.rlhf.rows import Rows
@@ -289,14 +289,14 @@ class RLTask(Task):
 
     def _looks(
         self, found: Sequence[Trajectory], policy: nn.Module, critic: ScalarModel | None
-    ) -> Iterator[dict[str, Any]]:
+    ) -> list[dict[str, Any]]:
         """The reference's log-probabilities, the critic's values and, where asked for, the trainer's own."""
         temperature = self._options.rollout.temperature
         again = policy if self._options.rl.old == "trainer" else None
-        longest = max((len(each.answer.prompt) + len(each.answer.tokens) for each in found), default=1)
-        size = rows_at_once(longest, FORWARD_ROWS, self._world.device)
-        for start in range(0, len(found), size):
-            batch = laid(found[start : start + size], self._rows.pad_id)
+        lengths = [len(each.answer.prompt) + len(each.answer.tokens) for each in found]
+        looked: list[dict[str, Any]] = [{} for _ in found]
+        for places in at_once(lengths, FORWARD_ROWS, self._world.device):
+            batch = laid([found[place] for place in places], self._rows.pad_id)
             tokens, targets = batch["tokens"], batch["targets"]
             mask = targets != IGNORED
             grids = {
@@ -306,8 +306,9 @@ class RLTask(Task):
             }
             if critic is not None:
                 grids["values"] = token_values(critic, tokens, mask).cpu()
-            for row in range(len(tokens)):
-                yield {name: tuple(each[row][mask[row]].tolist()) for name, each in grids.items()}
+            for row, place in enumerate(places):
+                looked[place] = {name: tuple(each[row][mask[row]].tolist()) for name, each in grids.items()}
+        return looked
 
     def _micro_batches(self, whole: Round, number: int, within: int) -> list[MicroBatch]:
         """One update's answers: a part of those of the round, in an order of their own for each pass."""
