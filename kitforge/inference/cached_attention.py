@@ -6,6 +6,8 @@ has the slots b * s to b * s + s - 1.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
@@ -32,7 +34,7 @@ class KeyValueCache:
         found = self._slabs.get(layer)
         if found is None:
             shape = (self.num_slots + self.block_size, like.shape[1], like.shape[3])
-            found = self._slabs[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+            found = self._slabs[layer] = (_zeros(shape, like), _zeros(shape, like))
         return found
 
     def copy(self, copies: Mapping[int, int]) -> None:
@@ -145,6 +147,15 @@ class CachedAttend:
         mask = self._masks[place, spec.window]
         causal = mask is None and part.num_tokens > 1
         return spec.kernel(tokens, *view, mask=mask, causal=causal, scale=spec.scale)
+
+
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros. Of a processor's memory they take nothing where they are never written to, as most of a cache is not."""
+    if not like.is_cpu:
+        return like.new_zeros(shape)
+    num_bytes = math.prod(shape) * like.element_size()
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=like.dtype).view(shape)
 
 
 def _pages(slab: Tensor, tables: Tensor, block_size: int) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,6 +211,20 @@ def test_bad_prompts_are_refused_and_harm_no_other() -> None:
     with pytest.raises(ConfigError, match=rf"5 prompt tokens \+ 36 new ones = 41(.|\n)*max_length={LENGTH}"):
         engine.submit(PROMPTS[0], SamplingOptions(max_new_tokens=36))
     assert {output.request for output in until_end(engine)} == {request}
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells memory as Linux does")
+def test_room_that_no_text_has_reached_takes_no_memory() -> None:
+    before = resident()
+    engine = Engine(network("gpt2"), EngineOptions(memory=2**28))
+    engine.generate(PROMPTS, EIGHT)
+    assert engine.stats()["cache_bytes"] >= 2**28
+    assert resident() - before < 2**27
 
 
 def test_a_text_larger_than_the_memory_is_refused() -> None:

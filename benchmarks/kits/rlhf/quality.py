@@ -1,20 +1,23 @@
 """What the stages learn from real data: dialogues with preferences, and word problems with known answers.
 
-python -m benchmarks.kits.rlhf.quality DATA [PART ...]      # parts: dialogues gsm8k svamp
+python -m benchmarks.kits.rlhf.quality DATA [PART ...] [--seeds 0 1 2]      # parts: dialogues gsm8k svamp
 
 Small networks from nothing, through the public face alone. DATA holds hh_rlhf, gsm8k and svamp. The table goes to
-quality.md.
+quality.md: the mean over the seeds, and what each of them gave.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import gzip
 import json
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,6 @@ TABLE = Path(__file__).with_suffix(".md")
 CHARACTERS, LONGEST = 1000, 1024
 COMMON: dict[str, Any] = {
     "device": "cpu",
-    "seed": 0,
     "data.sequence_length": LONGEST,
     "data.unusable": "drop",
     "data.batch_size": 32,
@@ -38,7 +40,16 @@ COMMON: dict[str, Any] = {
 }
 SHAPE = {"model.dim": 64, "model.num_layers": 2, "model.num_heads": 2, "model.max_length": LONGEST}
 VOCABULARY = {"tokenizer": "sentencepiece", "tokenizer.vocab_size": 2048}
-Row = tuple[str, str, str]  # what was measured, what came out, what it is to be compared with
+Row = tuple[str, float, str]  # what was measured, what came out, what it is to be compared with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a part reads and writes, and the seed of its runs."""
+
+    data: Path
+    folder: str
+    seed: int
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
@@ -48,28 +59,28 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def trained(
-    task: str, model: Any, folder: str, data: tuple[Any, Any], choices: dict[str, Any], **roles: Any
+    task: str, model: Any, place: Place, data: tuple[Any, Any], choices: dict[str, Any], **roles: Any
 ) -> tuple[dict[str, float], Run]:
     """The metrics of the evaluation rows before the first step, and the run."""
-    options = COMMON | choices | {"output_dir": f"{folder}/{task}"}
+    options = COMMON | choices | {"output_dir": f"{place.folder}/{task}", "seed": place.seed}
     learner = Trainer(task, model, *data, roles=roles, options=options)
     before = learner.evaluate() if roles else {}
     return before, learner.train()
 
 
-def dialogues(data: Path, folder: str) -> Iterator[Row]:
+def dialogues(place: Place) -> Iterator[Row]:
     """Demonstrations, preferences, rewards; each from the one before."""
-    files = (rows_of(data / "hh_rlhf" / f"helpful_{part}.jsonl.gz") for part in ("train", "test"))
+    files = (rows_of(place.data / "hh_rlhf" / f"helpful_{part}.jsonl.gz") for part in ("train", "test"))
     train, test = ([row for row in rows if max(map(len, row.values())) <= CHARACTERS] for rows in files)
     choices = SHAPE | VOCABULARY | {"data.columns.messages": "chosen", "trainer.max_steps": 150}
-    _, policy = trained("sft", "gpt2_tiny", folder, (train, test), choices | {"trainer.evaluate_batches": 8})
-    yield "sft, loss of held-out replies", f"{policy.metrics['eval/loss']:.2f} nats a token", ""
+    _, policy = trained("sft", "gpt2_tiny", place, (train, test), choices | {"trainer.evaluate_batches": 8})
+    yield "sft, loss of held-out replies, nats a token", policy.metrics["eval/loss"], ""
     tranches = {"data.columns.source": "tranche", "trainer.epochs": 1}
-    _, judge = trained("reward", policy, folder, (train, test), tranches)
+    _, judge = trained("reward", policy, place, (train, test), tranches)
     accuracy, longer = judge.metrics["eval/accuracy"], longer_wins(test)
     error = (accuracy * (1 - accuracy) / len(test)) ** 0.5
-    beside = f"the longer reply wins: {longer:.3f} of the same pairs, 0.563 of all 891"
-    yield f"reward, accuracy on {len(test)} held-out pairs", f"{accuracy:.3f}, standard error {error:.3f}", beside
+    beside = f"standard error {error:.3f}; the longer reply wins: {longer:.3f} of the same pairs, 0.563 of all 891"
+    yield f"reward, accuracy on {len(test)} held-out pairs", accuracy, beside
     rounds = {
         "rl.prompts_per_step": 32,
         "rl.epochs": 2,
@@ -80,8 +91,8 @@ def dialogues(data: Path, folder: str) -> Iterator[Row]:
         "trainer.evaluate_batches": 8,
         "optimizer.learning_rate": 5e-4,
     }
-    before, learner = trained("ppo", policy, folder, (train, test), rounds, reward=judge)
-    yield from learnt("ppo", before, learner.metrics, "nats a reply; the target is 6")
+    before, learner = trained("ppo", policy, place, (train, test), rounds, reward=judge)
+    yield from learnt("ppo", before, learner.metrics, "the target is 6")
 
 
 def longer_wins(pairs: list[dict[str, Any]]) -> float:
@@ -90,18 +101,18 @@ def longer_wins(pairs: list[dict[str, Any]]) -> float:
     return sum((chosen > rejected) + (chosen == rejected) / 2 for chosen, rejected in lengths) / len(pairs)
 
 
-def learnt(task: str, before: dict[str, float], after: dict[str, float], unit: str) -> Iterator[Row]:
+def learnt(task: str, before: dict[str, float], after: dict[str, float], beside: str) -> Iterator[Row]:
     """What rewards have changed."""
-    reward = f"{before['eval/reward']:.3f} before, {after['eval/reward']:.3f} after"
-    yield f"{task}, mean reward of answers to held-out prompts", reward, ""
-    yield f"{task}, divergence from where it began", f"{after['eval/kl']:.2f}", unit
+    yield f"{task}, mean reward of answers to held-out prompts, before", before["eval/reward"], ""
+    yield f"{task}, the same after", after["eval/reward"], ""
+    yield f"{task}, nats an answer from where it began", after["eval/kl"], beside
 
 
-def problems(name: str, train: list[dict[str, Any]], test: list[dict[str, Any]], folder: str) -> Iterator[Row]:
+def problems(name: str, train: list[dict[str, Any]], test: list[dict[str, Any]], place: Place) -> Iterator[Row]:
     """Worked answers, then answers of its own that are checked."""
     choices = SHAPE | VOCABULARY | {"trainer.max_steps": 150}
-    _, policy = trained("sft", "gpt2_tiny", folder, (train, test[:200]), choices)
-    yield f"{name}: sft, loss of held-out answers", f"{policy.metrics['eval/loss']:.2f} nats a token", ""
+    _, policy = trained("sft", "gpt2_tiny", place, (train, test[:200]), choices)
+    yield f"{name}: sft, loss of held-out answers, nats a token", policy.metrics["eval/loss"], ""
     rounds = {
         "rl.prompts_per_step": 8,
         "rl.samples_per_prompt": 4,
@@ -110,19 +121,19 @@ def problems(name: str, train: list[dict[str, Any]], test: list[dict[str, Any]],
         "trainer.evaluate_batches": 8,
         "optimizer.learning_rate": 1e-4,
     }
-    before, learner = trained("grpo", policy, folder, (train, test), rounds, reward="gsm8k")
-    yield from learnt(f"{name}: grpo", before, learner.metrics, "nats an answer")
+    before, learner = trained("grpo", policy, place, (train, test), rounds, reward="gsm8k")
+    yield from learnt(f"{name}: grpo", before, learner.metrics, "")
 
 
-def gsm8k(data: Path, folder: str) -> Iterator[Row]:
+def gsm8k(place: Place) -> Iterator[Row]:
     """Problems of several steps; the answer stands behind "####"."""
-    train, test = (rows_of(data / "gsm8k" / f"{part}.jsonl.gz") for part in ("train", "test"))
+    train, test = (rows_of(place.data / "gsm8k" / f"{part}.jsonl.gz") for part in ("train", "test"))
     for row in (*train, *test):
         row |= {"prompt": f"{row['question']}\n", "completion": row["answer"]}
-    yield from problems("gsm8k", train, test, folder)
+    yield from problems("gsm8k", train, test, place)
 
 
-def svamp(data: Path, folder: str) -> Iterator[Row]:
+def svamp(place: Place) -> Iterator[Row]:
     """Problems of one step; the answer is a number, written behind its equation."""
     rows = [
         {
@@ -130,34 +141,51 @@ def svamp(data: Path, folder: str) -> Iterator[Row]:
             "completion": f"{row['Equation']} = {row['Answer']:g}",
             "answer": f"{row['Answer']:g}",
         }
-        for row in rows_of(data / "svamp" / "svamp.jsonl.gz")
+        for row in rows_of(place.data / "svamp" / "svamp.jsonl.gz")
     ]
-    yield from problems("svamp", rows[:-100], rows[-100:], folder)
+    yield from problems("svamp", rows[:-100], rows[-100:], place)
 
 
-PARTS: dict[str, Callable[[Path, str], Iterator[Row]]] = {"dialogues": dialogues, "gsm8k": gsm8k, "svamp": svamp}
+PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {"dialogues": dialogues, "gsm8k": gsm8k, "svamp": svamp}
+
+
+def section(part: str, data: Path, seeds: list[int]) -> str:
+    """A part of the page."""
+    begun = time.process_time()
+    found: dict[str, list[float]] = {}
+    beside: dict[str, list[str]] = {}
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            for what, number, other in PARTS[part](Place(data=data, folder=folder, seed=seed)):
+                found.setdefault(what, []).append(number)
+                beside.setdefault(what, []).append(other)
+                sys.stdout.write(f"{part}, seed {seed}: {what}: {number:.3f} {other}\n")
+                sys.stdout.flush()
+    seconds = time.process_time() - begun
+    told = ", ".join(map(str, seeds))
+    lines = [part, "", f"| | mean | seeds {told} | beside it |", "|---|---:|---:|---|"]
+    for what, numbers in found.items():
+        each = ", ".join(f"{number:.3f}" for number in numbers)
+        lines.append(f"| {what} | {statistics.mean(numbers):.3f} | {each} | {beside[what][0]} |")
+    lines += ["", f"{datetime.date.today()}, {describe(torch.device('cpu'))}, {seconds:.0f} CPU seconds in all."]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """A section for each part."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data", type=Path)
+    parser.add_argument("parts", nargs="*")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    chosen = parser.parse_args()
     torch.set_num_threads(1)
-    data, *parts = sys.argv[1:]
     pages = (
         TABLE.read_text(encoding="utf-8").split("\n## ")
         if TABLE.exists()
         else ["# What the stages learn from real data\n"]
     )
-    for part in parts or PARTS:
-        begun = time.process_time()
-        lines = [f"{part}", "", "| | found | beside it |", "|---|---|---|"]
-        with tempfile.TemporaryDirectory() as folder:
-            for row in PARTS[part](Path(data), folder):
-                lines.append(f"| {' | '.join(row)} |")
-                sys.stdout.write(lines[-1] + "\n")
-                sys.stdout.flush()
-        seconds = time.process_time() - begun
-        lines += ["", f"{datetime.date.today()}, {describe(torch.device('cpu'))}, {seconds:.0f} CPU seconds in all."]
-        pages = [page for page in pages if page.partition("\n")[0] != part] + ["\n".join(lines) + "\n"]
+    for part in chosen.parts or PARTS:
+        pages = [page for page in pages if page.partition("\n")[0] != part] + [section(part, chosen.data, chosen.seeds)]
     TABLE.write_text("\n## ".join(page.rstrip("\n") + "\n" for page in pages), encoding="utf-8")
 
 

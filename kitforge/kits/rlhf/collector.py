@@ -21,7 +21,7 @@ from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.environment import Playground
 from kitforge.kits.rlhf.fragments import Fragments
 from kitforge.kits.rlhf.frozen import Frozen
-from kitforge.kits.rlhf.order import rows_at_once
+from kitforge.kits.rlhf.order import at_once
 from kitforge.kits.rlhf.rollouts import Trajectory, answered, laid, token_log_probs, token_values
 from kitforge.kits.rlhf.rows import Rows
 from kitforge.kits.rlhf.scoring import Scorer
@@ -258,10 +258,10 @@ class Collector:
         if not asked and critic is None:
             yield from ({} for _ in found)
             return
-        longest = max((len(each.answer.prompt) + len(each.answer.tokens) for each in found), default=1)
-        size = rows_at_once(longest, FORWARD_ROWS, self._world.device)
-        for start in range(0, len(found), size):
-            batch = laid(found[start : start + size], self._rows.pad_id)
+        lengths = [len(each.answer.prompt) + len(each.answer.tokens) for each in found]
+        looked: list[dict[str, Any]] = [{} for _ in found]
+        for places in at_once(lengths, FORWARD_ROWS, self._world.device):
+            batch = laid([found[place] for place in places], self._rows.pad_id)
             tokens, targets = batch["tokens"], batch["targets"]
             mask = targets != IGNORED
             grids = {
@@ -270,8 +270,9 @@ class Collector:
             }
             if critic is not None:
                 grids["values"] = token_values(critic, tokens, mask).cpu()
-            for row in range(len(tokens)):
-                yield {name: tuple(each[row][mask[row]].tolist()) for name, each in grids.items()}
+            for row, place in enumerate(places):
+                looked[place] = {name: tuple(each[row][mask[row]].tolist()) for name, each in grids.items()}
+        yield from looked
 
     def _copied(self, policy: nn.Module) -> nn.Module:
         return copied(policy, self._world.device, self._options.compile_level)

@@ -89,9 +89,12 @@ def _fitted(places: range, lengths: Sequence[int], most_tokens: int) -> list[Ind
     return [np.array(each, dtype=np.int64) for each in found]
 
 
-def rows_at_once(longest: int, most: int, device: torch.device) -> int:
-    """Rows of one forward pass that nobody wants a gradient of: `most`, or fewer on a processor."""
-    return min(most, max(1, CPU_TOKENS // longest)) if device.type == "cpu" else most
+def at_once(lengths: Sequence[int], most: int, device: torch.device) -> list[Indices]:
+    """Which rows of these lengths share a forward pass that nobody wants a gradient of, the longest first: at most so
+    many, and on a processor no more tokens than are fast."""
+    most_tokens = CPU_TOKENS if device.type == "cpu" else most * max(lengths, default=1)
+    parts = _fitted(range(len(lengths)), lengths, most_tokens)
+    return [part[start : start + most] for part in parts for start in range(0, len(part), most)]
 
 
 def split(num_rows: int, fraction: float, seed: int) -> tuple[Indices, Indices]:

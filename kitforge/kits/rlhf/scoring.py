@@ -17,7 +17,7 @@ from kitforge.data.dialogues import Response
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, TrainingError, nearest
 from kitforge.kits.rlhf.collate import padded
-from kitforge.kits.rlhf.order import rows_at_once
+from kitforge.kits.rlhf.order import at_once
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 
 BATCH_SIZE = 32
@@ -60,16 +60,15 @@ class ModelScorer(Scorer):
     @torch.no_grad()
     def scores(self, answers: Sequence[Answer]) -> list[float | list[float]]:
         """Normalised scores after each answer's last token."""
-        found: list[float | list[float]] = []
+        found: list[float | list[float]] = [0.0] * len(answers)
         device = self.model.score.weight.device
         whole = [(*each.prompt, *each.tokens) for each in answers]
-        size = rows_at_once(max(map(len, whole), default=1), BATCH_SIZE, device)
-        for start in range(0, len(whole), size):
-            part = whole[start : start + size]
-            texts = [Response(tokens=tokens, learnt=(False,) * len(tokens)) for tokens in part]
+        for places in at_once([len(each) for each in whole], BATCH_SIZE, device):
+            texts = [Response(tokens=whole[place], learnt=(False,) * len(whole[place])) for place in places]
             batch = padded(texts, self._tokenizer.pad_id)
             scores = self.model.at(batch["tokens"].to(device), batch["ends"].to(device))
-            found += self.model.normalised(scores).tolist()
+            for place, score in zip(places, self.model.normalised(scores).tolist(), strict=True):
+                found[place] = score
         return found
 
 

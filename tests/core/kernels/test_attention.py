@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from kitforge.core.kernels.attention import products
 from kitforge.core.kernels.attention.fused import attention
 from kitforge.core.kernels.attention.reference import attention as reference
 from tests.core.kernels.comparison import TOLERANCE, Call, autocast, distance, random, relative, results
@@ -87,6 +89,37 @@ def test_where_half_is_for_storage_only_nothing_of_a_head_s_width_is_kept_in_fp3
     kept = {name: getattr(node, f"_raw_saved_{name}").data for name in names}
     assert all(torch.equal(kept[name], each) for name, each in zip(names, inputs, strict=True))
     assert all(each.dtype == torch.bfloat16 for each in kept.values())
+
+
+# With more than one block, a last one that is not full, and one that is.
+LONG = [*SHAPES[:4], (2, 2, 2, 130, 130), (1, 4, 2, 128, 128)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("shape", LONG)
+def test_plain_products_are_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    wanted = partial(reference, mask=None, causal=True, scale=0.3)
+    assert distance(partial(products.attention, scale=0.3), wanted, heads(*shape, dtype=dtype)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("native", [True], indirect=True)
+def test_short_texts_in_half_precision_go_by_plain_products_and_long_ones_do_not(native: bool) -> None:
+    for length, is_short in ((130, True), (6000, False)):
+        inputs = [each.bfloat16().requires_grad_() for each in heads(1, 1, 1, length, length)]
+        node = attention(*inputs, mask=None, causal=True, scale=0.3).grad_fn
+        assert ("Products" in type(node).__name__) == is_short
+    assert "Products" not in type(attention(*inputs, mask=ragged(6000), causal=True, scale=0.3).grad_fn).__name__
+
+
+@pytest.mark.parametrize("native", [True], indirect=True)
+def test_plain_products_are_as_near_as_the_fused_kernel(native: bool) -> None:
+    query, key, value = heads(2, 2, 2, 130, 130, dtype=torch.bfloat16)
+    inputs = [query * 6, key, value]
+    wanted = results(partial(reference, mask=None, causal=True, scale=0.3), [each.double() for each in inputs])
+    found = results(partial(products.attention, scale=0.3), inputs)
+    fused = results(partial(functional.scaled_dot_product_attention, is_causal=True, scale=0.3), inputs)
+    for ours, theirs, exact in zip(found, fused, wanted, strict=True):
+        assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
 
 
 @pytest.mark.parametrize("fault", [{"scale": 0.3 + 1e-9}, {"causal": False}])

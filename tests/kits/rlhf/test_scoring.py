@@ -10,6 +10,7 @@ import torch
 
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, TrainingError
+from kitforge.kits.rlhf import order
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.scoring import Answer, exact_match, gsm8k_match, last_number, lowercase_share, scorer_of
 from tests.kits.rlhf import runs
@@ -53,6 +54,31 @@ def test_an_async_function_a_mapping_and_tensors_serve_as_well() -> None:
 
 def test_scores_of_tokens_leave_the_end_without_one() -> None:
     assert scores(lambda *, completions: [[1, 2, 3], [4]]) == [[1.0, 2.0, 3.0, 0.0], [4.0]]
+
+
+@torch.no_grad()
+def test_a_model_scores_answers_in_their_order_whatever_their_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "CPU_TOKENS", 30)
+    judge = ScalarModel(runs.network(torch.float64))
+    judge.reset_head(0)
+    answers = [answer("a" * size, "b") for size in (3, 9, 1, 14, 9, 2, 5)]
+    wanted = [float(judge(torch.tensor([[*each.prompt, *each.tokens]]))[0, -1]) for each in answers]
+    assert scorer_of(judge, TOKENIZER).scores(answers) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_rows_that_share_a_pass_are_of_similar_length() -> None:
+    lengths = [600, 20, 500, 30, 610, 480, 25, *[10] * 70]
+    parts = order.at_once(lengths, 64, torch.device("cpu"))
+    assert sorted(place for part in parts for place in part) == list(range(len(lengths)))
+    assert [[lengths[place] for place in part] for part in parts] == [
+        [610],
+        [600],
+        [500, 480],
+        [30, 25, 20] + [10] * 31,
+        [10] * 39,
+    ]
+    on_accelerator = order.at_once(lengths, 64, torch.device("meta"))
+    assert [len(part) for part in on_accelerator] == [64, 13]
 
 
 def test_a_column_that_the_prompts_do_not_have_is_named() -> None:
