@@ -153,6 +153,28 @@ def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path) -> None:
         assert len(store) == 10 + len(many)
 
 
+@pytest.mark.parametrize("call", ["read", "write", "scan", "cold read"])
+def test_a_file_that_was_cut_short_is_said(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = torch.arange(4000)
+    calls: dict[str, Callable[[FileStore], object]] = {
+        "read": lambda store: store.read(keys, torch.empty(4000, WIDTH)),
+        "write": lambda store: store.write(keys, torch.zeros(4000, WIDTH)),
+        "scan": lambda store: list(store.scan(1000)),
+        "cold read": lambda store: store.read(keys, torch.empty(4000, WIDTH)),
+    }
+    words = "was cut short by another process"
+    if call == "cold read":
+        # Cut after that was looked at: what is not there cannot be read, as where the disk fails.
+        words = "2000 of 4000 rows"
+        monkeypatch.setattr(FileStore, "_require_whole", lambda _: None)
+        monkeypatch.setattr(FileStore, "_is_cached", lambda *_: False)
+    with file_store(tmp_path) as store:
+        store.write(keys, torch.ones(4000, WIDTH))
+        os.truncate(store.path, 4 * WIDTH * 2000)
+        with pytest.raises(TrainingError, match=words):
+            calls[call](store)
+
+
 def test_two_tables_do_not_share_a_file(tmp_path: Path) -> None:
     with file_store(tmp_path), file_store(tmp_path, "other"), pytest.raises(ConfigError, match="another table keeps"):
         file_store(tmp_path)

@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -38,7 +37,8 @@ FIRST_BYTES = 2**20
 class FileStore(RowStore):
     """Rows in `folder`/`name`.rows. Room on the disk is taken before anything is written to it.
 
-    Raises ConfigError where another process keeps its rows there, and TrainingError where the disk is full.
+    Raises ConfigError where another process keeps its rows there, and TrainingError where the disk is full, does not
+    give back what was written, or the file was cut short by somebody else.
     """
 
     def __init__(self, folder: Path | str, name: str, width: int, kernels: TableKernels) -> None:
@@ -47,7 +47,7 @@ class FileStore(RowStore):
         self._row_bytes = 4 * width
         self._lock = threading.Lock()
         self._index = SlotIndex(OwnKeys(kernels.hash_map, 0), 0)
-        self._move_rows = kernels.move_rows
+        self._move_rows, self._read_rows = kernels.move_rows, kernels.read_rows
         self._clock = 0  # of the rows' last use: calls of `read` and `write`
         self._coldest = Coldest()
         self._readers: ThreadPoolExecutor | None = None
@@ -80,6 +80,7 @@ class FileStore(RowStore):
             if len(new):
                 self._make_room(len(new))
                 put(slots, new, self._index.add(at(keys, new)))
+            self._require_whole()
             self._move_rows(rows, self._slab, to=slots)
             self._clock += 1
             self._index.touch(slots, self._clock)
@@ -105,6 +106,7 @@ class FileStore(RowStore):
     def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
         """See `RowStore`."""
         for slots in torch.split(self._index.used(), chunk):
+            self._require_whole()
             yield self._index.keys_at(slots), self._slab[slots]
 
     def keys(self, chunk: int) -> Iterator[Tensor]:
@@ -150,6 +152,8 @@ class FileStore(RowStore):
         room = self._index.room + max(short, least)
         try:
             os.posix_fallocate(self._file, 0, room * self._row_bytes)
+            # Rows lie anywhere, and what is beside them is not asked for.
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
         except OSError as error:
             raise TrainingError(
                 "the file tier has no room for its rows",
@@ -169,19 +173,36 @@ class FileStore(RowStore):
         """Copy the rows at `slots` to those places of `out`."""
         if not len(slots):
             return
+        self._require_whole()
         if self._is_cached(slots):
             self._move_rows(self._slab, out, at=slots, to=places)
             return
-        # In the order of the file, for the sake of disks that have one. Each thread waits for its own page faults; none
-        # of them holds Python's lock.
+        # Not by the mapping, in which an error of the disk would end the process without a word. In the order of the
+        # file, for the sake of disks that have one.
         order = torch.from_numpy(slots.numpy().argsort())
         slots, places = at(slots, order), at(places, order)
         if self._readers is None:
             self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="file tier")
         parts = zip(torch.tensor_split(slots, NUM_READERS), torch.tensor_split(places, NUM_READERS), strict=True)
-        read = partial(self._move_rows, self._slab, out)
-        for done in [self._readers.submit(read, at=part, to=target) for part, target in parts]:
-            done.result()
+        readers = [self._readers.submit(self._read_rows, self._file, out, *part) for part in parts]
+        num_read = sum(reader.result() for reader in readers)
+        if num_read < len(slots):
+            raise TrainingError(
+                "the disk does not give back rows of the file tier",
+                got=f"{num_read} of {len(slots)} rows of {self.path}",
+                fix="see what the system says of that disk, choose another one (cache.path), and resume",
+            )
+
+    def _require_whole(self) -> None:
+        """To touch a mapping behind the end of its file would end the process without a word."""
+        size, expected = os.fstat(self._file).st_size, len(self._slab) * self._row_bytes
+        if size < expected:
+            raise TrainingError(
+                f"the file tier {self.path} was cut short by another process",
+                got=f"{size} bytes",
+                expected=f"{expected} bytes",
+                fix="keep others away from cache.path, and resume from the last checkpoint",
+            )
 
     def _is_cached(self, slots: Tensor) -> bool:
         """Whether the page cache seems to have all of these rows, judged by a sample of them."""
