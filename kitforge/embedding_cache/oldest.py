@@ -9,8 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.embedding_cache.coldest import SHARE, MayGo
+from kitforge.embedding_cache.coldest import MayGo
 from kitforge.embedding_cache.index import SlotIndex
+
+# A search queues at least this share of all slots, so that searches are rare.
+SHARE = 8
 
 Slots = NDArray[np.int64]
 
@@ -53,8 +56,11 @@ class Oldest:
             size *= 2
         stop = int(places[-1]) + 1 if len(places) == num > 0 else len(front)
         stays = (is_left & ~goes)[:stop].nonzero()[0]
-        self._queue = np.concatenate([front[stays], self._queue[stop:]])
-        self._uses = np.concatenate([self._uses[stays], self._uses[stop:]])
+        # Mostly none do, and the rest of the queue is long.
+        rest = (self._queue[stop:], self._uses[stop:])
+        if len(stays):
+            rest = (np.concatenate([front[stays], rest[0]]), np.concatenate([self._uses[stays], rest[1]]))
+        self._queue, self._uses = rest
         picked: Slots = front[places]
         return picked
 
@@ -64,7 +70,8 @@ class Oldest:
         last = self._index.num_free + size - 1
         is_whole = last >= len(uses)
         bound = uses.max(initial=0) if is_whole else np.partition(uses, last)[last]
-        slots = ((uses >= 0) & (uses <= bound)).nonzero()[0]
+        slots = (uses <= bound).nonzero()[0]
+        slots = slots[uses[slots] >= 0] if self._index.num_free else slots
         ages = uses[slots] - uses[slots].min(initial=bound)
         # numpy sorts numbers of 16 bits ten times as fast.
         self._queue = slots[(ages.astype(np.uint16) if ages.max(initial=0) < 2**16 else ages).argsort(kind="stable")]

@@ -9,6 +9,7 @@ import threading
 from functools import partial
 from typing import final
 
+import torch
 from torch import Tensor
 
 from kitforge.core.kernels.places import at, put, where
@@ -88,9 +89,10 @@ class Planner:
         device = self.device
         slots = device.index.find(keys)
         self._refuse_if_strict(len(keys))
-        missing = where(slots < 0)
+        is_here = slots.numpy() >= 0
+        missing = where(torch.from_numpy(~is_here))
         # Pinned before anybody is chosen to leave.
-        device.index.touch(slots if not len(missing) else at(slots, where(slots >= 0)), number)
+        device.index.touch(slots if not len(missing) else torch.from_numpy(slots.numpy()[is_here]), number)
         self.counts.hit("device", len(keys) - len(missing))
         if len(missing) or device.num_over:
             arriving = at(slots, missing)
@@ -143,8 +145,8 @@ class Planner:
         return 0 if capacity is None else len(self.device) + num_new - capacity
 
     def _may_go(self, slots: Tensor, done: int) -> Tensor:
-        need = at(self.device.last_need, slots)
-        return (need != NEVER) & (need <= done)
+        need = at(self.device.last_need, slots).numpy()
+        return torch.from_numpy((need != NEVER) & (need <= done))
 
     def _wait_beyond(self, done: int) -> bool:
         if self.register.done > done:

@@ -170,6 +170,16 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
             file_store(folder)
 
 
+def test_rows_that_the_disk_does_not_give_back_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileStore, "_is_cached", lambda *_: False)
+    keys = torch.arange(4000)
+    with file_store(tmp_path) as store:
+        store.write(keys, torch.ones(4000, WIDTH))
+        os.ftruncate(store._file, 4 * WIDTH * 2000)
+        with pytest.raises(TrainingError, match="2000 of 4000 rows"):
+            store.read(keys, torch.empty(4000, WIDTH))
+
+
 class Broken(RowStore):
     """A store below that fails until it is mended."""
 

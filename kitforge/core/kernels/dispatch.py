@@ -24,6 +24,7 @@ from kitforge.core.kernels.linear import reference as linear_reference
 from kitforge.core.kernels.linear_cross_entropy import reference as linear_cross_entropy_reference
 from kitforge.core.kernels.linear_log_probs import reference as linear_log_probs_reference
 from kitforge.core.kernels.move_rows import reference as move_rows_reference
+from kitforge.core.kernels.read_rows import reference as read_rows_reference
 from kitforge.core.kernels.rms_norm import reference as rms_norm_reference
 from kitforge.core.kernels.rotary import reference as rotary_reference
 from kitforge.core.kernels.scratch import Scratch
@@ -325,6 +326,17 @@ class MoveRows(Protocol):
         ...
 
 
+class ReadRows(Protocol):
+    """Row `at[i]` of an open file, of rows as wide as those of `out` [rows, width], becomes row `to[i]` of `out`.
+
+    Returns how many could be read; of the others nothing is known. Raises ModelError for a place in `out` that is none.
+    """
+
+    def __call__(self, file: int, out: Tensor, at: Tensor, to: Tensor) -> int:
+        """See the class."""
+        ...
+
+
 class ExchangeRows(Protocol):
     """Row `at[i]` of `one` [rows, width] and row `to[i]` of `other` [rows, width] change places; `at` are distinct, and
     so are `to`. Raises ModelError for a place that is none.
@@ -363,6 +375,7 @@ class TableKernels:
     unique: Unique
     move_rows: MoveRows
     exchange_rows: ExchangeRows
+    read_rows: ReadRows
     gather_pool: GatherPool
     segment_sum: SegmentSum
     sparse_update: SparseUpdate
@@ -373,6 +386,7 @@ TABLE_REFERENCE = TableKernels(
     unique=unique_reference.unique,
     move_rows=move_rows_reference.move_rows,
     exchange_rows=exchange_rows_reference.exchange_rows,
+    read_rows=read_rows_reference.read_rows,
     gather_pool=gather_pool_reference.gather_pool,
     segment_sum=segment_sum_reference.segment_sum,
     sparse_update=SparseUpdate(
@@ -396,6 +410,7 @@ def select_table(device: str = "cpu") -> TableKernels:
     from kitforge.core.kernels.gather_pool import numba as gather_pool
     from kitforge.core.kernels.hash_map import numba as hash_map
     from kitforge.core.kernels.move_rows import numba as move_rows
+    from kitforge.core.kernels.read_rows import numba as read_rows
     from kitforge.core.kernels.segment_sum import numba as segment_sum
     from kitforge.core.kernels.sparse_update import numba as sparse_update
     from kitforge.core.kernels.unique import numba as unique
@@ -405,6 +420,7 @@ def select_table(device: str = "cpu") -> TableKernels:
         unique=unique.unique,
         move_rows=move_rows.move_rows,
         exchange_rows=exchange_rows.exchange_rows,
+        read_rows=read_rows.read_rows,
         gather_pool=gather_pool.gather_pool,
         segment_sum=segment_sum.segment_sum,
         sparse_update=SparseUpdate(

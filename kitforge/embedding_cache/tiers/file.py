@@ -12,7 +12,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -39,7 +38,8 @@ FIRST_BYTES = 2**20
 class FileStore(RowStore):
     """Rows of the table `name` on the disk of `folder`. Room there is taken before anything is written to it.
 
-    Raises ConfigError for a folder that cannot be, TrainingError where the disk is full.
+    Raises ConfigError for a folder that cannot be, and TrainingError where the disk is full or does not give back what
+    was written.
     """
 
     def __init__(self, folder: Path | str, name: str, width: int, kernels: TableKernels) -> None:
@@ -48,7 +48,7 @@ class FileStore(RowStore):
         self._row_bytes = 4 * width
         self._lock = threading.Lock()
         self._index = SlotIndex(OwnKeys(kernels.hash_map, 0), 0)
-        self._move_rows = kernels.move_rows
+        self._move_rows, self._read_rows = kernels.move_rows, kernels.read_rows
         self._clock = 0  # of the rows' last use: calls of `read` and `write`
         self._coldest = Coldest()
         self._readers: ThreadPoolExecutor | None = None
@@ -138,6 +138,8 @@ class FileStore(RowStore):
         room = self._index.room + max(short, least)
         try:
             os.posix_fallocate(self._file, 0, room * self._row_bytes)
+            # Rows lie anywhere, and what is beside them is not asked for.
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
         except OSError as error:
             raise TrainingError(
                 "the file tier has no room for its rows",
@@ -160,16 +162,21 @@ class FileStore(RowStore):
         if self._is_cached(slots):
             self._move_rows(self._slab, out, at=slots, to=places)
             return
-        # In the order of the file, for the sake of disks that have one. Each thread waits for its own page faults; none
-        # of them holds Python's lock.
+        # Not by the mapping, in which an error of the disk would end the process without a word. In the order of the
+        # file, for the sake of disks that have one.
         order = torch.from_numpy(slots.numpy().argsort())
         slots, places = at(slots, order), at(places, order)
         if self._readers is None:
             self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="file tier")
         parts = zip(torch.tensor_split(slots, NUM_READERS), torch.tensor_split(places, NUM_READERS), strict=True)
-        read = partial(self._move_rows, self._slab, out)
-        for done in [self._readers.submit(read, at=part, to=target) for part, target in parts]:
-            done.result()
+        readers = [self._readers.submit(self._read_rows, self._file, out, *part) for part in parts]
+        num_read = sum(reader.result() for reader in readers)
+        if num_read < len(slots):
+            raise TrainingError(
+                "the disk does not give back rows of the file tier",
+                got=f"{num_read} of {len(slots)} rows in {self._place}",
+                fix="see what the system says of that disk, choose another one (cache.path), and resume",
+            )
 
     def _is_cached(self, slots: Tensor) -> bool:
         """Whether the page cache seems to have all of these rows, judged by a sample of them."""

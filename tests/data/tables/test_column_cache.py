@@ -2,8 +2,9 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,17 +157,79 @@ def test_a_build_that_is_stopped_goes_on_from_there(
     assert bad.total == 20
 
 
-def test_notes_about_files_that_are_gone_are_not_believed(path: Path, wanted: dict[str, bytes]) -> None:
+def stopped(path: Path) -> Path:
+    """The folder of a build that was stopped halfway, behind its last notes."""
+
     def stop(num_rows: int) -> None:
         if num_rows > NUM_ROWS // 2:
             raise KeyboardInterrupt
 
     root = path.parent / "stopped"
     with pytest.raises(KeyboardInterrupt):
-        load_table(open_table(path), LAYOUT, root, BadRows(policy="skip"), progress=stop)
+        load_table(open_table(path), LAYOUT, root, BadRows(policy="skip"), num_workers=1, progress=stop)
+    with open(next(root.rglob("keys.bin")), "ab") as file:
+        file.write(b"the beginning of a chunk")
+    return root
+
+
+def test_notes_about_files_that_are_gone_are_not_believed(path: Path, wanted: dict[str, bytes]) -> None:
+    root = stopped(path)
     next(root.rglob("values_0.bin")).unlink()
     load_table(open_table(path), LAYOUT, root, BadRows(policy="skip"))
     assert contents(root) == wanted
+
+
+def what_lies_behind_the_notes_stays(done: Any, folder: Path) -> None:
+    done.sizes = {name: (folder / name).stat().st_size for name in done.sizes}
+
+
+def a_file_is_shorter_than_its_notes(done: Any, folder: Path) -> None:
+    with open(folder / "keys.bin", "ab") as file:
+        file.truncate(done.sizes["keys.bin"] - 8)
+
+
+def a_chunk_is_read_again(done: Any, _: Path) -> None:
+    done.num_chunks -= 1
+
+
+def a_chunk_is_passed_over(done: Any, _: Path) -> None:
+    done.num_chunks += 1
+
+
+def rows_are_counted_anew(done: Any, _: Path) -> None:
+    done.num_rows = 0
+
+
+def bad_rows_are_counted_anew(done: Any, _: Path) -> None:
+    done.bad_rows = {}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        what_lies_behind_the_notes_stays,
+        a_file_is_shorter_than_its_notes,
+        a_chunk_is_read_again,
+        a_chunk_is_passed_over,
+        rows_are_counted_anew,
+        bad_rows_are_counted_anew,
+    ],
+)
+def test_a_planted_fault_in_going_on_is_seen(
+    fault: Callable[[Any, Path], None], path: Path, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, read_notes = stopped(path), column_cache._Done.of
+
+    def wrong(folder: Path, layout: Layout) -> Any:
+        done = read_notes(folder, layout)
+        assert done.num_chunks > 0
+        fault(done, folder)
+        return done
+
+    monkeypatch.setattr(column_cache._Done, "of", wrong)
+    with pytest.raises((AssertionError, DataError)):
+        load_table(open_table(path), LAYOUT, root, BadRows(policy="skip"), num_workers=1)
+        assert contents(root) == wanted
 
 
 def test_a_build_that_is_killed_at_any_file_operation_ends_with_the_same_bytes(

@@ -12,7 +12,7 @@ from kitforge.core.kernels.compiled import compiled, prefetch, share
 from kitforge.core.kernels.exchange_rows.reference import require_pairs
 
 # Numbers that are worth a thread.
-GRAIN = 2**16
+GRAIN = 2**14
 # How many pairs ahead one is asked for: rows lie anywhere, and memory answers late.
 AHEAD = 8
 

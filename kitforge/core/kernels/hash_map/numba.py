@@ -18,7 +18,7 @@ from kitforge.core.kernels.compiled import compiled, prefetch, share
 FREE = -1
 SMALLEST_TABLE = 64
 # Keys that are worth a thread.
-GRAIN = 2**14
+GRAIN = 2**13
 # How many keys ahead a place is asked for: memory answers late.
 AHEAD = 16
 

@@ -1,0 +1,1 @@
+"""The operation `read_rows`."""
