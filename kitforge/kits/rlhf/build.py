@@ -20,6 +20,7 @@ from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.kits.rlhf import stages
 from kitforge.kits.rlhf.actor_critic import policy_of
+from kitforge.kits.rlhf.agreement import NoDropout, check_readers
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
 from kitforge.kits.rlhf.networks import load_policy, load_scalar, sharding_of
 from kitforge.kits.rlhf.pipeline import RewardPipeline
@@ -55,6 +56,7 @@ class Stage:
     def assemble(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> Assembly:
         """Everything that a run needs, in the order in which mistakes are cheapest to find."""
         parts = parts_of(options, inputs, lobby.device)
+        check_readers(_roles(options, inputs), parts.tokenizer)
         prepared = self.prepare(parts)
         world = lobby.join()
         recorded = to_dict(options) | {"model": prepared.network}
@@ -62,13 +64,14 @@ class Stage:
         lobby.check_same({"configuration": config_text, "training rows": prepared.fingerprint})
         folder = world.first(default_folder(options, inputs.model_name))
         task, watching = prepared.task(world)
+        quiet = [] if isinstance(options, SFTOptions) else [NoDropout()]
         loop = make_loop(
             task,
             dataclasses.replace(options, device=str(world.device)),
             folder,
             world=world,
             config=recorded,
-            callbacks=[*inputs.callbacks, KeepTokenizer(parts.tokenizer), KeepAdapter(), *watching],
+            callbacks=[*inputs.callbacks, KeepTokenizer(parts.tokenizer), KeepAdapter(), *quiet, *watching],
         )
         return Assembly(loop=loop, folder=folder, tokenizer=parts.tokenizer, options=options, config_text=config_text)
 
@@ -81,7 +84,9 @@ class Stage:
 
     def evaluate(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> dict[str, float]:
         """The metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
-        prepared = self.prepare(parts_of(options, inputs, lobby.device, is_evaluation=True))
+        parts = parts_of(options, inputs, lobby.device, is_evaluation=True)
+        check_readers(_roles(options, inputs), parts.tokenizer)
+        prepared = self.prepare(parts)
         world = lobby.join()
         task, _ = prepared.task(world)
         model = task.build(world)
@@ -131,6 +136,12 @@ class Stage:
     def next_steps(self, folder: Path) -> list[str]:
         """Commands to try after a run."""
         return [f"kitforge evaluate checkpoint={folder} data.eval=FILE", f"kitforge report {folder}"]
+
+
+def _roles(options: StageOptions, inputs: Inputs) -> dict[str, Any]:
+    """What was handed over for each role, or is named by the options."""
+    named = {"reward": options.reward} if isinstance(options, RLOptions) and options.reward else {}
+    return {**named, **inputs.roles}
 
 
 @final
