@@ -142,9 +142,11 @@ def _words(hint: Any) -> str:
     plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
     if hint in plain:
         return plain[hint]
-    args = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+    args = [arg for arg in typing.get_args(hint) if arg not in (type(None), ...)]
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, args))
+    if typing.get_origin(hint) in (list, tuple):
+        return f"[{_words(args[0])}, ...]"
     return " or ".join(map(_words, args)) if args else getattr(hint, "__name__", str(hint))
 
 

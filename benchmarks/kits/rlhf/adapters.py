@@ -2,14 +2,19 @@
 
 python -m benchmarks.kits.rlhf.adapters [--model gpt2_small] [--rank 8]
 
-Counted are weights, and for those that are trained gradients and both moments of AdamW; activations are not.
+State bytes are those of weights and, where they are trained, of gradients and both moments of AdamW; the peak is the
+most memory that a process had in it during two rounds of PPO, each in a process of its own. Writes adapters.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import resource
+import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,11 +23,15 @@ from torch import nn
 from kitforge.api import composed
 from kitforge.core.parallel.lobby import Lobby
 from kitforge.data.tokenizer import ByteTokenizer
-from kitforge.kits.rlhf.build import STAGES
+from kitforge.foundation.device import describe
+from kitforge.kits.rlhf.build import STAGES, Assembly
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.stages import Inputs
 from kitforge.models.catalog import config_of
 from kitforge.models.folder import build
+from kitforge.trainer.loop import Loop
+
+TABLE = Path(__file__).with_suffix(".md")
 
 
 def state_bytes(*networks: nn.Module) -> int:
@@ -31,21 +40,29 @@ def state_bytes(*networks: nn.Module) -> int:
     return sum(each.nbytes * (4 if each.requires_grad else 1) for each in every.values())
 
 
-def roles(shape: dict[str, Any], rank: int) -> int:
-    """State bytes of policy, critic, reward model and reference, as the stages make them."""
+def roles(shape: dict[str, Any], rank: int) -> tuple[int, Assembly]:
+    """State bytes of policy, critic, reward model and reference, as the stages make them, and the run of PPO."""
     policy = build(config_of(shape), device=torch.device("cpu"), seed=0)
     common = {"device": "cpu", "data": {"sequence_length": 128, "validation": 0.0}, "adapter": {"rank": rank}}
+    rounds = {"rl": {"prompts_per_step": 8}, "rollout": {"max_new_tokens": 32}}
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
-    found: list[nn.Module] = []
+    found: list[Assembly] = []
     for stage in ("reward", "ppo"):
-        values = common | {"task": stage, "output_dir": tempfile.mkdtemp(), "trainer": {"max_steps": 1}}
+        values = common | {"task": stage, "output_dir": tempfile.mkdtemp(), "trainer": {"max_steps": 2}}
+        values |= rounds if stage == "ppo" else {}
         options = STAGES[stage].read_options(values)
-        given = {"reward": found[0]} if found else {}
+        given = {"reward": found[0].loop.model} if found else {}
         inputs = Inputs(tokenizer=ByteTokenizer(), model=policy, train_dataset=rows, roles=given)
-        found.append(STAGES[stage].assemble(options, inputs, Lobby.open(options.parallel, "cpu")).loop.model)
+        found.append(STAGES[stage].assemble(options, inputs, Lobby.open(options.parallel, "cpu")))
     # By now the reward model is only asked.
-    judge = cast(ScalarModel, found[0]).requires_grad_(False)
-    return state_bytes(policy.requires_grad_(False), judge, found[1])
+    judge = cast(ScalarModel, found[0].loop.model).requires_grad_(False)
+    return state_bytes(policy.requires_grad_(False), judge, found[1].loop.model), found[1]
+
+
+def peak(model: str, rank: int) -> int:
+    """Bytes, of a process that runs two rounds."""
+    command = [sys.executable, "-m", __spec__.name, "--model", model, "--rank", str(rank), "--peak"]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def main() -> None:
@@ -53,12 +70,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="gpt2_small")
     parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--peak", action="store_true", help="run two rounds and print the bytes that were needed")
     chosen = parser.parse_args()
+    torch.set_num_threads(1)
     shape = dict(composed("sft", {"model": chosen.model}).values["model"])
     shape = shape | {"vocab_size": shape.get("vocab_size") or ByteTokenizer.vocab_size}
-    apart, together = roles(shape, 0), roles(shape, chosen.rank)
-    sys.stdout.write(f"four networks: {apart / 1e6:,.1f} MB\none base, rank {chosen.rank}: {together / 1e6:,.1f} MB\n")
-    sys.stdout.write(f"{together / apart:.1%}\n")
+    if chosen.peak:
+        _, run = roles(shape, chosen.rank)
+        # Without the callbacks of a run, which would write gigabytes.
+        Loop(run.loop.task, run.options, run.loop.world).train()
+        sys.stdout.write(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+        return
+    states = [roles(shape, rank)[0] for rank in (0, chosen.rank)]
+    peaks = [peak(chosen.model, rank) for rank in (0, chosen.rank)]
+    lines = [
+        f"| {chosen.model} | four networks | one base, rank {chosen.rank} | of it | asked |",
+        "|---|---:|---:|---:|---|",
+    ]
+    for name, (apart, together), most in (("state", states, 0.15), ("peak", peaks, 0.45)):
+        share = together / apart
+        verdict = "met" if share <= most else "missed"
+        lines.append(
+            f"| {name} | {apart / 1e6:,.0f} MB | {together / 1e6:,.0f} MB | {share:.1%} | {verdict}: {most:.0%} |"
+        )
+    where = f"{datetime.date.today()}, {describe(torch.device('cpu'))}; 8 answers of 32 tokens a round."
+    page = "\n".join(["# What adapters hold", "", where, "", *lines]) + "\n"
+    TABLE.write_text(page, encoding="utf-8")
+    sys.stdout.write(page)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.kits.rlhf import stages
 from kitforge.kits.rlhf.actor_critic import policy_of
+from kitforge.kits.rlhf.agreement import NoDropout, check_readers
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
 from kitforge.kits.rlhf.networks import load_policy, load_scalar, sharding_of
 from kitforge.kits.rlhf.pipeline import RewardPipeline
@@ -60,25 +61,26 @@ class Stage:
 
     def assemble(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> Assembly:
         """Everything that a run needs, in the order in which mistakes are cheapest to find."""
-        parts = parts_of(options, inputs, lobby.device, rank=lobby.rank)
+        parts = _parts(options, inputs, lobby)
         prepared = self.prepare(parts)
         recorded = to_dict(options) | {"model": prepared.network}
         world, folder = _met(options, inputs, lobby, prepared)
         task, watching = prepared.task(world)
+        quiet = [] if isinstance(options, SFTOptions) else [NoDropout()]
         loop = make_loop(
             task,
             dataclasses.replace(options, device=str(world.device)),
             folder,
             world=world,
             config=recorded,
-            callbacks=[*inputs.callbacks, KeepTokenizer(parts.tokenizer), KeepAdapter(), *watching],
+            callbacks=[*inputs.callbacks, KeepTokenizer(parts.tokenizer), KeepAdapter(), *quiet, *watching],
         )
         config_text = to_yaml(recorded)
         return Assembly(loop=loop, folder=folder, tokenizer=parts.tokenizer, options=options, config_text=config_text)
 
     def attend(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> FinishedRun:
         """The part in a run of a rank that trains nothing, which lasts as long as the run does."""
-        parts = parts_of(options, inputs, lobby.device, rank=lobby.rank)
+        parts = _parts(options, inputs, lobby)
         prepared = self.prepare(parts)
         world, folder = _met(options, inputs, lobby, prepared)
         task, _ = prepared.task(world)
@@ -102,7 +104,7 @@ class Stage:
 
     def evaluate(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> dict[str, float]:
         """The metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
-        prepared = self.prepare(parts_of(options, inputs, lobby.device, rank=lobby.rank, is_evaluation=True))
+        prepared = self.prepare(_parts(options, inputs, lobby, is_evaluation=True))
         world = lobby.join()
         task, _ = prepared.task(world)
         if world.is_apart:
@@ -156,6 +158,14 @@ class Stage:
     def next_steps(self, folder: Path) -> list[str]:
         """Commands to try after a run."""
         return [f"kitforge evaluate checkpoint={folder} data.eval=FILE", f"kitforge report {folder}"]
+
+
+def _parts(options: StageOptions, inputs: Inputs, lobby: Lobby, *, is_evaluation: bool = False) -> Parts:
+    """Rows and tokenizer. Raises ConfigError for a role that reads other tokens than the policy writes."""
+    parts = parts_of(options, inputs, lobby.device, rank=lobby.rank, is_evaluation=is_evaluation)
+    named = {"reward": options.reward} if isinstance(options, RLOptions) and options.reward else {}
+    check_readers({**named, **inputs.roles}, parts.tokenizer)
+    return parts
 
 
 def _met(options: StageOptions, inputs: Inputs, lobby: Lobby, prepared: Prepared) -> tuple[World, Path]:

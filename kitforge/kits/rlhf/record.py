@@ -67,7 +67,7 @@ def read_round(run: Path, number: int) -> list[Trajectory]:
         raise DataError(
             f"the answers of round {number} are not there",
             got=f"rounds {', '.join(map(str, kept)) or 'none'} in {run / FOLDER}",
-            fix="train with a larger rollout.kept_rounds",
+            fix="train with a larger rollout.kept_rounds, or a smaller trainer.checkpoint_every",
         )
     found = []
     # Text may hold what `splitlines` would take for the end of a line.

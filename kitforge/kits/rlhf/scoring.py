@@ -15,10 +15,12 @@ import torch
 
 from kitforge.data.dialogues import Response
 from kitforge.data.tokenizer import Tokenizer
+from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, TrainingError, nearest
 from kitforge.kits.rlhf.collate import padded
 from kitforge.kits.rlhf.order import at_once
 from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.trainer.run import Run
 
 BATCH_SIZE = 32
 # A number as people write it: with a sign, separators of thousands and decimals.
@@ -161,18 +163,17 @@ class FunctionScorer(Scorer):
 class WeightedScorer(Scorer):
     """The weighted sum of several, of which each gives one number an answer."""
 
-    def __init__(self, scorers: Mapping[str, Scorer], weights: Mapping[str, float]) -> None:
+    def __init__(self, scorers: Mapping[str, tuple[float, Scorer]]) -> None:
         self._scorers = dict(scorers)
-        self._weights = {name: float(weights.get(name, 1.0)) for name in scorers}
 
     def scores(self, answers: Sequence[Answer]) -> list[float | list[float]]:
         """The sums."""
         totals = [0.0] * len(answers)
-        for name, scorer in self._scorers.items():
+        for name, (weight, scorer) in self._scorers.items():
             for place, score in enumerate(scorer.scores(answers)):
                 if isinstance(score, list):
                     raise TrainingError(f"reward {name!r} scores tokens", expected="one number for each answer")
-                totals[place] += self._weights[name] * score
+                totals[place] += weight * score
         return list(totals)
 
 
@@ -211,12 +212,16 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def scorer_of(given: Any, tokenizer: Tokenizer, weights: Mapping[str, float] | None = None) -> Scorer:
-    """What a role means: a scalar model, a function, the name of a check, or several by name."""
+def scorer_of(given: Any, tokenizer: Tokenizer) -> Scorer:
+    """What a role means: a scalar model, a function, the name of a check, or several by name, each alone or behind the
+    weight that it has in the sum: `{"short": (0.1, shortness), "exact": "exact"}`."""
     if isinstance(given, Scorer):
         return given
     if isinstance(given, Mapping):
-        return WeightedScorer({name: scorer_of(each, tokenizer) for name, each in given.items()}, weights or {})
+        parts = {name: _weighed(name, each) for name, each in given.items()}
+        return WeightedScorer({name: (weight, scorer_of(each, tokenizer)) for name, (weight, each) in parts.items()})
+    if isinstance(given, Run):
+        given = given.model
     if isinstance(given, ScalarModel):
         return ModelScorer(given, tokenizer)
     if isinstance(given, str) and given in VERIFIERS:
@@ -228,3 +233,12 @@ def scorer_of(given: Any, tokenizer: Tokenizer, weights: Mapping[str, float] | N
         got=given if isinstance(given, str) else type(given).__name__,
         expected=f"a run of the task reward, a function, {', '.join(VERIFIERS)}, or several by name",
     )
+
+
+def _weighed(name: str, given: Any) -> tuple[float, Any]:
+    """The weight of one of several, 1 where it has none."""
+    if not isinstance(given, tuple):
+        return 1.0, given
+    is_pair = len(given) == 2 and isinstance(given[0], (int, float)) and math.isfinite(given[0])
+    check(is_pair, f"the role reward, {name}", given, "a weight and what gives the reward, as in (0.1, FUNCTION)")
+    return float(given[0]), given[1]

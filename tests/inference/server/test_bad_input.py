@@ -23,6 +23,7 @@ WRONG: dict[str, tuple[str, object, int, str]] = {
     "an empty prompt": (COMPLETIONS, {"prompt": ""}, 400, "empty"),
     "an empty prompt among others": (COMPLETIONS, {"prompt": ["a", ""]}, 400, "empty"),
     "no prompts": (COMPLETIONS, {"prompt": []}, 400, "no prompt"),
+    "a prompt that is none": (COMPLETIONS, {"prompt": {"a": 1}}, 400, "text or [text, ...] or [a whole number, ...]"),
     "no prompt at all": (COMPLETIONS, {}, 400, "prompt"),
     "max_tokens 0": (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
     "an unknown parameter": (COMPLETIONS, {"prompt": "a", "temperatur": 1}, 400, "did you mean 'temperature'"),

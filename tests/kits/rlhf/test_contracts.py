@@ -45,6 +45,36 @@ def test_as_many_rows_at_once_as_a_processor_likes_change_no_gradient(
     assert float((parts - whole).norm() / whole.norm()) < 1e-10
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_rows_may_stand_in_any_order(stage: str) -> None:
+    assembly = runs.begin(stage, None, {"trainer.micro_batch_size": None}, model=runs.network(torch.float64))
+    task, model = assembly.loop.task, assembly.loop.model
+    (batch,) = runs.first_step(task, model)
+
+    def gradient(micro_batch: dict[str, Any]) -> torch.Tensor:
+        learning = [each for each in model.parameters() if each.requires_grad]
+        found = torch.autograd.grad(task.loss(model, micro_batch)["loss"], learning)
+        return torch.cat([each.flatten() for each in found])
+
+    given = gradient(batch)
+    assert float((gradient(turned(batch)) - given).norm() / given.norm()) < 1e-10
+
+
+def turned(batch: dict[str, Any]) -> dict[str, Any]:
+    """The last row first; of pairs, each of their halves."""
+    rows = len(batch["tokens"])
+    half = rows // 2 if "margins" in batch else rows
+
+    def flipped(value: Any) -> Any:
+        if isinstance(value, list):
+            return value[::-1]
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return value
+        return torch.cat([part.flip(0) for part in value.split(half)])
+
+    return {name: flipped(value) for name, value in batch.items()}
+
+
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "kto"])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(stage: str, tmp_path: Path) -> None:
     choices = {"trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 9, "trainer.evaluate_every": 2}

@@ -6,6 +6,7 @@ Those that single functions show are in `algorithms/museum.py`.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from kitforge.core.optim.build import Optimizer
 from kitforge.data.dialogues import DialogueReader, Response
 from kitforge.data.packing import IGNORED
 from kitforge.inference.text import InferenceOptions
-from kitforge.kits.rlhf import collate, judgement, rl, rollouts
+from kitforge.kits.rlhf import collate, rollouts
 from kitforge.kits.rlhf.actor_critic import critic_of
 from kitforge.kits.rlhf.algorithms.controllers import Adaptive
 from kitforge.kits.rlhf.config import RolloutOptions
@@ -42,6 +43,13 @@ class Mistake:
     notices: Callable[[Patch, Path], None]  # a test that must fail then
 
 
+def replace_everywhere(patch: Patch, right: Callable[..., Any], wrong: Callable[..., Any]) -> None:
+    """Wherever the kit calls one function, have it call the other."""
+    for module in [each for name, each in sys.modules.items() if name.startswith("kitforge.kits.rlhf")]:
+        for name in [name for name, each in vars(module).items() if each is right]:
+            patch.setattr(module, name, wrong)
+
+
 def bounded_scores(patch: Patch) -> None:
     scores = ScalarModel._scores
     patch.setattr(ScalarModel, "_scores", lambda model, hidden: scores(model, hidden).sigmoid())
@@ -54,7 +62,7 @@ def ends_masked_by_number(patch: Patch) -> None:
         found = laid(trajectories, pad_id)
         return found | {"targets": found["targets"].masked_fill(found["targets"] == pad_id, IGNORED)}
 
-    patch.setattr(judgement, "laid", wrong)
+    replace_everywhere(patch, laid, wrong)
 
 
 def ends_of_demonstrations_masked_by_number(patch: Patch) -> None:
@@ -64,19 +72,19 @@ def ends_of_demonstrations_masked_by_number(patch: Patch) -> None:
         found = packed(responses, pad_id, **choices)
         return found | {"targets": found["targets"].masked_fill(found["targets"] == pad_id, IGNORED)}
 
-    patch.setattr("kitforge.kits.rlhf.sft.packed", wrong)
+    replace_everywhere(patch, packed, wrong)
 
 
 def values_after_each_token(patch: Patch) -> None:
     def late(critic: ScalarModel, tokens: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask, critic(tokens).roll(-1, 1), 0.0)
 
-    patch.setattr(rl, "token_values", late)
+    replace_everywhere(patch, rollouts.token_values, late)
 
 
 def one_noise_for_all_rounds(patch: Patch) -> None:
-    answered = rl.answered
-    patch.setattr(rl, "answered", lambda *arguments: answered(*arguments[:-1], "41"))
+    answered = rollouts.answered
+    replace_everywhere(patch, answered, lambda *arguments: answered(*arguments[:-1], "41"))
 
 
 def greedy_rollouts(patch: Patch) -> None:
@@ -91,7 +99,7 @@ def dropout_within_ratios(patch: Patch) -> None:
         found = torch.where(targets >= 0, log_probs, 0.0)
         return found, torch.zeros_like(found)
 
-    patch.setattr(rl, "token_log_probs", noisy)
+    replace_everywhere(patch, rollouts.token_log_probs, noisy)
 
 
 def moments_left_behind(patch: Patch) -> None:

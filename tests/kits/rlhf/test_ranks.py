@@ -1,4 +1,4 @@
-"""Two ranks do what one does: the same rows, the same answers, the same weights."""
+"""Several ranks do what one does: the same rows, the same answers, the same weights."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ AHEAD = {"rollout.max_staleness": 1, "rl.old": "trainer", "correction.mode": "tr
 # Micro-batches of ragged sizes, of which ranks have different numbers, and text beside the answers.
 CUT = {"trainer.micro_batch_size": None, "rl.max_tokens_per_microbatch": 80, "ptx.weight": 0.5, "ptx.batch_size": 3}
 TEXTS = [{"text": "the sea is wide"}, {"text": "a hill"}, {"text": "of towns and woods"}, {"text": "b"}]
-STAGES_TRIED = ("sft", "reward", "dpo", "kto", "ppo", "grpo")
+STAGES_TRIED = (*runs.ROWS, *runs.RL)
+# Of which some ranks have no row at all.
+FOUR = ("sft", "orpo", "kto", "ppo", "dapo")
 
 
-def trained(_rank: int, degrees: Degrees) -> dict[str, Any]:
-    """Weights and metrics of every stage after two steps, in float64."""
+def trained(_rank: int, degrees: Degrees, stages: tuple[str, ...] = STAGES_TRIED) -> dict[str, Any]:
+    """Weights and metrics of the stages after two steps, in float64."""
     torch.set_num_threads(1)
     world = World(device=CPU, mesh=Mesh(degrees, "cpu") if degrees.world > 1 else None)
     found = {"recipe": trained_by_recipe(world)}
-    for stage in STAGES_TRIED:
+    for stage in stages:
         shaped = (
             runs.SHAPED.get(stage, {})
             | (AHEAD if stage == "ppo" else {})
@@ -80,13 +82,20 @@ class Heard(Callback):
             self.lines.append({name: each for name, each in tiny.without_clock(event.record).items() if name != "kind"})
 
 
-def test_two_ranks_equal_one() -> None:
-    one, many = trained(0, Degrees()), run_ranks(2, trained, Degrees(data=2))
+@pytest.fixture(scope="module")
+def one() -> dict[str, Any]:
+    """What one process does."""
+    return trained(0, Degrees())
+
+
+@pytest.mark.parametrize(("number", "stages"), [(2, STAGES_TRIED), pytest.param(4, FOUR, marks=pytest.mark.slow)])
+def test_ranks_equal_one(number: int, stages: tuple[str, ...], one: dict[str, Any]) -> None:
+    many = run_ranks(number, trained, Degrees(data=number), stages)
     for rank in many:
         assert len(rank["recipe"]) == 3
         for line, wanted in zip(rank["recipe"], one["recipe"], strict=True):
             assert line == pytest.approx(wanted, rel=1e-4, abs=1e-6)
-    for stage in STAGES_TRIED:
+    for stage in stages:
         for rank in many:
             torch.testing.assert_close(rank[stage]["weights"], one[stage]["weights"], rtol=0, atol=1e-9)
             assert rank[stage]["metrics"] == pytest.approx(one[stage]["metrics"], abs=1e-6)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
+from benchmarks.kits.rlhf.learning import preferred
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ModelError
 from kitforge.kits.rlhf.networks import load_policy, load_scalar
@@ -57,6 +57,18 @@ def test_preferred_answers_score_higher_each_source_for_itself(trained: tuple[Pa
     assert metrics["eval/accuracy"] == metrics["eval/accuracy/a"] == metrics["eval/accuracy/b"] == 1.0
 
 
+def test_margins_of_rows_are_asked_for_unless_they_are_switched_off() -> None:
+    def loss(rows: list[dict[str, Any]], **choices: bool) -> float:
+        given = {f"reward.{name}": value for name, value in choices.items()}
+        assembly = runs.begin("reward", None, {"reward.centre": 0.0} | given, train_dataset=rows)
+        step = runs.first_step(assembly.loop.task, assembly.loop.model)
+        return sum(assembly.loop.task.loss(assembly.loop.model, part)["loss"].item() for part in step)
+
+    wide = [{**row, "margin": 2.0} for row in runs.PAIRS]
+    assert loss(wide) > loss(runs.PAIRS) + 1
+    assert loss(wide, use_margins=False) == loss(runs.PAIRS)
+
+
 def test_scores_are_not_bounded() -> None:
     # mindspore-lab/mindrlhf ends its critic in a sigmoid, and cannot expect more than 1.
     model = ScalarModel(runs.network())
@@ -82,26 +94,8 @@ def test_the_policy_that_it_began_as_stays_as_it_was() -> None:
 
 
 def test_planted_preferences_are_found_as_far_as_they_can_be(tmp_path: Path) -> None:
-    # Labels are drawn with odds that depend on a count, so that even the truth is right only so often.
-    generator = random.Random(0)
-
-    def pairs(number: int) -> tuple[list[dict[str, str]], float]:
-        rows, sure = [], 0.0
-        while len(rows) < number:
-            left, right = ("".join(generator.choice("ab") for _ in range(6)) for _ in range(2))
-            odds = 1 / (1 + 2.718281828 ** (right.count("a") - left.count("a")))
-            if left.count("a") == right.count("a"):
-                continue
-            chosen, rejected = (left, right) if generator.random() < odds else (right, left)
-            rows.append({"prompt": "", "chosen": chosen, "rejected": rejected})
-            sure += float(chosen.count("a") > rejected.count("a"))
-        return rows, sure / number
-
-    train, _ = pairs(1500)
-    held_out, bayes = pairs(1500)
-    choices = {"data.batch_size": 32, "trainer.max_steps": 90, "optimizer.learning_rate": 3e-3}
-    assembly = runs.begin("reward", tmp_path / "run", choices, train_dataset=train, eval_dataset=held_out)
-    assert runs.finish(assembly)["eval/accuracy"] > bayes - 0.01
+    truth, found = preferred(str(tmp_path), 0)
+    assert found > truth - 0.01
 
 
 def test_a_language_model_is_no_reward_model(trained: tuple[Path, ScalarModel], tmp_path: Path) -> None:

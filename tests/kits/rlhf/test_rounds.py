@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.types import Cursor
 from kitforge.kits.rlhf.actor_critic import critic_of, policy_of
 from kitforge.kits.rlhf.rl import RLTask
@@ -76,3 +78,47 @@ def test_ratios_are_one_though_the_network_has_dropout() -> None:
         assert abs(assembly.loop.task.loss(model, batch)["approximate_kl"].item()) < 1e-10
         found, _ = token_log_probs(policy_of(model), batch["tokens"], batch["targets"], 1.0)
         assert float((found.detach() - batch["old"]).abs().max()) < 1e-10
+
+
+TOKENS = {"rl.aggregation": "token_mean"}
+TALKATIVE = 1.0
+PLAIN = {"rl.whiten_advantages": False, "kl.controller.coefficient": 0.0, "rl.trace": 1.0}
+
+
+def first(stage: str, choices: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The first micro-batch, and the sums of its losses, of a network that ends every other answer."""
+    network = runs.network(torch.float64)
+    cast(Any, network).output.data[ByteTokenizer.eos_id] += TALKATIVE * cast(Any, network).norm.weight.data
+    assembly = runs.begin(stage, None, PLAIN | choices, model=network)
+    batch = runs.first_step(assembly.loop.task, assembly.loop.model)[0]
+    with torch.no_grad():
+        return batch, assembly.loop.task.loss(assembly.loop.model, batch)
+
+
+def test_the_critic_looks_ahead_as_far_as_it_is_told_and_the_policy_as_far_as_it_is() -> None:
+    both, far, near = (
+        first("ppo", choices)[0] for choices in ({"rl.trace": 0.5, "rl.value_trace": 1.0}, {}, {"rl.trace": 0.5})
+    )
+    assert torch.equal(both["returns"], far["returns"])
+    assert torch.equal(both["advantages"], near["advantages"])
+    assert not torch.allclose(both["returns"], near["returns"], atol=1e-6)
+
+
+def test_rewards_are_whitened_over_the_tokens_of_the_round_with_their_mean_left() -> None:
+    plain, white = (first("reinforce_pp", {"rl.whiten_rewards": each})[0] for each in (False, True))
+    mask = plain["targets"] >= 0
+    rewards, found = (each["advantages"] - each["advantages"].roll(-1, 1) * mask.roll(-1, 1) for each in (plain, white))
+    wanted = rewards / rewards[mask].std()
+    assert torch.allclose(found[mask], (wanted - wanted[mask].mean() + rewards[mask].mean())[mask], atol=1e-10)
+
+
+def test_an_answer_without_an_end_pays_for_it() -> None:
+    (plain, _), (paid, _) = (first("rloo", {"rl.missing_end_penalty": each}) for each in (0.0, 3.0))
+    figures = plain["figures"]
+    assert 0 < figures["ended"] < 1
+    assert paid["figures"]["reward"] == figures["reward"] - 3.0 * (1 - figures["ended"])
+
+
+def test_keeping_options_open_is_worth_its_weight() -> None:
+    (_, plain), (_, open_) = (first("grpo", {"rl.entropy_weight": each, **TOKENS}) for each in (0.0, 0.25))
+    assert float(plain["loss"] - open_["loss"]) == pytest.approx(0.25 * float(plain["entropy"]), abs=1e-9)

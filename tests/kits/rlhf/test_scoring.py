@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kitforge.foundation.errors import ConfigError, DataError, TrainingError
 from kitforge.kits.rlhf import order
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.scoring import Answer, exact_match, gsm8k_match, last_number, lowercase_share, scorer_of
+from kitforge.trainer.run import Run
 from tests.kits.rlhf import runs
 
 TOKENIZER = ByteTokenizer()
@@ -104,8 +106,17 @@ def test_a_function_that_fails_is_named(name: str) -> None:
 
 
 def test_several_are_added_up_by_weight() -> None:
-    both = {"length": lambda *, completions: [len(text) for text in completions], "exact": "exact"}
-    assert scorer_of(both, TOKENIZER, {"length": 0.1}).scores(ANSWERS) == pytest.approx([1.3, 0.1])
+    def length(*, completions: list[str]) -> list[int]:
+        return [len(text) for text in completions]
+
+    assert scores({"length": (0.1, length), "exact": "exact"}) == pytest.approx([1.3, 0.1])
+    assert scores({"length": length, "exact": (-2, "exact")}) == pytest.approx([1.0, 1.0])
+    model = ScalarModel(runs.network())
+    run = Run(folder=Path(), model=model, tokenizer=TOKENIZER, metrics={})
+    assert scores({"model": run, "length": (0.0, length)}) == pytest.approx(scores(model))
+    for wrong in ((length, 0.1), (float("nan"), length), (0.1,)):
+        with pytest.raises(ConfigError, match=r"the role reward, length.*\n.*got:.*\n.*expected: a weight and"):
+            scores({"length": wrong})
 
 
 def test_checks_against_known_answers() -> None:

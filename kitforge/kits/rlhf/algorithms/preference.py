@@ -58,7 +58,8 @@ def simpo_loss(chosen: Tensor, rejected: Tensor, beta: float, margin: float) -> 
 
 
 def _log_of_rest(log_probs: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0, exact at both ends (Maechler, 2012)."""
+    """log(1 - exp(x)) for x <= 0, exact at both ends (Maechler, 2012), and finite at 0, to which certainty rounds."""
+    log_probs = log_probs.clamp(max=-torch.finfo(log_probs.dtype).tiny)
     near_zero = log_probs > -0.6931471805599453
     # Each branch sees only what it is good at, so that no gradient of the other is infinite.
     close = torch.where(near_zero, log_probs, -1.0)

@@ -19,6 +19,7 @@ from kitforge.kits.rlhf.algorithms.policy import ClipOptions, policy_loss
 from kitforge.kits.rlhf.algorithms.preference import kto_loss, other_answers
 from kitforge.kits.rlhf.algorithms.token_rewards import last_token, token_rewards
 from kitforge.kits.rlhf.algorithms.whitening import whiten
+from kitforge.kits.rlhf.rollouts import grid
 from tests.kits.rlhf.algorithms.sequences import MASK, numbers
 
 SCORES = torch.tensor([1.0, -2.0, 0.5, 4.0], dtype=torch.float64)
@@ -152,6 +153,12 @@ def first_ratio_is_one(log_probs: Callable[[Tensor], Tensor]) -> bool:
     return not bool(is_clipped.any())
 
 
+def ratios_of_one_policy_are_one(kept: Callable[[Tensor], Tensor]) -> bool:
+    """Log-probabilities that were kept from when an answer was written, against the same found again."""
+    now = numbers(9, torch.ones(40, dtype=torch.bool)) - 8.0
+    return bool(((now - kept(now)).exp() - 1).abs().max() < 1e-5)
+
+
 def no_answer_meets_its_own_prompt(pairing: Callable[[list[int]], list[int]]) -> bool:
     return all(own != other for number in (2, 3, 4, 5) for own, other in enumerate(pairing(list(range(number)))))
 
@@ -272,6 +279,13 @@ MUSEUM = {
         property=settles_on_sequences,
         ours=lambda nats, tokens: nats,
         theirs=lambda nats, tokens: nats / tokens,
+    ),
+    "log-probabilities kept in half precision": Exhibit(
+        project="mindspore-lab/mindrlhf 0.3",
+        link="https://github.com/mindspore-lab/mindrlhf/blob/master/mindrlhf/utils/configs.py",
+        property=ratios_of_one_policy_are_one,
+        ours=lambda log_probs: grid([log_probs.tolist()], torch.ones(1, len(log_probs), dtype=torch.bool))[0],
+        theirs=lambda log_probs: log_probs.half().double(),
     ),
     "log-probabilities at another temperature than the sampler's": Exhibit(
         project="huggingface/trl, THUDM/slime",

@@ -79,7 +79,7 @@ def test_orpo_compares_odds() -> None:
     assert orpo_loss(number(-0.3), number(-1.2)).item() == pytest.approx(wanted, abs=1e-12)
 
 
-@pytest.mark.parametrize("log_prob", [-1e-9, -0.69314718, -50.0])
+@pytest.mark.parametrize("log_prob", [0.0, -1e-9, -0.69314718, -50.0])
 def test_orpo_stays_finite_from_certainty_to_impossibility(log_prob: float) -> None:
     chosen, rejected = number(log_prob).requires_grad_(), number(-1.0).requires_grad_()
     loss = orpo_loss(chosen, rejected)

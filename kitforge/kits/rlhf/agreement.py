@@ -1,0 +1,99 @@
+"""What the networks of a stage must agree on, and what a stage does to the one that it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast, final
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.decoder import Decoder
+from kitforge.data.tokenizer import Tokenizer, find_tokenizer
+from kitforge.foundation.config import to_dict
+from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.trainer.callbacks.callback import Callback, Event
+from kitforge.trainer.callbacks.callback import Run as Running
+from kitforge.trainer.run import Run
+
+# Roles that read the tokens that the policy writes.
+READERS = ("reward", "reference")
+
+
+def check_readers(roles: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """Raise ConfigError for a role that would read the policy's tokens as others than they are."""
+    for name, given in ((each, one) for each in READERS for one in _each(roles.get(each))):
+        own = _tokenizer_of(given)
+        if own is not None and own.fingerprint != tokenizer.fingerprint:
+            raise ConfigError(
+                f"the role {name} reads other tokens than the policy writes",
+                got=_described(own),
+                expected=_described(tokenizer),
+                fix="train it with the policy's tokenizer, as when it starts from the policy's run",
+            )
+        known = _vocabulary(given.model if isinstance(given, Run) else given)
+        if known is not None and known < tokenizer.vocab_size:
+            raise ConfigError(
+                f"the role {name} does not know all tokens that the policy writes",
+                got=f"a vocabulary of {known}",
+                expected=f"at least the tokenizer's {tokenizer.vocab_size}",
+            )
+
+
+def _each(given: Any) -> list[Any]:
+    """What is in a role: one, or several by name, some of them behind a weight."""
+    several = given.values() if isinstance(given, Mapping) else [given]
+    return [each[-1] if isinstance(each, tuple) and each else each for each in several]
+
+
+def _tokenizer_of(given: Any) -> Tokenizer | None:
+    """That of a run; None for what is in memory or has none beside it."""
+    if isinstance(given, Run):
+        return cast(Tokenizer, given.tokenizer)
+    if not isinstance(given, (str, Path)) or not Path(given).is_dir():
+        return None
+    try:
+        return find_tokenizer(Path(given))
+    except DataError:
+        return None
+
+
+def _described(tokenizer: Tokenizer) -> str:
+    return f"{type(tokenizer).__name__} of {tokenizer.vocab_size} tokens ({tokenizer.fingerprint[:8]})"
+
+
+def _vocabulary(given: Any) -> int | None:
+    network = given.backbone if isinstance(given, ScalarModel) else given
+    return network.geometry.vocab_size if isinstance(network, CausalLM) else None
+
+
+@final
+class NoDropout(Callback):
+    """Takes dropout out of what is trained, and says so: ratios and rewards compare a policy with itself. Decoders have
+    it only where they are told its noise, which none of these stages does."""
+
+    def __init__(self) -> None:
+        self._rates: set[float] = set()
+
+    def on_event(self, event: Event, run: Running) -> None:
+        """At the start; said after the first step, when everybody hears it."""
+        if event.kind == "start":
+            self._rates = _rates(run.model)
+            for layer in _layers(run.model):
+                layer.p = 0.0
+        elif event.kind == "step" and self._rates:
+            rates, self._rates = ", ".join(map(str, sorted(self._rates))), set()
+            run.note("dropout", f"the network's dropout of {rates} is off in this stage")
+
+
+def _layers(model: nn.Module) -> list[_DropoutNd]:
+    return [each for each in model.modules() if isinstance(each, _DropoutNd)]
+
+
+def _rates(model: nn.Module) -> set[float]:
+    configs = [to_dict(each.config) for each in model.modules() if isinstance(each, Decoder)]
+    asked = {value for config in configs for name, value in config.items() if name.endswith("dropout")}
+    return {rate for rate in (*asked, *(layer.p for layer in _layers(model))) if rate}
