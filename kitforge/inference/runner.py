@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
+from kitforge.core.nn.single_tokens import SingleTokens
 from kitforge.inference.cached_attention import CachedAttend, KeyValueCache, Pages, Part, Singles, Stretch
 from kitforge.inference.recording import RecordedSteps, padded
 from kitforge.inference.scheduler import Work
@@ -29,10 +30,12 @@ class Runner:
         self.cache = cache
         self._is_paged = is_paged
         self._recorded = recorded
+        self._single_tokens = SingleTokens(model, cache.layer)
         self._size = cache.block_size
 
     def forget(self) -> None:
         """The weights have changed."""
+        self._single_tokens.forget()
         if self._recorded is not None:
             self._recorded.forget_moved_weights()
 
@@ -43,6 +46,10 @@ class Runner:
         if self._recorded is not None and all(work.is_single and work.completes for work in works):
             # Single tokens all have logits, which tell as much.
             return self._recorded.run([work.sequence for work in works]), set()
+        if not self._is_paged and all(_is_simple(work) for work in works):
+            found = self._run_singles(works)
+            if found is not None:
+                return found
         network = cast(CausalLM, self.model)
         device = network.head_weight.device
         tokens: list[int] = []
@@ -64,6 +71,25 @@ class Runner:
         )
         hidden = network.hidden(torch.tensor([tokens], device=device), context)[0]
         return network.head(hidden if len(rows) == len(tokens) else hidden[rows]), _diverged(works, hidden)
+
+    def _run_singles(self, works: list[Work]) -> tuple[Tensor, set[int]] | None:
+        """The same for single tokens of texts that lie in place, in one call where that can be."""
+        texts = [work.sequence for work in works]
+        tokens, positions, starts, lengths = torch.tensor(
+            [
+                [text.tokens[text.num_cached] for text in texts],
+                [text.num_cached for text in texts],
+                [text.blocks[0] * self._size for text in texts],
+                [text.num_cached + 1 for text in texts],
+            ]
+        )
+        finals = self._lengths(works, tokens.device)
+        context = Context(positions=positions.unsqueeze(0), lengths=finals)
+        found = self._single_tokens(tokens.unsqueeze(0), context, starts, lengths)
+        if found is None:
+            return None
+        hidden, logits = found
+        return logits, _diverged(works, hidden)
 
     def _slots(self, sequence: Sequence, start: int, end: int) -> Iterable[int]:
         """Where positions start .. end - 1 of the sequence lie."""
@@ -124,6 +150,10 @@ class Runner:
                 parts += [self._stretch(text, first + place, 1, device) for place, text in enumerate(texts)]
             first += len(texts)
         return parts
+
+
+def _is_simple(work: Work) -> bool:
+    return work.is_single and work.completes and work.sequence.is_consecutive
 
 
 def _diverged(works: list[Work], hidden: Tensor) -> set[int]:

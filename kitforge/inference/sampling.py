@@ -12,8 +12,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.threads import alone
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
+
+# Logits, on CPU, for which no second thread is woken: the next step of the model wants that processor for itself.
+FEW = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,13 @@ class Draw:
 def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
     """The next token of every row of logits [R, vocab], and its log-probability in the distribution that it was drawn
     from; see `scores_of`. A row that holds NaN has a log-probability of NaN, and its token means nothing."""
+    if logits.is_cpu and logits.numel() <= FEW:
+        with alone():
+            return _choose(logits, draws)
+    return _choose(logits, draws)
+
+
+def _choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
     kinds: dict[Hashable, list[int]] = {}
     for row, draw in enumerate(draws):
         kinds.setdefault(draw.signature, []).append(row)

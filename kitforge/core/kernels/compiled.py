@@ -123,6 +123,30 @@ def _widened(_context: Any, number: Any) -> Any:
 widened: Any = intrinsic(_widened)
 
 
+def _narrowed(_context: Any, _number: Any, like: Any) -> Any:
+    def generate(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if signature.args[1] == types.float32:
+            return arguments[0]
+        wide, short = ir.IntType(32), ir.IntType(16)
+        bits = builder.bitcast(arguments[0], wide)
+        to_even = builder.and_(builder.lshr(bits, wide(16)), wide(1))
+        rounded = builder.trunc(builder.lshr(builder.add(bits, builder.add(to_even, wide(0x7FFF))), wide(16)), short)
+        is_none = builder.fcmp_unordered("uno", arguments[0], arguments[0])
+        return builder.select(is_none, short(0x7FC0), rounded)
+
+    return (types.float32 if like == types.float32 else types.uint16)(types.float32, like), generate
+
+
+# Within a compiled loop, `narrowed(number, like)` is the fp32 number as `like` is: itself, or the nearest bfloat16.
+narrowed: Any = intrinsic(_narrowed)
+
+
+@reordered
+def rounded(number: Any, like: Any) -> Any:
+    """Within a compiled loop, the fp32 number as near as numbers like this one come to it."""
+    return widened(narrowed(number, like))
+
+
 def _power_of_two(_context: Any, _exponent: Any) -> Any:
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         wide = ir.IntType(32)
@@ -197,6 +221,18 @@ def share(work: Callable[[int, int], Any], count: int, grain: int) -> list[Any]:
     for piece, other in zip(pieces, others, strict=True):
         results.append(work(*piece) if other.cancel() else other.result())
     return results
+
+
+def together(work: Callable[[], Any], are_many: bool) -> None:
+    """Call `work` on this thread, and where there are many things to do, there is a second thread and it is free, on
+    that one too. They share what there is to do among them; the one that comes late may find nothing."""
+    if not are_many or min(num_threads(), os.cpu_count() or 1) == 1:
+        work()
+        return
+    other = _pool(os.getpid(), 1).submit(work)
+    work()
+    if not other.cancel():
+        other.result()
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from kitforge.core.kernels.segment_sum import reference as segment_sum_reference
 from kitforge.core.kernels.sparse_update import reference as sparse_update_reference
 from kitforge.core.kernels.swiglu import reference as swiglu_reference
 from kitforge.core.kernels.token_attention import reference as token_attention_reference
+from kitforge.core.kernels.token_blocks.stack import Stack
 from kitforge.core.kernels.unique import reference as unique_reference
 
 CompileLevel = Literal["O0", "O1", "O2"]
@@ -124,6 +125,28 @@ class LinearLogProbs(Protocol):
         ...
 
 
+class TokenBlocks(Protocol):
+    """All blocks of a decoder, its norm and its head over single tokens, each the last of a text of its own: stream
+    [texts, dim], cos and sin [texts, pairs] or None, `lengths` int64 [texts] positions that follow one another from
+    slot `starts` int64 [texts] on. Their keys and values are written. Returns the normalised output [texts, dim] and
+    logits [texts, vocab] in fp32 at least."""
+
+    def __call__(
+        self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, starts: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See the class."""
+        ...
+
+
+class NewTokenBlocks(Protocol):
+    """Such a call over these weights, and for each layer the slabs of keys and values [slots, kv_heads, head_dim];
+    all in one dtype, fp32 or bfloat16, contiguous and on CPU. They are read where they lie now."""
+
+    def __call__(self, stack: Stack, slabs: list[tuple[Tensor, Tensor]]) -> TokenBlocks:
+        """See the class."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """One implementation of each operation."""
@@ -136,6 +159,7 @@ class Kernels:
     swiglu: SwiGLU
     linear_cross_entropy: LinearCrossEntropy
     linear_log_probs: LinearLogProbs
+    token_blocks: Callable[[], NewTokenBlocks] | None = None  # None: where module by module is as fast
 
 
 REFERENCE = Kernels(
@@ -189,6 +213,7 @@ def select(level: CompileLevel) -> Kernels:
         swiglu=swiglu,
         linear_cross_entropy=linear_cross_entropy,
         linear_log_probs=linear_log_probs,
+        token_blocks=_token_blocks if _has_numba() else None,
     )
 
 
@@ -219,6 +244,13 @@ def _token_attention() -> TokenAttention:
     from kitforge.core.kernels.token_attention.numba import token_attention
 
     return token_attention
+
+
+@functools.cache
+def _token_blocks() -> NewTokenBlocks:
+    from kitforge.core.kernels.token_blocks.numba import TokenBlocks
+
+    return TokenBlocks
 
 
 def _has_numba() -> bool:

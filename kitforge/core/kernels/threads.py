@@ -28,6 +28,18 @@ def beside() -> Iterator[None]:
             _num_beside -= 1
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """While the block lasts, torch's operations in this thread take no other. Those that they wake go on spinning for
+    milliseconds, in the way of ours."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def num_threads() -> int:
     """Threads for a loop that begins now. It may be another number a moment later."""
     return max(1, torch.get_num_threads() // (1 + _num_beside))

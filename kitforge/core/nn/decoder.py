@@ -93,12 +93,7 @@ class Decoder(nn.Module):
     def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """Normalised output [B, T, dim] of the last block for tokens [B, T]."""
         context = Context() if context is None else context
-        positions = self._positions(tokens, context)
-        stream = self.embedding(tokens)
-        if self.position is not None:
-            stream = stream + self.position(positions)
-        stream = dropout(stream, self._embedding_dropout, "embedding", context.dropout)
-        rotary = self._rotary(positions, context)
+        stream, rotary = self.enter(tokens, context)
         # With a cache each token would be a shape of its own to the compiler.
         compiled = self._run if isinstance(context.attend, CausalAttend) else None
         for block in compiled or self.blocks:
@@ -108,6 +103,16 @@ class Decoder(nn.Module):
                 stream = block(stream, rotary, context)
         hidden: Tensor = self.norm(stream)
         return hidden
+
+    def enter(self, tokens: Tensor, context: Context) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """What the first block is given for tokens [B, T]: the stream [B, T, dim], and cos and sin [B or 1, T, pairs]
+        where positions rotate."""
+        positions = self._positions(tokens, context)
+        stream = self.embedding(tokens)
+        if self.position is not None:
+            stream = stream + self.position(positions)
+        stream = dropout(stream, self._embedding_dropout, "embedding", context.dropout)
+        return stream, self._rotary(positions, context)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocab] of hidden [..., dim]."""

@@ -84,7 +84,7 @@ def int8_copy(model: nn.Module) -> tuple[Decoder, Int8Linear]:
     linear = Int8Linear()
     network = _shared(model, linear)
     assert isinstance(network, Decoder)
-    network.kernels = replace(model.kernels, linear=linear)
+    network.kernels = replace(model.kernels, linear=linear, token_blocks=None)
     return network, linear
 
 

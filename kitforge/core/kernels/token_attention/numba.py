@@ -17,8 +17,8 @@ def token_attention(
     """See `dispatch.TokenAttention`; for slabs in fp32 or bfloat16 on CPU, and without a gradient."""
     exact = query.float().contiguous()
     output = torch.empty_like(exact)
-    attend: Any = _attend_at
-    attend(
+    over: Any = _attend_at
+    over(
         exact.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
@@ -35,10 +35,8 @@ def token_attention(
 
 
 @reordered
-def _attend(
-    query: Any, keys: Any, values: Any, starts: Any, lengths: Any, output: Any, window: int, scale: Any
-) -> None:
-    """Fill output [texts, heads, D]."""
+def attend(query: Any, keys: Any, values: Any, starts: Any, lengths: Any, output: Any, window: int, scale: Any) -> None:
+    """Fill output [texts, heads, D]; see `dispatch.TokenAttention`, a window of 0 is none."""
     num_heads = query.shape[1]
     for text in range(len(starts)):
         count = min(lengths[text], window) if window else lengths[text]
@@ -120,7 +118,7 @@ def _attend_at(
 ) -> None:
     """Over what lies at these addresses, the slabs' numbers being like that one; a window of 0 is none."""
     shape, slab = (num_texts, num_heads, head_dim), (num_slots, num_kv_heads, head_dim)
-    _attend(
+    attend(
         floats(query, shape),
         alike(keys, slab, like),
         alike(values, slab, like),

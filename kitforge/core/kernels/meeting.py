@@ -1,0 +1,84 @@
+"""Threads that share the pieces of one compiled call after another's, and meet in between without going to sleep.
+
+For each phase of the call there is a line of memory that counts the pieces that were taken, and one that counts those
+that are done. A thread takes pieces until there are none, and goes on when all are done; one that comes late finds
+nothing left to do and catches up. Memory of this kind is zero at the start, `ROOM` bytes a phase.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, cast
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kitforge.core.kernels.compiled import compiled
+
+ROOM = 128
+# Looks at a count before the processor is offered to others; some hundred microseconds.
+_PATIENCE = 2**12
+_IS_X86 = platform.machine() in ("x86_64", "AMD64")
+
+
+def _increased(_context: Any, _address: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        number = ir.IntType(64)
+        place = builder.inttoptr(arguments[0], number.as_pointer())
+        return builder.atomic_rmw("add", place, ir.Constant(number, 1), "seq_cst")
+
+    return types.int64(types.intp), generate
+
+
+def _read(_context: Any, _address: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(place, "seq_cst", 8)
+
+    return types.int64(types.intp), generate
+
+
+def _told(name: str) -> Any:
+    def typed(_context: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cast(Any, cgutils).get_or_insert_function(builder.module, kind, name), [])
+            return context.get_dummy_value()
+
+        return types.void(), generate
+
+    return intrinsic(typed)
+
+
+_increase: Any = intrinsic(_increased)
+_count: Any = intrinsic(_read)
+_pause: Any = _told("llvm.x86.sse2.pause" if _IS_X86 else "sched_yield")
+_give_way: Any = _told("sched_yield")
+
+
+@compiled
+def take(phase: int) -> Any:
+    """The next piece of a phase, from 0; there may not be as many."""
+    return _increase(phase)
+
+
+@compiled
+def done(phase: int) -> Any:
+    """Say that a piece is done, and take the next."""
+    _increase(phase + 64)
+    return _increase(phase)
+
+
+@compiled
+def meet(phase: int, num_pieces: int) -> Any:
+    """Wait until all pieces are done; the next phase."""
+    looks = 0
+    while _count(phase + 64) < num_pieces:
+        looks += 1
+        if looks < _PATIENCE:
+            _pause()
+        else:
+            _give_way()
+    return phase + ROOM
