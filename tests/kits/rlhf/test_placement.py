@@ -7,6 +7,9 @@ import itertools
 import json
 import os
 import random
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from kitforge.cli import main as cli
 from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, TrainingError
@@ -29,6 +33,8 @@ from kitforge.kits.rlhf.stages import Inputs
 from kitforge.models import folder as model_folder
 from kitforge.trainer.run import train
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_command import environment, losses, wait_for
+from tests.distributed.test_command import ranks_of as process_numbers
 from tests.distributed.training import TestLobby
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
@@ -353,3 +359,37 @@ def breaking(_rank: int, folders: list[Path], cases: list[Case]) -> list[Any]:
         raise ValueError("no scores today")
 
     return [run(cases[0][0], folders[0], cases[0][1], roles={"reward": broken})]
+
+
+# The command line.
+
+SMALL = ["recipe=rlhf_tiny", "model.dim=32", "model.num_layers=1", "model.mlp_dim=48", "rl.prompts_per_step=2"]
+SHORT = ["trainer.max_steps=25", "trainer.checkpoint_every=1", "trainer.progress=false", "device=cpu"]
+
+
+def is_running(number: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(number)], capture_output=True, text=True, check=False).stdout
+    return bool(state.strip()) and not state.startswith("Z")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_beside_ends_the_run_which_another_placement_goes_on_with(tmp_path: Path) -> None:
+    command = ["train", *SMALL, *SHORT, f"output_dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kitforge", *command, "placement.rollout=[1]"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(tmp_path / "run" / "checkpoints" / "step_2")
+    started = process_numbers(process.pid)
+    os.kill(max(started), signal.SIGKILL)
+    _, complaint = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert complaint.count("error:") == 1 and "was killed by SIGKILL" in complaint
+    assert len(started) == 2 and not any(map(is_running, started))
+    assert cli.run([*command, "resume=auto"]) == 0
+    assert cli.run([*command[:-1], f"output_dir={tmp_path / 'whole'}"]) == 0
+    assert losses(tmp_path, "run") == losses(tmp_path, "whole")
