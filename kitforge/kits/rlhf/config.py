@@ -301,7 +301,7 @@ class PlacementOptions:
     def words(self, num_training: int) -> str:
         """Who is where, for people; nothing where all of it is everywhere."""
         named = [f"{name} on {_listed(ranks)}" for name in FRAGMENTS if (ranks := getattr(self, name)) is not None]
-        return f"; training on {_listed(range(num_training))}, {', '.join(named)}" if named else ""
+        return ", ".join([f"training on {_listed(range(num_training))}", *named]) if named else ""
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -324,8 +324,9 @@ class RLOptions(StageOptions):
     def __post_init__(self) -> None:
         named = {rank for name in FRAGMENTS for rank in self.placement.ranks(name, self.parallel.world)}
         idle = sorted(set(range(self.num_ranks)) - set(range(self.parallel.world)) - named)
-        expected = f"work for each rank; rank {', '.join(map(str, idle))} has none beside parallel.*, which takes "
-        check(not idle, "placement", self.placement.words(self.parallel.world), expected + self.parallel.words())
+        got = self.placement.words(self.parallel.world)
+        expected = f"work for {_listed(idle)} too, between parallel.* ({self.parallel.words()}) and the last rank named"
+        check(not idle, "placement", got, expected)
         corrects = self.correction.mode != "none"
         needs = "none, or rl.old=trainer, which tells how far the two are apart"
         check(not corrects or self.rl.old == "trainer", "correction.mode", self.correction.mode, needs)
@@ -358,4 +359,5 @@ class RLOptions(StageOptions):
         elif self.trainer.micro_batch_size is not None:
             words += f", {self.trainer.micro_batch_size} at once"
         words += f", beside {self.ptx.batch_size} rows of pretraining" if self.ptx.weight else ""
-        return words + self.placement.words(self.parallel.world)
+        places = self.placement.words(self.parallel.world)
+        return f"{words}; {places}" if places else words

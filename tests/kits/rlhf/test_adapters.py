@@ -74,7 +74,7 @@ def test_four_roles_stand_on_one_base() -> None:
     judge = cast(ScalarModel, judged.loop.model)
     assembly = runs.begin("ppo", None, SMALL, model=policy, roles={"reward": judge})
     model = cast(ActorCritic, assembly.loop.model)
-    reference = cast(Any, cast(RLTask, assembly.loop.task)._roles).frozen.reference
+    reference = cast(Any, cast(RLTask, assembly.loop.task)._collector)._roles.frozen.reference
     assert reference is policy
     base = sum(storages(policy).values())
     together = sum(storages(model.policy, model.critic, reference, judge).values())
@@ -107,7 +107,7 @@ def test_an_adapter_goes_out_to_a_folder_and_comes_back(tmp_path: Path) -> None:
     load_adapter(fresh, "mine", folder)
     assert torch.equal(logits(fresh), logits(model))
     again = runs.begin("grpo", None, SMALL | {"adapter.path": str(folder)}, model=base)
-    reference = cast(Any, cast(RLTask, again.loop.task)._roles).frozen.reference
+    reference = cast(Any, cast(RLTask, again.loop.task)._collector)._roles.frozen.reference
     assert torch.equal(logits(again.loop.model), logits(model))
     assert torch.equal(logits(reference), logits(model))
     with pytest.raises(ConfigError, match="rank=2"):
@@ -127,7 +127,7 @@ def test_a_reward_models_adapter_goes_out_with_its_head_and_comes_back_into_its_
     assert float(judge.deviation) != 1.0
     for choices, roles in (({}, {"reward": folder}), ({"reward": str(folder)}, {})):
         following = runs.begin("ppo", None, choices, model=base, roles=roles)
-        read = cast(Any, cast(RLTask, following.loop.task)._roles).scorer.model
+        read = cast(Any, cast(RLTask, following.loop.task)._collector)._roles.scorer.model
         assert torch.equal(scores(read), scores(judge))
         # Its matrices are those of the policy that was given, in the same memory.
         assert sum(storages(base, read).values()) - sum(storages(base).values()) < sum(storages(base).values()) / 10

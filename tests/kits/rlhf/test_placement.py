@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -11,18 +18,23 @@ from typing import Any, cast
 import pytest
 import torch
 
+from kitforge.cli import main as cli
 from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.kits.rlhf import networks, stages
+from kitforge.kits.rlhf.actor_critic import ActorCritic
 from kitforge.kits.rlhf.build import STAGES
 from kitforge.kits.rlhf.collector import Collector
 from kitforge.kits.rlhf.config import FRAGMENTS
+from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.stages import Inputs
 from kitforge.models import folder as model_folder
 from kitforge.trainer.run import train
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_command import environment, losses, wait_for
+from tests.distributed.test_command import ranks_of as process_numbers
 from tests.distributed.training import TestLobby
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
@@ -39,6 +51,7 @@ CHOICES: Choices = {
     "parallel.timeout": 60,
 }
 AHEAD: Choices = {"rl.old": "trainer", "correction.mode": "truncate", "rollout.max_staleness": 1}
+ADAPTERS: Choices = {"adapter.rank": 3}
 TWO = {"parallel.data": 2}
 CUT = {"parallel.shard": 2}
 
@@ -49,25 +62,27 @@ def at(*places: list[int] | None, **named: list[int]) -> Choices:
     return {f"placement.{name}": ranks for name, ranks in chosen.items()}
 
 
-# Who is where, and whether the arithmetic is that of one process to the last bit: it is where one rank trains and each
-# fragment is on one, so that every sum is over the same rows.
-PLACED: list[tuple[Choices, bool]] = [
-    (at(), True),
-    (at(rollout=[1]), True),
-    (at(reference=[1]), True),
-    (at(reward=[1]), True),
-    (at([1], [1], [1]), True),
-    (at([1], [2], [3]), True),
-    (at(rollout=[1], reward=[1]) | AHEAD, True),
-    (at([1], [2], [0]) | AHEAD, True),
-    (at(rollout=[2, 1]), False),
-    (at([0, 1], [1, 2], [2]), False),
-    (at(reference=[1]) | TWO, False),
-    (at([2, 3], [3], [2]) | TWO, False),
-    (at([2, 3], [3], [2]) | CUT, False),
-    (at([1, 2], [0], [2]) | CUT | AHEAD, False),
+# Who is where, how the run is beside that, and whether its arithmetic is that of one process to the last bit: it is
+# where one rank trains and each fragment is on one, so that every sum is over the same rows.
+PLACED: list[tuple[Choices, Choices, bool]] = [
+    (at(), {}, True),
+    (at(rollout=[1]), {}, True),
+    (at(reference=[1]), {}, True),
+    (at(reward=[1]), {}, True),
+    (at([1], [1], [1]), {}, True),
+    (at([1], [2], [3]), {}, True),
+    (at(rollout=[1], reward=[1]), AHEAD, True),
+    (at([1], [2], [0]), AHEAD, True),
+    (at([1], [2], [1]), ADAPTERS, True),
+    (at(rollout=[2, 1]), {}, False),
+    (at([0, 1], [1, 2], [2]), {}, False),
+    (at(reference=[1]) | TWO, {}, False),
+    (at([2, 3], [3], [2]) | TWO, {}, False),
+    (at([2, 3], [3], [2]) | CUT, {}, False),
+    (at([1, 2], [0], [2]) | CUT, AHEAD, False),
 ]
-STAGES_TRIED = ("ppo", "grpo")
+PRODUCT = list(itertools.product(("ppo", "grpo"), range(len(PLACED))))
+CASES = PRODUCT if "KITFORGE_PROVE" in os.environ else sorted(random.Random(5).sample(PRODUCT, 9))
 Case = tuple[str, Choices]
 
 
@@ -82,7 +97,7 @@ def judge() -> ScalarModel:
     return model
 
 
-def run(stage: str, folder: Path, choices: Choices, **given: Any) -> dict[str, Any] | None:
+def run(stage: str, folder: Path, choices: Choices, **given: Any) -> dict[str, Any]:
     """Metrics, whole weights and answers of a short run in float64; a rank that trains nothing gives its metrics."""
     torch.set_num_threads(1)
     options = options_of(stage, folder, choices)
@@ -142,19 +157,18 @@ def assert_equal(folder: Path, ranks: list[Any], wanted: Path, one: dict[str, An
             assert torch.allclose(weight, one["weights"][name], rtol=0, atol=1e-9), f"{what}: {name}"
 
 
+@pytest.mark.prove
+@pytest.mark.slow
 def test_a_run_is_the_same_wherever_its_fragments_are(tmp_path: Path) -> None:
-    cases = [(stage, choices) for stage in STAGES_TRIED for choices, _ in PLACED]
-    folders = [tmp_path / f"{place}" for place in range(len(cases))]
-    found = together(folders, cases)
-    for stage in STAGES_TRIED:
-        for ahead in ({}, AHEAD):
-            name = tmp_path / f"{stage}{len(ahead)}"
-            one = run(stage, name, ahead)
-            assert one is not None
-            for place, (tried, choices) in enumerate(cases):
-                if tried == stage and ("rollout.max_staleness" in choices) == bool(ahead):
-                    is_exact = PLACED[place % len(PLACED)][1]
-                    assert_equal(folders[place], found[place], name, one, is_exact, f"{stage} {choices}")
+    cases = [(stage, PLACED[place][0] | PLACED[place][1]) for stage, place in CASES]
+    folders = [tmp_path / f"{stage}{place}" for stage, place in CASES]
+    found, alone = together(folders, cases), {}
+    for (stage, place), folder, ranks in zip(CASES, folders, found, strict=True):
+        placement, beside, is_exact = PLACED[place]
+        name = tmp_path / f"{stage} {' '.join(beside)}"
+        if name not in alone:
+            alone[name] = run(stage, name, beside)
+        assert_equal(folder, ranks, name, alone[name], is_exact, f"{stage} {placement} {beside}")
 
 
 def unmoved(rank: int, folders: list[Path], cases: list[Case]) -> list[Any]:
@@ -168,7 +182,6 @@ def test_weights_that_are_not_handed_over_are_noticed(tmp_path: Path) -> None:
     choices = at(rollout=[1])
     (ranks,) = together([tmp_path / "stale"], [("grpo", choices)], unmoved)
     one = run("grpo", tmp_path / "one", {})
-    assert one is not None
     assert answers(tmp_path / "stale")[0] == answers(tmp_path / "one")[0]
     assert answers(tmp_path / "stale")[1] != answers(tmp_path / "one")[1]
     with pytest.raises(AssertionError):
@@ -197,6 +210,61 @@ def test_a_killed_run_goes_on_under_another_placement(tmp_path: Path) -> None:
 def beside_another(_rank: int, folders: list[Path], cases: list[Case]) -> list[Any]:
     (stage, choices), other = cases[0], runs.network(torch.float64, tiny.GPT2)
     return [run(stage, folders[0], choices, roles={"reward": judge(), "reference": other})]
+
+
+# Beside the training.
+
+
+def drawing_beside(rank: int, folders: list[Path], cases: list[Case]) -> list[Any]:
+    """The first update waits for the second round's answers to be begun, and those for the first update."""
+    begun = [folders[0] / "draws", folders[0] / "trains"]
+
+    def meet(own: Path, other: Path) -> None:
+        own.touch()
+        until = time.monotonic() + 40
+        while not other.exists():
+            assert time.monotonic() < until, f"{own.name} alone"
+            time.sleep(0.01)
+
+    def draw(self: Collector, policy: Any, number: int) -> Any:
+        if number == 1:
+            meet(*begun)
+        return honest_draw(self, policy, number)
+
+    def loss(self: RLTask, model: Any, micro_batch: Any) -> Any:
+        meet(*reversed(begun))
+        return honest_loss(self, model, micro_batch)
+
+    folders[0].mkdir(exist_ok=True)
+    honest_draw, honest_loss = Collector._draw, RLTask.loss
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collector, "_draw", draw)
+        patch.setattr(RLTask, "loss", loss)
+        return played(rank, folders, cases)
+
+
+def test_a_rank_of_its_own_draws_while_others_train(tmp_path: Path) -> None:
+    together([tmp_path / "run"], [("grpo", at(rollout=[1]) | AHEAD)], drawing_beside)
+
+
+# Outside of a run.
+
+
+def evaluated(_rank: int, folders: list[Path], cases: list[Case]) -> list[dict[str, float]]:
+    torch.set_num_threads(1)
+    stage, choices = cases[0]
+    options = options_of(stage, folders[0], choices)
+    roles = {"reward": judge(), "reference": runs.network(torch.float64, tiny.GPT2)}
+    model, lobby = ActorCritic(runs.network(torch.float64), judge()), cast(Any, TestLobby(options.parallel))
+    inputs = Inputs(tokenizer=ByteTokenizer(), train_dataset=runs.PROMPTS, model=model, roles=roles)
+    return [STAGES[stage].evaluate(options, inputs, lobby)]
+
+
+def test_an_evaluation_is_the_same_wherever_its_fragments_are(tmp_path: Path) -> None:
+    (ranks,) = together([tmp_path], [("ppo", at([1], [2], [0]))], evaluated)
+    (alone,) = evaluated(0, [tmp_path], [("ppo", {})])
+    assert alone["eval/kl"] != 0
+    assert ranks == [alone] * 3
 
 
 # What a rank holds.
@@ -251,14 +319,20 @@ def test_a_rank_holds_what_it_has_a_part_in(tmp_path: Path) -> None:
         ({"placement": {"reward": [1, 1]}}, r"placement\.reward.*\n.*got: +\[1, 1\]"),
         (
             {"placement": {"rollout": [3]}, "parallel": {"data": 2}},
-            r"rollout on rank 3(.*\n)*.*rank 2 has none.*data=2",
+            r"rollout on rank 3\n.*work for rank 2 too.*data=2",
         ),
+        ({"placement": {"rollout": [2, 4]}}, r"work for ranks 1 3 too"),
         ({"placement": {"critic": [1]}}, r"unknown option 'placement\.critic'"),
     ],
 )
 def test_a_placement_that_cannot_be_is_refused_in_words(choices: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         STAGES["ppo"].read_options({"task": "ppo"} | choices)
+
+
+def test_what_an_environment_gives_is_not_given_elsewhere() -> None:
+    with pytest.raises(ConfigError, match=r"placement\.reward.*\n.*\n.*it gives the rewards"):
+        runs.begin("grpo", None, at(reward=[0]), roles={"environment": object})
 
 
 def test_the_plan_of_a_run_says_who_is_where() -> None:
@@ -285,3 +359,37 @@ def breaking(_rank: int, folders: list[Path], cases: list[Case]) -> list[Any]:
         raise ValueError("no scores today")
 
     return [run(cases[0][0], folders[0], cases[0][1], roles={"reward": broken})]
+
+
+# The command line.
+
+SMALL = ["recipe=rlhf_tiny", "model.dim=32", "model.num_layers=1", "model.mlp_dim=48", "rl.prompts_per_step=2"]
+SHORT = ["trainer.max_steps=25", "trainer.checkpoint_every=1", "trainer.progress=false", "device=cpu"]
+
+
+def is_running(number: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(number)], capture_output=True, text=True, check=False).stdout
+    return bool(state.strip()) and not state.startswith("Z")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_beside_ends_the_run_which_another_placement_goes_on_with(tmp_path: Path) -> None:
+    command = ["train", *SMALL, *SHORT, f"output_dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kitforge", *command, "placement.rollout=[1]"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(tmp_path / "run" / "checkpoints" / "step_2")
+    started = process_numbers(process.pid)
+    os.kill(max(started), signal.SIGKILL)
+    _, complaint = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert complaint.count("error:") == 1 and "was killed by SIGKILL" in complaint
+    assert len(started) == 2 and not any(map(is_running, started))
+    assert cli.run([*command, "resume=auto"]) == 0
+    assert cli.run([*command[:-1], f"output_dir={tmp_path / 'whole'}"]) == 0
+    assert losses(tmp_path, "run") == losses(tmp_path, "whole")
