@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.kits.rlhf.beside import PROMPT, Comparison, Spent, lists, main, products, run, seconds_and_rest
-from benchmarks.kits.rlhf.ppo import PHASES, watched
+from benchmarks.kits.rlhf.ppo import FIRST, PHASES, watched
 
 ADVANTAGES: dict[str, dict[str, Any]] = {
     "grpo": {
@@ -43,7 +43,7 @@ def ours(chosen: Any) -> Spent:
     }
     run(values, [{"prompt": tokens} for tokens in lists(chosen.episodes // 4, 0, 16, 64)], reward=distinct)
     spent["scoring"] -= spent["generating"]
-    return seconds_and_rest(spent, chosen.episodes)
+    return seconds_and_rest(spent, chosen.episodes - 32 * FIRST)
 
 
 def floor(chosen: Any) -> float:
@@ -58,7 +58,7 @@ if __name__ == "__main__":
             script=__file__,
             heading="GRPO and RLOO beside their peer",
             phases=PHASES,
-            choices={"task": "grpo", "episodes": 64, "response": 128, "precision": "fp32"},
+            choices={"task": "grpo", "episodes": 96, "response": 128, "precision": "fp32"},
             ours=ours,
             floor=floor,
         )

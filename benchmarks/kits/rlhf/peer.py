@@ -72,22 +72,28 @@ def options(episodes, precision):
 
 
 class Clock(TrainerCallback):
-    """From the beginning of the first step to the end of the last."""
+    """From the beginning of the first step that counts to the end of the last."""
 
     begun = ended = 0.0
 
+    def __init__(self, first=0, at_first=lambda: None):
+        self.first, self.at_first = first, at_first
+
     def on_step_begin(self, args, state, control, **_):
-        self.begun = self.begun or time.process_time()
+        if state.global_step == self.first:
+            self.begun = time.process_time()
+            self.at_first()
 
     def on_step_end(self, args, state, control, **_):
         self.ended = time.process_time()
 
 
 def measure(trainer, generation, episodes):
-    """Train, and say what it took; `generation` names the method that writes answers, if there is one."""
-    clock, found = Clock(), {"episodes": episodes}
+    """Train, and say what it took. `generation` names the method that writes answers, if there is one: then the first
+    round does not count, on either side."""
+    found, first = {}, 0
     if generation is not None:
-        generate, found["generating"] = getattr(trainer, generation), 0.0
+        generate, found["generating"], first = getattr(trainer, generation), 0.0, 1
 
         def timed(*given, **named):
             begun = time.process_time()
@@ -96,6 +102,7 @@ def measure(trainer, generation, episodes):
             return answers
 
         setattr(trainer, generation, timed)
+    clock = Clock(first, lambda: found.update(dict.fromkeys(found, 0.0)))
     trainer.add_callback(clock)
     trainer.train()
-    print("RESULT", json.dumps({**found, "seconds": clock.ended - clock.begun}))
+    print("RESULT", json.dumps({**found, "episodes": episodes - 32 * first, "seconds": clock.ended - clock.begun}))

@@ -29,15 +29,18 @@ scalar = GPT2Config(**{**config.to_dict(), "num_labels": 1})
 noise = torch.Generator().manual_seed(0)
 lengths = torch.randint(16, 65, (episodes,), generator=noise).tolist()
 rows = [{"input_ids": torch.randint(0, vocab - 2, (length,), generator=noise).tolist()} for length in lengths]
-generating, began = 0.0, None
+generating, began, calls = 0.0, 0.0, 0
 generate = ppo_trainer.batch_generation
 
 
 def timed(*given, **named):
     """The peer's own generation, with its time taken."""
-    global began, generating
+    global began, generating, calls
     begun = time.process_time()
-    began = began or begun
+    calls += 1
+    # The first round does not count, on either side.
+    if calls == 2:
+        began, generating = begun, 0.0
     found = generate(*given, **named)
     generating += time.process_time() - begun
     return found
@@ -73,6 +76,6 @@ trainer = PPOTrainer(
     eval_dataset=Dataset.from_list(rows[:4]),
 )
 trainer.train()
-# From the first round on, as ours is taken.
+# From the second round on, as ours is taken.
 taken = time.process_time() - began
-print("RESULT", json.dumps({"seconds": taken, "generating": generating, "episodes": episodes}))
+print("RESULT", json.dumps({"seconds": taken, "generating": generating, "episodes": episodes - 32}))

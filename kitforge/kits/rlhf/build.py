@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import nn
 
+from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.parallel.apply import parallel_of
@@ -131,9 +132,10 @@ class Stage:
             return RewardPipeline(model, tokenizer)
         return TextGenerationPipeline(model, tokenizer, options.inference)
 
-    def load(self, folder: Path, device: torch.device) -> nn.Module:
+    def load(self, folder: Path, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
         """The network of a run of this stage, or of one of its steps."""
-        return load_scalar(folder, device) if self.OPTIONS is RewardOptions else load_policy(folder, device)
+        read = load_scalar if self.OPTIONS is RewardOptions else load_policy
+        return read(folder, device, level)
 
     def find_tokenizer(self, folder: Path) -> Tokenizer:
         """The tokenizer that lies with a run or a step."""

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kitforge.api import pipeline, replay
+from kitforge.api import Trainer, pipeline, replay
 from kitforge.cli.main import run
 from kitforge.core.checkpoint.tensor_file import TensorFile
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import adapter_tensors, config_of, deltas
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
-from kitforge.kits.rlhf.actor_critic import ActorCritic
+from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
 from kitforge.kits.rlhf.networks import load_policy
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.scalar_model import ScalarModel
@@ -185,3 +185,28 @@ def test_a_run_of_adapters_writes_text_as_any_other(
     Path("who.jsonl").write_text('{"query": "Q1: ", "choices": ["yes ", "zzzz"], "gold": 0}\n')
     assert run(["evaluate", "checkpoint=run", "tasks=[who.jsonl]", "device=cpu"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["who/questions"] == 1
+
+
+@pytest.mark.parametrize(("stage", "choices"), [("sft", SMALL), ("ppo", {}), ("ppo", SMALL)])
+def test_the_policy_of_a_run_goes_on_as_a_plain_language_model(
+    stage: str, choices: dict[str, Any], tmp_path: Path
+) -> None:
+    stopped = runs.begin(stage, tmp_path / "run", choices | {"trainer.max_steps": 1})
+    runs.finish(stopped)
+    options = {"data.sequence_length": 16, "data.batch_size": 2, "trainer.progress": False, "device": "cpu"}
+    text = ["yes yes yes no " * 8] * 4
+
+    def plain(model: Any, **further: Any) -> Trainer:
+        return Trainer("text_generation", model, text, text, options=options | further, output_dir=tmp_path / "plain")
+
+    wanted = plain(policy_of(stopped.loop.model)).evaluate()["eval/loss"]
+    assert plain(tmp_path / "run").evaluate()["eval/loss"] == pytest.approx(wanted, abs=1e-6)
+    assert abs(wanted - plain(runs.network()).evaluate()["eval/loss"]) > 1e-4
+    after = plain(tmp_path / "run", **{"trainer.max_steps": 1, "optimizer.learning_rate": 1e-12}).train()
+    assert after.metrics["eval/loss"] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_a_reward_model_is_no_language_model(tmp_path: Path) -> None:
+    runs.finish(runs.begin("reward", tmp_path, SMALL | {"trainer.max_steps": 1}))
+    with pytest.raises(ModelError, match=r"(?s)cannot be trained on text_generation.*got:.*ScalarModel.*expected:"):
+        Trainer("text_generation", tmp_path, ["yes"] * 4, options={"device": "cpu"}).train()
