@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Losses
 from tests.kits.recommender.runs import FAMILIES, in_folder, numbers, run
+from tests.kits.recommender.test_streams import endless, online
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +24,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 PRODUCT = list(itertools.product(FAMILIES, MESHES))
 SAMPLE = [("din", "both"), ("wide_deep", "shard"), ("two_tower", "data"), *random.Random(1).sample(PRODUCT, 2)]
-CASES = PRODUCT if "KITFORGE_PROVE" in os.environ else SAMPLE
+CASES = PRODUCT if "KITFORGE_PROVE" in os.environ else list(dict.fromkeys(SAMPLE))
 
 
 @pytest.mark.prove
@@ -47,3 +49,15 @@ def test_a_run_goes_on_under_other_ranks_tiers_and_placements(tmp_path: Path) ->
     later = {"parallel.data": 2, "cache.device_rows": 30, "cache.placement": placement, "resume": "auto"}
     second = run_ranks(2, in_folder, tmp_path / "parts", "wide_deep", later)[0]
     assert numbers(first, "loss") + numbers(second, "loss") == pytest.approx(numbers(whole, "loss"), abs=2e-6)
+
+
+def streamed(rank: int, folder: Path) -> Losses:
+    told, _ = online(folder, endless(), **{"trainer.max_steps": 6, "parallel.data": 2, "cache.prefetch_depth": 2})
+    return told
+
+
+def test_rows_that_come_once_are_shared_by_ranks_that_all_see_them(tmp_path: Path) -> None:
+    one, _ = online(tmp_path / "one", endless(), **{"trainer.max_steps": 6})
+    for told in run_ranks(2, streamed, tmp_path / "many"):
+        assert numbers(told, "loss") == pytest.approx(numbers(one, "loss"), abs=2e-6)
+        assert numbers(told, "samples") == numbers(one, "samples")
