@@ -6,10 +6,18 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kitforge.core.parallel.degrees import Degrees
+from kitforge.kits.recommender.clicks import clicks_over_ranks
+from kitforge.kits.recommender.matching import over_ranks
+from kitforge.kits.recommender.metrics import ClickMetrics
+from kitforge.kits.recommender.ranking import ranking_metrics
 from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Losses, TestLobby
 from tests.kits.recommender.runs import FAMILIES, in_folder, numbers, run
+from tests.kits.recommender.test_streams import endless, online
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +30,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 PRODUCT = list(itertools.product(FAMILIES, MESHES))
 SAMPLE = [("din", "both"), ("wide_deep", "shard"), ("two_tower", "data"), *random.Random(1).sample(PRODUCT, 2)]
-CASES = PRODUCT if "KITFORGE_PROVE" in os.environ else SAMPLE
+CASES = PRODUCT if "KITFORGE_PROVE" in os.environ else list(dict.fromkeys(SAMPLE))
 
 
 @pytest.mark.prove
@@ -47,3 +55,39 @@ def test_a_run_goes_on_under_other_ranks_tiers_and_placements(tmp_path: Path) ->
     later = {"parallel.data": 2, "cache.device_rows": 30, "cache.placement": placement, "resume": "auto"}
     second = run_ranks(2, in_folder, tmp_path / "parts", "wide_deep", later)[0]
     assert numbers(first, "loss") + numbers(second, "loss") == pytest.approx(numbers(whole, "loss"), abs=2e-6)
+
+
+def streamed(rank: int, folder: Path) -> Losses:
+    told, _ = online(folder, endless(), **{"trainer.max_steps": 6, "parallel.data": 2, "cache.prefetch_depth": 2})
+    return told
+
+
+def test_rows_that_come_once_are_shared_by_ranks_that_all_see_them(tmp_path: Path) -> None:
+    one, _ = online(tmp_path / "one", endless(), **{"trainer.max_steps": 6})
+    for told in run_ranks(2, streamed, tmp_path / "many"):
+        assert numbers(told, "loss") == pytest.approx(numbers(one, "loss"), abs=2e-6)
+        assert numbers(told, "samples") == numbers(one, "samples")
+
+
+def clicks() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random_ = np.random.default_rng(3)
+    logits = np.round(random_.normal(size=500), 1)
+    return logits, (random_.random(500) < 0.3).astype(np.float32), random_.integers(0, 40, 500)
+
+
+def measured(rank: int, num_ranks: int, exact_rows: int) -> tuple[dict[str, float], dict[str, float]]:
+    """The metrics of a rank's uneven share of fixed clicks and places, put together with those of the others."""
+    world = TestLobby(Degrees(data=num_ranks)).join()
+    bounds = [0, 123, 273, 423][:num_ranks] + [500]
+    share = slice(bounds[rank], bounds[rank + 1])
+    metrics, places = ClickMetrics(is_grouped=True, exact_rows=exact_rows), ranking_metrics(7)
+    metrics.add(*(column[share] for column in clicks()))
+    places.add(clicks()[2][share])
+    return clicks_over_ranks(metrics, world), over_ranks(places, 0.0, world)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_metrics_are_to_the_bit_those_of_one_process(num_ranks: int) -> None:
+    for exact_rows in (10**6, 100):
+        expected = measured(0, 1, exact_rows)
+        assert run_ranks(num_ranks, measured, num_ranks, exact_rows) == [expected] * num_ranks

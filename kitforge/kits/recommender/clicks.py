@@ -72,16 +72,16 @@ class Clicks(Objective[FeatureBatch]):
             metrics.add(logits, labels, groups)
             if (chances := rows.chances(indices)) is not None:
                 truth.add(np.log(chances / (1 - chances)), labels)
-        found = _over_ranks(metrics, world, is_grouped=is_grouped)
+        found = clicks_over_ranks(metrics, world)
         best = {}
         if rows.is_made_up:
-            best["best_auc"] = _over_ranks(truth, world, is_grouped=False)["auc"]
+            best["best_auc"] = clicks_over_ranks(truth, world)["auc"]
         return {"loss": found.pop("log_loss"), **found, **best}
 
 
-def _over_ranks(metrics: ClickMetrics, world: World, *, is_grouped: bool) -> dict[str, float]:
+def clicks_over_ranks(metrics: ClickMetrics, world: World) -> dict[str, float]:
     """The metrics of all ranks' rows, the same on each."""
-    whole = ClickMetrics(is_grouped=is_grouped)
+    whole = metrics.empty()
     for state in world.agree(metrics.state()):
         whole.merge(state)
     return whole.result()

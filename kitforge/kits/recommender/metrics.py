@@ -35,6 +35,10 @@ class ClickMetrics:
         self._groups: list[NDArray[np.int64]] = []
         self._bins: NDArray[np.int64] | None = None  # [2, NUM_BINS]: negatives and positives
 
+    def empty(self) -> ClickMetrics:
+        """The same, of nothing yet."""
+        return ClickMetrics(is_grouped=self._is_grouped, exact_rows=self._exact_rows)
+
     def add(self, logits: Floats, labels: Floats, groups: NDArray[np.int64] | None = None) -> None:
         """Count rows: log odds [n] as the model gives them, labels [n] of 0 and 1, group keys [n]."""
         if len(logits) != len(labels) or (self._is_grouped and groups is None):
