@@ -98,6 +98,7 @@ PARTS = (
             "rl.prompts_per_step": 32,
             "rl.epochs": 2,
             "rollout.max_new_tokens": 8,
+            "rollout.kept_rounds": 20,
             "trainer.max_steps": 40,
             "optimizer.learning_rate": 3e-4,
         },

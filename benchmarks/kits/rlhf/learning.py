@@ -145,7 +145,7 @@ def main() -> None:
             lines.append(f"| {name} | {seed} | {before:.3f} | {after:.3f} | {taken:.1f} | {asked} |")
             sys.stdout.write(lines[-1] + "\n")
             sys.stdout.flush()
-    where = f"{datetime.date.today()}, {describe(torch.device('cpu'))}, 1 thread."
+    where = f"{datetime.date.today()}, {describe(torch.device('cpu'))}."
     TABLE.write_text("\n".join(["# Whether it learns", "", where, "", *lines]) + "\n", encoding="utf-8")
 
 

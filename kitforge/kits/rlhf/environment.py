@@ -119,7 +119,9 @@ class Playground:
             for output in engine.step():
                 episode = live[output.request]
                 episode.say(output)
-                if output.finish_reason is not None and self._goes_on(episode, output.finish_reason == "stop"):
+                # Nothing was said where the policy has diverged.
+                has_spoken = output.finish_reason is not None and bool(episode.said)
+                if has_spoken and self._goes_on(episode, output.finish_reason == "stop"):
                     speak(episode)
         return [episode.trajectory() for episode in episodes]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kitforge.data.packing import IGNORED
+from kitforge.foundation.errors import TrainingError
 from kitforge.kits.rlhf.algorithms.advantages import advantages, returns
 from kitforge.kits.rlhf.algorithms.correction import importance_weights
 from kitforge.kits.rlhf.algorithms.divergence import divergence
@@ -20,8 +21,10 @@ from kitforge.kits.rlhf.rollouts import Round, Trajectory, grid, laid
 
 
 def judged(trajectories: Sequence[Trajectory], options: RLOptions, coefficient: float, pad_id: int) -> Round:
-    """All answers of a round, those to one prompt next to one another. `coefficient` is the cost of a nat."""
+    """All answers of a round, those to one prompt next to one another. `coefficient` is the cost of a nat. Raises
+    TrainingError where the policy has diverged."""
     rl = options.rl
+    _check_spoken(trajectories)
     batch = laid(trajectories, pad_id)
     mask = batch["targets"] != IGNORED
     drawn = grid([each.log_probs for each in trajectories], mask)
@@ -56,6 +59,17 @@ def judged(trajectories: Sequence[Trajectory], options: RLOptions, coefficient: 
         is_kept=is_kept,
         figures=_figures(trajectories, scores, nats, mask, (values, targets)),
     )
+
+
+def _check_spoken(trajectories: Sequence[Trajectory]) -> None:
+    """Raise TrainingError for answers without a token, which nothing but a policy that has diverged gives."""
+    if not all(each.log_probs for each in trajectories):
+        raise TrainingError(
+            "the policy no longer answers: what it makes of a prompt is not a number",
+            got=f"{sum(not each.log_probs for each in trajectories)} of {len(trajectories)} answers without a token",
+            expected="finite logits",
+            fix="go on from a checkpoint before that, with a smaller optimizer.learning_rate",
+        )
 
 
 def _scores(trajectories: Sequence[Trajectory], options: RLOptions, mask: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.errors import TrainingError
 from kitforge.foundation.types import Cursor
 from kitforge.kits.rlhf.actor_critic import critic_of, policy_of
 from kitforge.kits.rlhf.rl import RLTask
@@ -122,3 +123,23 @@ def test_an_answer_without_an_end_pays_for_it() -> None:
 def test_keeping_options_open_is_worth_its_weight() -> None:
     (_, plain), (_, open_) = (first("grpo", {"rl.entropy_weight": each, **TOKENS}) for each in (0.0, 0.25))
     assert float(plain["loss"] - open_["loss"]) == pytest.approx(0.25 * float(plain["entropy"]), abs=1e-9)
+
+
+class Silence:
+    """An environment that is never heard."""
+
+    def reset(self, row: Any) -> str:
+        return ""
+
+    def step(self, response: str) -> tuple[str, float, bool]:
+        raise AssertionError("nobody has spoken")
+
+
+@pytest.mark.parametrize("roles", [{"reward": runs.letters}, {"environment": Silence}], ids=["reward", "environment"])
+@pytest.mark.parametrize("stage", ["ppo", "grpo"])
+def test_a_policy_that_has_diverged_is_told_of(stage: str, roles: dict[str, Any]) -> None:
+    network = runs.network()
+    with torch.no_grad():
+        next(network.parameters()).fill_(float("nan"))
+    with pytest.raises(TrainingError, match=r"(?s)no longer answers.*got:.* answers without a token.*do:"):
+        runs.finish(runs.begin(stage, None, model=network, roles=roles))
