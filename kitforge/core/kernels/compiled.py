@@ -223,12 +223,9 @@ def share(work: Callable[[int, int], Any], count: int, grain: int) -> list[Any]:
     return results
 
 
-def together(work: Callable[[], Any], are_many: bool) -> None:
-    """Call `work` on this thread, and where there are many things to do, there is a second thread and it is free, on
-    that one too. They share what there is to do among them; the one that comes late may find nothing."""
-    if not are_many or min(num_threads(), os.cpu_count() or 1) == 1:
-        work()
-        return
+def together(work: Callable[[], Any]) -> None:
+    """Call `work` on this thread, and on another if there is a free one. They share what there is to do; the one that
+    comes late may find nothing."""
     other = _pool(os.getpid(), 1).submit(work)
     work()
     if not other.cancel():

@@ -7,15 +7,19 @@ nothing left to do and catches up. Memory of this kind is zero at the start, `RO
 
 from __future__ import annotations
 
+import os
 import platform
-from typing import Any, cast
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, cast, final
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kitforge.core.kernels.compiled import compiled
+from kitforge.core.kernels.compiled import compiled, together
+from kitforge.core.kernels.threads import num_threads
 
 ROOM = 128
 # Looks at a count before the processor is offered to others; some hundred microseconds.
@@ -82,3 +86,41 @@ def meet(phase: int, num_pieces: int) -> Any:
         else:
             _give_way()
     return phase + ROOM
+
+
+@final
+class Company:
+    """Calls with a second thread or without, whichever was faster for calls of their kind. Where other processes want
+    the processors, threads that meet wait for those too. It changes no result.
+
+    First both ways are tried in turn; later, now and then the one that is slower.
+    """
+
+    TRIED, OFTEN = 8, 64
+
+    def __init__(self) -> None:
+        self._num_calls: dict[Hashable, int] = {}
+        self._seconds: dict[tuple[Hashable, bool], float] = {}
+
+    def call(self, kind: Hashable, work: Callable[[], Any]) -> None:
+        """`work` shares what there is to do with whoever calls it as well."""
+        if min(num_threads(), os.cpu_count() or 1) == 1:
+            work()
+            return
+        number = self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
+        is_regular = number > self.TRIED and number % self.OFTEN > 0
+        way = (kind, self._is_shared(kind, number))
+        start = time.perf_counter()
+        together(work) if way[1] else work()
+        seconds = time.perf_counter() - start
+        before = self._seconds.get(way, seconds)
+        if number <= self.TRIED:
+            self._seconds[way] = min(before, seconds)
+        else:
+            self._seconds[way] = 0.8 * before + 0.2 * seconds if is_regular else seconds
+
+    def _is_shared(self, kind: Hashable, number: int) -> bool:
+        if number <= self.TRIED:
+            return number % 2 == 0
+        is_faster = self._seconds[kind, True] < self._seconds[kind, False]
+        return is_faster if number % self.OFTEN else not is_faster

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.compiled import together
+from kitforge.core.kernels.meeting import Company
 from kitforge.core.kernels.token_blocks.reference import TokenBlocks as Reference
 from kitforge.core.kernels.token_blocks.stack import Layer, Stack
 from tests.core.kernels.comparison import poison, random, relative
-
-pytest.importorskip("numba")
 
 KINDS = ["gated", "plain", "sandwich", "normed_heads"]
 HEADS, KV_HEADS, HEAD_DIM, MLP_DIM, DIM, VOCAB = 4, 2, 6, 35, 24, 31
@@ -136,15 +136,13 @@ def shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kitforge.core.kernels.token_blocks.numba.GRAIN", 0)
 
 
-def late(work: Callable[[], None], are_many: bool) -> None:
+def late(work: Callable[[], None]) -> None:
     """The second thread comes when everything is done."""
-    assert are_many
     work()
     work()
 
 
-def at_once(work: Callable[[], None], are_many: bool) -> None:
-    assert are_many
+def at_once(work: Callable[[], None]) -> None:
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -152,25 +150,16 @@ def at_once(work: Callable[[], None], are_many: bool) -> None:
         thread.join()
 
 
-@pytest.mark.parametrize("together", [late, at_once])
+@pytest.mark.parametrize("way", [late, at_once, together])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_threads_change_no_bit(
-    dtype: torch.dtype, together: Callable[..., None], shared_out: None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, way: Callable[..., None], shared_out: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = run("gated", 9, dtype, fast)
-    monkeypatch.setattr("kitforge.core.kernels.token_blocks.numba.together", together)
+    monkeypatch.setattr(Company, "call", lambda _company, _kind, work: way(work))
     for _ in range(30):
         assert equal(run("gated", 9, dtype, fast), alone)
-
-
-@torch.no_grad()
-def test_a_second_thread_is_asked_for_where_there_are_two(shared_out: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = run("gated", 9, torch.float32, fast)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    for _ in range(30):
-        assert equal(run("gated", 9, torch.float32, fast), alone)
 
 
 @pytest.mark.parametrize("kind", KINDS)

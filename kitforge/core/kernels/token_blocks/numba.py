@@ -23,11 +23,10 @@ from kitforge.core.kernels.compiled import (
     numbers,
     reordered,
     rounded,
-    together,
     widened,
 )
 from kitforge.core.kernels.linear.numba import multiply
-from kitforge.core.kernels.meeting import ROOM, done, meet, take
+from kitforge.core.kernels.meeting import ROOM, Company, done, meet, take
 from kitforge.core.kernels.token_attention.numba import attend
 from kitforge.core.kernels.token_blocks.stack import Layer, Stack
 
@@ -48,6 +47,7 @@ class TokenBlocks:
         # What is read by address must live as long as this does.
         self._kept = stack, slabs
         self._dtype = stack.head.dtype
+        self._company = Company()
         self._options = stack.norm_eps, stack.qk_norm_eps, stack.interleaved_rotary
         self._table = np.array([[_address(each) for each in layer] for layer in layers])
         self._ends = np.array([_address(each) for each in (stack.norm, stack.norm_bias, stack.head, None)])
@@ -72,20 +72,27 @@ class TokenBlocks:
         ends = list(itertools.accumulate((num_texts * width + 15) // 16 * 64 for width in widths))
         scratch = torch.empty(ends[-1] // 4)
         counts = torch.zeros((_PHASES * len(self._table) + _ENDS) * ROOM // 8, dtype=torch.long)
-        are_many = num_texts * self._num_weights >= GRAIN
+        is_large = num_texts * self._num_weights >= GRAIN
         step = _Step(
             FLOAT if self._dtype is torch.float32 else HALF,
             *self._options,
             num_texts,
             *self._sizes,
             angles[0].shape[1] if rotary else 0,
-            PIECES if are_many else 1,
+            PIECES if is_large else 1,
             *(each.data_ptr() for each in (own, *angles, starts, lengths, hidden, logits)),
             *(scratch.data_ptr() + start for start in (0, *ends[:-1])),
         )
         tables = self._table, self._ends, self._scales, self._windows
         run: Any = _run
-        together(lambda: run(step, *tables, counts.data_ptr()), are_many)
+
+        def work() -> None:
+            run(step, *tables, counts.data_ptr())
+
+        if is_large:
+            self._company.call(num_texts, work)
+        else:
+            work()
         return hidden, logits
 
 
