@@ -55,9 +55,11 @@ def list_presets(arguments: list[str]) -> int:
             borrowers.append(task)
     say("tasks that start from the models of text_generation:")
     console.print(Padding(", ".join(borrowers), (0, 0, 1, 2)))
+    choices = Table.grid(padding=(0, 1))
     for group in groups():
         if group != "model":
-            say(f"{group:<10} {', '.join(presets(group))}")
+            choices.add_row(group, ", ".join(presets(group)))
+    console.print(choices)
     return 0
 
 
