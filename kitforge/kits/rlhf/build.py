@@ -56,7 +56,7 @@ class Stage:
     def assemble(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> Assembly:
         """Everything that a run needs, in the order in which mistakes are cheapest to find."""
         parts = parts_of(options, inputs, lobby.device)
-        check_readers(_roles(options, inputs), parts.tokenizer)
+        check_readers(options, inputs.roles, parts.tokenizer)
         prepared = self.prepare(parts)
         world = lobby.join()
         recorded = to_dict(options) | {"model": prepared.network}
@@ -85,7 +85,7 @@ class Stage:
     def evaluate(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> dict[str, float]:
         """The metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
         parts = parts_of(options, inputs, lobby.device, is_evaluation=True)
-        check_readers(_roles(options, inputs), parts.tokenizer)
+        check_readers(options, inputs.roles, parts.tokenizer)
         prepared = self.prepare(parts)
         world = lobby.join()
         task, _ = prepared.task(world)
@@ -136,12 +136,6 @@ class Stage:
     def next_steps(self, folder: Path) -> list[str]:
         """Commands to try after a run."""
         return [f"kitforge evaluate checkpoint={folder} data.eval=FILE", f"kitforge report {folder}"]
-
-
-def _roles(options: StageOptions, inputs: Inputs) -> dict[str, Any]:
-    """What was handed over for each role, or is named by the options."""
-    named = {"reward": options.reward} if isinstance(options, RLOptions) and options.reward else {}
-    return {**named, **inputs.roles}
 
 
 @final
