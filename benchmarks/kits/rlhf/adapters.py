@@ -29,7 +29,6 @@ from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.stages import Inputs
 from kitforge.models.catalog import config_of
 from kitforge.models.folder import build
-from kitforge.trainer.loop import Loop
 
 TABLE = Path(__file__).with_suffix(".md")
 
@@ -78,7 +77,8 @@ def main() -> None:
     if chosen.peak:
         _, run = roles(shape, chosen.rank)
         # Without the callbacks of a run, which would write gigabytes.
-        Loop(run.loop.task, run.options, run.loop.world).train()
+        run.loop.callbacks.clear()
+        run.loop.train()
         sys.stdout.write(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
         return
     states = [roles(shape, rank)[0] for rank in (0, chosen.rank)]

@@ -14,6 +14,7 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizer import Tokenizer, find_tokenizer
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.kits.rlhf.config import RLOptions, StageOptions
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.trainer.callbacks.callback import Callback, Event
 from kitforge.trainer.callbacks.callback import Run as Running
@@ -23,8 +24,11 @@ from kitforge.trainer.run import Run
 READERS = ("reward", "reference")
 
 
-def check_readers(roles: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Raise ConfigError for a role that would read the policy's tokens as others than they are."""
+def check_readers(options: StageOptions, roles: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """Raise ConfigError for a role, handed over or named by the options, that would read the policy's tokens as others
+    than they are."""
+    named = {"reward": options.reward} if isinstance(options, RLOptions) else {}
+    roles = {**named, **roles}
     for name, given in ((each, one) for each in READERS for one in _each(roles.get(each))):
         own = _tokenizer_of(given)
         if own is not None and own.fingerprint != tokenizer.fingerprint:

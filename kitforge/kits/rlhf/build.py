@@ -165,8 +165,7 @@ class Stage:
 def _parts(options: StageOptions, inputs: Inputs, lobby: Lobby, *, is_evaluation: bool = False) -> Parts:
     """Rows and tokenizer. Raises ConfigError for a role that reads other tokens than the policy writes."""
     parts = parts_of(options, inputs, lobby.device, rank=lobby.rank, is_evaluation=is_evaluation)
-    named = {"reward": options.reward} if isinstance(options, RLOptions) and options.reward else {}
-    check_readers({**named, **inputs.roles}, parts.tokenizer)
+    check_readers(options, inputs.roles, parts.tokenizer)
     return parts
 
 
