@@ -81,8 +81,9 @@ def main() -> None:
         run.loop.train()
         sys.stdout.write(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
         return
-    states = [roles(shape, rank)[0] for rank in (0, chosen.rank)]
+    # First, as a process begins with the peak of the one that started it.
     peaks = [peak(chosen.model, rank) for rank in (0, chosen.rank)]
+    states = [roles(shape, rank)[0] for rank in (0, chosen.rank)]
     lines = [
         f"| {chosen.model} | four networks | one base, rank {chosen.rank} | of it | asked |",
         "|---|---:|---:|---:|---|",
