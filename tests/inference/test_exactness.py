@@ -10,6 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kitforge.core.nn.context import Context
+from kitforge.core.nn.decoder import Decoder
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.cached_attention import KeyValueCache, Part
 from kitforge.inference.engine import Engine
@@ -140,6 +142,23 @@ def test_log_probabilities_are_those_of_the_trainers_forward_pass(name: str) -> 
         places = torch.arange(len(prompt), final_length) - 1
         wanted = logprobs[places, torch.tensor(completion.tokens)]
         assert float((wanted - torch.tensor(completion.logprobs)).abs().max()) < 2e-6
+
+
+def test_decoding_steps_ask_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except where a text's blocks lie apart, or its guesses are verified."""
+    pytest.importorskip("numba")
+    model, lengths = network("llama", torch.float32), []
+    hidden = Decoder.hidden
+
+    def watched(own: Decoder, tokens: torch.Tensor, context: Context) -> torch.Tensor:
+        lengths.append(tokens.shape[1])
+        return hidden(own, tokens, context)
+
+    monkeypatch.setattr(Decoder, "hidden", watched)
+    Engine(model).generate([[3, 1, 4], [1, 5]], SamplingOptions(max_new_tokens=9))
+    assert lengths == [5]
+    Engine(model, EngineOptions(layout="paged")).generate([[3, 1, 4]], SamplingOptions(max_new_tokens=3))
+    assert lengths == [5, 3, 1, 1]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kitforge.foundation.errors import ConfigError
+from kitforge.inference import sampling
 from kitforge.inference.sampling import Draw, SamplingOptions, alternatives, choose, scores_of
 
 NUM_TOKENS = 6
@@ -209,3 +210,18 @@ def test_the_most_likely_tokens_are_those_after_penalties() -> None:
     options = SamplingOptions(presence_penalty=1.2, logit_bias={"5": 6.0})
     drawn = replace(draw(options, position=1), num_alternatives=3)
     assert [token for token, _ in alternatives(LOGITS, [drawn])[0]] == [5, 1, 0]
+
+
+def test_a_choice_among_few_logits_wakes_no_second_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on spinning where the next step wants to compute."""
+    seen: list[int] = []
+    found = sampling.scores_of
+    monkeypatch.setattr(sampling, "scores_of", lambda *given: (seen.append(torch.get_num_threads()), found(*given))[1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        choose(torch.zeros(1, 9), [draw(SamplingOptions())])
+        choose(torch.zeros(1, sampling.FEW + 1), [draw(SamplingOptions())])
+        assert (seen, torch.get_num_threads()) == ([1, 2], 2)
+    finally:
+        torch.set_num_threads(before)
