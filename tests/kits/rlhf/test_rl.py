@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.context import Context
+from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.foundation.types import MicroBatch
@@ -179,6 +182,34 @@ def test_micro_batches_are_cut_by_tokens(tmp_path: Path) -> None:
     runs.finish(assembly)
     words = "a round: 8 prompts x 1 = 8 answers; 1 epochs x 1 minibatches = 1 updates of 8 answers, at most 32 tokens"
     assert tiny.events(tmp_path, "batches") == [f"{words} at once"]
+
+
+def test_no_network_reads_an_answer_twice_but_the_one_that_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: Counter[tuple[int, str]] = Counter()
+    hidden = Decoder.hidden
+
+    def counted(network: Decoder, tokens: Tensor, context: Context | None = None) -> Tensor:
+        how = "trained" if torch.is_grad_enabled() else "looked at" if context is None else "drawn"
+        rows[id(network), how] += len(tokens)
+        return hidden(network, tokens, context)
+
+    monkeypatch.setattr(Decoder, "hidden", counted)
+    reference, judge = cast(Decoder, runs.network()), ScalarModel(runs.network())
+    assembly = runs.begin("ppo", None, model=reference, roles={"reward": judge})
+    runs.gradient(assembly)
+    model = cast(ActorCritic, assembly.loop.model)
+    found = {
+        (name, how): rows[id(network), how]
+        for name, network in {
+            "policy": model.policy,
+            "critic": model.critic.backbone,
+            "reference": reference,
+            "judge": judge.backbone,
+        }.items()
+        for how in ("looked at", "trained")
+    }
+    answers = {"looked at": ("critic", "reference", "judge"), "trained": ("policy", "critic")}
+    assert found == {(name, how): 4 if name in answers[how] else 0 for name, how in found}
 
 
 def test_a_reward_function_that_fails_ends_the_run_with_its_name() -> None:
