@@ -24,7 +24,9 @@ from benchmarks.kits.rlhf.beside import (
     seconds_and_rest,
     timed,
 )
-from kitforge.kits.rlhf import rl
+from kitforge.kits.rlhf import collector
+from kitforge.kits.rlhf.collector import Collector
+from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.rollouts import Round, answered
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.trainer.loop import Loop
@@ -36,20 +38,20 @@ PHASES = ("generating", "scoring", "looking", "updating", "rest")
 
 def watched(spent: Spent) -> None:
     """Take the time of each phase of a round, from the first that counts."""
-    rl.answered = timed(spent, "generating", answered)  # type: ignore[attr-defined]
+    collector.answered = timed(spent, "generating", answered)  # type: ignore[attr-defined]
     # The scores are those of whole answers: what answering takes beside the engine.
-    rl.RLTask._answers = timed(spent, "scoring", rl.RLTask._answers)  # type: ignore[method-assign]
-    rl.RLTask._looked_at = timed(spent, "looking", rl.RLTask._looked_at)  # type: ignore[method-assign]
+    Collector._answers = timed(spent, "scoring", Collector._answers)  # type: ignore[method-assign]
+    Collector._examined = timed(spent, "looking", Collector._examined)  # type: ignore[method-assign]
     Loop._step = timed(spent, "updating", Loop._step)  # type: ignore[method-assign]
-    collect = rl.RLTask._collect
+    collect = RLTask._collect
 
-    def collected(task: rl.RLTask, model: nn.Module, number: int) -> Round:
+    def collected(task: RLTask, model: nn.Module, number: int) -> Round:
         if number == FIRST:
             spent.clear()
             spent.update(dict.fromkeys(PHASES[:-1], 0.0))
         return collect(task, model, number)
 
-    rl.RLTask._collect = collected  # type: ignore[method-assign]
+    RLTask._collect = collected  # type: ignore[method-assign]
 
 
 def ours(chosen: Any) -> Spent:
