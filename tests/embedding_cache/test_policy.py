@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE
-from kitforge.embedding_cache.coldest import Coldest
+from kitforge.embedding_cache.coldest import Coldest, MayGo
 from kitforge.embedding_cache.index import SlotIndex
 from kitforge.embedding_cache.keys import OwnKeys
 from kitforge.embedding_cache.oldest import Oldest
@@ -141,8 +142,8 @@ def test_the_coldest_are_found_without_sorting_all_each_time(dtype: torch.dtype)
     assert searches < 30
 
 
-@pytest.mark.parametrize("gap", [1, 2**13])
-def test_the_oldest_are_found_by_few_looks_at_all_slots(gap: int) -> None:
+def searches_for_the_oldest(gap: int) -> int:
+    """Whether those used longest ago are picked, in their order, round by round; by how many looks at all slots."""
     index = SlotIndex(OwnKeys(TABLE_REFERENCE.hash_map, 4000), 4000)
     oldest, random, searches = Oldest(index), np.random.default_rng(0), 0
     index.touch(index.add(torch.arange(3900)), 0)
@@ -155,13 +156,83 @@ def test_the_oldest_are_found_by_few_looks_at_all_slots(gap: int) -> None:
 
     oldest._search = counted  # type: ignore[method-assign]
     for number in range(gap, 100 * gap, gap):
-        picked = oldest.pick(20, lambda slots: index.is_used[slots] & (slots % 7 != 0))
+        # Every seventh is needed at first.
+        is_free = (torch.arange(4000) % 7 != 0) | (number > 50 * gap)
+        picked = oldest.pick(20, lambda slots, is_free=is_free: index.is_used[slots] & is_free[slots])
         order = np.lexsort((np.arange(4000), index.last_use.numpy()))
-        assert picked.tolist() == [slot for slot in order.tolist() if index.is_used[slot] and slot % 7][:20]
+        assert picked.tolist() == [slot for slot in order.tolist() if index.is_used[slot] and is_free[slot]][:20]
         index.remove(picked)
         index.touch(index.add(4000 * number + torch.arange(15)), number)
         index.touch(index.used()[torch.from_numpy(random.permutation(len(index))[:300])], number)
-    assert searches < 30
+    return searches
+
+
+@pytest.mark.parametrize("gap", [1, 2**13])
+def test_the_oldest_are_found_by_few_looks_at_all_slots(gap: int) -> None:
+    assert searches_for_the_oldest(gap) < 30
+
+
+def those_used_again_are_picked(patch: pytest.MonkeyPatch) -> None:
+    first = Oldest._first
+
+    def believing(oldest: Oldest, num: int, may_go: MayGo) -> Any:
+        oldest._uses = oldest._index.last_use.numpy()[oldest._queue]
+        return first(oldest, num, may_go)
+
+    patch.setattr(Oldest, "_first", believing)
+
+
+def those_that_must_stay_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    first = Oldest._first
+
+    def forgetting(oldest: Oldest, num: int, may_go: MayGo) -> Any:
+        picked = first(oldest, num, may_go)
+        goes = may_go(torch.from_numpy(oldest._queue)).numpy()
+        oldest._queue, oldest._uses = oldest._queue[goes], oldest._uses[goes]
+        return picked
+
+    patch.setattr(Oldest, "_first", forgetting)
+
+
+def they_come_in_the_order_of_slots(patch: pytest.MonkeyPatch) -> None:
+    search = Oldest._search
+
+    def unsorted(oldest: Oldest, size: int) -> bool:
+        is_whole = search(oldest, size)
+        order = oldest._queue.argsort()
+        oldest._queue, oldest._uses = oldest._queue[order], oldest._uses[order]
+        return is_whole
+
+    patch.setattr(Oldest, "_search", unsorted)
+
+
+def numbers_are_sorted_by_their_last_bits(patch: pytest.MonkeyPatch) -> None:
+    search = Oldest._search
+
+    def narrow(oldest: Oldest, size: int) -> bool:
+        is_whole = search(oldest, size)
+        order = oldest._uses.astype(np.uint16).argsort(kind="stable")
+        oldest._queue, oldest._uses = oldest._queue[order], oldest._uses[order]
+        return is_whole
+
+    patch.setattr(Oldest, "_search", narrow)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        those_used_again_are_picked,
+        those_that_must_stay_are_forgotten,
+        they_come_in_the_order_of_slots,
+        numbers_are_sorted_by_their_last_bits,
+    ],
+)
+def test_a_planted_fault_in_finding_the_oldest_is_seen(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        searches_for_the_oldest(2**13)
 
 
 def test_all_that_may_go_are_picked_where_there_are_too_few() -> None:
