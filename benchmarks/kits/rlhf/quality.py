@@ -86,6 +86,7 @@ def dialogues(place: Place) -> Iterator[Row]:
         "rl.epochs": 2,
         "rollout.max_new_tokens": 32,
         "kl.controller.kind": "adaptive",
+        "kl.controller.coefficient": 0.1,
         "kl.controller.horizon": 1000,
         "trainer.max_steps": 80,
         "trainer.evaluate_batches": 8,

@@ -104,7 +104,7 @@ class Company:
 
     def call(self, kind: Hashable, work: Callable[[], Any]) -> None:
         """`work` shares what there is to do with whoever calls it as well."""
-        if min(num_threads(), os.cpu_count() or 1) == 1:
+        if num_threads() == 1 or os.cpu_count() == 1:
             work()
             return
         number = self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
