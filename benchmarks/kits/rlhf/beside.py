@@ -127,7 +127,9 @@ def main(comparison: Comparison) -> None:
     own = ["--child", *(part for name, value in shape.items() for part in (f"--{name}", value))]
     sides = {"kitforge": [sys.executable, "-m", f"benchmarks.kits.rlhf.{script.stem}", *own]}
     if chosen.peer_python:
-        sides["trl 1.12.0"] = [chosen.peer_python, str(script.with_name(f"peer_{script.name}")), *shape.values()]
+        version = [chosen.peer_python, "-c", "import importlib.metadata as each; print(each.version('trl'))"]
+        peer = f"trl {subprocess.run(version, capture_output=True, text=True, check=True).stdout.strip()}"
+        sides[peer] = [chosen.peer_python, str(script.with_name(f"peer_{script.name}")), *shape.values()]
     found: dict[str, list[Spent]] = {name: [] for name in sides}
     for _ in range(chosen.launches):
         for name, command in sides.items():

@@ -1,4 +1,4 @@
-"""SFT, reward model and DPO beside TRL 1.12: the network of `ppo.py`, 32 rows of 16 to 64 + 64 to 128 tokens a step.
+"""SFT, reward model and DPO beside TRL: the network of `ppo.py`, 32 rows of 16 to 64 + 64 to 128 tokens a step.
 
 python -m benchmarks.kits.rlhf.supervised --peer-python OTHER/bin/python [--task sft] [--precision fp32] [--launches 3]
 
