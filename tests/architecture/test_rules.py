@@ -19,10 +19,10 @@ SEVEN = "a, b, c, d, e, f, g"
 IFS = "if a:\n  if b:\n   if c:\n    if d:\n     pass\n"
 
 PLANTED: list[Plant] = [
-    (sizes.file_length, "data/long.py", "x = 1\n" * 401),
-    (sizes.file_length, "core/kernels/norm/long.py", "x = 1\n" * 501),
-    (sizes.function_length, "data/long.py", "def f():\n" + " x = 1\n" * 40),
-    (sizes.function_length, "data/long.py", "class A:\n def f(self):\n" + "  x = 1\n" * 40),
+    (sizes.file_length, "data/long.py", "x = 1\n" * 501),
+    (sizes.file_length, "core/kernels/norm/long.py", "x = 1\n" * 601),
+    (sizes.function_length, "data/long.py", "def f():\n" + " x = 1\n" * 60),
+    (sizes.function_length, "data/long.py", "class A:\n def f(self):\n" + "  x = 1\n" * 60),
     (sizes.parameters, "data/wide.py", f"def f({SEVEN}): ..."),
     (sizes.parameters, "data/wide.py", f"class A:\n def f(self, *, {SEVEN}): ..."),
     (sizes.nesting, "data/deep.py", f"def f(a, b, c, d):\n {IFS}"),
