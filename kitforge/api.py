@@ -84,14 +84,14 @@ def kit_of(task: str) -> Any:
 
 def recorded_task(folder: Any) -> str | None:
     """The task that a run, or one of its steps, was trained for; None where nothing says so."""
-    if folder is None:
+    if not isinstance(folder, (str, Path)):
         return None
     path = Path(folder).expanduser()
     # A step lies in RUN/checkpoints/.
     for place in (path, path.resolve().parent.parent):
         if (place / "config.yaml").is_file():
             task = read_yaml(place / "config.yaml").get("task")
-            return task if task in KITS else None
+            return task if isinstance(task, str) and task in KITS else None
     return None
 
 

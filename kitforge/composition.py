@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import io
 import re
 import typing
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from kitforge.foundation.errors import ConfigError, nearest
+from kitforge.foundation.untrusted import check_yaml
 
 CONFIGS = Path(__file__).parent / "configs"
 OWN_CONFIGS = Path("configs")
@@ -220,13 +222,13 @@ def _parted(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]
             single[name] = value
         elif name in OPTIONAL_GROUPS and value is None:
             continue
-        elif value in (known := presets(name)):
+        elif isinstance(value, str) and value in presets(name):
             named[name] = value
         elif name in FOLDERS and Path(str(value)).expanduser().is_dir():
             single[FOLDERS[name]] = str(Path(str(value)).expanduser())
         else:
             expected = "a preset or a folder" if name in FOLDERS else None
-            raise ConfigError(f"unknown {name} {value!r}", expected=expected, fix=nearest(str(value), known))
+            raise ConfigError(f"unknown {name} {value!r}", expected=expected, fix=nearest(str(value), presets(name)))
     return named, single
 
 
@@ -251,8 +253,10 @@ def _search_path() -> list[str]:
 def read_yaml(path: Path) -> Any:
     """The options that a YAML file holds, with nothing in them resolved. Raises ConfigError."""
     try:
-        content = OmegaConf.load(path)
-    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        text = path.read_text(encoding="utf-8")
+        check_yaml(text)
+        content = OmegaConf.load(io.StringIO(text))
+    except (YAMLError, ValueError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} is not YAML that can be used", got=" ".join(str(error).split())) from None
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path} does not hold options", got="a list", expected="name: value, a line each")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import shutil
 import signal
@@ -15,13 +17,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from rich.console import Console
+from rich.table import Table
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from kitforge.api import KITS, load_model, recorded_task, writer_of
 from kitforge.cli import main as cli
 from kitforge.cli.members import members
-from kitforge.cli.terminal import shown, tell
+from kitforge.cli.terminal import say, tell
 from kitforge.cli.train import show_sample
 from kitforge.core.checkpoint.layout import steps
 from kitforge.foundation.config import from_dict
@@ -34,6 +38,7 @@ from kitforge.foundation.errors import (
     KitforgeError,
     ModelError,
 )
+from kitforge.foundation.log import console, log_to_terminal, sanitize, sanitizing
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.report.metrics import read_run
 from tests.small_run import ARGUMENTS, TEXT, WITHOUT_MODEL
@@ -95,7 +100,37 @@ def test_the_sample_that_is_shown_is_the_newest(small_run: Path, capsys: Capture
 
 
 def test_what_a_model_writes_cannot_command_a_terminal() -> None:
-    assert shown("a\x1b[2Jb\x07\r\n\té你") == "a\ufffd[2Jb\ufffd\ufffd\n\té你"
+    assert sanitize("a\x1b[2Jb\x07\r\n\té你") == "a\ufffd[2Jb\ufffd\ufffd\n\té你"
+
+
+ATTACK = "\x1b]0;PWNED\x07\x1b[2J\x9b31m\u202e"
+
+
+@pytest.mark.parametrize("way", ["say", "error", "unexpected error", "table", "warning"])
+def test_names_and_messages_of_strangers_cannot_command_a_terminal(way: str, capsys: Capture) -> None:
+    if way == "say":
+        say(f"a run called {ATTACK}")
+    elif way == "table":
+        table = Table(title=ATTACK)
+        table.add_row(ATTACK)
+        console.print(table)
+    elif way == "warning":
+        log_to_terminal()
+        logging.lastResort.handle(logging.makeLogRecord({"msg": "the folder %s is damaged", "args": (ATTACK,)}))
+    else:
+        error = ModelError("unknown", got=ATTACK) if way == "error" else ValueError(ATTACK)
+        tell(type(error), error, None)
+    written = capsys.readouterr()
+    text = written.out + written.err
+    assert "PWNED" in text
+    assert not set("\x1b\x07\x9b\u202e") & set(text)
+
+
+def test_colours_of_our_own_still_reach_a_terminal() -> None:
+    written = io.StringIO()
+    terminal = sanitizing(Console(file=written, force_terminal=True, color_system="standard"))
+    terminal.print(f"[bold red]error:[/] {ATTACK}", highlight=False)
+    assert written.getvalue() == "\x1b[1;31merror:\x1b[0m " + sanitize(ATTACK.replace("\x07", "")) + "\n"
 
 
 def test_a_sweep_makes_a_run_of_each_member(capsys: Capture) -> None:

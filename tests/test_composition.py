@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
-from kitforge.api import KITS, kit_of, task_of
+from kitforge.api import KITS, kit_of, recorded_task, task_of
 from kitforge.composition import CONFIGS, compose, dotted, groups, nested, option_names, option_words, parse, presets
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError
@@ -49,6 +50,23 @@ def test_a_recipe_changes_presets_and_values_and_null_is_none() -> None:
     recipe = values(recipe="quickstart")
     assert (recipe["optimizer"]["name"], recipe["data"]["train"]) == ("muon", "python_stdlib")
     assert values(recipe=None) == values()
+
+
+@pytest.mark.parametrize("name", ["model", "recipe", "optimizer"])
+def test_a_value_in_the_place_of_a_preset_is_refused(name: str) -> None:
+    for value in ([], [1], 3):
+        with pytest.raises(ConfigError, match=f"unknown {name}"):
+            composed({name: value})
+
+
+def test_yaml_that_grows_without_bounds_is_refused(here: Path) -> None:
+    levels = "".join(f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n" for before, name in pairwise("abcdefghi"))
+    write("configs/model/bomb.yaml", f"a: &a [x, x]\n{levels}")
+    with pytest.raises(ConfigError, match="aliases written out"):
+        values(model="bomb")
+    write("run/config.yaml", f"task: text_generation\na: &a [x, x]\n{levels}")
+    with pytest.raises(ConfigError, match="aliases written out"):
+        recorded_task("run")
 
 
 def test_a_recipe_may_bring_its_task_and_what_was_asked_for_comes_first(here: Path) -> None:

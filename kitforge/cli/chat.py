@@ -6,10 +6,9 @@ import sys
 from collections.abc import Iterator
 
 from kitforge.api import kit_of, load_model, load_tokenizer
-from kitforge.cli.terminal import shown
 from kitforge.composition import Composition
 from kitforge.foundation.errors import ConfigError, KitforgeError
-from kitforge.foundation.log import errors
+from kitforge.foundation.log import errors, sanitize
 
 _WORDS = "/reset begins anew, /quit ends; so does Ctrl-D, and Ctrl-C ends a reply"
 
@@ -59,7 +58,7 @@ def _say(pieces: Iterator[str]) -> str:
     try:
         for piece in pieces:
             found.append(piece)
-            sys.stdout.write(shown(piece) if sys.stdout.isatty() else piece)
+            sys.stdout.write(sanitize(piece) if sys.stdout.isatty() else piece)
             sys.stdout.flush()
     except KeyboardInterrupt:
         if not sys.stdout.isatty():

@@ -18,7 +18,7 @@ from kitforge.composition import Composition, groups, preset_values, presets
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import to_yaml
 from kitforge.foundation.errors import ConfigError
-from kitforge.foundation.log import console
+from kitforge.foundation.log import console, sanitize
 from kitforge.report.page import write_report
 
 PACKAGES = ("datasets", "sentencepiece", "tokenizers", "pyarrow", "numba", "faiss-cpu", "redis", "fastapi", "wandb")
@@ -28,7 +28,7 @@ def config(chosen: Composition) -> int:
     """Every option as it would be used, and what some come to together."""
     kit = kit_of(chosen.values["task"])
     options = kit.read_options(chosen.values)
-    sys.stdout.write(to_yaml(kit.resolved(options)))
+    sys.stdout.write(sanitize(to_yaml(kit.resolved(options))))
     if options.summary is not None:
         sys.stdout.write(f"# {options.summary}\n")
     return 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 from kitforge.api import kit_of, load_model, load_tokenizer
-from kitforge.cli.terminal import say, shown
+from kitforge.cli.terminal import say
 from kitforge.composition import Composition
 from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.log import sanitize
 
 
 def generate(chosen: Composition) -> int:
@@ -23,5 +24,5 @@ def generate(chosen: Composition) -> int:
     prompts = [options.prompt] if isinstance(options.prompt, str) else options.prompt
     for answer in opened(prompts):
         text = answer[0]["generated_text"]
-        sys.stdout.write((shown(text) if sys.stdout.isatty() else text) + "\n")
+        sys.stdout.write((sanitize(text) if sys.stdout.isatty() else text) + "\n")
     return 0

@@ -22,7 +22,7 @@ from kitforge.cli.train import train
 from kitforge.cli.verb import INTERRUPTED, Verb
 from kitforge.composition import dotted, groups, option_words, parse, presets
 from kitforge.foundation.errors import ConfigError, nearest
-from kitforge.foundation.log import console, errors
+from kitforge.foundation.log import console, errors, log_to_terminal
 
 VERBS = {
     "train": Verb(
@@ -63,6 +63,7 @@ def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--traceback"]
     if len(arguments) == len(sys.argv) - 1:
         sys.excepthook = tell
+    log_to_terminal()
     if not speaks():
         console.quiet = True
     try:

@@ -1,4 +1,4 @@
-"""What reaches people: messages as they stand, errors in words, nothing that a terminal would obey."""
+"""What reaches people: messages as they stand and errors in words. The consoles of `foundation.log` sanitize both."""
 
 from __future__ import annotations
 
@@ -23,11 +23,6 @@ def speaks() -> bool:
 def say(text: str) -> None:
     """A message as it stands: no colours, nothing read as markup, lines as long as they are."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def shown(text: str) -> str:
-    """The text without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
 def tell(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:

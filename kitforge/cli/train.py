@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kitforge.api import kit_of, train_task
-from kitforge.cli.terminal import say, shown, speaks
+from kitforge.cli.terminal import say, speaks
 from kitforge.cli.verb import INTERRUPTED
 from kitforge.composition import Composition
 from kitforge.core.checkpoint.layout import steps
@@ -52,5 +52,5 @@ def restarted(options: Any) -> Any:
 def show_sample(record: RunRecord) -> None:
     """A sample of the newest evaluation, if there is one; the record has the newest first."""
     for sample in record.samples[0].samples[:1] if record.samples else ():
-        console.print(f"\n{shown(sample.prompt)}", style="bold", markup=False, highlight=False, end="")
-        console.print(f"{shown(sample.text)}\n", markup=False, highlight=False)
+        console.print(f"\n{sample.prompt}", style="bold", markup=False, highlight=False, end="")
+        console.print(f"{sample.text}\n", markup=False, highlight=False)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import one_at_a_time, write_text
 from kitforge.foundation.log import logger
+from kitforge.foundation.untrusted import parse_json
 
 _log = logger(__name__)
 
@@ -64,7 +65,7 @@ class CacheFolder:
     def manifest(self) -> dict[str, Any]:
         """What `fill` gave. Raises DataError when the cache is missing, damaged or of another format."""
         try:
-            manifest = json.loads((self.path / self.manifest_name).read_bytes())
+            manifest = parse_json((self.path / self.manifest_name).read_bytes())
         except (OSError, ValueError) as error:
             raise self.damaged(self.manifest_name, error, "the JSON that ends a finished cache") from None
         if not isinstance(manifest, dict) or manifest.get("format") != self.format:

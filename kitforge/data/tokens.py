@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.foundation.errors import DataError
+from kitforge.foundation.untrusted import parse_json
 
 # What stands for numbers that are no token, as Unicode has it for bytes that are no text.
 _UNREADABLE = "\ufffd"
@@ -98,7 +98,7 @@ def read_tokenizer_file(path: Path) -> bytes:
 def parse_object(name: str | Path, content: bytes) -> dict[str, Any]:
     """The JSON object that a file holds; `name` is the file's, for the message."""
     try:
-        value = json.loads(content)
+        value = parse_json(content)
     except ValueError as error:
         raise DataError(f"{name} is not JSON", got=error) from None
     if not isinstance(value, dict):

@@ -20,6 +20,7 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.files import write_text
+from kitforge.foundation.untrusted import parse_json
 from kitforge.models.catalog import FAMILIES
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -132,7 +133,7 @@ def _of_layer(names: dict[str, str], path: str) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        page = json.loads(path.read_text(encoding="utf-8"))
+        page = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is no adapter's configuration", got=error) from None
     unknown = [name for name in _VARIANTS if page.get(name)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.init import initialise, make_real
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.log import logger
+from kitforge.foundation.untrusted import parse_json
 from kitforge.models.catalog import FAMILIES, config_of, family_of_type
 from kitforge.models.mapping import export_tensors, import_tensors
 
@@ -112,6 +112,6 @@ def save(
 def is_hugging_face(folder: Path) -> bool:
     """Whether the folder looks like one of Hugging Face's."""
     try:
-        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return "model_type" in parse_json((folder / "config.json").read_bytes())
     except (OSError, ValueError):
         return False

@@ -6,7 +6,6 @@ raised.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, final
 
 from kitforge.foundation.errors import DataError
+from kitforge.foundation.untrusted import parse_json
 
 KINDS = ("train", "eval", "event")
 
@@ -118,8 +118,8 @@ class _MetricLines:
 
     def _read_line(self, line: bytes, place: str) -> None:
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = parse_json(line)
+        except ValueError:
             # Only the line that was being written when the run died lacks its end.
             reason = "is not JSON" if line.endswith(b"\n") else "is torn: the run was stopped while writing it"
             self.problems.append(f"{place} {reason}. It is left out.")
@@ -192,10 +192,10 @@ def _read_samples(folder: Path, problems: list[str]) -> list[SampleSet]:
     found = []
     for path in folder.glob("step_*.json"):
         try:
-            record = json.loads(path.read_bytes())
+            record = parse_json(path.read_bytes())
             samples = tuple(_sample(entry) for entry in record["samples"])
             found.append(SampleSet(step=int(record["step"]), samples=samples))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             problems.append(f"samples/{path.name} cannot be read. It is left out.")
     return sorted(found, key=lambda samples: samples.step, reverse=True)
 

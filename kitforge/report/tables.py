@@ -6,12 +6,12 @@ first batches), and lines of kind "tables" with counts since the line before.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from kitforge.foundation.untrusted import parse_json
 from kitforge.report.curves import Chart, Line, draw
 from kitforge.report.metrics import RunRecord, Series
 from kitforge.report.panels import Panel
@@ -90,7 +90,7 @@ def _read(folder: Path) -> list[dict[str, Any]]:
     records = []
     for line in lines:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             continue
         if isinstance(record, dict):

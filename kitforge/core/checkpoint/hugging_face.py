@@ -19,6 +19,7 @@ from kitforge.core.checkpoint.leftovers import clean
 from kitforge.core.checkpoint.tensor_file import TensorFile
 from kitforge.foundation.errors import CheckpointError, ModelError
 from kitforge.foundation.files import sync_folder, write_text
+from kitforge.foundation.untrusted import parse_json
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -135,7 +136,7 @@ def _no_weights(folder: Path) -> ModelError:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise ModelError(
             f"{path.parent} has no {path.name}",

@@ -25,6 +25,7 @@ from typing import Any, Literal
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import CheckpointError, ConfigError
 from kitforge.foundation.files import write_text
+from kitforge.foundation.untrusted import parse_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -172,7 +173,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.parent.is_dir():
         raise CheckpointError(f"there is no checkpoint folder {path.parent}")
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing", expected=f"a checkpoint folder with {MANIFEST} and {STATE}"

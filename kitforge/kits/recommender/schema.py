@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-import yaml
-
 from kitforge.data.tables.columns import KeyColumn, KeyKind, LabelColumn, Layout, ListColumn
 from kitforge.foundation.config import check, from_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, nearest
+from kitforge.foundation.untrusted import load_yaml
 
 # hash: so many buckets, collisions counted; vocabulary: the values seen in training, by frequency;
 # exact: the 64-bit key itself, for tables that grow.
@@ -176,8 +175,8 @@ def read_schema(spec: object) -> Schema:
     values = spec
     if isinstance(spec, (str, os.PathLike)):
         try:
-            values = yaml.safe_load(Path(spec).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
+            values = load_yaml(Path(spec).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             fix = "kitforge inspect FILE proposes a schema"
             raise ConfigError(f"cannot read the schema {spec}", got=error, expected="a YAML file", fix=fix) from None
     if isinstance(values, Mapping) and set(values) == {"schema"}:

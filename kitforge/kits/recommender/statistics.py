@@ -10,6 +10,7 @@ from typing import Any, final
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import write_text
+from kitforge.foundation.untrusted import parse_json
 from kitforge.kits.recommender.schema import Schema
 
 FORMAT = 1
@@ -73,7 +74,7 @@ def save_features(path: Path, schema: Schema, statistics: Statistics) -> None:
 def load_features(path: Path) -> tuple[Schema, Statistics]:
     """What `save_features` wrote. Raises DataError for anything else."""
     try:
-        content: Any = json.loads(path.read_bytes())
+        content: Any = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the features {path}", got=error, fix="name a run of the recommender") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
