@@ -74,6 +74,12 @@ def check(condition: bool, path: str, got: object, expected: str, fix: str | Non
         raise ConfigError(f"option {path!r} cannot be", got=got, expected=expected, fix=fix)
 
 
+def check_counts(path: str, values: Mapping[str, int | None], largest: int = 2**31 - 1) -> None:
+    """Raise a ConfigError naming the first of the options below `path` that is neither None nor in 1 .. `largest`."""
+    for name, value in values.items():
+        check(value is None or 1 <= value <= largest, f"{path}.{name}", value, f"a whole number from 1 to {largest}")
+
+
 def check_name(path: str, name: str, known: Any) -> None:
     """Raise a ConfigError unless `name` is one of those of the Literal `known`."""
     names = typing.get_args(known)

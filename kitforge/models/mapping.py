@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -16,12 +17,61 @@ from kitforge.foundation.errors import ModelError
 HEADS = ("lm_head.weight", "transformer.output_layer.weight")
 
 
+MAX_COUNT = 2**31 - 1
+
+
 @final
 class ConfigFile(dict[str, Any]):
-    """A config.json. Asking for a key that it lacks is a ModelError."""
+    """A config.json, read with types and ranges. A key without a default must be there; null is as good as absent,
+    but where None has a meaning. Raises ModelError naming the key."""
 
     def __missing__(self, key: str) -> Any:
         raise ModelError("config.json lacks a key that this architecture needs", got=", ".join(self), expected=key)
+
+    def count(self, key: str, default: int | None = None, *, largest: int = MAX_COUNT) -> int:
+        """A whole number from 1 to `largest`; without a default it must be given."""
+        value = self[key] if default is None else self.given(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        self.check(is_whole and 1 <= value <= largest, key, f"a whole number from 1 to {largest}")
+        return int(value)
+
+    def optional_count(self, key: str, default: int | None = None) -> int | None:
+        """The same, or None where the file says null."""
+        return None if self.get(key, default) is None else self.count(key, default)
+
+    def number(self, key: str, default: float, *, least: float = 0.0, below: float = math.inf) -> float:
+        """A number of at least `least` and less than `below`."""
+        value = self.given(key, default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        self.check(
+            is_number and least <= value < below, key, f"a number from {least:g} up to, not including, {below:g}"
+        )
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.given(key, default)
+        self.check(isinstance(value, bool), key, "true or false")
+        return bool(value)
+
+    def group(self, key: str) -> dict[str, Any]:
+        """A mapping of its own; empty where there is none."""
+        value = self.given(key, {})
+        self.check(isinstance(value, Mapping), key, "a JSON object")
+        return dict(value)
+
+    def given(self, key: str, default: Any) -> Any:
+        """The value, or the default for one that is absent or null."""
+        value = self.get(key)
+        return default if value is None else value
+
+    def check(self, condition: bool, key: str, expected: str) -> None:
+        """Raise ModelError about the value of the key unless the condition holds."""
+        if not condition:
+            got = f"{key}={self.get(key)!r}"
+            raise ModelError("config.json has a value that no network has", got=got[:200], expected=expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,23 +166,25 @@ def _full_name(name: str, family: Family, wanted: Collection[str]) -> str:
     return next((candidate for candidate in candidates if candidate in wanted), name)
 
 
-def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_rope(config: ConfigFile) -> dict[str, Any]:
     """Rope's options of a config.json of either generation: `rope_parameters`, or `rope_scaling` with top-level keys.
 
     Returns theta, fraction and scaling (the options of `RopeScaling`, or None), absent keys left out.
     """
-    nested = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    nested = config.group("rope_parameters") or config.group("rope_scaling")
     result: dict[str, Any] = {}
-    theta = nested.pop("rope_theta", None) or config.get("rope_theta")
-    fraction = nested.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
-    if theta is not None:
-        result["theta"] = float(theta)
-    if fraction is not None:
-        result["fraction"] = float(fraction)
+    inner = {name: nested.pop(name, None) for name in ("rope_theta", "partial_rotary_factor")}
+    plain = ConfigFile(config | {name: value for name, value in inner.items() if value is not None})
+    if plain.get("rope_theta") is not None:
+        result["theta"] = plain.number("rope_theta", 0.0, least=1.0, below=1e12)
+    if plain.get("partial_rotary_factor") is not None:
+        result["fraction"] = plain.number("partial_rotary_factor", 0.0, below=1.0 + 1e-9)
+    # A note about the training of a YaRN checkpoint, which changes nothing computed.
+    nested.pop("finetuned", None)
     kind = nested.pop("rope_type", None) or nested.get("type") or "default"
     nested.pop("type", None)
     if kind != "default":
-        original = config.get("original_max_position_embeddings") or nested.pop(
+        original = config.optional_count("original_max_position_embeddings") or nested.pop(
             "original_max_position_embeddings", None
         )
         nested.pop("original_max_position_embeddings", None)

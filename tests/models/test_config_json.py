@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from kitforge.core.nn.rotary import RopeScaling
+from kitforge.core.nn.rotary import RopeScaling, RotaryAngles
 from kitforge.foundation.errors import ConfigError, KitforgeError, ModelError
 from kitforge.models.catalog import family_of_type
 from kitforge.models.llama.model import LlamaConfig
@@ -136,6 +137,52 @@ def test_every_key_that_is_needed_is_named_when_it_is_missing(name: str, peer: G
     for key in needed:
         with pytest.raises(ModelError, match=rf"expected: {key}"):
             family.read_config({other: value for other, value in config.items() if other != key})
+
+
+HOSTILE: list[Any] = [None, True, False, 0, 1, -1, 2, 7, 1e308, -1.5, 0.5, float("inf"), float("nan"), 2**31, 2**63]
+HOSTILE += [10**30, "", "a", "\x00", [], {}, [1], [[]], {"a": 1}, [0] * 100, [2**40], {"rope_type": []}, {"type": 3}]
+
+
+def hostile_rope() -> list[Any]:
+    """One bad value in each place of each kind of scaling."""
+    kinds = ("linear", "dynamic", "yarn", "longrope", "llama3")
+    names = ("factor", "original_max_position_embeddings", "low_freq_factor", "beta_fast", "mscale", "short_factor")
+    whole = {"factor": 2.0, "original_max_position_embeddings": 16}
+    longrope = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    return [
+        {"rope_type": kind, **whole, **(longrope if kind == "longrope" else {}), name: value}
+        for kind in kinds
+        for name in names
+        for value in HOSTILE
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2_window", "gpt2", "glm"])
+def test_a_value_that_no_network_has_is_refused_in_words_and_never_takes_long(name: str, peer: GetPeer) -> None:
+    family, config = family_of(peer(name))
+    changes: list[dict[str, Any]] = [{key: value} for key in config for value in HOSTILE if key != "model_type"]
+    changes += [] if name == "gpt2" else [{"rope_parameters": {"rope_theta": 1e4} | rope} for rope in hostile_rope()]
+    refused = 0
+    for change in changes:
+        try:
+            decoder = family.read_config(config | change).decoder()
+            if decoder.rotary is not None:
+                # What is accepted can be computed: every number of the scaling has been looked at.
+                RotaryAngles(decoder.rotary)(torch.arange(3))
+        except KitforgeError as error:
+            assert len(str(error)) < 2000, change
+            refused += 1
+    assert refused > len(changes) / 4
+
+
+def test_a_network_of_another_attention_is_refused() -> None:
+    with pytest.raises(ModelError, match="dual_chunk"):
+        read(LLAMA32 | {"dual_chunk_attention_config": {"chunk_size": 262144}})
+
+
+def test_a_note_about_the_training_of_yarn_changes_nothing() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    assert read(LLAMA32 | {"rope_scaling": yarn | {"finetuned": True}}) == read(LLAMA32 | {"rope_scaling": yarn})
 
 
 def test_an_unsupported_architecture_is_refused_with_those_that_are() -> None:

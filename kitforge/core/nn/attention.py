@@ -12,7 +12,7 @@ from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.context import AttentionSpec, Context, DropoutKey, dropout
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.norm import Norm
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,9 @@ class AttentionConfig:
     interleaved_rotary: bool = False
 
     def __post_init__(self) -> None:
+        check_counts("model", {"dim": self.dim, "head_dim": self.head_dim, "sliding_window": self.window})
+        check_counts("model", {"num_heads": self.num_heads})
+        check(0 <= self.dropout < 1, "model.attention_dropout", self.dropout, "a probability less than 1")
         grouped = self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads == 0
         check(grouped, "num_kv_heads", self.num_kv_heads, f"a divisor of num_heads={self.num_heads}")
 

@@ -12,6 +12,9 @@ from kitforge.core.nn.attention import Attention, AttentionConfig
 from kitforge.core.nn.context import Context, dropout
 from kitforge.core.nn.mlp import MLP, MLPConfig
 from kitforge.core.nn.norm import Norm, NormKind
+from kitforge.foundation.config import check
+
+DROPOUT = "a probability less than 1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +27,10 @@ class BlockConfig:
     norm_eps: float
     sandwich: bool = False
     dropout: float = 0.0  # of each branch's output
+
+    def __post_init__(self) -> None:
+        check(0 <= self.norm_eps < 1, "model.norm_eps", self.norm_eps, "0 or more, less than 1")
+        check(0 <= self.dropout < 1, "model.residual_dropout", self.dropout, DROPOUT)
 
 
 @final

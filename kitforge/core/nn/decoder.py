@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
-from kitforge.core.nn.block import Block, BlockConfig
+from kitforge.core.nn.block import DROPOUT, Block, BlockConfig
 from kitforge.core.nn.causal_lm import Geometry
 from kitforge.core.nn.context import CausalAttend, Context, dropout
 from kitforge.core.nn.init import unfilled_embedding
 from kitforge.core.nn.norm import Norm
 from kitforge.core.nn.rotary import RotaryAngles, RotaryConfig, document_lengths
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_counts
+
+# A family's configuration makes as many blocks as it is asked for, so absurd counts are refused first.
+MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +39,9 @@ class DecoderConfig:
     embedding_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        check(self.vocab_size > 0, "model.vocab_size", self.vocab_size, "a positive whole number")
-        check(len(self.blocks) > 0, "model.num_layers", len(self.blocks), "a positive whole number")
+        check_counts("model", {"vocab_size": self.vocab_size, "max_length": self.max_length})
+        check_counts("model", {"num_layers": len(self.blocks)})
+        check(0 <= self.embedding_dropout < 1, "model.embedding_dropout", self.embedding_dropout, DROPOUT)
 
 
 class FamilyConfig(Protocol):

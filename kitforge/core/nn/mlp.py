@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.linear import Linear
+from kitforge.foundation.config import check_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,9 @@ class MLPConfig:
     hidden_dim: int
     kind: Literal["gelu_tanh", "swiglu"]
     bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_counts("model", {"dim": self.dim, "mlp_dim": self.hidden_dim})
 
 
 @final

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,16 @@ class RopeScaling:
         if self.kind == "longrope":
             both = self.short_factor is not None and self.long_factor is not None
             check(both, "rope_scaling.short_factor", self.short_factor, "short_factor and long_factor, for longrope")
+        check_counts("rope_scaling", {"original_length": self.original_length})
+        for name in ("factor", "attention_factor", "beta_fast", "beta_slow"):
+            value = getattr(self, name)
+            check(value is None or 0 < value < 1e6, f"rope_scaling.{name}", value, "above 0, less than a million")
+        for name in ("mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            check(value is None or 0 <= value < 1e6, f"rope_scaling.{name}", value, "0 or more, less than a million")
+        ordered = 0 < self.low_frequency_factor < self.high_frequency_factor < 1e6
+        expected = f"above 0, less than high_frequency_factor={self.high_frequency_factor}"
+        check(ordered, "rope_scaling.low_frequency_factor", self.low_frequency_factor, expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +62,21 @@ class RotaryConfig:
     max_length: int
     interleaved: bool = False  # pairs are (2i, 2i + 1) instead of (i, i + dim / 2)
     scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        check_counts("model", {"max_length": self.max_length, "head_dim": self.dim})
+        check(self.dim % 2 == 0, "model.head_dim", self.dim, "an even number of features that rotate")
+        check(1 < self.theta < 1e12, "model.rope_theta", self.theta, "above 1")
+        if (scaling := self.scaling) is None:
+            return
+        check(scaling.kind != "dynamic" or self.dim > 2, "model.head_dim", self.dim, "more than 2, for dynamic")
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(scaling, name)
+            fits = factors is None or (len(factors) == self.dim // 2 and all(0 < each < 1e6 for each in factors))
+            check(fits, f"rope_scaling.{name}", factors, f"{self.dim // 2} numbers above 0")
+        # The logarithm of the length is divided by.
+        original = scaling.original_length or self.max_length
+        check(original > 1, "rope_scaling.original_length", original, "more than 1")
 
 
 class RotaryAngles:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.models.glm.model import GLMConfig
@@ -17,50 +18,50 @@ def read_config(config: Mapping[str, Any]) -> GLMConfig:
     return _read_chatglm(config) if config["model_type"] == "chatglm" else _read_glm(config)
 
 
-def _read_glm(config: Mapping[str, Any]) -> GLMConfig:
+def _read_glm(config: ConfigFile) -> GLMConfig:
     require(config, {"hidden_act": "silu"}, "GLM")
     rope = read_rope(config)
     scaling = rope.get("scaling")
     return GLMConfig(
-        vocab_size=config["vocab_size"],
-        dim=config["hidden_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config.get("head_dim", 128),
-        mlp_dim=config["intermediate_size"],
-        max_length=config.get("max_position_embeddings", 131072),
-        norm_eps=config.get("rms_norm_eps", 1.5625e-07),
+        vocab_size=config.count("vocab_size"),
+        dim=config.count("hidden_size"),
+        num_layers=config.count("num_hidden_layers", largest=MAX_LAYERS),
+        num_heads=config.count("num_attention_heads"),
+        num_kv_heads=config.count("num_key_value_heads"),
+        head_dim=config.optional_count("head_dim", 128),
+        mlp_dim=config.count("intermediate_size"),
+        max_length=config.count("max_position_embeddings", 131072),
+        norm_eps=config.number("rms_norm_eps", 1.5625e-07, below=1.0),
         rope_theta=rope.get("theta", 10000.0),
         rope_scaling=None if scaling is None else from_dict(RopeScaling, scaling, "rope_scaling"),
         rotary_fraction=rope.get("fraction", 0.5),
-        qkv_bias=config.get("attention_bias", True),
+        qkv_bias=config.flag("attention_bias", True),
         sandwich_norms=config["model_type"] == "glm4",
-        tie_embeddings=config.get("tie_word_embeddings", False),
-        attention_dropout=config.get("attention_dropout", 0.0),
+        tie_embeddings=config.flag("tie_word_embeddings", False),
+        attention_dropout=config.number("attention_dropout", 0.0, below=1.0),
     )
 
 
-def _read_chatglm(config: Mapping[str, Any]) -> GLMConfig:
+def _read_chatglm(config: ConfigFile) -> GLMConfig:
     """ChatGLM2/3 and the first release of glm-4-9b name the same network otherwise."""
     expected = {"rmsnorm": True, "add_bias_linear": False, "post_layer_norm": True}
     expected |= {"apply_residual_connection_post_layernorm": False}
     require(config, expected, "ChatGLM")
-    heads = config["num_attention_heads"]
-    grouped = config.get("multi_query_attention", False)
+    heads = config.count("num_attention_heads")
+    grouped = config.flag("multi_query_attention", False)
     return GLMConfig(
-        vocab_size=config["padded_vocab_size"],
-        dim=config["hidden_size"],
-        num_layers=config["num_layers"],
+        vocab_size=config.count("padded_vocab_size"),
+        dim=config.count("hidden_size"),
+        num_layers=config.count("num_layers", largest=MAX_LAYERS),
         num_heads=heads,
-        num_kv_heads=config["multi_query_group_num"] if grouped else heads,
-        head_dim=config["kv_channels"],
-        mlp_dim=config["ffn_hidden_size"],
-        max_length=config["seq_length"],
-        norm_eps=config.get("layernorm_epsilon", 1e-5),
-        rope_theta=10000.0 * config.get("rope_ratio", 1.0),
-        qkv_bias=config.get("add_qkv_bias", True),
-        tie_embeddings=config.get("tie_word_embeddings", False),
+        num_kv_heads=config.count("multi_query_group_num") if grouped else heads,
+        head_dim=config.count("kv_channels"),
+        mlp_dim=config.count("ffn_hidden_size"),
+        max_length=config.count("seq_length"),
+        norm_eps=config.number("layernorm_epsilon", 1e-5, below=1.0),
+        rope_theta=10000.0 * config.number("rope_ratio", 1.0, least=1e-4, below=1e12),
+        qkv_bias=config.flag("add_qkv_bias", True),
+        tie_embeddings=config.flag("tie_word_embeddings", False),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.foundation.errors import ModelError
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.mapping import ConfigFile, Family, Piece, require
@@ -18,18 +19,18 @@ def read_config(config: Mapping[str, Any]) -> GPT2Config:
         raise ModelError("GPT-2 with another activation", got=activation, expected="gelu_new")
     require(config, {"scale_attn_weights": True, "add_cross_attention": False}, "GPT-2")
     return GPT2Config(
-        vocab_size=config["vocab_size"],
-        dim=config["n_embd"],
-        num_layers=config["n_layer"],
-        num_heads=config["n_head"],
-        max_length=config.get("n_positions", 1024),
-        mlp_dim=config.get("n_inner"),
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        tie_embeddings=config.get("tie_word_embeddings", True),
-        embedding_dropout=config.get("embd_pdrop", 0.1),
-        attention_dropout=config.get("attn_pdrop", 0.1),
-        residual_dropout=config.get("resid_pdrop", 0.1),
-        scale_by_layer=config.get("scale_attn_by_inverse_layer_idx", False),
+        vocab_size=config.count("vocab_size"),
+        dim=config.count("n_embd"),
+        num_layers=config.count("n_layer", largest=MAX_LAYERS),
+        num_heads=config.count("n_head"),
+        max_length=config.count("n_positions", 1024),
+        mlp_dim=config.optional_count("n_inner"),
+        norm_eps=config.number("layer_norm_epsilon", 1e-5, below=1.0),
+        tie_embeddings=config.flag("tie_word_embeddings", True),
+        embedding_dropout=config.number("embd_pdrop", 0.1, below=1.0),
+        attention_dropout=config.number("attn_pdrop", 0.1, below=1.0),
+        residual_dropout=config.number("resid_pdrop", 0.1, below=1.0),
+        scale_by_layer=config.flag("scale_attn_by_inverse_layer_idx", False),
     )
 
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from kitforge.core.nn.attention import AttentionConfig
 from kitforge.core.nn.block import BlockConfig
-from kitforge.core.nn.decoder import DecoderConfig
+from kitforge.core.nn.decoder import MAX_LAYERS, DecoderConfig
 from kitforge.core.nn.mlp import MLPConfig
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,7 @@ class GPT2Config:
     scale_by_layer: bool = False  # divide attention scores by the layer's number, counted from 1
 
     def __post_init__(self) -> None:
+        check_counts("model", {"num_layers": self.num_layers}, MAX_LAYERS)
         divides = self.num_heads > 0 and self.dim % self.num_heads == 0
         check(divides, "model.num_heads", self.num_heads, f"a divisor of model.dim={self.dim}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ModelError
@@ -15,44 +16,47 @@ from kitforge.models.mapping import ConfigFile, Family, Piece, read_rope, requir
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     """Our options from a config.json."""
     config = ConfigFile(config)
-    require(config, {"hidden_act": "silu"}, "LLaMA")
+    require(config, {"hidden_act": "silu", "dual_chunk_attention_config": None}, "LLaMA")
     kind = config["model_type"]
     rope = read_rope(config)
     scaling = rope.get("scaling")
-    bias = config.get("attention_bias", kind == "qwen2")
+    bias = config.flag("attention_bias", kind == "qwen2")
     return LlamaConfig(
-        vocab_size=config["vocab_size"],
-        dim=config["hidden_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config.get("num_key_value_heads"),
-        head_dim=config.get("head_dim") or (128 if kind == "qwen3" else None),
-        mlp_dim=config["intermediate_size"],
-        max_length=config.get("max_position_embeddings", 2048),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        vocab_size=config.count("vocab_size"),
+        dim=config.count("hidden_size"),
+        num_layers=config.count("num_hidden_layers", largest=MAX_LAYERS),
+        num_heads=config.count("num_attention_heads"),
+        num_kv_heads=config.optional_count("num_key_value_heads"),
+        head_dim=config.optional_count("head_dim") or (128 if kind == "qwen3" else None),
+        mlp_dim=config.count("intermediate_size"),
+        max_length=config.count("max_position_embeddings", 2048),
+        norm_eps=config.number("rms_norm_eps", 1e-6, below=1.0),
         rope_theta=rope.get("theta", 10000.0),
         rope_scaling=None if scaling is None else from_dict(RopeScaling, scaling, "rope_scaling"),
-        tie_embeddings=config.get("tie_word_embeddings", False),
+        tie_embeddings=config.flag("tie_word_embeddings", False),
         qkv_bias=bias,
         out_bias=bias and kind != "qwen2",
-        mlp_bias=config.get("mlp_bias", False),
+        mlp_bias=config.flag("mlp_bias", False),
         qk_norm=kind == "qwen3",
         **_window(config, kind),
-        attention_dropout=config.get("attention_dropout", 0.0),
+        attention_dropout=config.number("attention_dropout", 0.0, below=1.0),
     )
 
 
-def _window(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _window(config: ConfigFile, kind: str) -> dict[str, Any]:
     """Mistral's window spans all layers; Qwen's, off by default, those from max_window_layers on."""
-    window = config.get("sliding_window", 4096)
-    if kind.startswith("qwen") and not config.get("use_sliding_window", False):
+    window = config.optional_count("sliding_window", 4096)
+    if kind.startswith("qwen") and not config.flag("use_sliding_window", False):
         window = None
     if window is None or kind == "llama":
         return {}
-    layers = config["num_hidden_layers"]
+    layers = config.count("num_hidden_layers", largest=MAX_LAYERS)
     types = config.get("layer_types") if kind != "mistral" else None
+    config.check(
+        types is None or (isinstance(types, list) and len(types) == layers), "layer_types", f"a list of {layers} kinds"
+    )
     if types is None and kind != "mistral":
-        first = config.get("max_window_layers", 28)
+        first = config.number("max_window_layers", 28)
         types = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
     if types is None or all(each == "sliding_attention" for each in types):
         return {"sliding_window": window}

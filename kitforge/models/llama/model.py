@@ -10,10 +10,10 @@ from typing import ClassVar
 
 from kitforge.core.nn.attention import AttentionConfig
 from kitforge.core.nn.block import BlockConfig
-from kitforge.core.nn.decoder import DecoderConfig
+from kitforge.core.nn.decoder import MAX_LAYERS, DecoderConfig
 from kitforge.core.nn.mlp import MLPConfig
 from kitforge.core.nn.rotary import RopeScaling, RotaryConfig
-from kitforge.foundation.config import check
+from kitforge.foundation.config import check, check_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class LlamaConfig:
     attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        check_counts("model", {"num_layers": self.num_layers}, MAX_LAYERS)
         divides = self.num_heads > 0 and (self.head_dim is not None or self.dim % self.num_heads == 0)
         check(divides, "model.num_heads", self.num_heads, f"a divisor of model.dim={self.dim}")
 
