@@ -1,0 +1,22 @@
+"""A plugin for tests with a fault in them: one that hangs ends the process as one that failed does."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+SECONDS = 30
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Fast tests take less than three seconds, also on a busy machine far less than this."""
+    # Not through pytest's capture: the process is gone before it would be shown.
+    faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.__stderr__)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
