@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -162,6 +163,13 @@ class CheckpointWriter:
         finally:
             self._executor.shutdown()
             self._snapshot = Snapshot()
+
+    def abandon(self, patience: float) -> None:
+        """Wait at most `patience` seconds for the last write, then leave it to itself, for the others wait until a rank
+        that failed has ended. A step that is not published by then does not appear."""
+        if self._pending is not None:
+            futures.wait([self._pending], timeout=patience)
+        self._executor.shutdown(wait=False)
 
     def _write(self, refusal: CheckpointError | None = None) -> None:
         # Whatever fails, on whichever rank, the draft vanishes on the way out, and the tables are let go.

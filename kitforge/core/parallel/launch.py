@@ -25,11 +25,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from kitforge.core.parallel.degrees import Degrees
-from kitforge.core.parallel.failure import LAUNCHED, RESUME
+from kitforge.core.parallel.failure import INTERRUPTED, LAUNCHED, RESUME
 from kitforge.foundation.errors import KitforgeError, TrainingError
 
 PROGRAM = ("-m", "kitforge")
-INTERRUPTED = 130
 # What torch's launcher takes over for itself and does not give back.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MONITOR_SECONDS = 0.1

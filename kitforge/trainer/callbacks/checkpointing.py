@@ -7,7 +7,10 @@ from typing import final
 
 from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.core.parallel.world import World
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, Run, can_save_at_end
+
+# Seconds that a rank which fails gives to the write that is under way; others wait for its end.
+PATIENCE = 1.0
 
 
 @final
@@ -32,12 +35,14 @@ class Checkpointing(Callback):
         # While steps are skipped there is nothing new to keep, and a rollback needs what came before them.
         is_due = event.kind == "checkpoint" and run.state.consecutive_skips == 0
         # A run that fails within a step ends with weights and cursor of different steps.
-        is_last = event.kind == "end" and run.state.is_settled
+        is_last = can_save_at_end(event, run)
         try:
             if is_due or is_last or is_new_best:
                 self._save(run)
         finally:
-            if event.kind == "end":
+            if event.kind == "end" and not event.is_clean and run.world.everyone is not None:
+                self._writer.abandon(PATIENCE)
+            elif event.kind == "end":
                 self._writer.close()
 
     def _save(self, run: Run) -> None:
