@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import final
 
+from kitforge.core.checkpoint.layout import step_folder
 from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.core.parallel.world import World
 from kitforge.trainer.callbacks.callback import Callback, Event, Run, can_save_at_end
@@ -18,6 +19,7 @@ class Checkpointing(Callback):
     """Writes to `root`/step_N in the background. Give it after every callback whose state should be inside."""
 
     def __init__(self, root: Path, *, keep_last: int, world: World, num_deltas: int = 0) -> None:
+        self._root = root
         self._writer = CheckpointWriter(root, keep_last=keep_last, world=world)
         self._num_deltas = num_deltas
         self._saved: int | None = None
@@ -27,6 +29,9 @@ class Checkpointing(Callback):
         """Save when due. A failure to write in the background is raised at the next save or at the end."""
         if event.kind == "start":
             self._best = run.state.best_step
+            # A run that goes on is the one before it, whose protection may be gone with a process that died.
+            if self._best is not None and step_folder(self._root, self._best).is_dir():
+                self._writer.protect(self._best)
         if event.kind == "rollback":
             self._writer.wait()
         if event.kind in ("start", "rollback"):
