@@ -23,8 +23,10 @@ from kitforge.api import Trainer
 from kitforge.cli.terminal import tell
 from kitforge.core.checkpoint import save as saving
 from kitforge.core.checkpoint.layout import steps
+from kitforge.core.parallel import failure as failing
 from kitforge.core.parallel import launch as launching
-from kitforge.core.parallel.failure import LAUNCHED, Watch, describe_error, write_error_file
+from kitforge.core.parallel.failure import LAUNCHED, Watch, describe_error, reserve_error_file, write_error_file
+from kitforge.foundation import device as devices
 from kitforge.foundation.errors import DataError, TrainingError
 from kitforge.foundation.types import Cursor, MicroBatch
 from kitforge.trainer.callbacks.callback import Callback, Event, Run
@@ -367,6 +369,37 @@ def test_what_a_rank_says_of_itself_is_not_replaced_by_what_another_did(
     assert said("no room", is_cause=True) == first
     assert said("rank 1 failed", is_cause=False) == first
     assert said("another error", is_cause=True)[0] == "another error"
+
+
+def test_a_full_disk_has_room_for_what_is_said_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    reserve_error_file()
+    (room,) = tmp_path.iterdir()
+    assert room.stat().st_size >= 2**16
+    write = failing.write_text
+
+    def in_what_is_free(path: Path, text: str) -> None:
+        assert not room.exists()
+        write(path, text)
+
+    monkeypatch.setattr(failing, "write_text", in_what_is_free)
+    write_error_file(FULL, "trace", is_cause=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "level"), [(["cpu"], "FATAL"), (["cpu", "mps"], "FATAL"), (["cpu", "cuda"], "ERROR")]
+)
+def test_the_watchdog_of_nccl_is_heard_where_there_may_be_one(
+    kinds: list[str], level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    monkeypatch.setattr(devices, "available", lambda: kinds)
+    with launching._surroundings(2):
+        assert os.environ["TORCH_CPP_LOG_LEVEL"] == level
+    assert "TORCH_CPP_LOG_LEVEL" not in os.environ
+    with pytest.raises(TrainingError, match="(?s)rank 0 was killed by SIGABRT.*watchdog of NCCL"):
+        launching._settle({0: failure(-signal.SIGABRT, 5)}, tmp_path)
 
 
 def test_the_first_error_is_raised_and_what_fails_after_it_is_logged(

@@ -36,6 +36,9 @@ STORE_GRACE = 5.0
 # Seconds that a process which ends by an error waits for its threads that are still at work.
 EXIT_GRACE = 1.0
 
+# Bytes that are kept free for the error file, as a full disk is what it often has to tell of; and under which name.
+ROOM, ROOM_NAME = 2**16, "room"
+
 # The error file is read and written by the rank and by its watch.
 _file_lock = threading.Lock()
 
@@ -88,7 +91,15 @@ def write_error_file(words: str, trace: str, *, is_cause: bool) -> None:
             "message": {"message": words, "extraInfo": extra},
             "kitforge": {"words": words, "trace": trace, "time": now, "is_cause": is_cause},
         }
+        Path(path).with_name(ROOM_NAME).unlink(missing_ok=True)
         write_text(Path(path), json.dumps(content))
+
+
+def reserve_error_file() -> None:
+    """Take now the room on the disk that `write_error_file` needs."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):
+            Path(path).with_name(ROOM_NAME).write_bytes(bytes(ROOM))
 
 
 def leave_word(words: str, trace: str, *, is_cause: bool) -> bool:
@@ -134,6 +145,7 @@ class Watch:
         self._left = threading.Event()
         self._own: BaseException | None = None
         self.first: dict[str, Any] | None = None  # the first failure of any rank, once it is known
+        reserve_error_file()
         threading.Thread(target=self._look, name="kitforge-watch", daemon=True).start()
 
     def publish(self, error: BaseException) -> None:
