@@ -139,10 +139,6 @@ def unwritable_metrics() -> None:
     train(None, FullMetrics(path), MetricsFile(path))
 
 
-def unwritable_metrics_of_the_run() -> None:
-    train(None, FullMetrics(Path("run/metrics.jsonl")))
-
-
 def fails_to_sample() -> None:
     from kitforge.inference.engine import Engine
     from tests.distributed.training import BASE, LLAMA, write_text
@@ -247,8 +243,6 @@ CASES: dict[str, tuple[int, str, Callable[[], None], str]] = {
     "a callback of the second of four": (4, "1", lambda: train(None, FullDisk("step")), FULL),
     "a callback at the start": (2, "1", lambda: train(None, FullDisk("start")), FULL),
     "a callback at the end": (2, "1", lambda: train(None, FullDisk("end"), evaluate_every=5), FULL),
-    "a callback at an evaluation": (2, "1", lambda: train(None, FullDisk("evaluate"), evaluate_every=3), FULL),
-    "a full disk under the metrics of the run": (2, "0", unwritable_metrics_of_the_run, FULL),
     "a full disk under metrics of one of four": (4, "1", unwritable_metrics, FULL),
     "a row that cannot be read": (2, "1", lambda: train(BadRow()), "rows 17 of part-00042.parquet cannot be read"),
     "no memory for an evaluation": (2, "1", lambda: train(NoMemory(), evaluate_every=3), "Tried to allocate 32.00 GiB"),
@@ -330,6 +324,7 @@ def blocked_in_a_kernel(folder: Path, aborts: bool) -> None:
     """The host waits in `.cpu()` for a kernel that waits for a rank which has failed."""
     path = folder / "error.json"
     os.environ |= {"TORCHELASTIC_ERROR_FILE": str(path), LAUNCHED: "1"}
+    failing.GRACE = 0.5
     Watch(OneFailure(), rank=0)  # type: ignore[arg-type]
     while aborts and not path.exists():
         time.sleep(0.01)
