@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,11 +27,15 @@ from kitforge.core.checkpoint.layout import steps
 from kitforge.core.parallel import failure as failing
 from kitforge.core.parallel import launch as launching
 from kitforge.core.parallel.failure import LAUNCHED, Watch, describe_error, reserve_error_file, write_error_file
+from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
+from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import DataError, TrainingError
 from kitforge.foundation.types import Cursor, MicroBatch
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, Run, can_save_at_end
 from kitforge.trainer.callbacks.metrics_file import MetricsFile
+from kitforge.trainer.loop import Loop
+from kitforge.trainer.options import RunOptions
 from tests.distributed.test_launch import failure
 from tests.trainer.regression import Regression
 
@@ -423,6 +428,43 @@ def test_the_first_error_is_raised_and_what_fails_after_it_is_logged(
     with pytest.raises(OSError, match="no room for the report"):
         begin(Line())
     assert ends[2:] == [True, False]
+
+
+def test_others_are_told_before_callbacks_hear_of_the_end() -> None:
+    class Told:
+        def publish(self, error: BaseException) -> None:
+            heard.append(str(error))
+
+    class Ends(FullDisk):
+        def on_event(self, event: Event, run: Run) -> None:
+            if event.kind == "step":
+                raise DataError("a bad row")
+            if event.kind == "end":
+                heard.append("end")
+
+    heard: list[str] = []
+    world = World(device=torch.device("cpu"), watch=Told())  # type: ignore[arg-type]
+    with pytest.raises(DataError):
+        Loop(Line(), from_dict(RunOptions, {"trainer": {"max_steps": 2}}), world, callbacks=[Ends("step")]).train()
+    assert heard == ["a bad row", "end"]
+
+
+@pytest.mark.parametrize(
+    ("is_clean", "is_settled", "everyone", "can_save"),
+    [
+        (True, True, "ranks", True),
+        (False, True, "ranks", False),
+        (False, True, None, True),
+        (False, False, None, False),
+        (True, False, "ranks", False),
+    ],
+)
+def test_ranks_save_together_at_a_clean_end_only(
+    is_clean: bool, is_settled: bool, everyone: str | None, can_save: bool
+) -> None:
+    run: Any = SimpleNamespace(state=SimpleNamespace(is_settled=is_settled), world=SimpleNamespace(everyone=everyone))
+    assert can_save_at_end(Event(kind="end", is_clean=is_clean), run) == can_save
+    assert not can_save_at_end(Event(kind="evaluate"), run)
 
 
 def test_one_process_still_saves_when_a_callback_fails(tmp_path: Path) -> None:
