@@ -20,6 +20,12 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 # A start after a failure must not find what the start before it left at the meeting point.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
+# Checkpoints travel over gloo, between the addresses that the names of the machines stand for.
+if [[ "$NODES" != 1 && -z "${GLOO_SOCKET_IFNAME:-}" && "$(getent ahostsv4 "$(hostname)" 2>/dev/null)" == 127.* ]]; then
+  echo "the name of this machine stands for itself only, as on Debian: other machines will not find it;" \
+    "export GLOO_SOCKET_IFNAME with the name of the interface that they reach, such as eth0" >&2
+fi
+
 resume=()
 case " $* " in
   *" output_dir="*) [[ "$VERB" == evaluate || " $* " == *" resume="* ]] || resume=(resume=auto) ;;

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from types import TracebackType
 
 from rich.markup import escape
 
-from kitforge.core.parallel.failure import explain, report
+from kitforge.core.parallel.failure import describe_error, explain, report
 from kitforge.core.parallel.lobby import place
-from kitforge.foundation.errors import KitforgeError
 from kitforge.foundation.log import console, errors
 
 
@@ -28,18 +26,7 @@ def say(text: str) -> None:
 def tell(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
     """What reaches a person in the place of a traceback; a rank that was started by another process tells that one."""
     error = explain(error) or error
-    words = _words(error)
+    words = describe_error(error)
     if report(error, words):
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ and "WORLD_SIZE" in os.environ else ""
         errors.print(f"[bold red]error:[/] {rank}{escape(words)}", highlight=False, soft_wrap=True)
-
-
-def _words(error: BaseException) -> str:
-    if isinstance(error, KitforgeError):
-        return str(error)
-    if isinstance(error, OSError):
-        words = f"{error.filename or 'this machine'}: {error.strerror or error}"
-        if error.errno == errno.ENOSPC:
-            words += "\n  do:       free some space, then go on with resume=auto"
-        return words
-    return f"{type(error).__name__}: {error}\n  do:       this is a mistake in Kitforge; --traceback shows where"

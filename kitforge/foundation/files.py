@@ -8,19 +8,38 @@ import hashlib
 import logging
 import os
 import shutil
+import socket
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO
 
 from kitforge.foundation.errors import DataError
 
 
+@cache
+def machine_name() -> str:
+    """Eight hexadecimal digits for where process numbers mean what they mean here: this host, since it was started, and
+    this container of it."""
+    facts = [socket.gethostname()]
+    with suppress(OSError):
+        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+    with suppress(OSError):
+        facts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
+
+
+def process_name() -> str:
+    """A name that no other living process has, on whatever machine: for what this one leaves on a shared volume."""
+    return f"{machine_name()}-{os.getpid()}"
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A binary file to write to; it appears at `path` complete when the block ends, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    draft = path.with_name(f".{path.name}.{process_name()}.draft")
     try:
         with open(draft, "wb") as file:
             yield file
@@ -42,14 +61,14 @@ def write_text(path: Path, text: str) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A draft folder to fill; it becomes `path` when the block ends, replacing what was there, or vanishes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    draft = path.with_name(f".{path.name}.{process_name()}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     try:
         yield draft
         sync_folder(draft)
         if path.exists():
-            old = path.with_name(f".{path.name}.{os.getpid()}.old")
+            old = path.with_name(f".{path.name}.{process_name()}.old")
             os.replace(path, old)
             os.replace(draft, path)
             shutil.rmtree(old)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -16,10 +15,12 @@ from kitforge.core.checkpoint.load import Checkpoint, newest, open_checkpoint
 from kitforge.core.optim.build import build_optimizer
 from kitforge.core.optim.schedules import Plateau, scale
 from kitforge.core.parallel.apply import parallel_of
+from kitforge.core.parallel.failure import describe_error
 from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.errors import ConfigError, TrainingError
+from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.trainer.callbacks.callback import Callback, Event
 from kitforge.trainer.options import RunOptions
@@ -32,6 +33,7 @@ from kitforge.trainer.update import update
 
 # A run that was given no length ends while its owner is still watching, and says so.
 DEFAULT_STEPS = 300
+_log = logger(__name__)
 
 
 @final
@@ -109,13 +111,19 @@ class Loop:
             )
         if (summary := self._run_options.summary) is not None:
             self.note("batches", summary)
+        still_here = iter(self.callbacks)
         with signals(self._interrupt):
             try:
                 if self.options.evaluate_first and self.state.cursor.step == 0 and self.state.evaluated is None:
                     metrics |= self._evaluate()
                 metrics |= self._run()
-            finally:
-                self._end()
+                for callback in still_here:
+                    callback.on_event(Event(kind="end"), self)
+            except BaseException as error:
+                # Before anything else, for the other ranks are waiting for this one by now.
+                self.world.publish_failure(error)
+                self._end_failed(still_here)
+                raise
         self._restore_best()
         self.task.close(Ending(metrics=metrics, was_interrupted=self._interrupted))
         return metrics
@@ -327,11 +335,14 @@ class Loop:
         for callback in self.callbacks:
             callback.on_event(event, self)
 
-    def _end(self) -> None:
-        """Every callback hears of the end, also when one before it fails, so that no report is lost to a full disk."""
-        with ExitStack() as stack:
-            for callback in reversed(self.callbacks):
-                stack.callback(callback.on_event, Event(kind="end"), self)
+    def _end_failed(self, callbacks: Iterator[Callback]) -> None:
+        """Those callbacks hear of the end that have not yet. The error that ended the run is the one to raise, so what
+        fails here is told in the log."""
+        for callback in callbacks:
+            try:
+                callback.on_event(Event(kind="end", is_clean=False), self)
+            except Exception as error:  # noqa: BLE001 (no report is to be lost to a full disk)
+                _log.error("%s, when the run failed: %s", type(callback).__name__, describe_error(error))
 
     def _interrupt(self) -> None:
         self._asked_to_stop = True

@@ -289,6 +289,22 @@ def test_the_torchrun_script_hands_everything_on(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("address", "given", "warns"),
+    [("127.0.1.1", {}, True), ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, False), ("10.0.0.7", {}, False)],
+)
+def test_a_name_that_other_machines_cannot_reach_is_told(
+    address: str, given: dict[str, str], warns: bool, tmp_path: Path
+) -> None:
+    for name, body in {"getent": f'echo "{address}  STREAM node-0"', "torchrun": "true"}.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NODES": "2", "RANKS_PER_NODE": "1", **given}
+    script = ["bash", "scripts/torchrun.sh", "output_dir=runs/a"]
+    done = subprocess.run(script, env=variables, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ("export GLOO_SOCKET_IFNAME" in done.stderr) == warns
+
+
 def test_the_slurm_script_meets_at_the_first_node(tmp_path: Path) -> None:
     slurm = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node-[7-8]"}
     script = ["bash", "scripts/slurm.sbatch", "model=llama_tiny", "output_dir=runs/a", "resume=auto"]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from torch import nn
 
-from kitforge.core.checkpoint.layout import step_folder, steps
+from kitforge.core.checkpoint import save as saving
+from kitforge.core.checkpoint.layout import KEEP, step_folder, steps
 from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.checkpoint.snapshot import Snapshot
+from kitforge.core.checkpoint.write import Written
 from kitforge.core.optim.build import Optimizer
 from kitforge.core.optim.schedules import ScheduleConfig, scale
 from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
+from tests.core.checkpoint.killed import child
 from tests.trainer import tiny
 from tests.trainer.regression import Regression, train
 
@@ -81,6 +87,38 @@ def test_a_run_that_stopped_early_stays_stopped_when_it_is_resumed(tmp_path: Pat
 def test_the_best_checkpoint_is_kept_besides_the_last(tmp_path: Path) -> None:
     train(tmp_path, Scripted(5.0, 1.0, 4.0, 3.0, 2.0, 2.0), evaluate_every=1, keep_checkpoints=2)
     assert steps(tmp_path / "checkpoints") == [2, 5, 6]
+
+
+def test_the_best_checkpoint_survives_a_death_while_a_better_one_is_written(
+    tmp_path: Path,
+) -> None:
+    write = saving.write_files
+
+    def die_at_step_4(draft: Path, snapshot: Snapshot, *further: int | None) -> Written:
+        if snapshot.step == 4:
+            os._exit(9)
+        return write(draft, snapshot, *further)
+
+    def run() -> None:
+        saving.write_files = die_at_step_4
+        train(tmp_path, Scripted(5.0, 1.0, 4.0, 0.5), evaluate_every=1, keep_checkpoints=1)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child(run), 0)[1]) == 9
+    root = tmp_path / "checkpoints"
+    assert steps(root) == [2, 3]
+    assert (step_folder(root, 2) / KEEP).exists()
+    train(tmp_path, Scripted(4.0, 4.0, 4.0), "auto", evaluate_every=1, keep_checkpoints=1)
+    assert steps(root) == [2, 6]
+
+
+def test_a_resumed_run_protects_its_best_checkpoint(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    train(tmp_path, Scripted(1.0, 2.0, 2.0, 2.0, 2.0, 2.0), evaluate_every=1, keep_checkpoints=2)
+    # As if it had died before the end, with the protection of its best step taken away.
+    shutil.rmtree(step_folder(root, 6))
+    (step_folder(root, 1) / KEEP).unlink()
+    train(tmp_path, Scripted(2.0), "auto", evaluate_every=1, keep_checkpoints=2)
+    assert steps(root) == [1, 5, 6]
 
 
 def test_what_is_best_can_be_the_largest(tmp_path: Path) -> None:

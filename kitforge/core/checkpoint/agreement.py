@@ -21,12 +21,14 @@ def together(work: Callable[[], T], agree: Agree, error: type[KitforgeError] = C
     """
     result: T | None = None
     failure: KitforgeError | None = None
-    told: str | None = "a rank failed in a way that was not foreseen; its own message tells more"
+    told: str | None = None
     try:
         result = work()
-        told = None
     except error as caught:
         failure, told = caught, str(caught)
+    except BaseException as caught:
+        told = f"a rank failed in a way that was not foreseen: {type(caught).__name__}: {caught}"
+        raise
     finally:
         answers = _answers(agree, (told, result))
     first = next((told for told, _ in answers if told is not None), None)

@@ -18,7 +18,7 @@ from kitforge.core.checkpoint import tensor_file
 from kitforge.core.checkpoint.leftovers import clean
 from kitforge.core.checkpoint.tensor_file import TensorFile
 from kitforge.foundation.errors import CheckpointError, ModelError
-from kitforge.foundation.files import sync_folder, write_text
+from kitforge.foundation.files import process_name, sync_folder, write_text
 from kitforge.foundation.untrusted import parse_json
 
 CONFIG = "config.json"
@@ -86,7 +86,7 @@ def write_folder(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         clean(folder)
-        draft = folder / f".export.{os.getpid()}.draft"
+        draft = folder / f".export.{process_name()}.draft"
         draft.mkdir()
         try:
             _write_weights(draft, tensors, shard_bytes)

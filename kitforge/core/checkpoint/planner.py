@@ -53,7 +53,7 @@ from kitforge.core.checkpoint.slices import by_name, check_slices
 from kitforge.core.checkpoint.write import package_version, share_name, write_state
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.foundation.errors import CheckpointError
-from kitforge.foundation.files import atomic_folder
+from kitforge.foundation.files import atomic_folder, process_name
 from kitforge.foundation.types import Region
 
 
@@ -176,7 +176,7 @@ class KitforgeWriter(StorageWriter):
 
     @property
     def _parts(self) -> Path:
-        return self._folder.with_name(f".{self._folder.name}.{os.getpid()}.parts")
+        return self._folder.with_name(f".{self._folder.name}.{process_name()}.parts")
 
     def _part(self, item: WriteItem) -> Part:
         return "optimizer" if item.index.fqn.startswith(self._optimizer_prefix) else "model"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -79,6 +80,9 @@ class CheckpointWriter:
         # Guards what `protect` and the background thread both decide: which steps stay.
         self._lock = threading.Lock()
         self._protected: set[int] = set()
+        # Steps that keep their protection until the one that is being written is published.
+        self._to_release: set[int] = set()
+        self._is_published = True
         self._tables = TableSaves({})
         # By step, the one that it builds on.
         self._bases: dict[int, int | None] = {}
@@ -123,6 +127,8 @@ class CheckpointWriter:
         # A step that is saved again stays protected if it was.
         if keep or (step_folder(self._root, step) / KEEP).exists():
             self._protected.add(step)
+        self._to_release.clear()
+        self._is_published = False
         self._pending = self._executor.submit(self._write)
         if not self._asynchronous:
             self.wait()
@@ -135,14 +141,18 @@ class CheckpointWriter:
             if not folder.is_dir() and not is_being_written:
                 raise CheckpointError(f"there is no step {step} to protect", got=steps(self._root))
             self._protected.add(step)
+            self._to_release.discard(step)
             if folder.is_dir() and self._rank == 0:
                 (folder / KEEP).touch()
 
     def release(self, step: int) -> None:
-        """Let that step go like any other once it is old."""
+        """Let that step go like any other once it is old, but not before what is being written is published: a best
+        step is on the disk before the one whose place it takes may go."""
         with self._lock:
             self._protected.discard(step)
-            if self._rank == 0:
+            if self._pending is not None and not self._is_published:
+                self._to_release.add(step)
+            elif self._rank == 0:
                 (step_folder(self._root, step) / KEEP).unlink(missing_ok=True)
 
     def wait(self) -> None:
@@ -162,6 +172,13 @@ class CheckpointWriter:
         finally:
             self._executor.shutdown()
             self._snapshot = Snapshot()
+
+    def abandon(self, patience: float) -> None:
+        """Wait at most `patience` seconds for the last write, then leave it to itself, for the others wait until a rank
+        that failed has ended. A step that is not published by then does not appear."""
+        if self._pending is not None:
+            futures.wait([self._pending], timeout=patience)
+        self._executor.shutdown(wait=False)
 
     def _write(self, refusal: CheckpointError | None = None) -> None:
         # Whatever fails, on whichever rank, the draft vanishes on the way out, and the tables are let go.
@@ -218,6 +235,9 @@ class CheckpointWriter:
                 (published / KEEP).touch()
             else:
                 (published / KEEP).unlink(missing_ok=True)
+            self._is_published = True
+            for step in self._to_release:
+                (step_folder(self._root, step) / KEEP).unlink(missing_ok=True)
             older = [step for step in steps(self._root) if step < self._snapshot.step]
             num_beyond = max(0, len(older) - self._keep_last + 1)
             folders = {step: step_folder(self._root, step) for step in older}

@@ -25,11 +25,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from kitforge.core.parallel.degrees import Degrees
-from kitforge.core.parallel.failure import LAUNCHED, RESUME
+from kitforge.core.parallel.failure import INTERRUPTED, LAUNCHED, RESUME
+from kitforge.foundation import device as devices
 from kitforge.foundation.errors import KitforgeError, TrainingError
 
 PROGRAM = ("-m", "kitforge")
-INTERRUPTED = 130
 # What torch's launcher takes over for itself and does not give back.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MONITOR_SECONDS = 0.1
@@ -133,6 +133,8 @@ def _death(rank: int, failure: ProcessFailure, folder: Path) -> KitforgeError:
     else:
         problem = f"rank {rank} was killed by {failure.signal_name()}"
         fix = "resume=auto goes on from the last checkpoint"
+    if failure.exitcode == -signal.SIGABRT:
+        fix = f"the watchdog of NCCL does so when another rank hangs; its lines tell which collective; {fix}"
     if failure.exitcode == -signal.SIGKILL:
         fix = f"it often means that the machine ran out of memory; {fix}"
     return TrainingError(problem, got=_last_lines(rank, folder), fix=fix)
@@ -149,11 +151,13 @@ def _last_lines(rank: int, folder: Path) -> str | None:
 def _surroundings(num_ranks: int) -> Iterator[None]:
     """What the ranks inherit, and a launcher that keeps its own counsel; all of it as before in the end."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    has_gloo_alone = all(devices.BACKENDS.get(kind, "gloo") == "gloo" for kind in devices.available())
     wanted = {
         LAUNCHED: "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // num_ranks))),
-        # A broken connection is told in words; torch's own lines about it would come on top.
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
+        # A broken connection is told in words; torch's own lines about it would come on top. But why the watchdog of
+        # NCCL aborts a process stands nowhere else.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL" if has_gloo_alone else "ERROR"),
     }
     before = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in SIGNALS} if _is_main_thread() else {}

@@ -25,13 +25,21 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from kitforge.core.parallel.degrees import Degrees
-from kitforge.core.parallel.failure import RESUME, Watch, explain, first_failure, is_timeout, tell_failure
+from kitforge.core.parallel.failure import (
+    RESUME,
+    Watch,
+    describe_error,
+    explain,
+    first_failure,
+    is_timeout,
+    tell_failure,
+)
 from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import ConfigError, DeviceError, KitforgeError, PeerError, TrainingError
 
 # Seconds between two looks at what another rank is to say, and how long ranks wait for one another's complaints.
-LOOK, PATIENCE = 1.0, 1.0
+LOOK, PATIENCE = 0.5, 1.0
 PACKAGE = Path(__file__).parents[2]
 
 
@@ -77,7 +85,8 @@ class Lobby:
         self._degrees = degrees
         self._place = where
         self._store = store
-        self._watch: Watch | None = None
+        # From the start, as a rank may be at work on its own for hours before it joins the others.
+        self._watch = None if where is None or store is None else Watch(cast(Any, store).clone(), where.rank)
         self._world: World | None = None
         self._has_joined = False
         self._num_turns = 0
@@ -113,8 +122,10 @@ class Lobby:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
+        if self._watch is not None and error is not None:
+            self._watch.publish(error)
         told = None if error is None else self.explain(error)
-        self.leave(failed=error is not None, words=str(told or error))
+        self.leave(failed=error is not None, words="" if error is None else describe_error(told or error))
         if told is not None:
             raise told from error
 
@@ -140,7 +151,7 @@ class Lobby:
             yield
         except BaseException as error:
             with suppress(dist.DistError):
-                tell_failure(self._store, self._place.rank, str(error))
+                tell_failure(self._store, self._place.rank, describe_error(error))
             raise
         if self._place.local_rank == 0:
             self._store.set(f"{done}/{self._place.machine}", "done")
@@ -158,7 +169,6 @@ class Lobby:
         if not dist.is_backend_available(backend):
             raise DeviceError(f"this torch was built without {backend}", got=self.device, fix="device=cpu uses gloo")
         devices.use(self.device)
-        self._watch = Watch(cast(Any, self._store).clone())
         # A program under torchrun may have joined its ranks before; it then parts them as well.
         if not dist.is_initialized():
             dist.init_process_group(
@@ -170,7 +180,7 @@ class Lobby:
                 device_id=None if self.device.type == "cpu" else self.device,
             )
             self._has_joined = True
-        self._world = World.joined(self._degrees, self.device)
+        self._world = World.joined(self._degrees, self.device, self._watch)
         return self._world
 
     def check_same(self, facts: Mapping[str, str]) -> None:
@@ -203,13 +213,17 @@ class Lobby:
 
     def explain(self, error: BaseException) -> KitforgeError | None:
         """`explain`, with the ranks that gave no sign of life or the one that said that it failed."""
-        if self._place is None or self._store is None or explain(error) is None:
+        is_explained = isinstance(error, PeerError)
+        if self._place is None or self._store is None or not (is_explained or explain(error)):
             return None
         waited = self._degrees.timeout if is_timeout(error) else None
         with suppress(dist.DistError):
-            if (first := first_failure(self._store)) is None:
+            # The store may be gone with rank 0 by now.
+            known = None if self._watch is None else self._watch.first
+            if (first := known or first_failure(self._store)) is not None:
+                return PeerError(f"rank {first['rank']} failed: {first['words']}", fix=RESUME)
+            if not is_explained:
                 return explain(error, waited=waited, silent=self._silent(self._place, self._store))
-            return PeerError(f"rank {first['rank']} failed: {first['words']}", fix=RESUME)
         return explain(error, waited=waited)
 
     def leave(self, *, failed: bool, words: str = "") -> None:
@@ -219,16 +233,17 @@ class Lobby:
         if failed:
             with suppress(dist.DistError):
                 tell_failure(self._store, self._place.rank, words)
-            if self._place.rank == 0 and not _launcher_keeps_store():
-                # The store goes with this process, so the others get the time to read it.
-                time.sleep(LOOK + PATIENCE)
-        if self._watch is not None:
-            self._watch.end()
         if self._has_joined and dist.is_initialized():
             if failed:
                 with suppress(RuntimeError):
                     _world_group().abort()
             dist.destroy_process_group()
+        if failed and self._place.rank == 0 and not _launcher_keeps_store():
+            # The store goes with this process, so the others get the time to read it.
+            time.sleep(2 * LOOK)
+        # It ends this process when one of the lines above does not return.
+        if self._watch is not None:
+            self._watch.end(failed=failed)
 
     def _wait(self, name: str) -> None:
         """Until a rank has set `name`, however long that takes; raises PeerError as soon as one has failed."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.failure import Watch
 from kitforge.core.parallel.mesh import Mesh
 
 
@@ -34,18 +35,20 @@ class World:
     device: torch.device
     mesh: Mesh | None = None
     beside: Beside | None = None
+    watch: Watch | None = None
 
     @classmethod
-    def joined(cls, degrees: Degrees, device: torch.device) -> World:
+    def joined(cls, degrees: Degrees, device: torch.device, watch: Watch | None = None) -> World:
         """That of this rank, among all that torch.distributed has joined. The first ones train, as many as the degrees
         ask for; all of them call this together."""
         num_beside = dist.get_world_size() - degrees.world
         mesh = Mesh(degrees, device.type, num_beside) if degrees.world > 1 else None
         if num_beside == 0:
-            return cls(device=device, mesh=mesh)
+            return cls(device=device, mesh=mesh, watch=watch)
         everyone = dist.new_group(backend="gloo", timeout=timedelta(seconds=degrees.timeout))
         beside = Beside(everyone=everyone, num_training=degrees.world)
-        return cls(device=device, mesh=mesh if dist.get_rank() < degrees.world else None, beside=beside)
+        own = mesh if dist.get_rank() < degrees.world else None
+        return cls(device=device, mesh=own, beside=beside, watch=watch)
 
     @property
     def rank(self) -> int:
@@ -108,6 +111,11 @@ class World:
     def first(self, value: Any) -> Any:
         """Rank 0's value on all ranks, those that train nothing among them."""
         return collectives.first_object(value, self.everyone)
+
+    def publish_failure(self, error: BaseException) -> None:
+        """Tell the launcher and the other ranks at once that this rank failed; no collective. Alone, nothing."""
+        if self.watch is not None:
+            self.watch.publish(error)
 
 
 # A run of one process on the CPU.

@@ -35,7 +35,7 @@ from kitforge.kits.rlhf.weights import whole_factors
 from kitforge.models.adapters import save_adapter
 from kitforge.models.catalog import config_of
 from kitforge.trainer.assembly import RunAssembly, evaluated
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, Run, can_save_at_end
 from kitforge.trainer.run import Run as FinishedRun
 from kitforge.trainer.run import default_folder, make_loop
 from kitforge.trainer.signals import signals
@@ -217,7 +217,7 @@ class KeepAdapter(Callback):
         scalar = run.model if isinstance(run.model, ScalarModel) else None
         network = policy_of(run.model) if scalar is None else scalar.backbone
         # What is cut is gathered by all ranks together, which they are only between steps.
-        if event.kind != "end" or run.folder is None or not run.state.is_settled or not isinstance(network, Decoder):
+        if not can_save_at_end(event, run) or run.folder is None or not isinstance(network, Decoder):
             return
         config = config_of_adapter(network)
         if config is None:

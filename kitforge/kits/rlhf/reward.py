@@ -16,7 +16,7 @@ from kitforge.kits.rlhf.config import RewardOptions
 from kitforge.kits.rlhf.pairs import halves, pair_batches, pair_count
 from kitforge.kits.rlhf.row_task import RowTask
 from kitforge.kits.rlhf.scalar_model import ScalarModel
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, Run, can_save_at_end
 
 # Pairs whose scores tell mean and deviation.
 MEASURED = 256
@@ -90,7 +90,7 @@ class Normalisation(Callback):
 
     def on_event(self, event: Event, run: Run) -> None:
         """Measure at evaluations and at the end."""
-        if event.kind in ("evaluate", "end") and run.state.is_settled:
+        if event.kind == "evaluate" or can_save_at_end(event, run):
             self._task.normalise(run.model)
             run.state.parallel.rest()
 

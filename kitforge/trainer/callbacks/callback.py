@@ -23,11 +23,13 @@ class Event:
     start: before the first step. step: after every step. log, evaluate: `record` is a line of metrics.jsonl.
     checkpoint: one is due now. rollback: the newest one is about to be read, so it must be on the disk.
     note: `record` has `event` and `message` (skip, resume, rollback, interrupt, ...). end: after the last step, also
-    after an interruption or a failure.
+    after an interruption or a failure; `is_clean` is False after a failure, when no other rank is there any more to
+    exchange anything with, and what a callback holds of this process is to be let go.
     """
 
     kind: EventKind
     record: dict[str, Any] = field(default_factory=dict)
+    is_clean: bool = True
 
 
 class Run(Protocol):
@@ -52,6 +54,12 @@ class Run(Protocol):
     def checkpoint_state(self) -> dict[str, Any]:
         """The whole of state.json."""
         ...
+
+
+def can_save_at_end(event: Event, run: Run) -> bool:
+    """Whether the run ends now, after a whole step, and all ranks are there to save what they hold together. One
+    process saves after a failure as well."""
+    return event.kind == "end" and run.state.is_settled and (event.is_clean or run.world.everyone is None)
 
 
 class Callback(ABC):

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import final
 
+from kitforge.core.checkpoint.layout import step_folder
 from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.core.parallel.world import World
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, Run, can_save_at_end
+
+# Seconds that a rank which fails gives to the write that is under way; others wait for its end.
+PATIENCE = 1.0
 
 
 @final
@@ -15,6 +19,7 @@ class Checkpointing(Callback):
     """Writes to `root`/step_N in the background. Give it after every callback whose state should be inside."""
 
     def __init__(self, root: Path, *, keep_last: int, world: World, num_deltas: int = 0) -> None:
+        self._root = root
         self._writer = CheckpointWriter(root, keep_last=keep_last, world=world)
         self._num_deltas = num_deltas
         self._saved: int | None = None
@@ -24,6 +29,9 @@ class Checkpointing(Callback):
         """Save when due. A failure to write in the background is raised at the next save or at the end."""
         if event.kind == "start":
             self._best = run.state.best_step
+            # A run that goes on is the one before it, whose protection may be gone with a process that died.
+            if self._best is not None and step_folder(self._root, self._best).is_dir():
+                self._writer.protect(self._best)
         if event.kind == "rollback":
             self._writer.wait()
         if event.kind in ("start", "rollback"):
@@ -32,12 +40,14 @@ class Checkpointing(Callback):
         # While steps are skipped there is nothing new to keep, and a rollback needs what came before them.
         is_due = event.kind == "checkpoint" and run.state.consecutive_skips == 0
         # A run that fails within a step ends with weights and cursor of different steps.
-        is_last = event.kind == "end" and run.state.is_settled
+        is_last = can_save_at_end(event, run)
         try:
             if is_due or is_last or is_new_best:
                 self._save(run)
         finally:
-            if event.kind == "end":
+            if event.kind == "end" and not event.is_clean and run.world.everyone is not None:
+                self._writer.abandon(PATIENCE)
+            elif event.kind == "end":
                 self._writer.close()
 
     def _save(self, run: Run) -> None:

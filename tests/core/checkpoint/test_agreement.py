@@ -47,7 +47,7 @@ def test_a_fault_of_the_program_goes_on_where_it_is_and_is_told_elsewhere() -> N
     first, second = Stage(2).play(act)
     assert isinstance(first, ZeroDivisionError)
     assert isinstance(second, CheckpointError)
-    assert "not foreseen" in str(second)
+    assert "not foreseen: ZeroDivisionError: integer division or modulo by zero" in str(second)
 
 
 def test_a_rank_that_is_gone_is_an_error_for_people() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kitforge.core.checkpoint import save as save_module
 from kitforge.core.checkpoint import snapshot, tensor_file
-from kitforge.core.checkpoint.layout import step_folder, steps
+from kitforge.core.checkpoint.layout import KEEP, step_folder, steps
 from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.foundation.errors import CheckpointError, ConfigError
@@ -117,6 +117,41 @@ def test_a_released_step_goes(tmp_path: Path) -> None:
             writer.release(step)
         example.save(writer, 3)
     assert steps(tmp_path) == [3]
+
+
+def is_kept(root: Path, step: int) -> bool:
+    return (step_folder(root, step) / KEEP).exists()
+
+
+def test_a_released_step_is_protected_until_the_one_being_written_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(CheckpointWriter(tmp_path, keep_last=1)) as writer:
+        example.save(writer, 1, keep=True)
+        writer.wait()
+        with held_writes(monkeypatch):
+            example.save(writer, 2, keep=True)
+            writer.release(1)
+            assert is_kept(tmp_path, 1)
+        writer.wait()
+        assert steps(tmp_path) == [2]
+        # Released with nothing to wait for, a step has to go with the next one.
+        writer.release(2)
+        assert not is_kept(tmp_path, 2)
+
+
+def test_a_released_step_stays_protected_when_the_one_being_written_fails(tmp_path: Path) -> None:
+    with closing(CheckpointWriter(tmp_path, keep_last=1)) as writer:
+        example.save(writer, 1, keep=True)
+        writer.wait()
+        with full_disk(100_000):
+            example.save(writer, 2, size=100_000, keep=True)
+            writer.release(1)
+            with pytest.raises(CheckpointError, match="step_2 could not"):
+                writer.wait()
+        for step in (3, 4):
+            example.save(writer, step)
+    assert steps(tmp_path) == [1, 4]
 
 
 def test_protecting_a_step_that_is_not_there_is_an_error(tmp_path: Path) -> None:
