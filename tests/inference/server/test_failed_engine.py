@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kitforge.core.nn.decoder import Decoder
-from kitforge.foundation.errors import EngineError
+from kitforge.foundation.errors import DeviceError, EngineError
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server import run
 from kitforge.inference.server.exchange import Service
@@ -20,23 +20,26 @@ from tests.inference.server.conftest import make_service, serving, until
 COMPLETIONS = "/v1/completions"
 
 
-def failing(model: Decoder, monkeypatch: pytest.MonkeyPatch, limits: ServeOptions | None = None) -> Service:
+def failing(model: Decoder, monkeypatch: pytest.MonkeyPatch, error: type[Exception] = RuntimeError) -> Service:
     """A service whose engine fails in its third step."""
-    service = make_service(model, ServeOptions() if limits is None else limits, EngineOptions())
-    engine, num_steps = service.worker._texts.engine, iter(range(100))
-    step = engine.step
+    service = make_service(model, ServeOptions(), EngineOptions())
+    texts, num_steps = service.worker._texts, iter(range(100))
+    step = texts.step
 
     def broken() -> object:
         if next(num_steps) == 2:
-            raise RuntimeError("boom")
+            raise error("boom")
         return step()
 
-    monkeypatch.setattr(engine, "step", broken)
+    monkeypatch.setattr(texts, "step", broken)
     return service
 
 
-def test_those_who_wait_and_those_who_come_are_told(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = failing(model, monkeypatch)
+@pytest.mark.parametrize("error", [RuntimeError, DeviceError])
+def test_those_who_wait_and_those_who_come_are_told(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    service = failing(model, monkeypatch, error)
     told: list[bool] = []
     service.worker.on_failure = lambda: told.append(True)
     with serving(service) as served:
