@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from kitforge.foundation.errors import ConfigError
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server import connections
 from kitforge.inference.server.connections import raise_file_limit, room_for
+from kitforge.inference.server.logs import SparseLines
 from kitforge.inference.server.options import ServeOptions
 from tests.inference.server.conftest import Served, make_service, metric, serving, until
 from tests.inference.server.test_bad_input import COMPLETIONS, answered, post, raw_request
@@ -193,6 +195,20 @@ def test_the_soft_limit_of_open_files_becomes_the_hard_one(monkeypatch: pytest.M
     monkeypatch.setattr(resource, "setrlimit", lambda *given: found.append(given))
     raise_file_limit()
     assert found == [(resource.RLIMIT_NOFILE, (4096, 4096))]
+
+
+def test_a_line_that_any_client_can_cause_is_not_written_again_at_once() -> None:
+    lines = SparseLines(seconds=3600)
+
+    def num_written(level: int, words: str) -> int:
+        records = [logging.LogRecord("any", level, "", 0, words, (), None) for _ in range(1000)]
+        return sum(bool(lines.filter(record)) for record in records)
+
+    assert num_written(logging.ERROR, "socket.accept() out of system resource\nsocket: 7") == 1
+    assert num_written(logging.ERROR, "socket.accept() out of system resource\nsocket: 8") == 0
+    assert num_written(logging.WARNING, "Invalid HTTP request received.") == 1
+    assert num_written(logging.ERROR, "Exception in ASGI application") == 1000
+    assert SparseLines(seconds=0).filter(logging.LogRecord("any", logging.WARNING, "", 0, "words", (), None))
 
 
 FEW_FILES = """
