@@ -56,7 +56,7 @@ BROKEN: dict[str, tuple[bytes, int, str]] = {
 
 def post(served: Served, path: str, content: bytes, **headers: str) -> httpx.Response:
     given = {"Content-Type": "application/json"} | headers
-    return httpx.post(served.url + path, content=content, headers=given, timeout=20)
+    return httpx.post(served.url + path, content=content, headers=given, timeout=60)
 
 
 def refusal(response: httpx.Response) -> str:
