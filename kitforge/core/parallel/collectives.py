@@ -115,6 +115,11 @@ def gathered(input: Tensor, group: Group, dim: int) -> Tensor:
     return input if group is None else _apply(_Gathered, input, group, dim)
 
 
+def replicated(input: Tensor, group: Group, dim: int) -> Tensor:
+    """`all_gather`; backward: this rank's piece of the gradient, since all ranks compute the same from the whole."""
+    return input if group is None else _apply(_Replicated, input, group, dim)
+
+
 def scattered_sum(input: Tensor, group: Group, dim: int) -> Tensor:
     """`reduce_scatter` of partial sums; backward: `all_gather`."""
     return input if group is None else _apply(_ScatteredSum, input, group, dim)
@@ -149,6 +154,17 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return reduce_scatter(grad, ctx.group, ctx.dim), None, None
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.length = group, dim, input.shape[dim]
+        return all_gather(input, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.narrow(ctx.dim, index(ctx.group) * ctx.length, ctx.length), None, None
 
 
 class _ScatteredSum(torch.autograd.Function):
