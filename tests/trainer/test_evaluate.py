@@ -1,6 +1,7 @@
 """Sums over all batches, divided once."""
 
 import torch
+from torch import Tensor
 
 from kitforge.foundation.types import Sums
 from kitforge.trainer.evaluate import weighted_means
@@ -29,3 +30,15 @@ def test_small_sums_are_not_lost_beside_large_ones() -> None:
 
 def test_nothing_to_evaluate_gives_no_metrics() -> None:
     assert weighted_means([], sums, counts) == {}
+
+
+class SinglePrecision(Tensor):
+    """A value on a device that has no float64, as Apple's have none."""
+
+    def double(self) -> Tensor:
+        raise TypeError("Cannot convert a MPS Tensor to float64")
+
+
+def test_devices_without_float64_evaluate_as_well() -> None:
+    value = torch.tensor(3.0).as_subclass(SinglePrecision)
+    assert weighted_means([2], lambda _: {"loss": value}, lambda count: {"loss": torch.tensor(count)})["loss"] == 1.5
