@@ -185,14 +185,18 @@ def _roots(model: nn.Module, sharding: Sharding) -> Mapping[str, Sequence[str]]:
 
 
 def _sum_parts(parameters: list[nn.Parameter], group: collectives.Group) -> None:
-    """Sum small gradients over the ranks in one message; one that this rank has none of counts as zero."""
+    """Sum small gradients over the ranks in one message, which also says who has one: a missing gradient counts as
+    zero, and one that no rank has stays None."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         return
     gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
-    flat = collectives.all_reduce_(torch.cat([gradient.reshape(-1) for gradient in gradients]), group)
-    for parameter, gradient in zip(trained, torch.split(flat, [each.numel() for each in trained]), strict=True):
-        parameter.grad = gradient.view_as(parameter)
+    flats = [gradient.reshape(-1) for gradient in gradients]
+    used = flats[0].new_tensor([each.grad is not None for each in trained])
+    flat = collectives.all_reduce_(torch.cat([*flats, used]), group)
+    *sums, answers = torch.split(flat, [*(each.numel() for each in flats), len(trained)])
+    for parameter, gradient, is_used in zip(trained, sums, answers.tolist(), strict=True):
+        parameter.grad = gradient.view_as(parameter) if is_used else None
 
 
 def layouts_with_states(layouts: Mapping[str, Layout], states: Mapping[str, Tensor]) -> dict[str, Layout]:
