@@ -20,6 +20,8 @@ _reduce_scatter_single = (
 )
 SUM = dist.ReduceOp.SUM
 MAX = dist.ReduceOp.MAX
+# Bytes of one message of a broadcast, and of memory that it takes.
+BROADCAST_BYTES = 64 * 2**20
 
 
 def size(group: Group) -> int:
@@ -43,6 +45,11 @@ def start_all_reduce_(input: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Begin to sum in place over the ranks; `wait` of what is returned ends it."""
     work: dist.Work = dist.all_reduce(input, group=group, async_op=True)
     return work
+
+
+def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Fill the tensors with the values of the group's first rank, many small ones in one message."""
+    dist._broadcast_coalesced(group, list(tensors), BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.degrees import Degrees
 from kitforge.core.parallel.mesh import Mesh
+from kitforge.foundation.dtype import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class World:
     device: torch.device
     mesh: Mesh | None = None
     beside: Beside | None = None
+    precision: Precision = "fp32"  # in which `shard` gathers weights
 
     @classmethod
     def joined(cls, degrees: Degrees, device: torch.device) -> World:
@@ -46,6 +48,10 @@ class World:
         everyone = dist.new_group(backend="gloo", timeout=timedelta(seconds=degrees.timeout))
         beside = Beside(everyone=everyone, num_training=degrees.world)
         return cls(device=device, mesh=mesh if dist.get_rank() < degrees.world else None, beside=beside)
+
+    def with_precision(self, precision: Precision) -> World:
+        """The same world, for networks that are computed in that precision."""
+        return replace(self, precision=precision)
 
     @property
     def rank(self) -> int:
