@@ -220,7 +220,7 @@ class Trainer:
         )
 
     def _own_loop(self, task: Task, options: RunOptions, lobby: Lobby) -> tuple[Loop, Path]:
-        world = lobby.join()
+        world = lobby.join().with_precision(options.precision)
         lobby.check_same({"configuration": to_yaml(to_dict(options))})
         folder = world.first(default_folder(options, self._model_name))
         config = to_dict(options)

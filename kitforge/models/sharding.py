@@ -24,7 +24,7 @@ DECODER = Sharding(
         Rule(module="blocks.*.mlp.gate", splits=_ROWS),
         Rule(module="blocks.*.mlp.up", splits=_ROWS),
         Rule(module="blocks.*.mlp.down", splits=_COLUMNS, after={TENSOR: "reduce"}),
-        Rule(module="norm", after={TENSOR: "gather"}),
+        Rule(module="norm", after={TENSOR: "replicate"}),
     ),
     divided={TENSOR: ("num_heads", "num_kv_heads")},
     roots={"": ("hidden",)},

@@ -25,7 +25,7 @@ def weighted_means(
     divisors: dict[str, float] = {}
     for batch in batches:
         for name, value in sums(batch).items():
-            totals[name] = totals.get(name, 0.0) + float(value.double())
+            totals[name] = totals.get(name, 0.0) + float(value)
         for name, value in counts(batch).items():
             divisors[name] = divisors.get(name, 0.0) + float(value)
     totals, divisors = _added(totals, over_ranks), _added(divisors, over_ranks)

@@ -71,6 +71,7 @@ class Loop:
         self.model = task.build(world)
         _part_noise(options.seed, world)
         self._parallel = parallel_of(self.model, world)
+        self._parallel.broadcast_replicas()
         groups = self._parallel.pieces_of(task.parameter_groups(self.model, options.optimizer.weight_decay))
         self.state = TrainingState(
             model=self.model,

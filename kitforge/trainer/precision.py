@@ -17,7 +17,8 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
     """The context of a forward pass; weights stay fp32."""
     if precision == "fp32":
         return nullcontext()
-    return torch.autocast(device.type, DTYPES[precision])
+    # The cache would keep a rounded copy of every weight until the pass ends, of gathered ones as well.
+    return torch.autocast(device.type, DTYPES[precision], cache_enabled=False)
 
 
 @final

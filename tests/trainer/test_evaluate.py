@@ -1,9 +1,13 @@
 """Sums over all batches, divided once."""
 
+from pathlib import Path
+
 import torch
+from torch import Tensor
 
 from kitforge.foundation.types import Sums
 from kitforge.trainer.evaluate import weighted_means
+from tests.trainer import tiny
 
 
 def sums(batch: list[float]) -> Sums:
@@ -29,3 +33,26 @@ def test_small_sums_are_not_lost_beside_large_ones() -> None:
 
 def test_nothing_to_evaluate_gives_no_metrics() -> None:
     assert weighted_means([], sums, counts) == {}
+
+
+class SinglePrecision(Tensor):
+    """A value on a device that has no float64, as Apple's have none."""
+
+    def double(self) -> Tensor:
+        raise TypeError("Cannot convert a MPS Tensor to float64")
+
+
+def test_devices_without_float64_evaluate_as_well() -> None:
+    value = torch.tensor(3.0).as_subclass(SinglePrecision)
+    assert weighted_means([2], lambda _: {"loss": value}, lambda count: {"loss": torch.tensor(count)})["loss"] == 1.5
+
+
+def test_evaluation_drops_nothing_out(tmp_path: Path, corpus: Path) -> None:
+    choices = {"trainer.evaluate_first": True, "trainer.max_steps": 1}
+    for name, dropout in (("with", dict.fromkeys(tiny.DROPOUT, 0.5)), ("without", {})):
+        tiny.run(tmp_path / name, corpus, {"model": tiny.GPT2 | dropout, **choices})
+    first, other = (tiny.records(tmp_path / name, "eval")[0]["eval/loss"] for name in ("with", "without"))
+    assert first == other
+    # The step between them shows that there is something to drop.
+    first, other = (tiny.records(tmp_path / name, "train")[0]["loss"] for name in ("with", "without"))
+    assert first != other

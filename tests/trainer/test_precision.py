@@ -55,6 +55,14 @@ def test_the_loss_falls_in_every_precision(tmp_path: Path, corpus: Path, precisi
     assert course[-1] < 0.7 * course[0]
 
 
+def test_fp16_scales_the_loss_and_takes_the_scale_out_again(tmp_path: Path, corpus: Path) -> None:
+    norms = []
+    for precision in ("fp32", "fp16"):
+        tiny.run(tmp_path / precision, corpus, {"precision": precision, "trainer.max_steps": 1, "data.validation": 0.0})
+        norms += [record["grad_norm"] for record in tiny.records(tmp_path / precision, "train")]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_keeps_weights_and_optimizer_whole(tmp_path: Path, corpus: Path, precision: str) -> None:
     tiny.run(tmp_path, corpus, {"precision": precision, "trainer.max_steps": 1})

@@ -26,3 +26,11 @@ def storage_dtype(input: Tensor) -> torch.dtype | None:
     if input.device.type != "cpu" or NATIVE.get(wanted, True):
         return None
     return wanted
+
+
+def matched(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What to multiply `input` with: in its dtype where they differ and no autocast sees to it, as when a model whose
+    weights were gathered in half precision generates."""
+    if weight.dtype == input.dtype or torch.is_autocast_enabled(input.device.type):
+        return weight, bias
+    return weight.to(input.dtype), None if bias is None else bias.to(input.dtype)

@@ -21,10 +21,12 @@ from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.matrices import WholeMatrices, gather_whole
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.norm import norm_over_ranks
+from kitforge.core.parallel.replicas import broadcast_replicas, check_alike, replica_drift
 from kitforge.core.parallel.shard import ShardedUnits, local_tensor
 from kitforge.core.parallel.sharding import TENSOR, Sharding, check_geometry
 from kitforge.core.parallel.tensor import SplitModel
 from kitforge.core.parallel.world import World
+from kitforge.foundation.dtype import DTYPES
 from kitforge.foundation.types import Region
 
 _ATTRIBUTE = "parallel_model"
@@ -47,8 +49,25 @@ class ParallelModel:
         self._units: ShardedUnits | None = None
         self._copies: Copies | None = None
         if world.mesh is not None:
-            self._distribute(sharding, world.mesh)
+            self._unite(world.mesh)
+            self._distribute(sharding, world.mesh, DTYPES[world.precision])
         self._bind()
+
+    def broadcast_replicas(self) -> None:
+        """Give every replica of a weight or buffer the values of the first rank that holds it; all ranks call this
+        once the model has its values."""
+        if self._mesh is not None:
+            broadcast_replicas({**dict(self.tensors()), **dict(self.model.named_buffers())}, self.layouts, self._mesh)
+
+    def settle_replicas(self, states: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> dict[str, list[int]]:
+        """Compare the replicas of weights, buffers and `states` bit by bit. Where they differ all take the values of
+        the first rank that holds them; the answer names these tensors, and the ranks that had others."""
+        if self._mesh is None:
+            return {}
+        tensors = {**dict(self.tensors()), **states}
+        drift = replica_drift(tensors, layouts, self._mesh)
+        broadcast_replicas({name: tensors[name] for name in drift}, layouts, self._mesh)
+        return drift
 
     def materialise(self, device: torch.device) -> None:
         """Give a model that was laid out on the meta device its memory, without values."""
@@ -142,7 +161,14 @@ class ParallelModel:
         if self._units is not None:
             self._units.rest()
 
-    def _distribute(self, sharding: Sharding, mesh: Mesh) -> None:
+    def _unite(self, mesh: Mesh) -> None:
+        """Let all ranks begin with the first one's values, before each keeps a piece of them."""
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        real = {name: each for name, each in tensors.items() if not each.is_meta}
+        check_alike(real, mesh)
+        broadcast_replicas(real, {}, mesh)
+
+    def _distribute(self, sharding: Sharding, mesh: Mesh, compute_dtype: torch.dtype) -> None:
         decoders: list[nn.Module] = [each for each in self.model.modules() if isinstance(each, Decoder)]
         for each in decoders or [self.model]:
             check_geometry(sharding, each.geometry if isinstance(each, CausalLM) else None, mesh.degrees)
@@ -150,14 +176,15 @@ class ParallelModel:
             self._split = SplitModel(self.model, sharding, mesh)
             self.layouts = self._split.layouts
         if mesh.degree("shard") > 1:
-            self._units = ShardedUnits(self.model, mesh, _roots(self.model, sharding))
+            self._units = ShardedUnits(self.model, mesh, _roots(self.model, sharding), compute_dtype)
             degree = mesh.degree("shard")
             self.layouts = {name: layout.cut("shard", 0, degree) for name, layout in self.layouts.items()}
 
 
 def apply(model: nn.Module, sharding: Sharding, world: World) -> ParallelModel:
-    """Distribute a model, on the meta device or with values that all ranks share, over the world; see the model from
-    then on through what is returned. Raises ConfigError for degrees that the model cannot be split by."""
+    """Distribute a model, on the meta device or with values, of which those of the first rank count, over the world,
+    on all ranks together; see the model from then on through what is returned. Raises ConfigError for degrees that the
+    model cannot be split by, ModelError where ranks have built different models."""
     parallel = ParallelModel(model, sharding, world)
     model.__dict__[_ATTRIBUTE] = parallel
     return parallel
@@ -185,14 +212,18 @@ def _roots(model: nn.Module, sharding: Sharding) -> Mapping[str, Sequence[str]]:
 
 
 def _sum_parts(parameters: list[nn.Parameter], group: collectives.Group) -> None:
-    """Sum small gradients over the ranks in one message; one that this rank has none of counts as zero."""
+    """Sum small gradients over the ranks in one message, which also says who has one: a missing gradient counts as
+    zero, and one that no rank has stays None."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         return
     gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
-    flat = collectives.all_reduce_(torch.cat([gradient.reshape(-1) for gradient in gradients]), group)
-    for parameter, gradient in zip(trained, torch.split(flat, [each.numel() for each in trained]), strict=True):
-        parameter.grad = gradient.view_as(parameter)
+    flats = [gradient.reshape(-1) for gradient in gradients]
+    used = flats[0].new_tensor([each.grad is not None for each in trained])
+    flat = collectives.all_reduce_(torch.cat([*flats, used]), group)
+    *sums, answers = torch.split(flat, [*(each.numel() for each in flats), len(trained)])
+    for parameter, gradient, is_used in zip(trained, sums, answers.tolist(), strict=True):
+        parameter.grad = gradient.view_as(parameter) if is_used else None
 
 
 def layouts_with_states(layouts: Mapping[str, Layout], states: Mapping[str, Tensor]) -> dict[str, Layout]:

@@ -20,6 +20,8 @@ _reduce_scatter_single = (
 )
 SUM = dist.ReduceOp.SUM
 MAX = dist.ReduceOp.MAX
+# Bytes of one message of a broadcast, and of memory that it takes.
+BROADCAST_BYTES = 64 * 2**20
 
 
 def size(group: Group) -> int:
@@ -43,6 +45,11 @@ def start_all_reduce_(input: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Begin to sum in place over the ranks; `wait` of what is returned ends it."""
     work: dist.Work = dist.all_reduce(input, group=group, async_op=True)
     return work
+
+
+def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Fill the tensors with the values of the group's first rank, many small ones in one message."""
+    dist._broadcast_coalesced(group, list(tensors), BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:
@@ -115,6 +122,11 @@ def gathered(input: Tensor, group: Group, dim: int) -> Tensor:
     return input if group is None else _apply(_Gathered, input, group, dim)
 
 
+def replicated(input: Tensor, group: Group, dim: int) -> Tensor:
+    """`all_gather`; backward: this rank's piece of the gradient, since all ranks compute the same from the whole."""
+    return input if group is None else _apply(_Replicated, input, group, dim)
+
+
 def scattered_sum(input: Tensor, group: Group, dim: int) -> Tensor:
     """`reduce_scatter` of partial sums; backward: `all_gather`."""
     return input if group is None else _apply(_ScatteredSum, input, group, dim)
@@ -149,6 +161,17 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return reduce_scatter(grad, ctx.group, ctx.dim), None, None
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.length = group, dim, input.shape[dim]
+        return all_gather(input, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.narrow(ctx.dim, index(ctx.group) * ctx.length, ctx.length), None, None
 
 
 class _ScatteredSum(torch.autograd.Function):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kitforge.core.parallel import collectives
+from kitforge.foundation.errors import ModelError
 
 # Large enough for the link's full rate, small enough that the first is on its way early.
 BUCKET_BYTES = 25 * 2**20
@@ -48,21 +49,37 @@ class Copies:
     def micro_batch(self, is_last: bool) -> None:
         """Whether the coming backward pass is the last of its step."""
         self._is_last = is_last
-        self._num_sent = 0
-        for bucket in self._buckets:
-            bucket.num_ready = 0
 
     def finish(self) -> None:
-        """Wait until every gradient is the sum over the copies. One that no micro-batch had here counts as zero."""
+        """Wait until every gradient is the sum over the copies. One that is missing here counts as zero; one that no
+        copy has is None on all of them, so that optimizers leave its parameter alone, as in one process."""
+        if not self._buckets:
+            return
+        parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
+        sent = [parameter for bucket in self._buckets[: self._num_sent] for parameter in bucket.parameters]
+        if any(parameter.grad is not None for parameter in sent):
+            raise ModelError(
+                "a gradient was added after it had been sent to the other ranks",
+                expected="one backward pass for each micro-batch",
+                fix="use_reentrant=False where torch.utils.checkpoint is called, one sum of all losses in `loss`",
+            )
+        # What was sent has no `.grad` any more; it was sent because all of it was there.
+        is_used = [1.0] * len(sent) + [float(parameter.grad is not None) for parameter in parameters[len(sent) :]]
+        used = torch.tensor(is_used, device=parameters[0].device)
+        agreement = collectives.start_all_reduce_(used, self._group)
         for bucket in self._buckets[self._num_sent :]:
             self._send(bucket)
+        agreement.wait()
+        answers = iter(used.tolist())
         for bucket in self._buckets:
             assert bucket.work is not None and bucket.flat is not None
             bucket.work.wait()
             gradients = torch.split(bucket.flat, [parameter.numel() for parameter in bucket.parameters])
             for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
-                parameter.grad = gradient.view_as(parameter)
+                parameter.grad = gradient.view_as(parameter) if next(answers) else None
             bucket.work = bucket.flat = None
+            bucket.num_ready = 0
+        self._num_sent = 0
 
     def _hook(self, bucket: _Bucket) -> object:
         def arrived(_parameter: Tensor) -> None:
@@ -84,7 +101,12 @@ class Copies:
         gradients = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket.parameters
         ]
-        bucket.flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        # From here on the bucket alone holds the gradients, or all of them would be there twice.
+        for parameter in bucket.parameters:
+            parameter.grad = None
+        flats = [gradient.reshape(-1) for gradient in gradients]
+        # A large parameter has a bucket of its own, and sums where its gradient lies.
+        bucket.flat = flats[0] if len(flats) == 1 else torch.cat(flats)
         bucket.work = collectives.start_all_reduce_(bucket.flat, self._group)
 
 

@@ -26,5 +26,6 @@ def norm_over_ranks(gradients: Mapping[str, Tensor], layouts: Mapping[str, Layou
     squares = rows.cpu().double()
     for num_pieces, members in alike.items():
         squares = squares + global_norm(members).cpu().double() ** 2 * (num_pieces / mesh.size)
-    device = next(iter(gradients.values())).device if gradients else torch.device("cpu")
+    # Not the device of the gradients: a rank may have none, and its word still has to reach the others.
+    device = torch.device(mesh.device_mesh.device_type)
     return collectives.all_reduce_(squares.to(device), mesh.world).sqrt()

@@ -18,10 +18,11 @@ Axis = Literal["tensor"]
 TENSOR: Axis = "tensor"
 
 # What a module does with its input or output along an axis. The stream between blocks is held in pieces:
-#   gather  a piece of the stream becomes the whole of it
-#   reduce  a part of a sum becomes a piece of the whole sum
-#   slice   the whole becomes a piece
-Transfer = Literal["gather", "reduce", "slice"]
+#   gather     a piece of the stream becomes the whole of it, of which each rank then computes something else
+#   replicate  a piece of the stream becomes the whole of it, of which all ranks then compute the same
+#   reduce     a part of a sum becomes a piece of the whole sum
+#   slice      the whole becomes a piece
+Transfer = Literal["gather", "replicate", "reduce", "slice"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +35,9 @@ class Rule:
     after: Mapping[Axis, Transfer] = field(default_factory=dict)
     looks_up: bool = False  # an embedding whose rows are cut
     # What each rank finds of the gradient of a parameter that is not cut. stream: a part where the stream is held in
-    # pieces, else all of it. part: always a part, as of a norm within heads.
-    gradient: Literal["stream", "part"] = "stream"
+    # pieces, else all of it. part: always a part, as of a norm within heads. whole: always all of it, as of a layer
+    # that reads what was replicated.
+    gradient: Literal["stream", "part", "whole"] = "stream"
 
     def matches(self, name: str) -> bool:
         """Whether the module of that name is meant."""

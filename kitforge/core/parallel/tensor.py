@@ -56,6 +56,8 @@ class Stream:
             if self.is_cut:
                 return collectives.gathered(input, self.group, input.dim() - 2)
             return collectives.shared(input, self.group)
+        if kind == "replicate":
+            return collectives.replicated(input, self.group, input.dim() - 2) if self.is_cut else input
         if kind == "reduce":
             if self.is_cut:
                 return collectives.scattered_sum(input, self.group, input.dim() - 2)
@@ -92,7 +94,8 @@ class SplitModel:
 
     def partial_gradients(self) -> list[str]:
         """Names of the parameters whose gradients have to be summed over the axis."""
-        return [name for name, kind in self._parts.items() if kind == "part" or self.stream.is_cut]
+        partial = ("part", "stream") if self.stream.is_cut else ("part",)
+        return [name for name, kind in self._parts.items() if kind in partial]
 
     def _cut(self, module: nn.Module, own: str, name: str, parameter: nn.Parameter, rule: Rule, mesh: Mesh) -> None:
         layout = Layout(shape=tuple(parameter.shape))
@@ -164,7 +167,11 @@ def _lookup(module: nn.Embedding, first_row: int) -> Callable[[Tensor], Tensor]:
 
 def _wrap_decoder(model: Decoder, split: SplitModel, prefix: str) -> None:
     """The ends of a language model: passes begin in `hidden`, logits and losses end in the cut vocabulary. `prefix`
-    stands before the names of its parameters."""
+    stands before the names of its parameters.
+
+    Whoever takes a loss of hidden states or of logits takes the same one on every rank, so both arrive whole, each with
+    the whole of its gradient. Only what the cut vocabulary makes of hidden states is a part, and is summed there.
+    """
     stream = split.stream
     layout = split.layouts[f"{prefix}{'embedding.weight' if model.output is None else 'output'}"]
     widest = -(-layout.shape[0] // stream.degree)
@@ -184,15 +191,17 @@ def _wrap_decoder(model: Decoder, split: SplitModel, prefix: str) -> None:
         return hidden(tokens, context)
 
     def whole_logits(hidden: Tensor) -> Tensor:
-        pieces = head(hidden)
+        pieces = head(collectives.shared(hidden, stream.group))
         padded = functional.pad(pieces, (0, widest - pieces.shape[-1]))
-        return collectives.gathered(padded, stream.group, padded.dim() - 1)[..., : layout.shape[0]]
+        whole = collectives.replicated(padded, stream.group, padded.dim() - 1)
+        # No view, of which `fully_shard` would warn.
+        return whole if whole.shape[-1] == layout.shape[0] else whole[..., : layout.shape[0]].clone()
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, weight, targets, share)
+        return linear_cross_entropy(collectives.shared(hidden, stream.group), weight, targets, share)
 
     def log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        return linear_log_probs(hidden, weight, targets, temperature, share)
+        return linear_log_probs(collectives.shared(hidden, stream.group), weight, targets, temperature, share)
 
     # Set past nn.Module's own bookkeeping, which takes attributes for modules and parameters.
     model.__dict__["hidden"] = hidden_of_pieces

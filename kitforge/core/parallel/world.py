@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ from kitforge.core.parallel import collectives
 from kitforge.core.parallel.degrees import Degrees
 from kitforge.core.parallel.failure import Watch
 from kitforge.core.parallel.mesh import Mesh
+from kitforge.foundation.dtype import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class World:
     mesh: Mesh | None = None
     beside: Beside | None = None
     watch: Watch | None = None
+    precision: Precision = "fp32"  # in which `shard` gathers weights
 
     @classmethod
     def joined(cls, degrees: Degrees, device: torch.device, watch: Watch | None = None) -> World:
@@ -49,6 +51,10 @@ class World:
         beside = Beside(everyone=everyone, num_training=degrees.world)
         own = mesh if dist.get_rank() < degrees.world else None
         return cls(device=device, mesh=own, beside=beside, watch=watch)
+
+    def with_precision(self, precision: Precision) -> World:
+        """The same world, for networks that are computed in that precision."""
+        return replace(self, precision=precision)
 
     @property
     def rank(self) -> int:

@@ -73,7 +73,7 @@ def assemble(options: RecommendationOptions, inputs: Inputs, lobby: Lobby) -> As
         dataset = _dataset(options, inputs, config)
     options = sized(options, dataset.train.num_rows if isinstance(dataset.train, Samples) else None)
     objective = objective_of(config, options, dataset)
-    world = lobby.join()
+    world = lobby.join().with_precision(options.precision)
     recorded = _recorded(options, config)
     config_text = to_yaml(recorded)
     lobby.check_same({"configuration": config_text, "training rows": dataset.fingerprint})
@@ -128,7 +128,7 @@ def evaluate(options: RecommendationOptions, inputs: Inputs, lobby: Lobby) -> di
         config = model.config
     with lobby.turns():
         dataset = _dataset(options, inputs, config)
-    world = lobby.join()
+    world = lobby.join().with_precision(options.precision)
     if model is None:
         assert checkpoint is not None
         model = restored(checkpoint, dataset.encoder, options, world)

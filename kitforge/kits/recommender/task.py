@@ -148,7 +148,9 @@ class RecommendationTask(Task):
 
     def _evaluation_batches(self, num_rows: int) -> Iterator[NDArray[np.int64]]:
         """Numbers of rows for this rank; empty ones where it has none left while others still compute together."""
-        size = self._options.trainer.micro_batch_size or self._options.data.step_size
+        # As many rows at once as training has on one rank.
+        largest = -(-self._options.data.step_size // self._world.num_replicas)
+        size = min(self._options.trainer.micro_batch_size or largest, largest)
         limit = self._options.trainer.evaluate_batches
         # How a batch is split must not change what is evaluated.
         stop = num_rows if limit is None else min(num_rows, limit * self._options.data.step_size)

@@ -106,7 +106,7 @@ class Stage:
     def evaluate(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> dict[str, float]:
         """The metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
         prepared = self.prepare(_parts(options, inputs, lobby, is_evaluation=True))
-        world = lobby.join()
+        world = lobby.join().with_precision(options.precision)
         task, _ = prepared.task(world)
         if world.is_apart:
             return _attended(task, options).metrics
@@ -171,7 +171,7 @@ def _parts(options: StageOptions, inputs: Inputs, lobby: Lobby, *, is_evaluation
 
 def _met(options: StageOptions, inputs: Inputs, lobby: Lobby, prepared: Prepared) -> tuple[World, Path]:
     """The world of all ranks, once they are about to do the same, and the folder of their run."""
-    world = lobby.join()
+    world = lobby.join().with_precision(options.precision)
     # A rank that holds no policy does not know what it looks like, and takes the others' word.
     network = world.first(prepared.network)
     recorded = to_dict(options) | {"model": network if prepared.network is None else prepared.network}

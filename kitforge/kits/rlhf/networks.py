@@ -18,7 +18,7 @@ from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.lora import LoraConfig, attach, merge
 from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.parallel.apply import laid_out, parallel_of
-from kitforge.core.parallel.sharding import Sharding
+from kitforge.core.parallel.sharding import Rule, Sharding
 from kitforge.core.parallel.world import World
 from kitforge.data.dialogues import texts
 from kitforge.data.source import open_source
@@ -218,15 +218,14 @@ def _has(checkpoint: Checkpoint, prefix: str) -> bool:
 
 
 def sharding_of(network: nn.Module) -> Sharding:
-    """How the network may be split. A head that gives scores is whole on every rank, and so is the gradient of what it
-    reads: nothing is to be summed behind the last norm, as it is before a head that is cut."""
+    """How the network may be split. A head that gives scores is whole on every rank, and so is its gradient."""
     if isinstance(network, ActorCritic):
         policy, critic = sharding_of(network.policy), sharding_of(network.critic)
         return policy.within("policy").beside(critic.within("critic"))
     if isinstance(network, ScalarModel):
-        rules = [rule for rule in sharding_of(network.backbone).rules if rule.module != "norm"]
-        divided = sharding_of(network.backbone).divided
-        return replace(Sharding(rules=rules, divided=divided).within("backbone"), roots={"": ("at",)})
+        backbone = sharding_of(network.backbone).within("backbone")
+        score = Sharding(rules=(Rule(module="score", gradient="whole"),) if backbone.rules else ())
+        return replace(backbone.beside(score), roots={"": ("at",)})
     return DECODER if isinstance(network, Decoder) else Sharding(roots={"": ("hidden",)})
 
 

@@ -66,7 +66,7 @@ def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> As
     # Token caches are built by one rank, before ranks wait for one another.
     with lobby.turns(), tokenising(options.trainer.progress) as progress:
         corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed, progress)
-    world = lobby.join()
+    world = lobby.join().with_precision(options.precision)
     recorded = to_dict(options)
     if config is not None:
         recorded["model"] = {"family": config.family, **to_dict(config)}
@@ -293,7 +293,7 @@ def evaluate(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> di
     text = None if evaluation is not None else train
     with lobby.turns():
         corpus = load_corpus(text, evaluation, tokenizer, options.data, options.seed)
-    world = lobby.join()
+    world = lobby.join().with_precision(options.precision)
     parallel = parallel_of(model, world, _sharding(model))
     task = TextGenerationTask(options, corpus, lambda _world: model, world)
     return evaluated(task, parallel, world.device, options.precision)

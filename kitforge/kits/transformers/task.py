@@ -151,7 +151,9 @@ class TextGenerationTask(Task):
         return parts + [self._dry(step)] * (-(-largest // size) - len(parts))
 
     def _evaluation_batches(self, rows: PackedRows) -> Iterator[MicroBatch]:
-        size = self._options.trainer.micro_batch_size or self._options.data.batch_size
+        # As many rows at once as training has on one rank.
+        largest = -(-self._options.data.batch_size // self._world.num_replicas)
+        size = min(self._options.trainer.micro_batch_size or largest, largest)
         limit = self._options.trainer.evaluate_batches
         # How a batch is split must not change what is evaluated.
         stop = rows.num_rows if limit is None else min(rows.num_rows, limit * self._options.data.batch_size)

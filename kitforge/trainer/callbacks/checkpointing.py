@@ -7,6 +7,7 @@ from typing import final
 
 from kitforge.core.checkpoint.layout import step_folder
 from kitforge.core.checkpoint.save import CheckpointWriter
+from kitforge.core.parallel.replicas import words_of
 from kitforge.core.parallel.world import World
 from kitforge.trainer.callbacks.callback import Callback, Event, Run, can_save_at_end
 
@@ -56,6 +57,10 @@ class Checkpointing(Callback):
         if step == self._saved:
             return
         self._saved = step
+        # Each replica is written by one of its ranks, so that ones that differ would be mixed.
+        drift = run.state.parallel.settle_replicas(dict(run.state.optimizer.tensors()), run.state.layouts())
+        if drift:
+            run.note("drift", f"replicas differed, and now are those of the first rank: {words_of(drift)}")
         self._writer.save(
             step,
             model=run.state.model_tensors(),

@@ -5,7 +5,9 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from kitforge.core.kernels import half
 from kitforge.core.kernels.linear_cross_entropy import chunked
 from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShare, linear_cross_entropy
 from kitforge.core.kernels.linear_cross_entropy.reference import linear_cross_entropy as reference
@@ -203,3 +205,54 @@ def test_a_chunk_that_is_left_out_shows(rows_at_once: None) -> None:
         return linear_cross_entropy(hidden[:6], weight, targets[:6])
 
     assert distance(faulty, partial(reference, targets=targets), operands(7)) > 1e-11
+
+
+def fp16_gradients(kernel: Call, hidden: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Of a loss that was scaled for the backward pass, divided by the scale again."""
+    inputs = [each.detach().clone().requires_grad_() for each in (hidden, weight)]
+    of_hidden, of_weight = torch.autograd.grad(kernel(*inputs) * scale, inputs)
+    return of_hidden.double() / scale, of_weight.double() / scale
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 40.0])
+@pytest.mark.parametrize("held", ["whole", "in parts"])
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.float16])
+def test_fp16_gradients_are_scaled_before_they_are_rounded(
+    sharpness: float, held: str, hidden_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(half.NATIVE, torch.float16, True)
+    rows, vocab, scale = 24, 20000, 65536.0 / 24
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(rows, 16, generator=generator).half().float()
+    weight = torch.randn(vocab, 16, generator=generator) * 0.04 * sharpness
+    targets = torch.randint(0, vocab, (rows,), generator=generator)
+    targets[5] = -100
+    no_target = torch.ones(vocab, dtype=torch.bool).index_fill(0, targets[targets != -100], False)
+
+    def torchs(hidden: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            logits = functional.linear(hidden, weight)
+        return functional.cross_entropy(logits.float(), targets, reduction="sum")
+
+    def ours(hidden: Tensor, weight: Tensor, share: VocabularyShare | None = None) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return linear_cross_entropy(hidden.to(hidden_dtype), weight, targets, share)
+
+    exact = fp16_gradients(partial(reference, targets=targets), hidden.double(), weight.double(), 1.0)
+    if held == "whole":
+        found = fp16_gradients(ours, hidden, weight, scale)
+    else:
+        parts = in_parts(
+            [vocab // 2, 0, vocab // 2],
+            weight,
+            lambda part, share: fp16_gradients(partial(ours, share=share), hidden, part, scale),
+        )
+        found = torch.stack([each[0] for each in parts]).sum(0), torch.cat([each[1] for each in parts])
+    wanted = fp16_gradients(torchs, hidden, weight, scale)
+    # Of hidden each part gives a part, rounded by itself.
+    assert relative(found[0], exact[0]) < (1.5 if held == "whole" else 6) * relative(wanted[0], exact[0])
+    assert relative(found[1][no_target], exact[1][no_target]) < 1.5 * relative(
+        wanted[1][no_target], exact[1][no_target]
+    )
+    num_lost = int((found[1] == 0).sum())
+    assert num_lost <= int((wanted[1] == 0).sum()) + vocab * 16 // 1000

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels.half import NATIVE, storage_dtype
+from kitforge.core.kernels.half import NATIVE, matched, storage_dtype
 
 # Rows of which fp32 copies exist at once: enough for full speed of the products, few enough to stay in the caches.
 ROWS = 512
@@ -36,7 +36,7 @@ def linear(
         return few_rows()(input, weight, bias)
     half = storage_dtype(input)
     if half is None:
-        return functional.linear(input, weight, bias)
+        return functional.linear(input, *matched(input, weight, bias))
     result: Tensor = _StoredHalf.apply(input, weight, bias, half)  # type: ignore[no-untyped-call]
     return result
 
@@ -59,7 +59,7 @@ def traceable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     """The same in plain operations, which a compiler fuses with their neighbours."""
     half = storage_dtype(input)
     if half is None:
-        return functional.linear(input, weight, bias)
+        return functional.linear(input, *matched(input, weight, bias))
     with torch.autocast(input.device.type, enabled=False):
         rounded = input.to(half).to(weight.dtype)
         return functional.linear(rounded, weight, bias).to(half)

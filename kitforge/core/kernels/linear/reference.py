@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from kitforge.core.kernels.half import matched
+
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`input [..., in] @ weight [out, in].T + bias`."""
-    return functional.linear(input, weight, bias)
+    return functional.linear(input, *matched(input, weight, bias))

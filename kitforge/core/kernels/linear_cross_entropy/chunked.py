@@ -2,6 +2,9 @@
 
 The logits of a whole batch are the largest tensor of a training step; here only one chunk of them exists at a time,
 and it is turned in place into softmax minus target, which is the gradient. The backward pass scales what is ready.
+
+fp16 has too small a range for that: gradients have to be scaled before they are rounded. There the backward pass
+computes the logits again and multiplies their gradients by the incoming one, as autocast with a loss scale would.
 """
 
 from __future__ import annotations
@@ -51,18 +54,19 @@ class _Chunked(torch.autograd.Function):
     ) -> Tensor:
         rounded, matrix = _operands(hidden, weight)
         exact = torch.promote_types(rounded.dtype, torch.float32)
-        wants_hidden = with_gradients and ctx.needs_input_grad[0]
-        wants_weight = with_gradients and ctx.needs_input_grad[1]
+        ctx.scales_first = torch.float16 in (hidden.dtype, weight.dtype, rounded.dtype)
+        wants_hidden = with_gradients and ctx.needs_input_grad[0] and not ctx.scales_first
+        wants_weight = with_gradients and ctx.needs_input_grad[1] and not ctx.scales_first
         grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wants_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if wants_weight else None
         total = torch.zeros((), dtype=exact, device=hidden.device)
-        width = weight.shape[0] if share is None else share.widest
-        rows = max(1, CHUNK_BYTES // (max(width, 1) * exact.itemsize))
+        # The logarithm of the sum of exponentials of each row.
+        normalisers = torch.empty(hidden.shape[0], dtype=exact, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], rows):
-                part = slice(start, start + rows)
+            for part in _chunks(hidden.shape[0], weight.shape[0] if share is None else share.widest, exact):
                 logits = (rounded[part] @ matrix.t()).to(exact)
-                total += _loss_into_gradient(logits, targets[part], share)
+                loss, normalisers[part] = _loss_into_gradient(logits, targets[part], share)
+                total += loss
                 gradient = logits.to(rounded.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = gradient @ matrix
@@ -70,12 +74,18 @@ class _Chunked(torch.autograd.Function):
                     _add_product(grad_weight, gradient, rounded[part])
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        if ctx.scales_first and with_gradients:
+            ctx.first, ctx.hidden_dtype = 0 if share is None else share.first, hidden.dtype
+            ctx.save_for_backward(rounded, weight, targets, normalisers)
+        else:
+            ctx.save_for_backward(grad_hidden, grad_weight)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        if ctx.scales_first:
+            return (*_scaled_gradients(ctx, grad), None, None, None)
         # The sum is used once in a step, so its gradients are scaled in place; torch refuses to unpack them again.
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad.to(torch.float32) if grad.dtype in (torch.bfloat16, torch.float16) else grad
@@ -97,23 +107,54 @@ def _operands(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return hidden.to(dtype), weight.to(dtype)
 
 
-def _loss_into_gradient(logits: Tensor, targets: Tensor, share: VocabularyShare | None) -> Tensor:
-    """The sum of the losses of logits [rows, vocab]; the logits become their gradient, zero where ignored."""
+def _chunks(num_rows: int, width: int, dtype: torch.dtype) -> list[slice]:
+    rows = max(1, CHUNK_BYTES // (max(width, 1) * dtype.itemsize))
+    return [slice(start, start + rows) for start in range(0, num_rows, rows)]
+
+
+def _scaled_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of hidden and weight, multiplied by the incoming one before anything is rounded."""
+    rounded, weight, targets, normalisers = ctx.saved_tensors
+    wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+    matrix, exact = weight.to(rounded.dtype), normalisers.dtype
+    grad_hidden = torch.empty(rounded.shape, dtype=ctx.hidden_dtype, device=rounded.device) if wants_hidden else None
+    grad_weight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if wants_weight else None
+    for part in _chunks(rounded.shape[0], weight.shape[0], exact):
+        logits = (rounded[part] @ matrix.t()).to(exact)
+        counted, index = targets[part] != -100, targets[part] - ctx.first
+        is_here = counted & (index >= 0) & (index < weight.shape[0])
+        logits.sub_(normalisers[part].unsqueeze(1)).exp_().mul_(counted.unsqueeze(1))
+        if weight.shape[0]:
+            index = torch.where(is_here, index, 0)
+            logits.scatter_add_(1, index.unsqueeze(1), -is_here.to(exact).unsqueeze(1))
+        gradient = logits.mul_(grad).to(rounded.dtype)
+        if grad_hidden is not None:
+            grad_hidden[part] = gradient @ matrix
+        if grad_weight is not None:
+            _add_product(grad_weight, gradient, rounded[part])
+    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+def _loss_into_gradient(logits: Tensor, targets: Tensor, share: VocabularyShare | None) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of logits [rows, vocab] and the normalisers [rows]; the logits become their gradient, zero
+    where ignored."""
     counted = targets != -100
     # Only -100 is ignored: any other number outside the vocabulary has to fail in `gather`.
     index = torch.where(counted, targets, 0).unsqueeze(1)
     if share is not None:
         return _share_of_loss(logits, counted, index - share.first, share)
-    logits -= logits.amax(dim=1, keepdim=True)
+    highest = logits.amax(dim=1, keepdim=True)
+    logits -= highest
     target_logits = logits.gather(1, index)
     sums = logits.exp_().sum(dim=1, keepdim=True)
-    losses = (sums.log() - target_logits).squeeze(1)
+    below = sums.log()
+    losses = (below - target_logits).squeeze(1)
     logits *= counted.unsqueeze(1) / sums
     logits.scatter_add_(1, index, -counted.to(logits.dtype).unsqueeze(1))
-    return torch.where(counted, losses, 0).sum()
+    return torch.where(counted, losses, 0).sum(), (below + highest).squeeze(1)
 
 
-def _share_of_loss(logits: Tensor, counted: Tensor, index: Tensor, share: VocabularyShare) -> Tensor:
+def _share_of_loss(logits: Tensor, counted: Tensor, index: Tensor, share: VocabularyShare) -> tuple[Tensor, Tensor]:
     """The same over a part of the vocabulary: holders exchange a maximum, a sum and the target's logit a row."""
     rows, width = logits.shape
     is_here = (index >= 0) & (index < width)
@@ -126,11 +167,12 @@ def _share_of_loss(logits: Tensor, counted: Tensor, index: Tensor, share: Vocabu
     highest, sums, target_logits = share.gather(own).unbind(1)  # each [holders, rows]
     top = highest.amax(dim=0)
     total = (sums * (highest - top).exp()).sum(dim=0)
-    losses = total.log() + top - target_logits.sum(dim=0)
+    normalisers = total.log() + top
+    losses = normalisers - target_logits.sum(dim=0)
     logits *= (counted * (own[0] - top).exp() / total).unsqueeze(1)
     if width:
         logits.scatter_add_(1, index, -(counted.unsqueeze(1) & is_here).to(logits.dtype))
-    return torch.where(counted, losses, 0).sum()
+    return torch.where(counted, losses, 0).sum(), normalisers
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:

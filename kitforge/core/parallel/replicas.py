@@ -1,0 +1,100 @@
+"""Replicas of a tensor, which several ranks hold whole or the same piece of: made equal, and compared bit by bit.
+
+A tensor without a layout is whole on every rank. Nothing is sent but among the ranks that hold the same, and of a
+comparison only one number a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from kitforge.core.parallel import collectives
+from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.mesh import Mesh
+from kitforge.foundation.errors import ModelError
+
+# Words that are summed at once, so that a checksum takes little memory.
+WORDS = 2**20
+# Odd numbers far from powers of two (Steele and Vigna, 2021): weights of words, and of groups of them.
+WEIGHT, NEXT = 0x27BB2EE687B0B0FD, 0x369DEA0F31A53F85
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_alike(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
+    """Raise ModelError, on all ranks, where they have built networks of different names, shapes or dtypes."""
+    own = {name: f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for name, each in tensors.items()}
+    for rank, others in enumerate(collectives.gather_objects(own, mesh.world)):
+        name = next((name for name in {**own, **others} if own.get(name) != others.get(name)), None)
+        if name is not None:
+            raise ModelError(
+                f"ranks have built different networks: {name}",
+                got=f"{others.get(name, 'nothing')} on rank {rank}, {own.get(name, 'nothing')} on rank {mesh.rank}",
+                expected="the same network on every rank",
+            )
+
+
+def broadcast_replicas(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    """Give every replica, in place, the values of the first rank that holds it."""
+    for axis in mesh.shape:
+        group = mesh.group(axis)
+        alike = [each.detach() for name, each in tensors.items() if each.numel() and axis not in _axes(name, layouts)]
+        if group is not None and alike:
+            collectives.broadcast_(alike, group)
+
+
+def replica_drift(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, list[int]]:
+    """Names of the tensors whose replicas differ in any bit and, for each, the ranks that hold other values than the
+    first rank with the same piece; the same answer on every rank."""
+    held = {name: each for name, each in tensors.items() if set(mesh.shape) - _axes(name, layouts)}
+    if not held:
+        return {}
+    device = torch.device(mesh.device_mesh.device_type)
+    sums = torch.stack([_checksum(each).to(device) for each in held.values()])
+    differ = torch.zeros(len(held), dtype=torch.bool, device=device)
+    for axis in mesh.shape:
+        # The largest of the complements is the complement of the smallest.
+        bounds = collectives.all_reduce_(torch.stack([sums, ~sums]), mesh.group(axis), collectives.MAX)
+        is_copied = torch.tensor([axis not in _axes(name, layouts) for name in held], device=device)
+        differ |= is_copied & (bounds[0] != ~bounds[1])
+    if not float(collectives.all_reduce_(differ.any().float(), mesh.world, collectives.MAX)):
+        return {}
+    own = dict(zip(held, sums.tolist(), strict=True))
+    seen = collectives.gather_objects(
+        [name for name, each in zip(held, differ.tolist(), strict=True) if each], mesh.world
+    )
+    names = [name for name in held if any(name in each for each in seen)]
+    everyones = collectives.gather_objects({name: own[name] for name in names}, mesh.world)
+    return {name: _others(name, [each[name] for each in everyones], layouts, mesh) for name in names}
+
+
+def words_of(drift: Mapping[str, Iterable[int]], shown: int = 8) -> str:
+    """The finding in words."""
+    parts = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(drift.items())[:shown]]
+    return "; ".join(parts) + (f"; and {len(drift) - shown} more" if len(drift) > shown else "")
+
+
+def _axes(name: str, layouts: Mapping[str, Layout]) -> set[str]:
+    """Along which a tensor is cut."""
+    layout = layouts.get(name)
+    return set() if layout is None else {split.axis for split in layout.splits}
+
+
+def _others(name: str, sums: list[int], layouts: Mapping[str, Layout], mesh: Mesh) -> list[int]:
+    cut = sorted(_axes(name, layouts))
+    first: dict[tuple[int, ...], int] = {}
+    places = [tuple(mesh.index_of(rank)[axis] for axis in cut) for rank in range(mesh.size)]
+    return [rank for rank, place in enumerate(places) if first.setdefault(place, sums[rank]) != sums[rank]]
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """An int64 that bit patterns which differ share with a chance of 2**-63: a weighted sum of words, modulo 2**64."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    words = flat.view(INTEGERS[min(flat.element_size(), 8)])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    weights = (torch.arange(min(len(words), WORDS), device=tensor.device) * WEIGHT) | 1
+    for part in torch.split(words, WORDS):
+        total = total * NEXT + (part.long() * weights[: len(part)]).sum()
+    return total

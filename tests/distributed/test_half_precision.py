@@ -1,0 +1,163 @@
+"""Half precision under the shard axis: no rank makes a rounded copy of the whole model, and losses stay as near."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# Once for all ranks that are forked, each of which would import it.
+import torch.distributed.fsdp
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kitforge.core.kernels import half
+from kitforge.core.parallel.apply import apply, laid_out, parallel_of
+from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.sharding import Sharding
+from kitforge.core.parallel.world import World
+from kitforge.foundation.dtype import Precision
+from kitforge.models.folder import outline
+from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.sharding import DECODER
+from kitforge.trainer.precision import autocast
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import run_training, write_text
+
+NUM_LAYERS, DIM = 4, 64
+CONFIG = LlamaConfig(vocab_size=32, dim=DIM, num_layers=NUM_LAYERS, num_heads=4, mlp_dim=256, max_length=32)
+
+
+class Halves(TorchDispatchMode):
+    """Remembers the memory of every matrix in half precision that comes into being."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        for each in output if isinstance(output, (list, tuple)) else [output]:
+            if isinstance(each, Tensor) and each.dtype.itemsize == 2 and each.dim() == 2 and min(each.shape) >= DIM:
+                self._seen.append(StorageWeakRef(each.untyped_storage()))
+        return output
+
+    def alive(self) -> int:
+        """Bytes of those that are still there. Gathered weights are let go by making their memory empty."""
+        gc.collect()
+        storages = {ref.cdata: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._seen}
+        return sum(storage.nbytes() for storage in storages.values() if storage is not None)
+
+
+def copies(rank: int, precision: Precision, recompute: bool, trains: bool) -> tuple[int, int, int]:
+    """Bytes of rounded matrices of blocks that autograd keeps and that are alive otherwise after a forward pass, and
+    how many all of them would be."""
+    half.NATIVE.update({torch.float16: True, torch.bfloat16: True})
+    world = World(device=torch.device("cpu"), mesh=Mesh(Degrees(shard=2), "cpu"), precision=precision)
+    model = laid_out(outline(CONFIG, "O1"), DECODER, world, 0)
+    model.recompute = recompute
+    parallel = parallel_of(model, world)
+    parallel.micro_batch(is_last=True)
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.dtype.itemsize == 2 and tensor.dim() == 2 and min(tensor.shape) >= DIM:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    saved = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with torch.set_grad_enabled(trains), autocast(world.device, precision), saved, Halves() as halves:
+        hidden = model.hidden(tokens)
+        alive = halves.alive()
+    del hidden
+    shapes = [
+        each.shape for name, each in parallel.layouts.items() if name.startswith("blocks") and len(each.shape) == 2
+    ]
+    return sum(storage.nbytes() for storage in kept.values()), alive, sum(2 * rows * dim for rows, dim in shapes)
+
+
+CASES: list[tuple[Precision, bool, bool]] = [
+    ("bf16", False, True),
+    ("bf16", True, True),
+    ("bf16", False, False),
+    ("fp16", False, True),
+]
+
+
+def all_copies(rank: int) -> list[tuple[int, int, int]]:
+    return [copies(rank, *case) for case in CASES]
+
+
+def test_no_rank_keeps_a_rounded_copy_of_the_model() -> None:
+    for found in run_ranks(2, all_copies):
+        for case, (kept, alive, whole) in zip(CASES, found, strict=True):
+            # A block or two may be gathered at any time.
+            assert kept <= whole / NUM_LAYERS and alive <= 2 * whole / NUM_LAYERS, case
+
+
+class Mixed(nn.Module):
+    """Layers of torch that want weights of their own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 8)
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))]
+        )
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        stream = self.words(ids)
+        assert stream.dtype == torch.float32
+        for layer in self.layers:
+            stream = stream + layer(stream)
+        return self.head(stream).float()
+
+
+def mixed(rank: int, degrees: Degrees) -> tuple[float, set[torch.dtype]]:
+    torch.manual_seed(0)
+    mesh = Mesh(degrees, "cpu") if degrees.world > 1 else None
+    world = World(device=torch.device("cpu"), mesh=mesh, precision="bf16")
+    model = Mixed()
+    parallel = apply(model, Sharding(), world)
+    parallel.micro_batch(is_last=True)
+    with autocast(world.device, "bf16"):
+        loss = model(torch.arange(8)).square().mean()
+    loss.backward()
+    parallel.finish_gradients()
+    return float(parallel.norm()), {each.grad.dtype for each in parallel.parameters().values() if each.grad is not None}
+
+
+def test_layers_of_every_kind_are_computed() -> None:
+    alone, _ = mixed(0, Degrees())
+    for norm, dtypes in run_ranks(2, mixed, Degrees(shard=2)):
+        assert norm == pytest.approx(2 * alone, rel=3e-2)
+        assert dtypes == {torch.float32}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("native", [True, False])
+def test_losses_are_those_of_one_process_within_half_precision(tmp_path: Path, precision: str, native: bool) -> None:
+    write_text(tmp_path)
+    choices: dict[str, Any] = {"precision": precision, "trainer.max_steps": 6, "trainer.micro_batch_size": 2}
+    half_native = dict(half.NATIVE)
+    half.NATIVE.update({torch.float16: native, torch.bfloat16: native})
+    try:
+        alone, _ = run_training(0, tmp_path, {**choices, "output_dir": str(tmp_path / "alone")})
+        meshes: list[dict[str, Any]] = [{"parallel.shard": 2}, {"parallel.shard": 2, "parallel.zero": 1}]
+        for number, mesh in enumerate(meshes):
+            found = run_ranks(2, run_training, tmp_path, {**choices, **mesh, "output_dir": str(tmp_path / str(number))})
+            for lines, weights in found:
+                for name in ("loss", "eval/loss", "grad_norm"):
+                    wanted = [line[name] for line in alone if name in line]
+                    assert [line[name] for line in lines if name in line] == pytest.approx(wanted, rel=2e-2)
+                assert {each.dtype for each in weights.values()} == {torch.float32}
+    finally:
+        half.NATIVE.update(half_native)
