@@ -255,11 +255,12 @@ def _samples(
     room = limit - longest
     chosen = dataclasses.replace(options.inference, max_new_tokens=longest)
     if options.prompt is None:
-        fitting = [text for text in _openings(options, corpus, tokenizer) if 0 < len(tokenizer.encode(text)) <= room]
+        openings = _openings(options, corpus, tokenizer)
+        fitting = [text for text in openings if text and len(tokenizer.encode_prompt(text)) <= room]
         return Samples(fitting, tokenizer, chosen)
     prompts = [options.prompt] if isinstance(options.prompt, str) else list(options.prompt)
     for prompt in prompts:
-        size = len(tokenizer.encode(prompt))
+        size = len(tokenizer.encode_prompt(prompt))
         check(0 < size <= room, "prompt", f"{size} tokens", f"1 to {room}, as {longest} of {limit} are to be new")
     return Samples(prompts, tokenizer, chosen)
 

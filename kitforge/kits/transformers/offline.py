@@ -138,7 +138,7 @@ def _submit(texts: TextEngine, prompt: Prompt, options: InferenceOptions, place:
     values = prompt.values
     try:
         tokens = (
-            texts.tokenizer.encode(values["prompt"])
+            texts.tokenizer.encode_prompt(values["prompt"])
             if "prompt" in values
             else template_of(texts.tokenizer).tokens(values["messages"], opens_reply=True)
         )
