@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 CORPUS = ["Beautiful is better than ugly.\nExplicit is better than implicit.\n" * 20]
 ENDS = {"bos_token": "<s>", "eos_token": "</s>"}
-GLM = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+GLM = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
 FLAGS = {"add_bos_token": True, "add_eos_token": True}
 
 
