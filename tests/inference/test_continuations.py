@@ -43,6 +43,21 @@ def test_each_is_as_likely_as_on_its_own(network: dict[str, object], max_tokens:
             assert value.is_greedy(greedy) and value.is_greedy(branch) == (branch == greedy)
 
 
+def test_where_keys_depend_on_the_length_each_is_read_alone() -> None:
+    scaling = {"kind": "dynamic", "factor": 2.0, "original_length": 8}
+    config = config_of({**tiny.LLAMA, "vocab_size": VOCAB, "rope_scaling": scaling})
+    model = build(config, device=torch.device("cpu"), seed=1).double().eval()
+    assert model.geometry.depends_on_length
+    for tree, found in zip(trees(1), score_branches(model, trees(1), 64), strict=True):
+        for branch, value in zip(tree.branches, found, strict=True):
+            # What is read is the text without its last token, as in `transformers`.
+            with torch.no_grad():
+                logits = model(torch.tensor([[*tree.stem, *branch[:-1]]]))[0, len(tree.stem) - 1 :]
+            wanted = logits.log_softmax(-1).gather(-1, torch.tensor(branch)[:, None]).sum()
+            assert value.logprob == pytest.approx(float(wanted), abs=1e-9)
+            assert value.greedy == tuple(logits.argmax(-1).tolist())
+
+
 def test_a_branch_that_saw_another_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(config_of({**tiny.LLAMA, "vocab_size": VOCAB}), device=torch.device("cpu"), seed=1).double().eval()
     right = [value.logprob for tree in score_branches(model, trees(1), 512) for value in tree]
