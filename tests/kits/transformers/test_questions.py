@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_named_or_cut_on_the_left(
     limit = load_model(run, "cpu").geometry.max_length
     if form == "choices":
         # The last token is predicted and takes up no position.
-        question = {"query": "x" * (limit + 1 - 4 + excess), "choices": ["abc", "a"], "gold": 0}
+        question = {"query": (TEXT * 2)[: limit + 1 - 4 + excess].replace(" ", "-"), "choices": ["abc", "a"], "gold": 0}
     else:
         room = limit - 6 - len("Question: \nAnswer:")
         question = {"question": "x" * (room + excess), "answer": "#### 4"}
@@ -192,6 +192,16 @@ def test_what_does_not_fit_is_named_or_cut_on_the_left(
     long = {"query": "x", "choices": ["y" * limit], "gold": 0}
     with pytest.raises(DataError, match=r"long\.jsonl:1 is longer"):
         command("evaluate", run, f"tasks=[{write(path, [long])}]", "data.on_too_long=cut_left")
+
+
+def test_windows_predict_each_token_once_after_as_many_as_fit() -> None:
+    tokens = list(range(10, 21))
+    assert evaluation._windows([1], tokens, 4) == [
+        ([1], [10, 11, 12, 13]),
+        ([13], [14, 15, 16, 17]),
+        ([16, 17], [18, 19, 20]),
+    ]
+    assert evaluation._windows([1, 2], tokens[:5], 4) == [([1, 2], [10, 11, 12]), ([10, 11, 12], [13, 14])]
 
 
 def test_texts_are_measured_in_windows_that_predict_every_token_once(
