@@ -96,6 +96,11 @@ def ours(arch: str, dtype: str, level: str = "O1") -> dict[str, float]:
 
         vocab_size, eos_id, pad_id, eos_ids, bos_id, fingerprint = VOCAB, 0, 1, (0,), None, "benchmark"
 
+        def encode(self, text: str) -> list[int]:
+            return [2]
+
+        encode_prompt = encode
+
         def encode_array(self, text: str) -> Any:
             return np.random.default_rng(int(text)).integers(2, VOCAB, LENGTH - 1).astype(np.uint16)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, final
 
 from kitforge.data.source import open_rows
 from kitforge.data.template import ChatTemplate, Message
-from kitforge.data.tokens import Tokenizer
+from kitforge.data.tokens import Tokenizer, document_frame
 from kitforge.foundation.errors import DataError, nearest
 from kitforge.foundation.log import logger
 
@@ -156,7 +156,7 @@ class DialogueReader:
         else:
             opening = self._prompt(row, place)
         tokens = self._prompt_tokens(opening)
-        if not tokens:
+        if not opening or not tokens:
             raise DataError(f"{place} has an empty prompt", expected="at least one token", fix=_LEAVE_OUT)
         return Prompt(tokens=tuple(tokens), columns=row)
 
@@ -181,7 +181,8 @@ class DialogueReader:
     def _whole(self, said: Said, place: object) -> Response:
         """All of a text is learnt; of a conversation the replies."""
         if not _is_chat(said):
-            tokens = (*self._plain(said), self._tokenizer.eos_id)
+            before, after = document_frame(self._tokenizer) if isinstance(said, str) else ([], [self._tokenizer.eos_id])
+            tokens = (*before, *self._plain(said), *after)
             return Response(tokens=tokens, learnt=(True,) * len(tokens))
         turns = self._template.turns(said)  # type: ignore[arg-type]
         learnt = tuple(turn.is_reply for turn in turns for _ in turn.tokens)
@@ -208,7 +209,7 @@ class DialogueReader:
     def _prompt_tokens(self, prompt: Said) -> list[int]:
         if _is_chat(prompt):
             return self._template.tokens(prompt, opens_reply=True)  # type: ignore[arg-type]
-        return self._plain(prompt)
+        return self._tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else self._plain(prompt)
 
     def _plain(self, said: Said) -> list[int]:
         return self._tokenizer.encode(said) if isinstance(said, str) else list(said)  # type: ignore[arg-type]

@@ -41,7 +41,10 @@ class HuggingFaceTokenizer:
         self.eos_id = self.eos_ids[0]
         self.bos_id = next(iter(special.find("bos")), None)
         self.pad_id = next(iter(special.find("pad")), self.eos_id)
-        named = json.dumps([self.eos_ids, self.bos_id, self.pad_id]).encode()
+        # The post-processor decides; `add_bos_token` counts only where there is no tokenizer.json, as in transformers.
+        self._has_rule = bool(pieces.num_special_tokens_to_add(is_pair=False))
+        rule = [self.encode_prompt("")] if self._has_rule else []
+        named = json.dumps([self.eos_ids, self.bos_id, self.pad_id, *rule]).encode()
         self.fingerprint = hashlib.sha256(self._files[HUGGINGFACE_FILE] + named).hexdigest()
 
     def __reduce__(self) -> tuple[type[HuggingFaceTokenizer], tuple[dict[str, bytes]]]:
@@ -71,6 +74,10 @@ class HuggingFaceTokenizer:
     def encode_array(self, text: str) -> Tokens:
         """The tokens of the text, [length] of uint32."""
         return np.array(self.encode(text), dtype=np.uint32)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens of the text between those that the post-processor adds."""
+        return list(self._pieces.encode(text, add_special_tokens=True).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the tokens."""

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
 from kitforge.data.extras import load_extra
 from kitforge.data.shard import digest
 from kitforge.data.source import Source
-from kitforge.data.tokens import Tokens, decode_known, read_tokenizer_file, without_end
+from kitforge.data.tokens import Tokens, decode_known, parse_object, read_tokenizer_file, without_end
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.files import atomic_file
 
 SENTENCEPIECE_FILE = "tokenizer.model"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 # Sentencepiece writes a space with this letter, so the letter itself has to be spelled in bytes.
 _SPACE_LETTER = "\u2581"
@@ -46,11 +48,16 @@ _OPTIONS = {
 
 @final
 class SentencePieceTokenizer:
-    """A sentencepiece model, from a file or from its bytes."""
+    """A sentencepiece model, from a file or from its bytes. What begins and ends a text is said by `add_bos_token` and
+    `add_eos_token` of a `tokenizer_config.json`, the one beside the file or the bytes `config`; by default nothing."""
 
-    def __init__(self, model: str | Path | bytes) -> None:
+    def __init__(self, model: str | Path | bytes, config: bytes | None = None) -> None:
         sentencepiece = load_extra("sentencepiece", needed_for="a sentencepiece tokenizer", extra="transformers")
+        if not isinstance(model, bytes):
+            beside = Path(model).with_name(TOKENIZER_CONFIG)
+            config = read_tokenizer_file(beside) if beside.is_file() else None
         self._model = model if isinstance(model, bytes) else read_tokenizer_file(Path(model))
+        self._config = config
         try:
             pieces = sentencepiece.SentencePieceProcessor(model_proto=self._model)
         except RuntimeError as error:
@@ -64,11 +71,13 @@ class SentencePieceTokenizer:
         self.eos_id = int(pieces.eos_id())
         self.pad_id = int(pieces.pad_id()) if pieces.pad_id() >= 0 else self.eos_id
         self.eos_ids = (self.eos_id,)
-        self.fingerprint = hashlib.sha256(self._model).hexdigest()
+        self._before, self._after = self._rule()
+        rule = json.dumps([self._before, self._after]).encode() if self._before or self._after else b""
+        self.fingerprint = hashlib.sha256(self._model + rule).hexdigest()
         self._space_letter = self._spelled_space_letter()
 
-    def __reduce__(self) -> tuple[type[SentencePieceTokenizer], tuple[bytes]]:
-        return SentencePieceTokenizer, (self._model,)
+    def __reduce__(self) -> tuple[type[SentencePieceTokenizer], tuple[bytes, bytes | None]]:
+        return SentencePieceTokenizer, (self._model, self._config)
 
     def encode(self, text: str) -> list[int]:
         """The pieces of the text."""
@@ -85,14 +94,43 @@ class SentencePieceTokenizer:
         """The pieces of the text, [pieces] of uint32."""
         return np.array(self.encode(text), dtype=np.uint32)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The pieces of the text between the tokens that `tokenizer_config.json` asks for."""
+        return [*self._before, *self.encode(text), *self._after]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the pieces."""
         return decode_known(ids, self.vocab_size, self._decode)
 
     def save(self, folder: Path) -> None:
-        """Write `tokenizer.model`."""
-        with atomic_file(folder / SENTENCEPIECE_FILE) as file:
-            file.write(self._model)
+        """Write `tokenizer.model`, and the `tokenizer_config.json` that lay beside it."""
+        files = {SENTENCEPIECE_FILE: self._model, TOKENIZER_CONFIG: self._config}
+        for name, content in files.items():
+            if content is not None:
+                with atomic_file(folder / name) as file:
+                    file.write(content)
+
+    def _rule(self) -> tuple[list[int], list[int]]:
+        """The tokens before and after every text."""
+        config = {} if self._config is None else parse_object(TOKENIZER_CONFIG, self._config)
+        return self._added(config, "bos", self.bos_id), self._added(config, "eos", self.eos_id)
+
+    def _added(self, config: Mapping[str, Any], role: str, default: int | None) -> list[int]:
+        if config.get(f"add_{role}_token") is not True:
+            return []
+        token = config.get(f"{role}_token")
+        spelled = token.get("content") if isinstance(token, dict) else token
+        number = default
+        if isinstance(spelled, str):
+            number = self._pieces.piece_to_id(spelled)
+            number = number if self._pieces.id_to_piece(number) == spelled else None
+        if number is None:
+            raise DataError(
+                f"{TOKENIZER_CONFIG} asks for add_{role}_token, but the sentencepiece model has no such token",
+                got=f"{role}_token={spelled!r}",
+                expected="a piece of the model",
+            )
+        return [number]
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._pieces.decode(ids))

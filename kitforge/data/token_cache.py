@@ -31,7 +31,7 @@ _TOKENS, _DOCUMENTS, _PARTS = "tokens.bin", "documents.npy", "parts"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenCache:
-    """The tokens of a corpus. Document i is `tokens[offsets[i]:offsets[i + 1]]` and ends with the end token."""
+    """The tokens of a corpus. Document i is `tokens[offsets[i]:offsets[i + 1]]`, begin and end tokens included."""
 
     folder: Path
     fingerprint: str
@@ -45,7 +45,7 @@ class TokenCache:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the corpus, one end token a document included."""
+        """Tokens of the corpus, those that begin and end each document included."""
         return int(self.offsets[-1])
 
     @classmethod

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.data.shard import Shard
-from kitforge.data.tokens import Tokenizer
+from kitforge.data.tokens import Tokenizer, document_frame
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, KitforgeError
 from kitforge.foundation.files import atomic_file
@@ -34,7 +34,8 @@ _WORTH_PROCESSES = 6 * 2**20
 class Job:
     """A shard and the file that will hold its tokens.
 
-    The file is int64 num_documents, int64 tokens of each document, then all tokens; a document ends with `eos_id`.
+    The file is int64 num_documents, int64 tokens of each document, then all tokens. A document begins as the tokenizer
+    begins a text and ends with one end token.
     """
 
     shard: Shard
@@ -80,13 +81,13 @@ def _num_cores() -> int:
 
 def _run(job: Job, tokenizer: Tokenizer) -> None:
     dtype = token_dtype(tokenizer.vocab_size)
-    end = np.array([tokenizer.eos_id], dtype)
+    before, after = (np.array(tokens, dtype) for tokens in document_frame(tokenizer))
     parts: list[NDArray[np.unsignedinteger]] = []
     lengths: list[int] = []
     for text in job.shard.documents():
         tokens = tokenizer.encode_array(text)
-        parts += (tokens.astype(dtype, copy=False), end)
-        lengths.append(len(tokens) + 1)
+        parts += (before, tokens.astype(dtype, copy=False), after)
+        lengths.append(len(before) + len(tokens) + len(after))
     with atomic_file(job.path) as file:
         file.write(np.array([len(lengths), *lengths], dtype=np.int64).tobytes())
         for part in parts:

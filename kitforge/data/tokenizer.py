@@ -54,6 +54,10 @@ class ByteTokenizer:
         """The bytes of the text, [bytes] of uint16."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The bytes of the text: nothing begins or ends it."""
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the bytes; an incomplete or impossible sequence becomes U+FFFD."""
         return decode_known(ids, self.vocab_size, self._decode)

@@ -15,6 +15,8 @@ from kitforge.foundation.untrusted import parse_json
 
 # What stands for numbers that are no token, as Unicode has it for bytes that are no text.
 _UNREADABLE = "\ufffd"
+# A text that shows what a tokenizer puts around every text.
+_PROBE = "a"
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -60,6 +62,11 @@ class Tokenizer(Protocol):
         """`encode` as an array of [length]."""
         ...
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """`encode` between the special tokens that this vocabulary begins and ends every text with, such as BOS: what
+        `transformers` gives with `add_special_tokens=True`. Where it has no such rule, what `encode` gives."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the tokens without the special ones; what is no text or no token becomes U+FFFD."""
         ...
@@ -67,6 +74,22 @@ class Tokenizer(Protocol):
     def save(self, folder: Path) -> None:
         """Write files that `load_tokenizer` reads."""
         ...
+
+
+def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens before and after those of a document: what the tokenizer puts around every text, and one end token."""
+    text, prompt = tokenizer.encode(_PROBE), tokenizer.encode_prompt(_PROBE)
+    starts = range(len(prompt) - len(text) + 1)
+    start = next((each for each in starts if prompt[each : each + len(text)] == text), None)
+    if start is None:
+        raise DataError(
+            "the tokenizer writes a text otherwise between its special tokens than alone",
+            got=f"{text} alone, {prompt} between them",
+            expected="the same tokens, with others before or after them",
+        )
+    before, after = prompt[:start], prompt[start + len(text) :]
+    has_end = bool(after) and after[-1] in tokenizer.eos_ids
+    return before, after if has_end else [*after, tokenizer.eos_id]
 
 
 def decode_known(ids: Sequence[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import AttentionSpec, Context, causal_mask
 from kitforge.foundation.errors import DataError
-from kitforge.inference.score import logprobs_of, score
+from kitforge.inference.score import greedy_logprobs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,28 +35,42 @@ class Branches:
         return len(self.stem) + sum(len(branch) - 1 for branch in self.branches)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest whole text."""
-        return len(self.stem) + max(map(len, self.branches))
+    def num_positions(self) -> int:
+        """Positions that the longest of the texts takes up; its last token is predicted, not read."""
+        return len(self.stem) + max(map(len, self.branches)) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceScore:
+    """What a model makes of one continuation."""
+
+    logprob: float  # of all its tokens
+    greedy: tuple[int, ...]  # the most likely token in the place of each
+
+    def is_greedy(self, tokens: Sequence[int]) -> bool:
+        """Whether the continuation, `tokens`, is what the model says itself."""
+        return self.greedy == tuple(tokens)
 
 
 @torch.no_grad()
-def score_branches(model: nn.Module, trees: Sequence[Branches], max_tokens: int) -> list[list[float]]:
-    """The log-probability of every continuation, tree by tree. A pass has at most `max_tokens` tokens, or one tree.
+def score_branches(model: nn.Module, trees: Sequence[Branches], max_tokens: int) -> list[list[ChoiceScore]]:
+    """The score of every continuation, tree by tree. A pass has at most `max_tokens` tokens, or one tree.
 
     Raises DataError for a text that is longer than the model allows.
     """
     network = cast(CausalLM, model)
     limit = network.geometry.max_length
     for tree in trees:
-        if tree.longest > limit:
-            raise DataError("a text is longer than the model allows", got=tree.longest, expected=f"at most {limit}")
-    if network.geometry.depends_on_length:
-        return [_one_by_one(model, tree, max_tokens) for tree in trees]
-    scores: list[list[float]] = []
+        if tree.num_positions > limit:
+            raise DataError(
+                "a text is longer than the model allows", got=tree.num_positions + 1, expected=f"at most {limit + 1}"
+            )
+    scores: list[list[ChoiceScore]] = []
     was_training = model.training
     model.eval()
     try:
+        if network.geometry.depends_on_length:
+            return [_one_by_one(network, tree) for tree in trees]
         for batch in _batches(trees, max_tokens):
             scores += _score_batch(network, batch)
     finally:
@@ -103,7 +117,7 @@ class _Row:
         return range(first, len(self.tokens))
 
 
-def _score_batch(network: CausalLM, trees: Sequence[Branches]) -> list[list[float]]:
+def _score_batch(network: CausalLM, trees: Sequence[Branches]) -> list[list[ChoiceScore]]:
     row = _Row()
     rows: list[int] = []
     targets: list[int] = []
@@ -121,15 +135,27 @@ def _score_batch(network: CausalLM, trees: Sequence[Branches]) -> list[list[floa
     )
     context = Context(positions=positions.unsqueeze(0), attend=BranchAttend(trees_of, branches, positions))
     hidden = network.hidden(torch.tensor([row.tokens], device=device), context)[0]
-    logprobs = logprobs_of(network, hidden[rows], torch.tensor(targets, device=device))
-    sums = iter([part.double().sum().item() for part in torch.split(logprobs, sizes)])
-    return [[next(sums) for _ in tree.branches] for tree in trees]
+    scores = iter(_scores(network, hidden[rows], targets, sizes))
+    return [[next(scores) for _ in tree.branches] for tree in trees]
 
 
-def _one_by_one(model: nn.Module, tree: Branches, max_tokens: int) -> list[float]:
+def _scores(network: CausalLM, hidden: Tensor, targets: Sequence[int], sizes: Sequence[int]) -> list[ChoiceScore]:
+    """Scores of continuations that are `sizes` tokens long; all their tokens are `targets`, predicted by `hidden`."""
+    logprobs, greedy = greedy_logprobs_of(network, hidden, torch.tensor(targets, device=hidden.device))
+    parts = zip(torch.split(logprobs, list(sizes)), torch.split(greedy, list(sizes)), strict=True)
+    return [
+        ChoiceScore(logprob=values.double().sum().item(), greedy=tuple(tokens.tolist())) for values, tokens in parts
+    ]
+
+
+def _one_by_one(network: CausalLM, tree: Branches) -> list[ChoiceScore]:
     """Where keys depend on how long a text becomes, nothing can be shared."""
-    texts = [[*tree.stem, *branch] for branch in tree.branches]
-    return [sum(found[len(tree.stem) - 1 :]) for found in score(model, texts, max_tokens)]
+    scores = []
+    for branch in tree.branches:
+        text = torch.tensor([[*tree.stem, *branch[:-1]]], device=network.head_weight.device)
+        hidden = network.hidden(text, Context())[0, len(tree.stem) - 1 :]
+        scores += _scores(network, hidden, branch, [len(branch)])
+    return scores
 
 
 def _batches(trees: Sequence[Branches], max_tokens: int) -> Iterator[list[Branches]]:

@@ -67,7 +67,7 @@ class TextGenerationPipeline:
 
     def _tokens(self, text: Prompt) -> list[int]:
         if isinstance(text, str):
-            return self.tokenizer.encode(text)
+            return self.tokenizer.encode_prompt(text)
         return template_of(self.tokenizer).tokens(text, opens_reply=True)
 
     def _answer(self, request: int, num_samples: int) -> list[str]:

@@ -59,10 +59,16 @@ def _score_batch(network: CausalLM, texts: list[list[int]]) -> list[list[float]]
 
 
 def logprobs_of(network: CausalLM, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Log-probabilities [rows] of targets [rows] for hidden [rows, dim]; the logits of a few rows at a time."""
-    found = []
+    """Log-probabilities [rows] of targets [rows] for hidden [rows, dim]."""
+    return greedy_logprobs_of(network, hidden, targets)[0]
+
+
+def greedy_logprobs_of(network: CausalLM, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, and the most likely token of each row [rows]; the logits of a few rows exist at a time."""
+    found, likeliest = [], []
     for rows, wanted in zip(torch.split(hidden, ROWS), torch.split(targets, ROWS), strict=True):
         logits = network.head(rows)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         found.append(logits.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1))
-    return torch.cat(found)
+        likeliest.append(logits.argmax(-1))
+    return torch.cat(found), torch.cat(likeliest)

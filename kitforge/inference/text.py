@@ -106,8 +106,8 @@ class TextEngine:
         key: str | int | None = None,
         num_alternatives: int = 0,
     ) -> int:
-        """See `Engine.submit`; a prompt may be tokens already."""
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        """See `Engine.submit`; a text begins as the tokenizer says, tokens are taken as they are."""
+        tokens = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
         request = self.engine.submit(
             tokens,
             options,

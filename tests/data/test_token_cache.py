@@ -128,6 +128,9 @@ from kitforge.data.tokenizer import ByteTokenizer
 class SlowTokenizer:
     vocab_size, eos_id, pad_id, bos_id, eos_ids = 258, 256, 257, None, (256,)
     fingerprint = "byte"
+    def encode(self, text):
+        return ByteTokenizer().encode(text)
+    encode_prompt = encode
     def encode_array(self, text):
         time.sleep(0.006)
         return ByteTokenizer().encode_array(text)
@@ -246,7 +249,9 @@ def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
     (tmp_path / "deadly.py").write_text(
         "import os\n"
         "class DeadlyTokenizer:\n"
-        "    vocab_size, eos_id, fingerprint = 258, 256, 'deadly'\n"
+        "    vocab_size, eos_id, eos_ids, fingerprint = 258, 256, (256,), 'deadly'\n"
+        "    def encode(self, text): return list(text.encode())\n"
+        "    encode_prompt = encode\n"
         "    def encode_array(self, text): os._exit(7)\n"
     )
     source = folder_of_files(tmp_path / "corpus", 2)

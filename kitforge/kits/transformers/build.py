@@ -27,9 +27,11 @@ from kitforge.inference.server.exchange import Service
 from kitforge.inference.text import TextEngine
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus, load_corpus, open_text, tokenizer_for
-from kitforge.kits.transformers.evaluation import evaluate_tasks, load_task
+from kitforge.kits.transformers.evaluation import Evaluator
+from kitforge.kits.transformers.evaluation_log import log_files, write_log
 from kitforge.kits.transformers.offline import answer, answering, read_prompts
 from kitforge.kits.transformers.progress import tokenising
+from kitforge.kits.transformers.questions import load_task
 from kitforge.kits.transformers.samples import Samples
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.models import folder as model_folder
@@ -151,13 +153,19 @@ def open_service(model: nn.Module, tokenizer: Tokenizer, name: str, options: Tex
 
 
 def evaluate_questions(options: TextGenerationOptions, load_model: LoadModel) -> dict[str, float]:
-    """The metrics of the tasks that `options.tasks` names, of the model under `options.checkpoint`."""
+    """The metrics of the tasks that `options.tasks` names, of the model under `options.checkpoint`; logs every row."""
     if options.checkpoint is None:
         raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN")
     check(options.parallel.world == 1, "tasks", f"{options.parallel.world} ranks", "one rank")
-    sets = [load_task(name, options.data.tasks) for name in options.tasks]
+    folder = Path(options.checkpoint).expanduser()
+    sets = [load_task(name, options.data.tasks, options.limit) for name in options.tasks]
+    names = [task.name for task in sets]
+    check(len(set(names)) == len(names), "tasks", names, "files of different names")
+    files = log_files(folder, options.output, names)
     model = load_model(options.checkpoint, options.device)
-    return evaluate_tasks(model, find_tokenizer(Path(options.checkpoint)), sets, options.inference)
+    found = Evaluator(model, find_tokenizer(folder), options.inference, options.data.on_too_long).evaluate(sets)
+    write_log(files, found.rows)
+    return found.metrics
 
 
 def answer_file(options: TextGenerationOptions, load_model: LoadModel) -> Path:
@@ -255,11 +263,12 @@ def _samples(
     room = limit - longest
     chosen = dataclasses.replace(options.inference, max_new_tokens=longest)
     if options.prompt is None:
-        fitting = [text for text in _openings(options, corpus, tokenizer) if 0 < len(tokenizer.encode(text)) <= room]
+        openings = _openings(options, corpus, tokenizer)
+        fitting = [text for text in openings if text and len(tokenizer.encode_prompt(text)) <= room]
         return Samples(fitting, tokenizer, chosen)
     prompts = [options.prompt] if isinstance(options.prompt, str) else list(options.prompt)
     for prompt in prompts:
-        size = len(tokenizer.encode(prompt))
+        size = len(tokenizer.encode_prompt(prompt))
         check(0 < size <= room, "prompt", f"{size} tokens", f"1 to {room}, as {longest} of {limit} are to be new")
     return Samples(prompts, tokenizer, chosen)
 

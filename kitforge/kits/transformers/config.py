@@ -28,6 +28,8 @@ class DataOptions:
     prefetch: int = 2  # batches made ready ahead
     num_workers: int | None = None  # processes that tokenise; None: one per core
     tasks: str | None = None  # folder in which the tasks of `evaluate` are looked for by name
+    # What `evaluate` does with a question that the model has no room for; cut_left drops the beginning of its context.
+    on_too_long: Literal["refuse", "cut_left"] = "refuse"
     cache: str | None = None  # folder of token caches; None: $KITFORGE_CACHE or ~/.cache/kitforge
 
     def __post_init__(self) -> None:
@@ -48,7 +50,10 @@ class TextGenerationOptions(RunOptions):
     checkpoint: str | None = None  # weights to start from, to evaluate or to generate with
     prompt: Any = None  # text, or a list of texts, to continue; also for the samples of a report
     tasks: tuple[str, ...] = ()  # questions for `evaluate`: jsonl files, or names of those in data.tasks
-    output: str | None = None  # the jsonl file that `generate` writes answers to the prompts of data.eval into
+    limit: int | None = None  # questions of each task, from its beginning; None: all
+    # The jsonl file that `generate` writes answers to the prompts of data.eval into, and `evaluate` its rows; None for
+    # `evaluate`: a file for each task in the run's folder.
+    output: str | None = None
     port: int = 8000  # that `serve` listens on; 0: any that is free
     serve: ServeOptions = field(default_factory=ServeOptions)
 
@@ -56,4 +61,6 @@ class TextGenerationOptions(RunOptions):
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         right = texts is None or (isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts))
         check(right, "prompt", self.prompt, "text, or a list of texts", """prompt='["first","second"]'""")
+        check(self.limit is None or self.limit >= 1, "limit", self.limit, "a whole number of at least 1")
+        check(self.limit is None or bool(self.tasks), "limit", self.limit, "nothing without questions (tasks=[...])")
         check(0 <= self.port < 65536, "port", self.port, "0 to 65535")

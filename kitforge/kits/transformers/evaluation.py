@@ -1,207 +1,319 @@
-"""Questions with known answers: multiple choice by likelihood, and answers that are generated and compared.
+"""Questions with known answers put to a model: choices by log-likelihood, answers by generation, texts by perplexity.
 
-A task is a jsonl file whose lines have one of four forms:
-
-- `{"query", "choices", "gold"}`: which choice does the model find likeliest after the query?
-- `{"context_options", "continuation", "gold"}`: after which context does it find the continuation likeliest?
-- `{"context", "continuation"}`: is the continuation what it says itself?
-- `{"question", "answer"}`: does it come to the number that follows #### in the answer?
+Scores are those of lm-evaluation-harness 0.4: the same tokens, the same metrics, the same standard errors.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from itertools import groupby
+from typing import Any, Literal, TypeAlias, cast, final
 
 from torch import nn
 
-from kitforge.data.tokenizer import Tokenizer
-from kitforge.foundation.errors import ConfigError, DataError, nearest
-from kitforge.inference.continuations import Branches, score_branches
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.data.tokens import Tokenizer, document_frame
+from kitforge.foundation.errors import DataError, KitforgeError, ModelError
+from kitforge.foundation.log import logger
+from kitforge.inference.continuations import Branches, ChoiceScore, score_branches
 from kitforge.inference.engine import Engine
 from kitforge.inference.text import InferenceOptions, TextEngine
+from kitforge.kits.transformers.questions import Question, QuestionSet, number
 
-Question = Mapping[str, Any]
-
-FORMS: dict[str, dict[str, type]] = {
-    "choices": {"query": str, "choices": list, "gold": int},
-    "contexts": {"context_options": list, "continuation": str, "gold": int},
-    "continuation": {"context": str, "continuation": str},
-    "number": {"question": str, "answer": str},
-}
-_ENDINGS = (".jsonl", ".jsonl.gz")
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 # Where a model begins a question of its own, its answer has ended.
 _NEXT_QUESTION = "\n\nQuestion:"
+_WORD = re.compile(r"\s+")
+_log = logger(__name__)
+
+OnTooLong: TypeAlias = Literal["refuse", "cut_left"]
+# A context and its continuation in tokens.
+Pair: TypeAlias = tuple[list[int], list[int]]
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuestionSet:
-    """The questions of one file, all of one form."""
+class QuestionResult:
+    """What came of one question."""
 
-    name: str
-    form: str
-    questions: list[Question]
-
-
-def load_task(name: str, folder: str | None = None) -> QuestionSet:
-    """A task by its file, or by its name in `folder`. Raises ConfigError or DataError, the latter naming the line."""
-    path = _find(name, folder)
-    opened = gzip.open if path.suffix == ".gz" else open
-    questions: list[Question] = []
-    form: str | None = None
-    with opened(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                form, question = _read(f"{path}:{number}", line, form)
-                questions.append(question)
-    if form is None:
-        raise DataError(f"{path} has no questions", got="no lines", expected="one JSON object a line")
-    return QuestionSet(name=path.name.partition(".jsonl")[0], form=form, questions=questions)
+    row: dict[str, Any]  # of the log: where it stands, scores, prediction, gold
+    values: dict[str, float]  # what the metrics of the task are made of
 
 
-def evaluate_tasks(
-    model: nn.Module, tokenizer: Tokenizer, sets: Sequence[QuestionSet], options: InferenceOptions
-) -> dict[str, float]:
-    """The metrics of each task as `task/metric`, and how many questions it has."""
-    engine = Engine(model, options.engine, stop_ids=tokenizer.eos_ids)
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Metrics by `task/metric`, and a row of the log for every question, task by task."""
+
+    metrics: dict[str, float]
+    rows: dict[str, list[dict[str, Any]]]
+
+
+@final
+class Evaluator:
+    """Puts questions to one model. What is longer than the model allows is refused, or cut on the left and counted."""
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Tokenizer, options: InferenceOptions, on_too_long: OnTooLong = "refuse"
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._options = options
+        self._cuts = on_too_long == "cut_left"
+        self._engine = Engine(model, options.engine, stop_ids=tokenizer.eos_ids)
+        self._limit = cast(CausalLM, model).geometry.max_length
+        self._num_cut = 0
+
+    def evaluate(self, sets: Sequence[QuestionSet]) -> Evaluation:
+        """The metrics of every task, each with its standard error, and how many questions it has."""
+        forms: dict[str, Callable[[QuestionSet], list[QuestionResult]]] = {
+            "choices": self._choose,
+            "contexts": self._choose,
+            "continuation": self._continue,
+            "number": self._calculate,
+            "text": self._read,
+        }
+        metrics: dict[str, float] = {}
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for task in sets:
+            self._num_cut = 0
+            results = forms[task.form](task)
+            found = perplexities(results) if task.form == "text" else means(results)
+            metrics |= {f"{task.name}/{name}": value for name, value in found.items()}
+            metrics[f"{task.name}/questions"] = len(results)
+            rows[task.name] = [{"task": task.name, **result.row} for result in results]
+            if self._cuts:
+                metrics[f"{task.name}/cut_questions"] = self._num_cut
+            if self._num_cut:
+                _log.warning(
+                    "%s: %d of %d questions do not fit into the model's %d positions and are cut on the left",
+                    task.name,
+                    self._num_cut,
+                    len(results),
+                    self._limit,
+                )
+        return Evaluation(metrics=metrics, rows=rows)
+
+    def _choose(self, task: QuestionSet) -> list[QuestionResult]:
+        """Whether the right choice, or context, is the likeliest, by the whole choice and per byte of it."""
+        pairs, sizes = [], []
+        for question in task.questions:
+            values = question.values
+            if task.form == "choices":
+                texts = [(values["query"], choice) for choice in values["choices"]]
+            else:
+                texts = [(context, values["continuation"]) for context in values["context_options"]]
+            pairs.append(self._pairs(question, texts))
+            sizes.append([len(text.encode()) for _, text in texts])
+        results = []
+        for question, found, lengths in zip(task.questions, self._scores(task, pairs), sizes, strict=True):
+            scores = [each.logprob for each in found]
+            per_byte = [score / length for score, length in zip(scores, lengths, strict=True)]
+            likeliest, likeliest_per_byte = scores.index(max(scores)), per_byte.index(max(per_byte))
+            gold = question.values["gold"]
+            results.append(
+                QuestionResult(
+                    row={
+                        **_place(question),
+                        "scores": scores,
+                        "prediction": likeliest,
+                        "prediction_per_byte": likeliest_per_byte,
+                        "gold": gold,
+                    },
+                    values={
+                        "accuracy": float(likeliest == gold),
+                        "accuracy_per_byte": float(likeliest_per_byte == gold),
+                    },
+                )
+            )
+        return results
+
+    def _continue(self, task: QuestionSet) -> list[QuestionResult]:
+        """Whether the likeliest tokens are those of the continuation, and how likely these are."""
+        texts = [(each, [(each.values["context"], each.values["continuation"])]) for each in task.questions]
+        pairs = [self._pairs(question, pair) for question, pair in texts]
+        results = []
+        for question, [(_, tokens)], [score] in zip(task.questions, pairs, self._scores(task, pairs), strict=True):
+            said, gold = self._tokenizer.decode(score.greedy), self._tokenizer.decode(tokens)
+            row = {**_place(question), "scores": [score.logprob], "prediction": said, "gold": gold}
+            values = {"accuracy": float(score.is_greedy(tokens)), "logprob": score.logprob}
+            results.append(QuestionResult(row=row, values=values))
+        return results
+
+    def _calculate(self, task: QuestionSet) -> list[QuestionResult]:
+        """Whether the number that is generated is the one that is wanted."""
+        texts = TextEngine(self._engine, self._tokenizer)
+        chosen = replace(self._options, stop=(*self._options.stop, _NEXT_QUESTION))
+        requests = {self._ask(texts, question, chosen, place): place for place, question in enumerate(task.questions)}
+        said = [""] * len(task.questions)
+        while texts.has_work:
+            for piece in texts.step():
+                place = requests[piece.request]
+                said[place] += piece.text
+                if piece.finish_reason == "diverged":
+                    raise _diverged(task.questions[place])
+        results = []
+        for question, text in zip(task.questions, said, strict=True):
+            found, gold = number(text), number(question.values["answer"])
+            is_right = found is not None and found == gold
+            row = {**_place(question), "generated_text": text, "prediction": found, "gold": gold}
+            results.append(QuestionResult(row=row, values={"accuracy": float(is_right)}))
+        return results
+
+    def _ask(self, texts: TextEngine, question: Question, options: InferenceOptions, key: int) -> int:
+        tokens = self._tokenizer.encode_prompt(f"Question: {question.values['question']}\nAnswer:")
+        room = self._limit - options.max_new_tokens
+        if self._cuts and 0 < room < len(tokens):
+            self._num_cut += 1
+            tokens = tokens[-room:]
+        try:
+            return texts.submit(tokens, options, key=key)
+        except KitforgeError as error:
+            raise DataError(f"{question.place}: {error}") from None
+
+    def _read(self, task: QuestionSet) -> list[QuestionResult]:
+        """How likely whole texts are, in windows that predict every token once (`loglikelihood_rolling`)."""
+        before, _ = document_frame(self._tokenizer)
+        before = before or [_prefix(self._tokenizer)]
+        texts = [_windows(before, self._tokenizer.encode(each.values["text"]), self._limit) for each in task.questions]
+        results = []
+        for question, found in zip(task.questions, self._scores(task, texts), strict=True):
+            text = question.values["text"]
+            values = {
+                "logprob": sum(each.logprob for each in found),
+                "bytes": float(len(text.encode())),
+                "words": float(len(_WORD.split(text))),
+            }
+            results.append(QuestionResult(row={**_place(question), **values}, values=values))
+        return results
+
+    def _pairs(self, question: Question, texts: Sequence[tuple[str, str]]) -> list[Pair]:
+        """Contexts and continuations in tokens that the model has room for; a space stands between the two."""
+        pairs = []
+        is_cut = False
+        for context, continuation in texts:
+            stem, branch = encode_pair(self._tokenizer, context, f" {continuation}")
+            if not stem or not branch:
+                raise DataError(
+                    f"{question.place} has a context or a continuation without a token of its own",
+                    got=f"{len(stem)} and {len(branch)} tokens of {context[-30:]!r} and {continuation[:30]!r}",
+                    expected="at least one token each",
+                )
+            excess = len(stem) + len(branch) - (self._limit + 1)
+            if excess > 0:
+                self._check_excess(question, excess, len(branch))
+                is_cut = True
+            pairs.append((stem[max(0, excess) :], branch))
+        self._num_cut += is_cut
+        return pairs
+
+    def _check_excess(self, question: Question, excess: int, continuation: int) -> None:
+        """Raise DataError for a question that is too long unless its context may be cut and something is left of it."""
+        if self._cuts and continuation <= self._limit:
+            return
+        raise DataError(
+            f"{question.place} is longer than the model allows",
+            got=f"{self._limit + 1 + excess} tokens, {continuation} of them in the continuation",
+            expected=f"at most {self._limit + 1}, of which the last is only predicted",
+            fix="leave it out"
+            if self._cuts
+            else "leave it out, or data.on_too_long=cut_left, which drops the beginning of its context",
+        )
+
+    def _scores(self, task: QuestionSet, questions: Sequence[Sequence[Pair]]) -> Iterator[list[ChoiceScore]]:
+        """The scores of the continuations of each question. What has a context in common is read once."""
+        trees = [
+            Branches(stem=stem, branches=[branch for _, branch in pairs])
+            for each in questions
+            for stem, pairs in groupby(each, key=lambda pair: pair[0])
+        ]
+        scores = [
+            score for tree in score_branches(self._model, trees, self._options.engine.max_step_tokens) for score in tree
+        ]
+        start = 0
+        for question, pairs in zip(task.questions, questions, strict=True):
+            found = scores[start : start + len(pairs)]
+            start += len(pairs)
+            if any(math.isnan(score.logprob) for score in found):
+                raise _diverged(question)
+            yield found
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
+    """The tokens of a context, as the tokenizer begins a text, and of what follows it.
+
+    As lm-evaluation-harness has it (`_encode_pair`): white space that ends the context goes over to the continuation,
+    both are encoded as one text, and the tokens after as many as the context has are the continuation's. Where there
+    is no context, BOS or else the end token stands for it.
+    """
+    stripped = context.rstrip()
+    continuation = context[len(stripped) :] + continuation
+    stem = tokenizer.encode_prompt(stripped) if context else []
+    if stem:
+        return stem, tokenizer.encode_prompt(stripped + continuation)[len(stem) :]
+    return [_prefix(tokenizer)], tokenizer.encode(continuation)
+
+
+def means(results: Sequence[QuestionResult]) -> dict[str, float]:
+    """The mean of every value, with its standard error where there are two questions or more: the standard deviation of
+    the sample by the root of their number. The mean log-probability becomes a perplexity, its error by first order."""
     metrics: dict[str, float] = {}
-    for task in sets:
-        if task.form in ("choices", "contexts"):
-            found = choose(model, tokenizer, task, options.engine.max_step_tokens)
-        elif task.form == "continuation":
-            found = _continue(model, tokenizer, task, engine)
-        else:
-            found = _calculate(TextEngine(engine, tokenizer), task, options)
-        metrics |= {f"{task.name}/{name}": value for name, value in found.items()}
-        metrics[f"{task.name}/questions"] = len(task.questions)
+    for name in results[0].values:
+        values = [result.values[name] for result in results]
+        mean, error = sum(values) / len(values), standard_error(values)
+        if name == "logprob":
+            mean = math.exp(min(-mean, 700.0))
+            name, error = "perplexity", None if error is None else mean * error
+        metrics[name] = mean
+        if error is not None:
+            metrics[f"{name}_stderr"] = error
     return metrics
 
 
-def choose(model: nn.Module, tokenizer: Tokenizer, task: QuestionSet, max_tokens: int) -> dict[str, float]:
-    """Accuracy of the likeliest choice, and of the likeliest per byte."""
-    trees: list[Branches] = []
-    sizes: list[list[int]] = []
-    for question in task.questions:
-        if task.form == "choices":
-            texts = [f" {choice}" for choice in question["choices"]]
-            # One tree, so that the query is read once.
-            trees.append(_tree(tokenizer, question["query"], texts))
-        else:
-            texts = [f" {question['continuation']}"] * len(question["context_options"])
-            trees += [_tree(tokenizer, context, texts[:1]) for context in question["context_options"]]
-        sizes.append([len(text.encode()) - 1 for text in texts])
-    scores = iter([score for tree in score_branches(model, trees, max_tokens) for score in tree])
-    right = right_per_byte = 0
-    for question, lengths in zip(task.questions, sizes, strict=True):
-        found = [next(scores) for _ in lengths]
-        per_byte = [score / max(1, length) for score, length in zip(found, lengths, strict=True)]
-        right += found.index(max(found)) == question["gold"]
-        right_per_byte += per_byte.index(max(per_byte)) == question["gold"]
-    count = len(task.questions)
-    return {"accuracy": right / count, "accuracy_per_byte": right_per_byte / count}
-
-
-def _continue(model: nn.Module, tokenizer: Tokenizer, task: QuestionSet, engine: Engine) -> dict[str, float]:
-    """How often the likeliest tokens are those of the continuation, and how likely these are."""
-    trees = [_tree(tokenizer, each["context"], [f" {each['continuation']}"]) for each in task.questions]
-    scores = score_branches(model, trees, engine.options.max_step_tokens)
-    wanted = [list(tree.branches[0]) for tree in trees]
-    requests = {
-        engine.submit(tree.stem, InferenceOptions(max_new_tokens=len(tokens))): place
-        for place, (tree, tokens) in enumerate(zip(trees, wanted, strict=True))
-    }
-    said: list[list[int]] = [[] for _ in trees]
-    while engine.has_work:
-        for output in engine.step():
-            said[requests[output.request]] += output.tokens
-    right = sum(found == tokens for found, tokens in zip(said, wanted, strict=True))
-    mean = sum(score[0] for score in scores) / len(scores)
-    return {"accuracy": right / len(scores), "perplexity": math.exp(min(-mean, 700.0))}
-
-
-def _calculate(texts: TextEngine, task: QuestionSet, options: InferenceOptions) -> dict[str, float]:
-    """How often the number that is generated is the one that is wanted."""
-    chosen = replace(options, stop=(*options.stop, _NEXT_QUESTION))
-    requests = {
-        texts.submit(f"Question: {each['question']}\nAnswer:", chosen, key=place): place
-        for place, each in enumerate(task.questions)
-    }
-    said = [""] * len(task.questions)
-    while texts.has_work:
-        for piece in texts.step():
-            said[requests[piece.request]] += piece.text
-    right = sum(
-        number(found) is not None and number(found) == number(question["answer"])
-        for found, question in zip(said, task.questions, strict=True)
-    )
-    return {"accuracy": right / len(said)}
-
-
-def number(text: str) -> float | None:
-    """The number behind ####, or else the last one."""
-    _, mark, after = text.rpartition("####")
-    found = _NUMBER.findall(after if mark else text)
-    if not found:
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of the mean; None for a single value, which says nothing of its spread."""
+    if len(values) < 2:
         return None
-    return float(found[0 if mark else -1].replace(",", ""))
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
 
 
-def _tree(tokenizer: Tokenizer, context: str, continuations: Sequence[str]) -> Branches:
-    """The space between a context and what follows belongs to what follows, as tokenizers have it."""
-    return Branches(
-        stem=tokenizer.encode(context.rstrip()), branches=[tokenizer.encode(text) for text in continuations]
+def perplexities(results: Sequence[QuestionResult]) -> dict[str, float]:
+    """Perplexity per word and per byte, and bits per byte, over all texts together."""
+    logprob, words, size = (sum(result.values[name] for result in results) for name in ("logprob", "words", "bytes"))
+    return {
+        "word_perplexity": math.exp(min(-logprob / words, 700.0)),
+        "byte_perplexity": math.exp(min(-logprob / size, 700.0)),
+        "bits_per_byte": -logprob / size / math.log(2),
+    }
+
+
+def _windows(before: list[int], tokens: list[int], limit: int) -> list[Pair]:
+    """Pieces of a text that predict each token once, every piece but the first with as many tokens before it as there
+    is room for, and at least one."""
+    first = min(len(tokens), limit - len(before) + 1)
+    pieces = [(before, tokens[:first])]
+    for start in range(first, len(tokens), limit):
+        end = min(len(tokens), start + limit)
+        pieces.append((tokens[max(0, end - limit - 1) : start], tokens[start:end]))
+    return pieces
+
+
+def _prefix(tokenizer: Tokenizer) -> int:
+    """What a text without a context follows."""
+    return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+
+
+def _place(question: Question) -> dict[str, Any]:
+    return {"file": question.file, "line": question.line}
+
+
+def _diverged(question: Question) -> ModelError:
+    return ModelError(
+        "what the model makes of a question is not a number",
+        got=f"NaN or infinity at {question.place}",
+        expected="finite logits",
+        fix="take a checkpoint from before the training diverged",
     )
-
-
-def _find(name: str, folder: str | None) -> Path:
-    path = Path(name).expanduser()
-    if name.endswith(_ENDINGS):
-        if path.is_file():
-            return path
-        raise ConfigError("there is no such task", got=name, expected="a jsonl file")
-    if folder is None:
-        raise ConfigError(
-            "a task is looked for by name in a folder", got=name, fix="add data.tasks=FOLDER, or name the file"
-        )
-    places = [Path(folder).expanduser() / f"{name}{ending}" for ending in _ENDINGS]
-    for place in places:
-        if place.is_file():
-            return place
-    known = [file.name.partition(".jsonl")[0] for file in places[0].parent.glob("*.jsonl*")]
-    raise ConfigError(f"there is no task {name!r} in {folder}", fix=nearest(name, known) if known else None)
-
-
-def _read(where: str, line: str, form: str | None) -> tuple[str, Question]:
-    """The form and the question of a line."""
-    try:
-        question = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON", got=error) from None
-    if not isinstance(question, dict):
-        raise DataError(f"{where} is not a question", got=type(question).__name__, expected="a JSON object")
-    for name, fields in FORMS.items():
-        if all(type(question.get(field)) is kind for field, kind in fields.items()):
-            _check(where, name, form, question)
-            return name, question
-    forms = "; ".join(", ".join(fields) for fields in FORMS.values())
-    raise DataError(f"{where} has no form of a question", got=", ".join(question), expected=forms)
-
-
-def _check(where: str, name: str, form: str | None, question: Question) -> None:
-    if form is not None and name != form:
-        raise DataError(f"{where} is of another form than the lines before it", got=name, expected=form)
-    options = question.get("choices" if name == "choices" else "context_options")
-    if name in ("choices", "contexts") and options is not None:
-        if not options or not all(isinstance(option, str) and option for option in options):
-            raise DataError(f"{where} has an option that is no text", got=options, expected="texts that are not empty")
-        if not 0 <= question["gold"] < len(options):
-            raise DataError(f"{where} has no option {question['gold']}", expected=f"gold from 0 to {len(options) - 1}")
-    if name == "number" and number(question["answer"]) is None:
-        raise DataError(f"{where} has no number in its answer", got=question["answer"][-60:])

@@ -23,11 +23,16 @@ from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
 from kitforge.foundation.files import atomic_file
 from kitforge.foundation.log import console
 from kitforge.inference.text import InferenceOptions, Piece, TextEngine
+from kitforge.kits.transformers.questions import check_text
+
+# The columns that an answer adds to its prompt's row.
+_ANSWER = ("generated_text", "finish_reason")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A line of the file: an object with `prompt`, a text, or `messages`, a chat; whatever else it has is kept."""
+    """A line of the file: an object with `prompt`, a text, or `messages`, a chat. Whatever else it has is kept, so it
+    may have no column that an answer brings."""
 
     where: str
     values: Mapping[str, Any]
@@ -138,7 +143,7 @@ def _submit(texts: TextEngine, prompt: Prompt, options: InferenceOptions, place:
     values = prompt.values
     try:
         tokens = (
-            texts.tokenizer.encode(values["prompt"])
+            texts.tokenizer.encode_prompt(values["prompt"])
             if "prompt" in values
             else template_of(texts.tokenizer).tokens(values["messages"], opens_reply=True)
         )
@@ -148,7 +153,7 @@ def _submit(texts: TextEngine, prompt: Prompt, options: InferenceOptions, place:
 
 
 def _line(prompt: Prompt, found: _Pending) -> bytes:
-    answer = {"generated_text": found.text, "finish_reason": found.finish_reason}
+    answer = dict(zip(_ANSWER, (found.text, found.finish_reason), strict=True))
     return json.dumps({**prompt.values, **answer}, ensure_ascii=False).encode() + b"\n"
 
 
@@ -192,6 +197,12 @@ def _read(where: str, line: bytes) -> Prompt:
     expected = '{"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}'
     if not isinstance(values, dict) or ("prompt" in values) == ("messages" in values):
         raise DataError(f"{where} is not a prompt", got=line[:80].decode("utf-8", "replace"), expected=expected)
+    check_text(values, where)
+    taken = [name for name in _ANSWER if name in values]
+    if taken:
+        raise DataError(
+            f"{where} has columns that its answer would overwrite", got=", ".join(taken), fix="give them other names"
+        )
     if "prompt" in values and not (isinstance(values["prompt"], str) and values["prompt"]):
         raise DataError(f"{where} has a prompt that is no text or empty", expected=expected)
     if "messages" in values and not _is_chat(values["messages"]):

@@ -29,7 +29,7 @@ class Samples(Callback):
             self._tokenizer.save(run.folder / TOKENIZER_FOLDER)
         if event.kind != "evaluate" or run.folder is None or not self._prompts:
             return
-        prompts = [self._tokenizer.encode(prompt) for prompt in self._prompts]
+        prompts = [self._tokenizer.encode_prompt(prompt) for prompt in self._prompts]
         # Every rank takes part, since each may hold only pieces of the model.
         engine = Engine(run.model, self._options.engine, stop_ids=self._tokenizer.eos_ids)
         completions = engine.generate(prompts, self._options)

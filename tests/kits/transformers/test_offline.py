@@ -67,7 +67,16 @@ def test_a_killed_file_goes_on_to_what_it_would_have_been(
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [(b"{", "not JSON"), (b'{"text": "a"}', "not a prompt"), (b'{"prompt": ""}', "empty"), (b"\xff", "UTF-8")],
+    [
+        (b"{", "not JSON"),
+        (b'{"text": "a"}', "not a prompt"),
+        (b'{"prompt": ""}', "empty"),
+        (b"\xff", "UTF-8"),
+        (b'{"prompt": "a \\ud800"}', "half of a surrogate pair"),
+        (b'{"prompt": "a", "note": ["\\udc00"]}', "half of a surrogate pair"),
+        (b'{"prompt": "a", "generated_text": "b", "id": 1}', "would overwrite"),
+        (b'{"prompt": "a", "finish_reason": null}', "would overwrite"),
+    ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, words: str) -> None:
     path = tmp_path / "prompts.jsonl"

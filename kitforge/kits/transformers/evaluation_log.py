@@ -1,0 +1,49 @@
+"""Where the rows of an evaluation are written, and how. Knows no question."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.files import atomic_file
+from kitforge.foundation.log import logger
+
+_log = logger(__name__)
+
+
+def log_files(checkpoint: Path, output: str | None, tasks: Sequence[str]) -> dict[str, Path]:
+    """The file for the rows of each task: `output` for all of them, else RUN/evaluation/TASK.jsonl, where those of a
+    step lie in a folder of its name. None for a model that lies in no run.
+
+    Raises ConfigError where `output` is there already.
+    """
+    if output is not None:
+        target = Path(output).expanduser()
+        if target.exists():
+            raise ConfigError("there are rows already", got=target, fix="choose another output=, or move them away")
+        return dict.fromkeys(tasks, target)
+    place = checkpoint.resolve()
+    is_step = place.parent.name == "checkpoints"
+    run = place.parent.parent if is_step else place
+    if not (run / "config.yaml").is_file():
+        return {}
+    if not os.access(run, os.W_OK):
+        _log.warning("%s cannot be written to, so the rows are not logged; output=FILE writes them elsewhere", run)
+        return {}
+    folder = run / "evaluation" / place.name if is_step else run / "evaluation"
+    return {task: folder / f"{task}.jsonl" for task in tasks}
+
+
+def write_log(files: Mapping[str, Path], rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Write the rows of every task to its file, one JSON object a line."""
+    lines: dict[Path, list[bytes]] = {}
+    for task, path in files.items():
+        lines.setdefault(path, []).extend(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows[task])
+    for path, content in lines.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
+            file.writelines(content)

@@ -1,0 +1,149 @@
+"""Files of questions with known answers. Knows no model and no tokens.
+
+A task is a jsonl file whose lines have one of five forms:
+
+- `{"query", "choices", "gold"}`: which choice does the model find likeliest after the query?
+- `{"context_options", "continuation", "gold"}`: after which context does it find the continuation likeliest?
+- `{"context", "continuation"}`: is the continuation what it says itself?
+- `{"question", "answer"}`: does it come to the number that follows #### in the answer?
+- `{"text"}`: how likely does it find the text?
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from kitforge.foundation.errors import ConfigError, DataError, nearest
+
+FORMS: dict[str, dict[str, type]] = {
+    "choices": {"query": str, "choices": list, "gold": int},
+    "contexts": {"context_options": list, "continuation": str, "gold": int},
+    "continuation": {"context": str, "continuation": str},
+    "number": {"question": str, "answer": str},
+    "text": {"text": str},
+}
+_ENDINGS = (".jsonl", ".jsonl.gz")
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A line of a task."""
+
+    file: str
+    line: int
+    values: Mapping[str, Any]
+
+    @property
+    def place(self) -> str:
+        """Where it stands, for messages."""
+        return f"{self.file}:{self.line}"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuestionSet:
+    """The questions of one file, all of one form."""
+
+    name: str
+    form: str
+    questions: Sequence[Question]
+
+
+def load_task(name: str, folder: str | None = None, limit: int | None = None) -> QuestionSet:
+    """The first `limit` questions of a task, by its file or by its name in `folder`. Raises ConfigError or DataError,
+    the latter naming the line."""
+    path = _find(name, folder)
+    opened = gzip.open if path.suffix == ".gz" else open
+    questions: list[Question] = []
+    form: str | None = None
+    with opened(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if len(questions) == limit:
+                break
+            if line.strip():
+                form, values = _read(f"{path}:{number}", line, form)
+                questions.append(Question(file=str(path), line=number, values=values))
+    if form is None:
+        raise DataError(f"{path} has no questions", got="no lines", expected="one JSON object a line")
+    return QuestionSet(name=path.name.partition(".jsonl")[0], form=form, questions=questions)
+
+
+def number(text: str) -> float | None:
+    """The number behind ####, or else the last one."""
+    _, mark, after = text.rpartition("####")
+    found = _NUMBER.findall(after if mark else text)
+    if not found:
+        return None
+    return float(found[0 if mark else -1].replace(",", ""))
+
+
+def _find(name: str, folder: str | None) -> Path:
+    path = Path(name).expanduser()
+    if name.endswith(_ENDINGS):
+        if path.is_file():
+            return path
+        raise ConfigError("there is no such task", got=name, expected="a jsonl file")
+    if folder is None:
+        raise ConfigError(
+            "a task is looked for by name in a folder", got=name, fix="add data.tasks=FOLDER, or name the file"
+        )
+    places = [Path(folder).expanduser() / f"{name}{ending}" for ending in _ENDINGS]
+    for place in places:
+        if place.is_file():
+            return place
+    known = [file.name.partition(".jsonl")[0] for file in places[0].parent.glob("*.jsonl*")]
+    raise ConfigError(f"there is no task {name!r} in {folder}", fix=nearest(name, known) if known else None)
+
+
+def _read(place: str, line: str, form: str | None) -> tuple[str, Mapping[str, Any]]:
+    """The form and the values of a line."""
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place} is not JSON", got=error) from None
+    if not isinstance(values, dict):
+        raise DataError(f"{place} is not a question", got=type(values).__name__, expected="a JSON object")
+    check_text(values, place)
+    for name, fields in FORMS.items():
+        if all(type(values.get(field)) is kind for field, kind in fields.items()):
+            _check(place, name, form, values)
+            return name, values
+    forms = "; ".join(", ".join(fields) for fields in FORMS.values())
+    raise DataError(f"{place} has no form of a question", got=", ".join(values), expected=forms)
+
+
+def check_text(values: Mapping[str, Any], place: str) -> None:
+    """Raise DataError for half of a surrogate pair, which JSON can spell and no encoding can write."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place} holds half of a surrogate pair, which no encoding can write",
+            got=f"U+{ord(error.object[error.start]):04X}",
+            expected="text that UTF-8 can hold",
+            fix="repair the row, or leave it out",
+        ) from None
+
+
+def _check(place: str, name: str, form: str | None, values: Mapping[str, Any]) -> None:
+    if form is not None and name != form:
+        raise DataError(f"{place} is of another form than the lines before it", got=name, expected=form)
+    options = values.get("choices" if name == "choices" else "context_options")
+    if name in ("choices", "contexts") and options is not None:
+        if not options or not all(isinstance(option, str) and option for option in options):
+            raise DataError(f"{place} has an option that is no text", got=options, expected="texts that are not empty")
+        if not 0 <= values["gold"] < len(options):
+            raise DataError(f"{place} has no option {values['gold']}", expected=f"gold from 0 to {len(options) - 1}")
+    for field in ("continuation", "text"):
+        if field in FORMS[name] and not values[field]:
+            raise DataError(f"{place} has an empty {field}", expected="at least one character")
+    if name == "number" and number(values["answer"]) is None:
+        raise DataError(f"{place} has no number in its answer", got=values["answer"][-60:])
