@@ -15,6 +15,7 @@ from kitforge.foundation.errors import DataError
 
 # What stands for numbers that are no token, as Unicode has it for bytes that are no text.
 _UNREADABLE = "\ufffd"
+NO_TOKEN = _UNREADABLE.encode()
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -62,6 +63,11 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the tokens without the special ones; what is no text or no token becomes U+FFFD."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of UTF-8 that the token stands for in a text, which may be parts of characters: none of a special
+        token, U+FFFD of a number that is no token."""
         ...
 
     def save(self, folder: Path) -> None:
