@@ -110,7 +110,8 @@ def test_the_bytes_of_tokens_are_the_text(tokenizer: Tokenizer, data: st.DataObj
     text = data.draw(st.sampled_from(LINES) | st.text("theca ts\t語é🌙", max_size=12))
     size = tokenizer.vocab_size
     for tokens in (tokenizer.encode(text), data.draw(st.lists(st.integers(0, size - 1), max_size=8))):
-        decoded = tokenizer.decode(tokens)
+        # The end of a word has nothing before it here.
+        decoded = tokenizer.decode(tokens).removeprefix("##")
         # Each decoder has its own mind on how many marks bytes that are no text are worth.
         if "\ufffd" not in decoded:
             assert joined(tokenizer, tokens) in (decoded, f" {decoded}")
