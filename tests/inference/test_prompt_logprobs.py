@@ -135,6 +135,9 @@ def test_no_end_comes_before_the_least_length() -> None:
     ((found,),) = Engine(model, EngineOptions(speculation=2), stop_ids=[free[0]]).generate([STEM], options)
     assert not {stop, free[0]} & set(found.tokens[:5]) and len(found.tokens) > 5
     assert all(value > float("-inf") for value in found.logprobs)
+    eager = replace(options, logit_bias={str(stop): 100.0})
+    ((other,),) = Engine(model).generate([STEM], eager)
+    assert len(other.tokens) == 6 and other.tokens[5] == stop not in other.tokens[:5]
     warm = replace(options, temperature=1.0, top_k=1)
     ((other,),) = Engine(model, stop_ids=[free[0]]).generate([STEM], warm)
     assert other.tokens[:6] == found.tokens[:6]
