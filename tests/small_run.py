@@ -25,12 +25,12 @@ ARGUMENTS = [f"{name}={value}" for name, value in OPTIONS.items()]
 WITHOUT_MODEL = {name: value for name, value in OPTIONS.items() if not name.startswith("model.")}
 
 
-def write_run(folder: Path) -> Path:
-    """Train a small llama in `folder`; the run's own folder."""
+def write_run(folder: Path, **changes: Any) -> Path:
+    """Train a small llama in `folder`, with changes to its options; the run's own folder."""
     from kitforge.api import Trainer
 
     (folder / "corpus.txt").write_text(TEXT)
-    options = {**OPTIONS, "data.cache": str(folder / "cache"), "trainer.evaluate_first": True}
+    options = {**OPTIONS, "data.cache": str(folder / "cache"), "trainer.evaluate_first": True, **changes}
     trainer = Trainer(
         "text_generation", "llama_tiny", folder / "corpus.txt", output_dir=folder / "runs" / "bard", options=options
     )

@@ -13,6 +13,10 @@ from kitforge.foundation.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
+# Metadata of a field whose value is kept out of records and messages, and what stands there in its place.
+SECRET = {"secret": True}
+MASK = "***"
+
 
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """Build the dataclass `cls` from `values`; `path` is the option's name so far, for the messages.
@@ -35,8 +39,10 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The plain dict of a dataclass, ready for YAML or JSON (tuples become lists)."""
-    return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init}
+    """The plain dict of a dataclass, ready for YAML or JSON (tuples become lists, secrets are masked)."""
+    return {
+        field.name: _recorded(field, getattr(config, field.name)) for field in dataclasses.fields(config) if field.init
+    }
 
 
 def to_yaml(values: Mapping[str, Any], indent: int = 0) -> str:
@@ -148,6 +154,10 @@ def _words(hint: Any) -> str:
     if typing.get_origin(hint) in (list, tuple):
         return f"[{_words(args[0])}, ...]"
     return " or ".join(map(_words, args)) if args else getattr(hint, "__name__", str(hint))
+
+
+def _recorded(field: dataclasses.Field[Any], value: Any) -> Any:
+    return MASK if field.metadata.get("secret") and value is not None else _plain(value)
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ KitforgeError
 ├── CheckpointError    a checkpoint that is damaged, foreign or cannot be written
 ├── TrainingError      a run that cannot go on (a rollback limit, a task that yields nothing)
 │   └── PeerError      what a rank has to say of another's failure: a consequence, never the cause
+├── EngineError        an engine of inference that failed and cannot go on
 ├── DeviceError        a device that is absent or cannot do what was asked
 └── DependencyError    an optional package that is not installed
 """
@@ -53,6 +54,10 @@ class TrainingError(KitforgeError):
 
 class PeerError(TrainingError):
     """What a rank has to say of another's failure: a consequence, never the cause."""
+
+
+class EngineError(KitforgeError):
+    """An engine of inference that failed and cannot go on."""
 
 
 class DeviceError(KitforgeError):

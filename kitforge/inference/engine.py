@@ -105,6 +105,16 @@ class Engine:
         """Whether a step would give something, now or later."""
         return bool(self._live or self._undelivered)
 
+    @property
+    def num_positions(self) -> int:
+        """How many tokens the cache holds, and so the most that a text may come to."""
+        return self._blocks.num_blocks * self._blocks.block_size
+
+    @property
+    def admitted(self) -> list[int]:
+        """The requests whose prompts the last step began to read."""
+        return self._scheduler.admitted
+
     def submit(
         self,
         prompt: Numbers[int],
@@ -220,6 +230,8 @@ class Engine:
             "waiting": len(self._scheduler.waiting),
             "steps": self._num_steps,
             "preemptions": self._scheduler.num_preemptions,
+            "prefix_cache_queries": self._scheduler.num_prefix_queries,
+            "prefix_cache_hits": self._scheduler.num_prefix_hits,
             "blocks": blocks.num_blocks,
             "blocks_used": blocks.num_blocks - blocks.num_free,
             "blocks_kept": blocks.num_kept,

@@ -41,7 +41,10 @@ class Scheduler:
 
     def __init__(self, blocks: BlockManager, max_sequences: int, max_step_tokens: int, speculation: int = 0) -> None:
         self.running: list[Sequence] = []
+        self.admitted: list[int] = []  # requests that the last plan began to read, or to read anew
         self.num_preemptions = 0
+        self.num_prefix_queries = 0  # tokens of prompts that were admitted
+        self.num_prefix_hits = 0  # those of them that were in the cache already
         self._blocks = blocks
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._max_sequences = max_sequences
@@ -78,7 +81,7 @@ class Scheduler:
 
     def plan(self) -> list[Work]:
         """The next step. Empty only where nothing waits or runs."""
-        self._plan, self._room = {}, self._max_step_tokens
+        self._plan, self._room, self.admitted = {}, self._max_step_tokens, []
         for is_reading in (False, True):
             for sequence in list(self.running):
                 if sequence.is_running and (sequence.num_waiting > 1) == is_reading and self._room:
@@ -118,6 +121,9 @@ class Scheduler:
         heappop(self._waiting)
         self._start(sequence)
         self._take(sequence, num_tokens, [])
+        self.admitted.append(sequence.request)
+        self.num_prefix_queries += len(sequence.tokens)
+        self.num_prefix_hits += sequence.num_cached
         return True
 
     def _fits(self, sequence: Sequence, num_tokens: int) -> bool:

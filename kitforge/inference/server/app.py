@@ -11,12 +11,15 @@ from typing import Any
 from kitforge.data.extras import load_extra
 from kitforge.inference.server.answers import ChatShape, CompletionShape, Shape, collected, events
 from kitforge.inference.server.asked import ChatRequest, CompletionRequest, parse, read
+from kitforge.inference.server.bodies import too_large
 from kitforge.inference.server.exchange import Exchange, Service
-from kitforge.inference.server.gate import CLOSING, Gate
-from kitforge.inference.server.metrics import TEXT_FORMAT
+from kitforge.inference.server.gate import CLOSING, USAGE, Gate
 from kitforge.inference.server.page import page, policy
-from kitforge.inference.server.refusal import RefusalError
+from kitforge.inference.server.refusal import RefusalError, client_left
 from kitforge.inference.server.schema import schema_of
+
+# In the scope of a request: its body, until it has become prompts.
+BODY = "kitforge.body"
 
 _REFUSALS = {
     400: "The request is wrong.",
@@ -28,7 +31,7 @@ _REFUSALS = {
     415: "The body is not JSON.",
     429: "Too much is asked at once.",
     500: "The model's numbers have diverged.",
-    503: "The engine has stopped.",
+    503: "The engine has stopped, or there is no room for the body.",
 }
 
 
@@ -58,7 +61,7 @@ def create(service: Service) -> Any:
     app.add_exception_handler(RefusalError, refused)
     for status in (404, 405):
         app.add_exception_handler(status, unknown)
-    app.add_middleware(Gate, limits=service.limits, metrics=service.metrics)
+    app.add_middleware(Gate, limits=service.limits, tokens=service.tokens, metrics=service.metrics)
     return app
 
 
@@ -71,7 +74,7 @@ def _add_facts(app: Any, service: Service) -> None:
 
     @routes.get("/", include_in_schema=False)
     async def root() -> HTMLResponse:
-        text = page(service.name, needs_token=service.limits.token is not None)
+        text = page(service.name, needs_token=bool(service.tokens))
         return HTMLResponse(text, headers={"Content-Security-Policy": policy()})
 
     @routes.get("/health", responses=_documented(503))
@@ -84,8 +87,8 @@ def _add_facts(app: Any, service: Service) -> None:
     async def metrics() -> PlainTextResponse:
         stats = await service.worker.stats()
         # Without a pause between the two, so that nothing is counted both as under way and as done.
-        text = service.metrics.text({"prompts": service.num_live, **stats})
-        return PlainTextResponse(text, headers={"Content-Type": TEXT_FORMAT})
+        text, kind = service.metrics.text({"prompts": service.num_live, **stats})
+        return PlainTextResponse(text, headers={"Content-Type": kind})
 
     @routes.get("/v1/models", responses=_documented(401, 403))
     async def models() -> JSONResponse:
@@ -118,28 +121,21 @@ def _add_answers(app: Any, service: Service) -> None:
 
 
 async def _read(request: Any, service: Service, kind: type[Any]) -> Any:
-    """What is asked for. Raises RefusalError for a body that is too large, too slow or wrong."""
-    limits = service.limits
+    """What is asked for. Raises RefusalError for a body that is too large, too slow or wrong, or that does not come."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RefusalError(
             415, "the body must be JSON; send Content-Type: application/json", code="invalid_content_type"
         )
-    too_large = RefusalError(413, f"the body is larger than {limits.max_body} bytes", code="body_too_large")
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:18]) > limits.max_body:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(limits.patience):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > limits.max_body:
-                    raise too_large
-    except TimeoutError:
-        raise RefusalError(408, f"the body did not arrive within {limits.patience:g} s", code="body_too_slow") from None
-    # Before anything is made of it: a server that is full has no time to lose.
+    if length.isdecimal() and int(length[:18]) > service.limits.max_body:
+        raise too_large(service.limits.max_body)
+    # Before the body is waited for, and before anything is made of it: a server that is full has no time to lose.
     service.check_room()
-    asked = read(kind, parse(bytes(body)))
+    body = request.scope[CLOSING].enter_context(service.bodies.open())
+    request.scope[BODY] = body
+    content = await body.read(request.receive)
+    service.check_room()
+    asked = read(kind, parse(content))
     service.check_model(asked.model)
     return asked
 
@@ -152,6 +148,9 @@ async def _answer(request: Any, service: Service, asked: Any, prompts: list[list
         raise RefusalError(400, "there is no prompt", parameter="prompt", code="empty_prompt")
     exchange = service.open(asked, prompts)
     request.scope[CLOSING].callback(exchange.close)
+    request.scope[USAGE] = exchange.usage
+    # From here on the number of prompts is what is limited.
+    request.scope[BODY].close()
     if asked.stream:
         await exchange.begin()
         has_usage = asked.stream_options is not None and asked.stream_options.include_usage
@@ -171,7 +170,7 @@ async def _unless_gone(request: Any, shape: Shape, exchange: Exchange) -> dict[s
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
             return answer.result()
-        raise RefusalError(499, "the client has left", code="client_left")
+        raise client_left()
     finally:
         answer.cancel()
         gone.cancel()

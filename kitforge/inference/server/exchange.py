@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast, final
@@ -13,6 +14,8 @@ from kitforge.data.template import ChatTemplate, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.errors import DataError, KitforgeError
 from kitforge.inference.server.asked import ChatRequest, CompletionRequest, Wishes
+from kitforge.inference.server.authentication import tokens_of
+from kitforge.inference.server.bodies import BodyBuffers
 from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.server.refusal import RefusalError, too_busy
@@ -39,15 +42,20 @@ class Service:
     def __init__(self, texts: TextEngine, name: str, defaults: InferenceOptions, limits: ServeOptions) -> None:
         self.name = limits.name or name
         self.limits = limits
-        self.worker = Worker(texts)
+        self.tokens = tokens_of(limits)
         self.metrics = Metrics()
+        self.worker = Worker(texts, self.metrics)
+        self.bodies = BodyBuffers(limits)
         self.tokenizer: Tokenizer = texts.tokenizer
         self.template: ChatTemplate = template_of(texts.tokenizer)
         self.created = int(time.time())
         self.num_live = 0  # prompts
         self._num_asked = 0
+        # Two servers of one model, or one that is started twice, draw different noise.
+        self._nonce = secrets.token_hex(8)
         self._defaults = defaults
         self._geometry = cast(CausalLM, texts.engine.model).geometry
+        self._longest = min(self._geometry.max_length, texts.engine.num_positions)
 
     def check_model(self, name: str | None) -> None:
         """Raise RefusalError for the name of another model."""
@@ -70,7 +78,7 @@ class Service:
         chosen = [self._options(request, len(prompt)) for prompt in prompts]
         self._num_asked += 1
         # Without a seed of its own, every request draws noise of its own.
-        owner = "seeded" if request.seed is not None else str(self._num_asked)
+        owner = "seeded" if request.seed is not None else f"{self._nonce}/{self._num_asked}"
         queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
         tickets = [
             Ticket(
@@ -101,7 +109,7 @@ class Service:
             raise RefusalError(400, str(error), parameter="messages", code="invalid_value") from None
 
     def _options(self, request: CompletionRequest | ChatRequest, size: int) -> InferenceOptions:
-        limit = self._geometry.max_length
+        limit = self._longest
         asked = request.max_tokens
         if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
             asked = request.max_completion_tokens
@@ -114,12 +122,18 @@ class Service:
         if size + (asked or 1) > limit:
             message = f"{size} tokens of prompt and {asked or 1} new ones are more than the model's {limit}"
             raise RefusalError(400, message, parameter="prompt", code="context_length_exceeded")
-        new = asked or min(self._defaults.max_new_tokens, limit - size, most or limit)
+        new = asked or min(self._length(request), limit - size, most or limit)
         for token in request.logit_bias or ():
             if int(token) >= self._geometry.vocab_size:
                 message = f"the model has no token {token}; its tokens are 0 to {self._geometry.vocab_size - 1}"
                 raise RefusalError(400, message, parameter="logit_bias", code="invalid_value")
         return dataclasses.replace(self._defaults, max_new_tokens=new, **_changes(request))
+
+    def _length(self, request: CompletionRequest | ChatRequest) -> int:
+        """How many tokens an answer may have that is given no limit: a reply ends where the model ends it. Where a
+        model reads every text as one of the length that it may come to, a reply keeps the length of the options."""
+        is_open = isinstance(request, ChatRequest) and not self._geometry.depends_on_length
+        return self._longest if is_open else self._defaults.max_new_tokens
 
 
 @final
@@ -150,15 +164,15 @@ class Exchange:
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Pieces with the numbers of their choices, until all have ended. Raises RefusalError."""
         metrics = self._service.metrics
-        metrics.prompt_tokens += self.prompt_tokens
+        metrics.prompt_tokens.inc(self.prompt_tokens)
         while self._num_open:
             choice, piece = await self._next()
             if not self.completion_tokens:
                 came = min(ticket.first_at for ticket in self._tickets if ticket.first_at is not None)
-                metrics.first_token.add(came - self._since)
+                metrics.first_token.observe(came - self._since)
             self._num_open -= piece.finish_reason is not None
             self.completion_tokens += len(piece.tokens)
-            metrics.generated_tokens += len(piece.tokens)
+            metrics.generated_tokens.inc(len(piece.tokens))
             yield choice, piece
 
     async def _next(self) -> tuple[int, Piece]:
@@ -179,7 +193,7 @@ class Exchange:
         self._is_closed = True
         self._service.num_live -= len(self._tickets)
         if self._num_open:
-            self._service.metrics.cancelled += 1
+            self._service.metrics.cancelled.inc()
             for ticket in self._tickets:
                 self._service.worker.cancel(ticket)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
-from kitforge.foundation.config import check
+from kitforge.foundation.config import SECRET, check
+
+# Tokens that clients may send, separated by commas. Neither command lines nor runs show them.
+TOKEN_VARIABLE = "KITFORGE_SERVE_TOKEN"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,32 +17,46 @@ class ServeOptions:
     """Who may ask, and how much. None of these changes an answer."""
 
     host: str = "127.0.0.1"  # the address to listen on; others than this machine's own need a token
-    token: str | None = None  # asked for as `Authorization: Bearer TOKEN`
+    # Asked for as `Authorization: Bearer TOKEN`, as are those of token_file and $KITFORGE_SERVE_TOKEN, which, unlike
+    # this one, no list of processes shows.
+    token: str | None = field(default=None, repr=False, metadata=SECRET)
+    token_file: str | None = None  # a file of tokens, one a line
     name: str | None = None  # what the model is called; None: its folder's name
     max_body: int = 1_048_576  # bytes of a request
     max_requests: int = 256  # prompts being answered or waiting; those beyond are told to come again
     max_choices: int = 32  # answers that one request may ask for, over all its prompts
+    max_connections: int = 4096  # open at once; beyond it the one that has been silent longest is closed
+    max_inflight_bytes: int = 67_108_864  # bytes of all bodies that are being received or read at once
     max_new_tokens: int | None = None  # tokens of one answer; None: as many as the model has room for
-    patience: float = 30.0  # seconds for a request to arrive, and for a client to take what it is sent
+    patience: float = 30.0  # seconds for a header or a body to arrive, and for a client to take what it is sent
     drain: float = 30.0  # seconds in which answers may be finished once the server is to stop
+    access_log: bool = False  # log a line for every request
 
     def __post_init__(self) -> None:
-        for name in ("max_body", "max_requests", "max_choices"):
+        for name in ("max_body", "max_requests", "max_choices", "max_connections"):
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a whole number of at least 1")
+        fits = self.max_inflight_bytes >= self.max_body
+        check(fits, "serve.max_inflight_bytes", self.max_inflight_bytes, f"at least serve.max_body={self.max_body}")
         most = self.max_new_tokens
         check(most is None or most > 0, "serve.max_new_tokens", most, "a whole number of at least 1")
         for name in ("patience", "drain"):
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number of seconds above 0")
-        token = self.token
-        is_plain = token is None or (token.isascii() and token.isprintable() and bool(token.strip()))
+        is_plain = self.token is None or is_token(self.token)
         check(is_plain, "serve.token", "a token", "printable ASCII, as a header holds nothing else")
-        is_safe = token is not None or is_loopback(self.host)
-        check(is_safe, "serve.host", self.host, "this machine alone", "serve.token=SECRET lets others in who know it")
+        has_token = any((self.token, self.token_file, os.environ.get(TOKEN_VARIABLE)))
+        fix = f"serve.token_file=FILE or ${TOKEN_VARIABLE} lets others in who know a token; so does serve.token=SECRET"
+        check(has_token or is_loopback(self.host), "serve.host", self.host, "this machine alone", fix)
+
+
+def is_token(text: str) -> bool:
+    """Whether a header can hold it."""
+    return text.isascii() and text.isprintable() and bool(text.strip())
 
 
 def is_loopback(host: str) -> bool:
     """Whether a name or an address means this machine, whoever is asked."""
-    if host == "localhost":
+    # Names have no case, and one that ends in a dot is complete (RFC 1034).
+    if host.lower() in ("localhost", "localhost."):
         return True
     try:
         return ip_address(host).is_loopback

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# The client has left, or takes nothing any more (a status of nginx): counted, and read by nobody.
+CLIENT_LEFT = 499
 # The word for each status in `error.type`.
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -31,6 +33,11 @@ class RefusalError(Exception):
         """The JSON of the answer."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
+
+
+def client_left() -> RefusalError:
+    """What ends the work on a request whose client has left."""
+    return RefusalError(CLIENT_LEFT, "the client has left", code="client_left")
 
 
 def too_busy(max_requests: int) -> RefusalError:

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kitforge.data.extras import load_extra
-from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.errors import ConfigError, EngineError
 from kitforge.inference.server.app import create
+from kitforge.inference.server.connections import ConnectionLimit, protocol_of, raise_file_limit, room_for
 from kitforge.inference.server.exchange import Service
+from kitforge.inference.server.logs import calm, write_access_log
 
 # Seconds that a connection may rest between two requests. Where the server ends it first, a client that is just then
 # sending its next request on it sees it break; clients keep theirs for 5 s (httpx, OpenAI's) to 60 s (proxies).
@@ -20,8 +22,13 @@ KEEP_ALIVE = 75
 
 def serve(service: Service, port: int, ready: Callable[[str], None]) -> None:
     """Answer on that port until SIGTERM or SIGINT; `ready` is told the address. Prompts that are being answered then
-    have `serve.drain` seconds. Raises ConfigError where the port cannot be listened on."""
+    have `serve.drain` seconds. Raises ConfigError where the port cannot be listened on, and EngineError once the engine
+    has failed, so that whoever watches over this process starts it again."""
+    raise_file_limit()
     server, limits = server_of(service), service.limits
+    if limits.access_log:
+        write_access_log()
+    service.worker.on_failure = lambda: setattr(server, "should_exit", True)
     family = socket.AF_INET6 if ":" in limits.host else socket.AF_INET
     try:
         listener = socket.create_server((limits.host, port), family=family)
@@ -37,17 +44,30 @@ def serve(service: Service, port: int, ready: Callable[[str], None]) -> None:
     host = f"[{limits.host}]" if family == socket.AF_INET6 else limits.host
     ready(f"http://{host}:{listener.getsockname()[1]}")
     server.run(sockets=[listener])
+    failure = service.worker.failure
+    if failure is not None:
+        raise EngineError(
+            "the engine has failed, so the server has ended",
+            got=f"{type(failure).__name__}: {failure}",
+            fix="its traceback stands above; start the server again",
+        ) from failure
 
 
 def server_of(service: Service) -> Any:
     """What answers for a service on sockets that are listening."""
     uvicorn = load_extra("uvicorn", needed_for="kitforge serve", extra="serve")
+    max_connections, backlog = room_for(service.limits)
+    limit = ConnectionLimit(max_connections, service.metrics.evicted_connections.inc)
     config = uvicorn.Config(
         create(service),
+        http=protocol_of(limit, service.limits.patience),
+        ws="none",
+        backlog=backlog,
         log_level="warning",
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=max(1, round(service.limits.drain)),
     )
+    calm()
     return uvicorn.Server(config)

@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, final
 
 from kitforge.foundation.log import logger
+from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.text import InferenceOptions, Piece, TextEngine
 
 _log = logger(__name__)
@@ -32,7 +33,12 @@ class Ticket:
     queue: asyncio.Queue[tuple[int, Piece | Exception]]
     request: int | None = field(default=None, init=False)  # its number in the engine, once it has arrived there
     num_open: int = field(default=0, init=False)  # samples that have not ended
-    first_at: float | None = field(default=None, init=False)  # when its first piece came, by `time.perf_counter`
+    # By `time.perf_counter`: when it was made, when its prompt began to be read, and when its first piece and the last
+    # piece of each sample came.
+    submitted_at: float = field(default_factory=time.perf_counter, init=False)
+    started_at: float | None = field(default=None, init=False)
+    first_at: float | None = field(default=None, init=False)
+    last_at: dict[int, float] = field(default_factory=dict, init=False)
     held: list[Piece] = field(default_factory=list, init=False)  # pieces that nobody has been told of
 
 
@@ -40,9 +46,11 @@ class Ticket:
 class Worker:
     """Runs `texts` between `start` and `stop`. Everything else is called from the event loop it was started with."""
 
-    def __init__(self, texts: TextEngine) -> None:
+    def __init__(self, texts: TextEngine, metrics: Metrics) -> None:
         self.failure: Exception | None = None
+        self.on_failure: Callable[[], None] | None = None  # called once, on the worker's thread
         self._texts = texts
+        self._metrics = metrics
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -73,12 +81,24 @@ class Worker:
         return await found
 
     def _run(self) -> None:
-        while self._obey():
-            if self.failure is None and self._texts.has_work:
-                try:
-                    self._hand_out(self._texts.step())
-                except Exception as error:  # noqa: BLE001 (whatever it is, those who wait must hear of it)
-                    self._fail(error)
+        goes_on = True
+        while goes_on:
+            try:
+                goes_on = self._obey()
+                if goes_on and self.failure is None and self._texts.has_work:
+                    self._step()
+            except Exception as error:  # noqa: BLE001 (whatever it is, those who wait must hear of it)
+                self._fail(error)
+
+    def _step(self) -> None:
+        since = time.perf_counter()
+        pieces = self._texts.step()
+        for request in self._texts.engine.admitted:
+            ticket = self._tickets.get(request)
+            if ticket is not None and ticket.started_at is None:
+                ticket.started_at = since
+                self._metrics.queue_time.observe(since - ticket.submitted_at)
+        self._hand_out(pieces)
 
     def _obey(self) -> bool:
         """Carry out what has been asked for meanwhile, waiting where there is nothing else to do; False: stop."""
@@ -116,11 +136,13 @@ class Worker:
 
     def _hand_out(self, pieces: list[Piece]) -> None:
         mail: list[tuple[Ticket, list[Piece]]] = []
+        now = time.perf_counter()
         for piece in pieces:
             ticket = self._tickets.get(piece.request)
             if ticket is None:
                 continue
-            ticket.first_at = ticket.first_at or time.perf_counter()
+            ticket.first_at = ticket.first_at or now
+            self._time(ticket, piece, now)
             ticket.held.append(piece)
             ticket.num_open -= piece.finish_reason is not None
             if ticket.num_open == 0:
@@ -132,10 +154,20 @@ class Worker:
         if mail:
             self._tell(_deliver, mail)
 
+    def _time(self, ticket: Ticket, piece: Piece, now: float) -> None:
+        """Book how long its tokens took, evenly where a step gave several."""
+        last = ticket.last_at.get(piece.sample)
+        ticket.last_at[piece.sample] = now
+        if last is not None:
+            for _ in piece.tokens:
+                self._metrics.inter_token.observe((now - last) / len(piece.tokens))
+
     def _fail(self, error: Exception) -> None:
-        """The engine cannot go on: all who wait and all who will come are told why."""
+        """The engine cannot go on: all who wait and all who will come are told so."""
         _log.error("the engine has stopped", exc_info=error)
-        self.failure = error
+        is_first, self.failure = self.failure is None, self.failure or error
+        if is_first and self.on_failure is not None:
+            self.on_failure()
         for ticket in self._tickets.values():
             self._tell(ticket.queue.put_nowait, (ticket.first, error))
         self._tickets.clear()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import uvicorn
@@ -64,6 +65,13 @@ def serving(service: Service) -> Iterator[Served]:
         server.should_exit = True
         thread.join()
         listener.close()
+
+
+def metric(url: str, name: str) -> float:
+    """One number of /metrics, which must be there; `name` with its labels, if it has any."""
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    (value,) = [line.rpartition(" ")[2] for line in lines if line.rpartition(" ")[0] == name]
+    return float(value)
 
 
 def until(holds: Callable[[], Any], seconds: float = 20) -> None:
