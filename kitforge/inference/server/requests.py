@@ -13,7 +13,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar, final
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
@@ -146,6 +146,8 @@ class TextFormat(RequestBody):
 class GenerationParams(RequestBody, ABC):
     """What completions and chats may both ask for. None leaves the server's own value."""
 
+    is_chat: ClassVar[bool] = False
+
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128), _INTEGRAL] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -185,7 +187,7 @@ class GenerationParams(RequestBody, ABC):
     store: Literal[False] | None = None
     response_format: TextFormat | None = None
     use_beam_search: Literal[False] | None = None
-    length_penalty: Literal[1, 1.0] | None = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: bool | None = None  # none are written
     include_stop_str_in_output: Literal[False] | None = None
@@ -226,7 +228,7 @@ class CompletionRequest(GenerationParams):
         """The prompts, each as text or tokens."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)  # type: ignore[list-item,arg-type]
+        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
 
     @property
     def num_alternatives(self) -> int | None:
@@ -319,6 +321,8 @@ Messages = Annotated[
 class ChatRequest(GenerationParams):
     """The body of /v1/chat/completions."""
 
+    is_chat = True
+
     messages: Messages
     add_generation_prompt: bool | None = None  # the reply is begun; by default it is
     continue_final_message: bool | None = None  # the last message is gone on with instead
@@ -395,7 +399,8 @@ def read(kind: type[T], body: bytes) -> T:
 
 def read_tokenize(body: bytes) -> TokenizeRequest | TokenizeChatRequest:
     """The body of /tokenize, which holds a prompt or messages. Raises RefusalError."""
-    return read(TokenizeChatRequest if "messages" in fields_of(body) else TokenizeRequest, body)
+    is_chat = "messages" in fields_of(body)
+    return read(TokenizeChatRequest, body) if is_chat else read(TokenizeRequest, body)
 
 
 def _check_names(kind: type[RequestBody], value: Mapping[str, Any]) -> None:
