@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -53,8 +54,11 @@ class Detokeniser:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self.is_stopped = False
-        self.offsets: list[int] = []  # of every token: how many characters were whole before it
-        self._length = 0  # whole characters so far
+        self.offsets: list[int] = []  # of every token: the character that it begins, or is a part of
+        self._length = 0  # of the text so far, without what is held back as part of a character
+        # The bytes of the tokens that are held back, and how many characters these come to but for the last.
+        self._partial = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_partial = 0
         self._tokenizer = tokenizer
         self._stop = stop
         self._tokens: list[int] = []
@@ -66,9 +70,15 @@ class Detokeniser:
     def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
         """The text that has become certain with these tokens; all of it with the last ones."""
         for token in tokens:
+            was_held = self._known < len(self._tokens)
+            self.offsets.append(self._length + (self._place(token) if was_held else 0))
             self._tokens.append(token)
-            self.offsets.append(self._length)
             self._hold(self._decoded(is_last=False))
+            if self._known == len(self._tokens):
+                self._partial.reset()
+                self._num_partial = 0
+            elif not was_held:
+                self._place(token)
         if is_last:
             self._hold(self._decoded(is_last=True))
         found = min((place for place in map(self._held.find, self._stop) if place >= 0), default=None)
@@ -76,6 +86,17 @@ class Detokeniser:
             self.is_stopped = True
             return self._release(found)
         return self._release(len(self._held) - (0 if is_last else self._num_open()))
+
+    def _place(self, token: int) -> int:
+        """Of the characters that are held back, the one in which the token begins."""
+        content = self._tokenizer.token_bytes(token)
+        was_open = bool(self._partial.getstate()[0])
+        first = self._partial.decode(content[:1])
+        # Either its first byte goes on with the last character, or that one will never be whole.
+        begins = was_open and (len(first) > 1 or (len(first) == 1 and bool(self._partial.getstate()[0])))
+        place = self._num_partial + begins
+        self._num_partial += len(first) + len(self._partial.decode(content[1:]))
+        return place
 
     def _hold(self, text: str) -> None:
         self._held += text

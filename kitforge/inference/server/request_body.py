@@ -14,6 +14,7 @@ MOST_SHOWN = 80
 _MAX_ENTRIES = 2048
 # Objects and lists in one list: messages and prompts are fewer.
 _MAX_NESTED = 4096
+_MAX_DEPTH = 64
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
@@ -66,17 +67,19 @@ def _no_number(word: str) -> Any:
     raise ValueError(f"{word} is no number of JSON")
 
 
-def _given(value: Any) -> Any:
-    """A value without the fields that are null. Raises RefusalError for an object of more fields than any has."""
+def _given(value: Any, depth: int = 0) -> Any:
+    """A value without the fields that are null. Raises RefusalError for more depth, fields or lists than any has."""
+    if depth > _MAX_DEPTH:
+        raise RefusalError(400, f"the body is nested deeper than {_MAX_DEPTH} levels", code="invalid_json")
     if isinstance(value, dict):
         if len(value) > _MAX_ENTRIES:
             raise RefusalError(400, f"an object has {len(value)} fields; {_MAX_ENTRIES} are the most", code="too_long")
-        return {name: _given(found) for name, found in value.items() if found is not None}
+        return {name: _given(found, depth + 1) for name, found in value.items() if found is not None}
     if isinstance(value, list):
         if len(value) > _MAX_NESTED and any(isinstance(found, (dict, list)) for found in value):
             message = f"a list holds {len(value)} lists or objects; {_MAX_NESTED} are the most"
             raise RefusalError(400, message, code="too_long")
-        return [_given(found) if isinstance(found, (dict, list)) else found for found in value]
+        return [_given(found, depth + 1) if isinstance(found, (dict, list)) else found for found in value]
     return value
 
 
