@@ -113,3 +113,10 @@ def test_every_token_is_told_the_character_that_it_begins(tokens: list[int], siz
         wanted.append(len(before) - goes_on)
     told = [offset for offset, token in zip(text.offsets, tokens, strict=True) if token != 256]
     assert told == [place for place, token in zip(wanted, tokens, strict=True) if token != 256]
+
+
+@pytest.mark.parametrize("stop", [["zz", "b", "ab"], ["ab", "b"], ["cd", "abc"]])
+def test_of_several_stop_strings_the_first_in_the_text_ends_it(stop: list[str]) -> None:
+    """Though one further on stands before it in the list, and one piece completes both."""
+    found, is_stopped = pieces(list(b"xxabcd"), [6], stop)
+    assert (found, is_stopped) == (["xx"], True)

@@ -35,7 +35,9 @@ def test_the_largest_bias_of_one_costs_the_others_little(model: Decoder) -> None
     zeros = {f"{token:0{width}d}": 0.01 for token in range(1000) for width in range(4, 10)}
     victim = json.dumps({"prompt": "a", "max_tokens": 30}).encode()
     bias = {str(token): 0.01 for token in range(BYTES)}
-    heavy = json.dumps({"prompt": "a", "max_tokens": 120, "temperature": 1, "logit_bias": bias, "stream": True}).encode()
+    heavy = json.dumps(
+        {"prompt": "a", "max_tokens": 120, "temperature": 1, "logit_bias": bias, "stream": True}
+    ).encode()
     with serving(service) as served:
         assert post(served, json.dumps({"prompt": "a", "logit_bias": zeros}).encode()).status_code == 400
         post(served, victim)
@@ -80,3 +82,25 @@ def test_mistakes_are_not_sent_back_whole(served: Served) -> None:
     ):
         answer = post(served, json.dumps(body).encode())
         assert 400 <= answer.status_code < 500 and len(answer.content) < 1000, answer.text[:300]
+
+
+def test_nothing_more_is_made_for_a_client_that_has_left(model: Decoder) -> None:
+    """Far fewer steps than the answer would have taken."""
+    service = make_service(model, ServeOptions(), EngineOptions(max_sequences=1))
+    engine = service.worker._texts.engine
+    body = {"prompt": ["a"] * 16, "max_tokens": 120, "temperature": 1, "stream": True}
+    with serving(service) as served:
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as answer:
+            next(answer.iter_raw())
+        until(lambda: not service.worker._texts.has_work)
+        assert engine.stats()["steps"] < 16 * 120 / 2
+        assert service.num_live == 0 and engine.stats()["blocks_used"] == 0
+
+
+def test_tokens_that_were_guessed_are_counted_one_by_one(model: Decoder) -> None:
+    service = make_service(model, ServeOptions(), EngineOptions(speculation=4))
+    with serving(service) as served:
+        body = {"prompt": "ababababab", "max_tokens": 40, "logit_bias": {"97": 100, "98": 99.9}}
+        answer = post(served, json.dumps(body).encode()).json()
+        assert answer["usage"]["completion_tokens"] == 40 == len(answer["choices"][0]["text"])
+    assert service.worker._texts.engine.stats()["steps"] < 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from kitforge.core.nn.decoder import Decoder
+from kitforge.data.template import ChatTemplate
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.inference.continuations import Branches, score_branches
 from kitforge.inference.options import EngineOptions
@@ -229,3 +231,21 @@ def test_others_are_answered_while_a_long_prompt_is_scored(model: Decoder) -> No
             assert answer.status_code == 200
             assert slow.read().endswith(b"data: [DONE]\n\n")
     assert service.worker._texts.engine.stats()["blocks_used"] == 0
+
+
+KNOWS_MORE = "continue_final_message" in inspect.signature(ChatTemplate.tokens).parameters
+
+
+@pytest.mark.skipif(not KNOWS_MORE, reason="the template takes nothing but messages")
+def test_a_message_of_the_assistant_is_gone_on_with(served: Served) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I am"}]
+    body = {"messages": messages, "continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}}
+    tokens = httpx.post(f"{served.url}/tokenize", json=body).json()["tokens"]
+    assert ByteTokenizer().decode(tokens) == "\n\nHuman: Hi\n\nAssistant: I am"
+    assert ByteTokenizer.eos_id not in tokens
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body | {"max_tokens": 4}).json()
+    same = httpx.post(f"{served.url}/v1/completions", json={"prompt": tokens, "max_tokens": 4}).json()
+    assert answer["choices"][0]["message"]["content"] == same["choices"][0]["text"]
+    for own in ("messages", "tools"):
+        wrong = httpx.post(f"{served.url}/tokenize", json=body | {"chat_template_kwargs": {own: []}})
+        assert wrong.status_code == 400 and own in wrong.json()["error"]["param"]
