@@ -153,8 +153,9 @@ def protocol_of(limit: ConnectionLimit, patience: float) -> Any:
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            # A connection that rests between two requests has the time of uvicorn's own timeout.
-            self.watch.look(self.cycle, is_waiting=self.transport.is_closing())
+            # A connection that rests between two requests has the time of uvicorn's own timeout; one whose request has
+            # been refused before its body was there does not rest.
+            self.watch.look(self.cycle, is_waiting=self.cycle.more_body or self.transport.is_closing())
 
         def timeout_keep_alive_handler(self) -> None:
             super().timeout_keep_alive_handler()

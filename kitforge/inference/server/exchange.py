@@ -290,7 +290,7 @@ class Exchange:
             return found
         choice, piece = await self._queue.get()
         if isinstance(piece, Exception):
-            raise _refused(piece)
+            raise _refused(piece, has_failed=self._service.worker.failure is not None)
         if piece.finish_reason == "diverged":
             raise RefusalError(500, "the model answers with something that is not a number", code="model_diverged")
         return choice, piece
@@ -337,8 +337,8 @@ def _changes(request: CompletionRequest | ChatRequest) -> dict[str, Any]:
     return changes
 
 
-def _refused(error: Exception) -> RefusalError:
+def _refused(error: Exception, *, has_failed: bool) -> RefusalError:
     """A request that the engine does not take is the client's matter; anything else is ours, and no details of it."""
-    if isinstance(error, KitforgeError):
+    if isinstance(error, KitforgeError) and not has_failed:
         return RefusalError(400, str(error), code="invalid_value")
     return RefusalError(503, "the engine has stopped; the server's log says why", code="engine_stopped")

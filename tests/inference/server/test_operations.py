@@ -1,0 +1,145 @@
+"""What those who run a server see of it: ids, a log, numbers; and what it does where a request leaves the choice."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+
+import httpx
+import pytest
+
+from kitforge.core.nn.decoder import Decoder
+from kitforge.inference.options import EngineOptions
+from kitforge.inference.server.gate import ACCESS_LOG
+from kitforge.inference.server.options import ServeOptions
+from tests.inference.server.conftest import Served, make_service, metric, serving
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def ask(served: Served, path: str, **body: object) -> dict[str, object]:
+    answer = httpx.post(served.url + path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, object] = answer.json()
+    return found
+
+
+@pytest.mark.parametrize("given", ["a-1.b_2:3", "x" * 128])
+def test_a_request_keeps_the_id_that_its_client_gave_it(served: Served, given: str) -> None:
+    assert httpx.get(f"{served.url}/health", headers={"X-Request-Id": given}).headers["x-request-id"] == given
+
+
+@pytest.mark.parametrize("given", ["", "two words", "x" * 129, "a\x7fb", "é"])
+def test_a_request_gets_an_id_where_its_own_is_none(served: Served, given: str) -> None:
+    raw = {"X-Request-Id": given.encode()} if given.isprintable() else {}
+    found = [httpx.get(f"{served.url}/v1/nothing", headers=raw).headers["x-request-id"] for _ in range(2)]
+    assert found[0] != found[1] and all(len(each) == 32 and each.isalnum() for each in found)
+
+
+def test_a_mistake_of_ours_is_told_with_the_id_of_its_request(
+    model: Decoder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = make_service(model, ServeOptions(), EngineOptions())
+
+    def broken(_prompt: object) -> list[int]:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(service, "encode", broken)
+    with serving(service) as served:
+        answer = httpx.post(
+            served.url + COMPLETIONS, json={"prompt": "a"}, headers={"X-Request-Id": "mine"}, timeout=60
+        )
+        assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
+        assert answer.json()["error"]["code"] == "internal_error" and "boom" not in answer.text
+        assert metric(served.url, f'kitforge_requests_total{{path="{COMPLETIONS}",status="500"}}') == 1
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert "mine" in record.getMessage() and "boom" in str(record.exc_info)
+
+
+def test_a_line_of_the_access_log_says_who_asked_what_and_for_how_much(
+    model: Decoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, ACCESS_LOG)
+    with serving(make_service(model, ServeOptions(access_log=True), EngineOptions())) as served:
+        body = {"prompt": "abc", "max_tokens": 5, "n": 2, "stream": True}
+        httpx.post(served.url + COMPLETIONS, json=body, headers={"X-Request-Id": "mine"}, timeout=60)
+        with socket.create_connection(served.address, timeout=60) as client:
+            client.sendall(b"GET /a%0Ab%1B[2J%20c HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+            while client.recv(65536):
+                pass
+    first, second = [record.getMessage() for record in caplog.records if record.name == ACCESS_LOG]
+    name, client_name, method, path, status, *rest = first.split()
+    assert (name, method, path, status) == ("mine", "POST", COMPLETIONS, "200") and client_name.startswith("127.0.0.1:")
+    assert rest[:2] == ["prompt_tokens=3", "completion_tokens=10"] and float(rest[2].removeprefix("seconds=")) > 0
+    assert second.split()[3:5] == ["/a%0Ab%1B%5B2J%20c", "404"]
+
+
+def test_nothing_is_logged_of_requests_unless_wanted(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, ACCESS_LOG)
+    ask(served, COMPLETIONS, prompt="a", max_tokens=1)
+    assert [record for record in caplog.records if record.name == ACCESS_LOG] == []
+
+
+@pytest.mark.parametrize("speculation", [0, 4])
+def test_metrics_count_tokens_and_the_time_between_them(model: Decoder, speculation: int) -> None:
+    service = make_service(model, ServeOptions(), EngineOptions(speculation=speculation))
+    with serving(service) as served:
+        answer = ask(served, COMPLETIONS, prompt=["abab" * 8, "b"], max_tokens=24, n=2, logprobs=0, temperature=0)
+        made = sum(len(choice["logprobs"]["tokens"]) for choice in answer["choices"])  # type: ignore[attr-defined]
+        # A step that gives several tokens counts each of them; a token that ends a text is among them and has no words.
+        ended = sum(choice["finish_reason"] == "stop" for choice in answer["choices"])  # type: ignore[attr-defined]
+        assert answer["usage"]["completion_tokens"] == made + ended  # type: ignore[index]
+        assert metric(served.url, "kitforge_generated_tokens_total") == made + ended
+        assert metric(served.url, "kitforge_prompt_tokens_total") == 33
+        num_between = metric(served.url, "kitforge_inter_token_latency_seconds_count")
+        assert made + ended - 4 * (speculation + 1) <= num_between <= made + ended - 4
+        assert 0 < metric(served.url, "kitforge_inter_token_latency_seconds_sum") < 60
+        assert metric(served.url, "kitforge_queue_time_seconds_count") == 2
+        assert metric(served.url, "kitforge_first_token_seconds_count") == 1
+        for name in ("kv_cache_usage", "running", "waiting"):
+            assert metric(served.url, f"kitforge_engine_{name}") == 0
+        assert "_created" not in httpx.get(f"{served.url}/metrics").text
+
+
+def test_metrics_count_what_the_prefix_cache_saves(model: Decoder) -> None:
+    with serving(make_service(model, ServeOptions(), EngineOptions(block_size=4))) as served:
+        for expected in (0, 20):
+            ask(served, COMPLETIONS, prompt="x" * 22, max_tokens=1)
+            assert metric(served.url, "kitforge_prefix_cache_hits_total") == expected
+        assert metric(served.url, "kitforge_prefix_cache_queries_total") == 44
+
+
+def test_requests_without_a_seed_differ_between_servers_and_those_with_one_do_not(model: Decoder) -> None:
+    asked = {"prompt": "a", "max_tokens": 24, "temperature": 2.0}
+    found: dict[str, list[object]] = {"seeded": [], "unseeded": []}
+    for _ in range(2):
+        with serving(make_service(model, ServeOptions(), EngineOptions())) as served:
+            found["unseeded"].append(ask(served, COMPLETIONS, **asked)["choices"])
+            found["seeded"].append(ask(served, COMPLETIONS, **asked, seed=0)["choices"])
+    assert found["seeded"][0] == found["seeded"][1]
+    assert found["unseeded"][0] != found["unseeded"][1]
+
+
+def length_of(answer: dict[str, object]) -> tuple[int, bool]:
+    """Tokens of prompt and answer together, and whether the model ended it."""
+    usage, choices = json.loads(json.dumps([answer["usage"], answer["choices"]]))
+    return usage["total_tokens"], choices[0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("memory", [None, 20_000], ids=["roomy", "small"])
+def test_a_chat_without_a_limit_goes_on_as_long_as_there_is_room(model: Decoder, memory: int | None) -> None:
+    service = make_service(model, ServeOptions(), EngineOptions(memory=memory, block_size=4))
+    room = min(model.geometry.max_length, service.worker._texts.engine.num_positions)
+    assert (room < model.geometry.max_length) == (memory is not None)
+    with serving(service) as served:
+        # The model is kept from ending it.
+        ends = {str(token): -100 for token in service.tokenizer.eos_ids}
+        assert length_of(ask(served, CHAT, messages=HELLO, logit_bias=ends)) == (room, False)
+        assert ask(served, COMPLETIONS, prompt="a", logit_bias=ends)["usage"]["completion_tokens"] == 16  # type: ignore[index]
+
+
+def test_a_chat_without_a_limit_keeps_to_that_of_the_server(model: Decoder) -> None:
+    with serving(make_service(model, ServeOptions(max_new_tokens=5), EngineOptions())) as served:
+        assert ask(served, CHAT, messages=HELLO)["usage"]["completion_tokens"] <= 5  # type: ignore[index]
