@@ -128,7 +128,7 @@ class RequestBody(BaseModel, ABC):
 
 
 @final
-class StreamOptions(RequestBody):
+class StreamSettings(RequestBody):
     """What a stream tells besides the text."""
 
     include_usage: bool = False  # numbers of tokens, in a last event of its own
@@ -170,7 +170,7 @@ class GenerationParams(RequestBody, ABC):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31), _INTEGRAL] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _INTEGRAL] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamSettings | None = None
     # Log-probabilities of the prompt's tokens, with so many of the most likely ones in the place of each.
     prompt_logprobs: Annotated[int, Field(ge=0, le=20), _INTEGRAL] | None = None
 
