@@ -11,7 +11,8 @@ from typing import final
 import numpy as np
 
 from kitforge.data.extras import load_extra
-from kitforge.data.tokens import Tokens, decode_known, parse_object, read_tokenizer_file, without_end
+from kitforge.data.token_bytes import token_speller
+from kitforge.data.tokens import NO_TOKEN, Tokens, decode_known, parse_object, read_tokenizer_file, without_end
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import atomic_file
 
@@ -35,6 +36,8 @@ class HuggingFaceTokenizer:
         pieces.no_padding()
         pieces.encode_special_tokens = True
         self._pieces = pieces
+        self._spell = token_speller(None if pieces.decoder is None else pieces.decoder.__getstate__())
+        self._silent = {number for number, added in pieces.get_added_tokens_decoder().items() if added.special}
         special = _SpecialTokens(self._files, pieces.token_to_id)
         self.vocab_size = max(pieces.get_vocab(with_added_tokens=True).values()) + 1
         self.eos_ids = special.find_all("eos")
@@ -82,6 +85,13 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the tokens."""
         return decode_known(ids, self.vocab_size, self._decode)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of the token, by the rules of the decoder."""
+        piece = self._pieces.id_to_token(token) if 0 <= token < self.vocab_size else None
+        if piece is None:
+            return NO_TOKEN
+        return b"" if token in self._silent else self._spell(piece)
 
     def save(self, folder: Path) -> None:
         """Write the files that the tokenizer was read from."""

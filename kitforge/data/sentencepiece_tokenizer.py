@@ -14,7 +14,14 @@ import numpy as np
 from kitforge.data.extras import load_extra
 from kitforge.data.shard import digest
 from kitforge.data.source import Source
-from kitforge.data.tokens import Tokens, decode_known, parse_object, read_tokenizer_file, without_end
+from kitforge.data.tokens import (
+    NO_TOKEN,
+    Tokens,
+    decode_known,
+    parse_object,
+    read_tokenizer_file,
+    without_end,
+)
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.files import atomic_file
 
@@ -101,6 +108,18 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the pieces."""
         return decode_known(ids, self.vocab_size, self._decode)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of the piece: one of a byte piece, a space for the letter that sentencepiece writes for it."""
+        pieces = self._pieces
+        if not 0 <= token < self.vocab_size:
+            return NO_TOKEN
+        if pieces.is_control(token):
+            return b""
+        if pieces.is_unknown(token):
+            return self._decode([token]).encode()
+        piece = str(pieces.id_to_piece(token))
+        return bytes.fromhex(piece[3:5]) if pieces.is_byte(token) else piece.replace(_SPACE_LETTER, " ").encode()
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.model`, and the `tokenizer_config.json` that lay beside it."""

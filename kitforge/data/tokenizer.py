@@ -13,7 +13,7 @@ import numpy as np
 from kitforge.data.huggingface_tokenizer import HUGGINGFACE_FILE, HuggingFaceTokenizer
 from kitforge.data.sentencepiece_tokenizer import SENTENCEPIECE_FILE, SentencePieceTokenizer, trained
 from kitforge.data.source import Source
-from kitforge.data.tokens import Tokenizer, Tokens, decode_known, parse_object, read_tokenizer_file
+from kitforge.data.tokens import NO_TOKEN, Tokenizer, Tokens, decode_known, parse_object, read_tokenizer_file
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, DataError, nearest
 from kitforge.foundation.files import write_text
@@ -61,6 +61,12 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the bytes; an incomplete or impossible sequence becomes U+FFFD."""
         return decode_known(ids, self.vocab_size, self._decode)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The byte itself."""
+        if 0 <= token < self.eos_id:
+            return bytes([token])
+        return b"" if 0 <= token < self.vocab_size else NO_TOKEN
 
     def save(self, folder: Path) -> None:
         """Write the file that says that there is nothing to load."""

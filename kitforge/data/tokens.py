@@ -17,6 +17,7 @@ from kitforge.foundation.untrusted import parse_json
 _UNREADABLE = "\ufffd"
 # A text that shows what a tokenizer puts around every text.
 _PROBE = "a"
+NO_TOKEN = _UNREADABLE.encode()
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -69,6 +70,11 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the tokens without the special ones; what is no text or no token becomes U+FFFD."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of UTF-8 that the token stands for in a text, which may be parts of characters: none of a special
+        token, U+FFFD of a number that is no token."""
         ...
 
     def save(self, folder: Path) -> None:

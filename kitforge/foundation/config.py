@@ -13,6 +13,9 @@ from kitforge.foundation.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
+# Letters of a wrong value that are said back.
+_MOST_SHOWN = 100
+
 # Metadata of a field whose value is kept out of records and messages, and what stands there in its place.
 SECRET = {"secret": True}
 MASK = "***"
@@ -27,7 +30,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            raise ConfigError(f"unknown option {_join(path, str(key))!r}", fix=nearest(str(key), fields))
+            name = str(key)[:_MOST_SHOWN]
+            raise ConfigError(f"unknown option {_join(path, name)!r}", fix=nearest(name, fields))
     missing = [
         name
         for name, field in fields.items()
@@ -147,7 +151,13 @@ def _number(value: Any, path: str) -> float:
 
 
 def _wrong(path: str, value: Any, expected: str, fix: str | None = None) -> ConfigError:
-    return ConfigError(f"option {path!r} has the wrong value", got=repr(value), expected=expected, fix=fix)
+    return ConfigError(f"option {path!r} has the wrong value", got=_brief(value), expected=expected, fix=fix)
+
+
+def _brief(value: Any) -> str:
+    """Enough of a value to know it by; a value that somebody sent may be as long as they like."""
+    text = repr(value[:_MOST_SHOWN] if isinstance(value, (str, bytes)) else value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _words(hint: Any) -> str:

@@ -60,7 +60,8 @@ class BlockManager:
 
     def admit(self, sequence: Sequence) -> None:
         """Give the sequence a lane and the blocks of the longest known beginning of its text."""
-        known = self._known(sequence) if self._keeps_prefixes else []
+        # What is taken from the cache is not read, so it has no logits.
+        known = self._known(sequence) if self._keeps_prefixes and not sequence.scores_prompt else []
         lane = self._lane_of(known)
         sequence.lane = next(iter(self._lanes)) if lane is None else lane
         del self._lanes[sequence.lane]

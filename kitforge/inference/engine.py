@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan
 from typing import cast, final
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.quantized import Int8Linear, int8_copy
 from kitforge.foundation import device as devices
+from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.cached_attention import KeyValueCache
@@ -26,7 +27,7 @@ from kitforge.inference.recording import RecordedSteps
 from kitforge.inference.runner import Runner, arranged
 from kitforge.inference.sampling import Alternatives, SamplingOptions, alternatives, choose
 from kitforge.inference.scheduler import Scheduler, Work
-from kitforge.inference.score import score
+from kitforge.inference.score import PromptLogprob, score
 from kitforge.inference.sequence import FinishReason, Sequence
 
 # Bytes of keys and values that an engine does not exceed on CPU unless it is told to, except for a single text.
@@ -44,6 +45,7 @@ class Output:
     alternatives: list[Alternatives]  # the most likely tokens of that distribution, as many as were asked for
     finish_reason: FinishReason | None
     version: int  # of the weights
+    prompt: list[PromptLogprob] | None = None  # of its tokens but the first: once, with the first sample's first tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,7 +135,8 @@ class Engine:
         options = SamplingOptions() if options is None else options
         self._check(prompt, options)
         request, self._num_requests = self._num_requests, self._num_requests + 1
-        signature, stops = options.signature(), self._stop_ids | frozenset(options.stop_ids)
+        signature, stops = options.signature(), self._stops(options)
+        bias = options.bias(cast(CausalLM, self.model).head_weight.device)
         key = request if key is None else key
         samples = [
             Sequence(
@@ -149,6 +152,8 @@ class Engine:
                 arrival=self._num_arrivals + sample,
                 root=self._root(len(prompt) + options.max_new_tokens),
                 tokens=list(prompt),
+                bias=bias,
+                prompt_logprobs=[] if sample == 0 and options.prompt_logprobs is not None else None,
             )
             for sample in range(num_samples)
         ]
@@ -278,7 +283,10 @@ class Engine:
     def _grow(self, work: Work, chosen: list[int], logprobs: list[float], others: list[Alternatives]) -> Output:
         """Append the chosen tokens as far as the drafts before them were right."""
         sequence, before = work.sequence, len(work.sequence.tokens)
-        for token, draft in zip(chosen, [*work.drafts, None], strict=True):
+        if before == sequence.final_length:
+            # Nothing but the prompt was asked for.
+            chosen, sequence.finish_reason = [], "length"
+        for token, draft in zip(chosen, [*work.drafts, None], strict=False):
             sequence.append(token)
             if sequence.finish_reason is not None or token != draft:
                 break
@@ -289,6 +297,8 @@ class Engine:
             self._scheduler.fork(sequence, fork)
         sequence.forks = []
         output = self._output(sequence, grown, logprobs[: len(grown)], others[: len(grown)])
+        if before == sequence.prompt_length:
+            output = replace(output, prompt=sequence.prompt_logprobs)
         if sequence.finish_reason is not None:
             self._end(sequence)
         return output
@@ -316,6 +326,18 @@ class Engine:
     def _root(self, final_length: int) -> bytes:
         return final_length.to_bytes(8, "little") if self._geometry.depends_on_length else b""
 
+    def _stops(self, options: SamplingOptions) -> frozenset[int]:
+        """What ends a text, as far as the model knows it. Raises ConfigError where no token is left to begin with."""
+        stops = frozenset(options.stop_ids) | (frozenset() if options.ignore_eos else self._stop_ids)
+        known = frozenset(token for token in stops if 0 <= token < self._geometry.vocab_size)
+        check(
+            not options.min_new_tokens or len(known) < self._geometry.vocab_size,
+            "inference.min_new_tokens",
+            f"{options.min_new_tokens}, where every token ends a text",
+            "fewer stop tokens than the model has tokens",
+        )
+        return known
+
     def _check(self, prompt: Numbers[int], options: SamplingOptions) -> None:
         size, new = len(prompt), options.max_new_tokens
         if not size:
@@ -327,6 +349,10 @@ class Engine:
             raise DataError(
                 "a prompt has an unknown token", got=unknown, expected=f"0 to {self._geometry.vocab_size - 1}"
             )
+        most = max(map(int, options.logit_bias), default=0)
+        if most >= self._geometry.vocab_size:
+            expected = f"0 to {self._geometry.vocab_size - 1}"
+            raise ConfigError("logit_bias has an unknown token", got=most, expected=expected)
         room = self._blocks.num_blocks * self._blocks.block_size
         for limit, what, wider in (
             (self._geometry.max_length, "the model allows", "max_length"),

@@ -15,6 +15,7 @@ from kitforge.core.nn.single_tokens import SingleTokens
 from kitforge.inference.cached_attention import CachedAttend, KeyValueCache, Pages, Part, Singles, Stretch
 from kitforge.inference.recording import RecordedSteps, padded
 from kitforge.inference.scheduler import Work
+from kitforge.inference.score import prompt_logprobs_of
 from kitforge.inference.sequence import Sequence
 
 
@@ -42,7 +43,7 @@ class Runner:
     def run(self, works: list[Work]) -> tuple[Tensor, set[int]]:
         """Logits [R, vocab]: for each work in order that completes its text, one row for the last of its tokens and one
         for each of its drafts; and the places of the works whose keys may not be numbers. Works must be ordered as by
-        `arranged`."""
+        `arranged`. Sequences that ask for log-probabilities of their prompts are given those of the tokens read."""
         if self._recorded is not None and all(work.is_single and work.completes for work in works):
             # Single tokens all have logits, which tell as much.
             return self._recorded.run([work.sequence for work in works]), set()
@@ -70,7 +71,26 @@ class Runner:
             positions=torch.tensor([positions], device=device), lengths=self._lengths(works, device), attend=attend
         )
         hidden = network.hidden(torch.tensor([tokens], device=device), context)[0]
+        self._score_prompts(works, hidden)
         return network.head(hidden if len(rows) == len(tokens) else hidden[rows]), _diverged(works, hidden)
+
+    def _score_prompts(self, works: list[Work], hidden: Tensor) -> None:
+        """Log-probabilities of prompts from hidden [N, dim]. A token is predicted by the row of the one before it."""
+        first = 0
+        for work in works:
+            sequence = work.sequence
+            logprobs = sequence.prompt_logprobs
+            if logprobs is not None and sequence.scores_prompt:
+                # A prompt that was given up half-way is read again from its beginning.
+                start, known = first - sequence.num_cached, len(logprobs)
+                end = min(sequence.num_cached + work.num_tokens, sequence.prompt_length - 1)
+                if end > known:
+                    rows = hidden[start + known : start + end]
+                    targets = torch.tensor(sequence.tokens[known + 1 : end + 1], device=hidden.device)
+                    num_alternatives = sequence.options.prompt_logprobs or 0
+                    network = cast(CausalLM, self.model)
+                    logprobs += prompt_logprobs_of(network, rows, targets, num_alternatives)
+            first += work.num_tokens + len(work.drafts)
 
     def _run_singles(self, works: list[Work]) -> tuple[Tensor, set[int]] | None:
         """The same for single tokens of texts that lie in place, in one call where that can be."""

@@ -34,17 +34,27 @@ class SamplingOptions:
     repetition_penalty: float = 1.0  # divides a positive logit, multiplies a negative one, of tokens of the whole text
     logit_bias: dict[str, float] = field(default_factory=dict)  # added to the logit of the token of that number
     stop_ids: tuple[int, ...] = ()  # tokens that end this text, besides those of the engine
+    ignore_eos: bool = False  # those of the engine do not end it
+    min_new_tokens: int = 0  # before so many, no token is chosen that would end the text
+    # Log-probabilities of the prompt's own tokens, with so many of the most likely ones in the place of each. With them
+    # max_new_tokens may be 0.
+    prompt_logprobs: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check(self.max_new_tokens > 0, "inference.max_new_tokens", self.max_new_tokens, "at least 1")
+        least = 1 if self.prompt_logprobs is None else 0
+        check(self.max_new_tokens >= least, "inference.max_new_tokens", self.max_new_tokens, f"at least {least}")
+        new = self.min_new_tokens
+        check(0 <= new <= self.max_new_tokens, "inference.min_new_tokens", new, f"0 to {self.max_new_tokens}")
+        told = self.prompt_logprobs
+        check(told is None or told >= 0, "inference.prompt_logprobs", told, "at least 0")
         check(self.temperature >= 0, "inference.temperature", self.temperature, "a number of at least 0")
         check(self.top_k is None or self.top_k > 0, "inference.top_k", self.top_k, "at least 1")
         check(self.top_p is None or 0 < self.top_p <= 1, "inference.top_p", self.top_p, "above 0, at most 1")
         check(self.min_p is None or 0 <= self.min_p <= 1, "inference.min_p", self.min_p, "at least 0, at most 1")
         penalty = self.repetition_penalty
         check(penalty > 0, "inference.repetition_penalty", penalty, "above 0; 1 changes nothing")
-        numbers = all(token.isdecimal() for token in self.logit_bias)
+        numbers = all(token.isdecimal() and token == str(int(token)) for token in self.logit_bias)
         check(numbers, "inference.logit_bias", list(self.logit_bias), "numbers of tokens as keys")
 
     @property
@@ -61,9 +71,19 @@ class SamplingOptions:
         """Equal for options that treat logits alike."""
         shape = (self.temperature, self.top_k, self.top_p, self.min_p)
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        return (*shape, *penalties, *sorted(self.logit_bias.items()))
+        # A text, as it keeps its hash: this is looked up for every token.
+        return (*shape, *penalties, repr(sorted(self.logit_bias.items())))
+
+    def bias(self, device: torch.device) -> TokenBias | None:
+        """`logit_bias` as tensors on a device, to be made once a text; None where there is none."""
+        if not self.logit_bias:
+            return None
+        tokens = torch.tensor([int(token) for token in self.logit_bias], device=device)
+        return tokens, torch.tensor(list(self.logit_bias.values()), device=device)
 
 
+# Tokens [K] and what is added to the logit of each [K].
+TokenBias = tuple[Tensor, Tensor]
 # Tokens that might have come, the most likely first, with their log-probabilities.
 Alternatives = list[tuple[int, float]]
 
@@ -79,6 +99,8 @@ class Draw:
     position: int  # how many tokens of this text were chosen before
     key: str | int  # what its noise is keyed by besides seed and position
     num_alternatives: int = 0  # how many of the most likely tokens are told
+    bias: TokenBias | None = None  # of the options; made here where it is wanted and not given
+    banned: tuple[int, ...] = ()  # tokens that may not be chosen
 
     def uniform(self) -> float:
         """A number in [0, 1), in steps of 2⁻³²."""
@@ -132,7 +154,8 @@ def scores_of(logits: Tensor, options: SamplingOptions, draws: Sequence[Draw] = 
     is needed for penalties only.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if options.looks_back or options.logit_bias:
+    is_banned = any(draw.banned for draw in draws)
+    if options.looks_back or options.logit_bias or is_banned:
         scores = _penalised(scores.clone(), options, draws)
     if options.is_greedy:
         return scores
@@ -165,7 +188,8 @@ def _choose_alike(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], lis
 
 
 def _penalised(scores: Tensor, options: SamplingOptions, draws: Sequence[Draw]) -> Tensor:
-    """Repetition penalty (Keskar et al., 2019), presence and frequency penalties, bias; in place, row by row."""
+    """Repetition penalty (Keskar et al., 2019), presence and frequency penalties, bias, tokens that may not be chosen;
+    in place."""
     if options.looks_back:
         for row, draw in zip(scores, draws, strict=True):
             text = torch.tensor(draw.text, device=scores.device)
@@ -174,8 +198,13 @@ def _penalised(scores: Tensor, options: SamplingOptions, draws: Sequence[Draw]) 
             row[seen] = torch.where(old > 0, old / options.repetition_penalty, old * options.repetition_penalty)
             tokens, counts = torch.unique(text[draw.prompt_length :], return_counts=True)
             row[tokens] -= options.frequency_penalty * counts + options.presence_penalty
-    for token, bias in options.logit_bias.items():
-        scores[:, int(token)] += bias
+    bias = (draws[0].bias if draws else None) or options.bias(scores.device)
+    if bias is not None:
+        tokens, values = bias
+        scores.index_add_(1, tokens, values.to(scores.dtype).expand(len(scores), -1))
+    for row, draw in zip(scores, draws, strict=False):
+        if draw.banned:
+            row[list(draw.banned)] = float("-inf")
     return scores
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -12,6 +13,15 @@ from kitforge.core.nn.context import Context
 
 # Rows of which logits exist at once.
 ROWS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprob:
+    """What a model makes of one token of a prompt, given those before it."""
+
+    logprob: float
+    rank: int  # 1: no token is likelier
+    alternatives: list[tuple[int, float]]  # the most likely tokens in its place, with their log-probabilities
 
 
 @torch.no_grad()
@@ -72,3 +82,25 @@ def greedy_logprobs_of(network: CausalLM, hidden: Tensor, targets: Tensor) -> tu
         found.append(logits.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1))
         likeliest.append(logits.argmax(-1))
     return torch.cat(found), torch.cat(likeliest)
+
+
+def prompt_logprobs_of(
+    network: CausalLM, hidden: Tensor, targets: Tensor, num_alternatives: int
+) -> list[PromptLogprob]:
+    """The same with ranks and alternatives, for hidden [rows, dim] and targets [rows]."""
+    found: list[PromptLogprob] = []
+    for rows, wanted in zip(torch.split(hidden, ROWS), torch.split(targets, ROWS), strict=True):
+        logits = network.head(rows)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        total = logits.logsumexp(-1, keepdim=True)
+        own = logits.gather(-1, wanted.unsqueeze(-1))
+        ranks = (logits > own).sum(-1) + 1
+        values, tokens = logits.topk(min(num_alternatives, logits.shape[-1]), dim=-1)
+        told = zip(
+            (own - total)[:, 0].tolist(), ranks.tolist(), tokens.tolist(), (values - total).tolist(), strict=True
+        )
+        found += [
+            PromptLogprob(logprob=logprob, rank=rank, alternatives=list(zip(names, others, strict=True)))
+            for logprob, rank, names, others in told
+        ]
+    return found

@@ -6,7 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kitforge.inference.sampling import Draw, SamplingOptions
+from kitforge.inference.sampling import Draw, SamplingOptions, TokenBias
+from kitforge.inference.score import PromptLogprob
 
 # diverged: what the model makes of the text is not a number.
 FinishReason = Literal["stop", "length", "cancelled", "diverged"]
@@ -36,6 +37,14 @@ class Sequence:
     is_running: bool = False
     finish_reason: FinishReason | None = None
     forks: list[Sequence] = field(default_factory=list)  # further samples, waiting for the prompt to be read
+    bias: TokenBias | None = None  # of its options
+    # For the prompt's tokens but the first, as far as they have been read; None: nobody asks.
+    prompt_logprobs: list[PromptLogprob] | None = None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the model still has to see tokens of its prompt for their log-probabilities."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
 
     @property
     def final_length(self) -> int:
@@ -64,6 +73,8 @@ class Sequence:
             position=length - self.prompt_length,
             key=self.key,
             num_alternatives=self.num_alternatives,
+            bias=self.bias,
+            banned=tuple(self.stop_ids) if length - self.prompt_length < self.options.min_new_tokens else (),
         )
 
     def append(self, token: int) -> None:

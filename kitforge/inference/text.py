@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -11,6 +12,7 @@ from kitforge.foundation.config import check
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import Alternatives, SamplingOptions
+from kitforge.inference.score import PromptLogprob
 from kitforge.inference.sequence import FinishReason
 
 # How a decoder shows bytes that are not a character, or not yet.
@@ -39,7 +41,10 @@ class Piece:
     tokens: list[int]
     logprobs: list[float]
     alternatives: list[Alternatives]
+    offsets: list[int]  # where in the text each token begins, in characters; a last token without one ends the text
+    is_cut: bool  # the text ends before a stop string
     finish_reason: FinishReason | None
+    prompt: list[PromptLogprob] | None  # of the prompt's tokens but the first, where they are asked for: once
 
 
 @final
@@ -49,6 +54,11 @@ class Detokeniser:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self.is_stopped = False
+        self.offsets: list[int] = []  # of every token: the character that it begins, or is a part of
+        self._length = 0  # of the text so far, without what is held back as part of a character
+        # The bytes of the tokens that are held back, and how many characters these come to but for the last.
+        self._partial = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_partial = 0
         self._tokenizer = tokenizer
         self._stop = stop
         self._tokens: list[int] = []
@@ -59,15 +69,40 @@ class Detokeniser:
 
     def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
         """The text that has become certain with these tokens; all of it with the last ones."""
-        self._tokens += tokens
-        self._held += self._decoded(is_last)
+        for token in tokens:
+            was_held = self._known < len(self._tokens)
+            self.offsets.append(self._length + (self._place(token) if was_held else 0))
+            self._tokens.append(token)
+            self._hold(self._decoded(is_last=False))
+            if self._known == len(self._tokens):
+                self._partial.reset()
+                self._num_partial = 0
+            elif not was_held:
+                self._place(token)
+        if is_last:
+            self._hold(self._decoded(is_last=True))
         found = min((place for place in map(self._held.find, self._stop) if place >= 0), default=None)
         if found is not None:
             self.is_stopped = True
             return self._release(found)
         return self._release(len(self._held) - (0 if is_last else self._num_open()))
 
-    def _decoded(self, is_last: bool) -> str:
+    def _place(self, token: int) -> int:
+        """Of the characters that are held back, the one in which the token begins."""
+        content = self._tokenizer.token_bytes(token)
+        was_open = bool(self._partial.getstate()[0])
+        first = self._partial.decode(content[:1])
+        # Either its first byte goes on with the last character, or that one will never be whole.
+        begins = was_open and (len(first) > 1 or (len(first) == 1 and bool(self._partial.getstate()[0])))
+        place = self._num_partial + begins
+        self._num_partial += len(first) + len(self._partial.decode(content[1:]))
+        return place
+
+    def _hold(self, text: str) -> None:
+        self._held += text
+        self._length += len(text)
+
+    def _decoded(self, *, is_last: bool) -> str:
         before = self._tokenizer.decode(self._tokens[self._context : self._known])
         after = self._tokenizer.decode(self._tokens[self._context :])
         if after.endswith(_UNREADABLE) and not is_last:
@@ -153,7 +188,10 @@ class TextEngine:
                 tokens=output.tokens,
                 logprobs=output.logprobs,
                 alternatives=output.alternatives,
+                offsets=text.offsets[len(text.offsets) - len(kept) :],
+                is_cut=text.is_stopped,
                 finish_reason=reason,
+                prompt=output.prompt,
             )
             pieces.append(piece)
         return pieces

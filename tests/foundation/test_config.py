@@ -82,3 +82,10 @@ def test_yaml_of_nested_values_reads_back() -> None:
     values = {"a": 1, "b": {"c": "x: #\n'\"", "d": [1, None, True], "e": {}}, "f": None, "g": "é"}
     assert yaml.safe_load(to_yaml(values)) == values
     assert json.loads(json.dumps(values)) == values
+
+
+def test_a_wrong_value_is_not_said_back_whole() -> None:
+    for values in ({"rate": "x" * 10**6}, {"x" * 10**6: 1}, {"rate": list(range(10**5))}):
+        with pytest.raises(ConfigError) as told:
+            from_dict(Inner, values)
+        assert len(str(told.value)) < 500

@@ -90,3 +90,33 @@ def test_a_request_ends_at_its_stop_string_and_others_go_on() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"inference\.stop"):
         InferenceOptions(stop=("",))
+
+
+@given(
+    tokens=st.lists(
+        st.sampled_from([*range(97, 100), 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x8C, 0x99, 0xFF, 256])
+    ),
+    sizes=st.lists(st.integers(1, 4), min_size=60, max_size=60),
+)
+def test_every_token_is_told_the_character_that_it_begins(tokens: list[int], sizes: list[int]) -> None:
+    """However few bytes make up a character, and whatever never becomes one."""
+    text, start = Detokeniser(ByteTokenizer()), 0
+    while start < len(tokens):
+        text.push(tokens[start : start + sizes[start % 60]])
+        start += sizes[start % 60]
+    wanted = []
+    for place, token in enumerate(tokens):
+        before = ByteTokenizer().decode(tokens[:place])
+        # What follows tells whether the last character was whole.
+        with_it = ByteTokenizer().decode([*tokens[:place], token] if token < 256 else tokens[:place])
+        goes_on = before.endswith("\ufffd") and len(with_it) == len(before) and token != 256
+        wanted.append(len(before) - goes_on)
+    told = [offset for offset, token in zip(text.offsets, tokens, strict=True) if token != 256]
+    assert told == [place for place, token in zip(wanted, tokens, strict=True) if token != 256]
+
+
+@pytest.mark.parametrize("stop", [["zz", "b", "ab"], ["ab", "b"], ["cd", "abc"]])
+def test_of_several_stop_strings_the_first_in_the_text_ends_it(stop: list[str]) -> None:
+    """Though one further on stands before it in the list, and one piece completes both."""
+    found, is_stopped = pieces(list(b"xxabcd"), [6], stop)
+    assert (found, is_stopped) == (["xx"], True)

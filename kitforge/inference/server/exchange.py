@@ -7,32 +7,57 @@ import dataclasses
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, cast, final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast, final
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.template import ChatTemplate, template_of
 from kitforge.data.tokenizer import Tokenizer
-from kitforge.foundation.errors import DataError, KitforgeError
-from kitforge.inference.server.asked import ChatRequest, CompletionRequest, Wishes
+from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
+from kitforge.inference.score import PromptLogprob
 from kitforge.inference.server.authentication import tokens_of
 from kitforge.inference.server.bodies import BodyBuffers
 from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.server.refusal import RefusalError, too_busy
+from kitforge.inference.server.token_texts import TokenTexts
 from kitforge.inference.server.worker import Ticket, Worker
-from kitforge.inference.text import InferenceOptions, Piece, TextEngine
+from kitforge.inference.text import Detokeniser, InferenceOptions, Piece, TextEngine
 
-# Fields of a request that have the same name and meaning among the options of an engine.
-_SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-)
+if TYPE_CHECKING:
+    # It is loaded when a server is made, as it needs pydantic.
+    from kitforge.inference.server.requests import (
+        ChatRequest,
+        CompletionRequest,
+        TokenizeChatRequest,
+        TokenizeRequest,
+    )
+
+# Fields of a request, and what means the same among the options of an engine.
+_SAME = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "logit_bias": "logit_bias",
+    "ignore_eos": "ignore_eos",
+    "min_tokens": "min_new_tokens",
+    "seed": "seed",
+}
+# What a conversation itself gives its template.
+_TEMPLATE_OWN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """The tokens of a prompt; its text and where in it each token begins only where it is echoed."""
+
+    tokens: list[int]
+    text: str = ""
+    offsets: list[int] = field(default_factory=list)
 
 
 @final
@@ -47,6 +72,7 @@ class Service:
         self.worker = Worker(texts, self.metrics)
         self.bodies = BodyBuffers(limits)
         self.tokenizer: Tokenizer = texts.tokenizer
+        self.texts = TokenTexts(texts.tokenizer)
         self.template: ChatTemplate = template_of(texts.tokenizer)
         self.created = int(time.time())
         self.num_live = 0  # prompts
@@ -56,6 +82,16 @@ class Service:
         self._defaults = defaults
         self._geometry = cast(CausalLM, texts.engine.model).geometry
         self._longest = min(self._geometry.max_length, texts.engine.num_positions)
+
+    def card(self) -> dict[str, Any]:
+        """What is said of the model."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "kitforge",
+            "max_model_len": self._longest,
+        }
 
     def check_model(self, name: str | None) -> None:
         """Raise RefusalError for the name of another model."""
@@ -68,71 +104,118 @@ class Service:
         if self.num_live + num_prompts > self.limits.max_requests:
             raise too_busy(self.limits.max_requests)
 
-    def open(self, request: CompletionRequest | ChatRequest, prompts: Sequence[list[int]]) -> Exchange:
+    def open(self, request: CompletionRequest | ChatRequest, prompts: Sequence[Prompt]) -> Exchange:
         """Have the prompts answered, `request.n` times each. Raises RefusalError for what cannot be or is too much."""
-        num_samples = request.n or 1
-        if len(prompts) * num_samples > self.limits.max_choices:
-            message = f"{len(prompts)} prompts with n={num_samples} are more than {self.limits.max_choices} answers"
+        num_choices = request.n or 1
+        if len(prompts) * num_choices > self.limits.max_choices:
+            message = f"{len(prompts)} prompts with n={num_choices} are more than {self.limits.max_choices} answers"
             raise RefusalError(400, message, parameter="n", code="too_many_choices")
         self.check_room(len(prompts))
-        chosen = [self._options(request, len(prompt)) for prompt in prompts]
+        chosen = [self._options(request, len(prompt.tokens)) for prompt in prompts]
         self._num_asked += 1
         # Without a seed of its own, every request draws noise of its own.
         owner = "seeded" if request.seed is not None else f"{self._nonce}/{self._num_asked}"
         queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
         tickets = [
             Ticket(
-                prompt=prompt,
+                prompt=prompt.tokens,
                 options=options,
-                num_samples=num_samples,
+                # Without chance all answers are one, which is made once.
+                num_samples=1 if options.is_greedy else num_choices,
                 key=f"{owner}/{place}",
-                num_alternatives=request.num_alternatives(),
-                first=place * num_samples,
+                num_alternatives=request.num_alternatives or 0,
+                first=place * num_choices,
                 is_whole=not request.stream,
                 queue=queue,
             )
             for place, (prompt, options) in enumerate(zip(prompts, chosen, strict=True))
         ]
-        return Exchange(self, tickets, queue)
+        return Exchange(self, tickets, queue, prompts, num_choices)
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """The tokens of a prompt, which may be tokens already."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def encode(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
+        """The tokens of a text, between those that the tokenizer begins and ends one with unless they are declined."""
+        return self.tokenizer.encode(text) if add_special_tokens is False else self.tokenizer.encode_prompt(text)
 
-    def encode_chat(self, request: ChatRequest) -> list[int]:
-        """The tokens of a conversation up to where the reply begins. Raises RefusalError."""
-        if not request.messages:
-            raise RefusalError(400, "a chat needs at least one message", parameter="messages", code="invalid_value")
+    def encode_prompts(self, request: CompletionRequest) -> list[Prompt]:
+        """The prompts of a request as tokens."""
+        return [self._prompt(given, request) for given in request.prompts()]
+
+    def _prompt(self, given: str | list[int], request: CompletionRequest) -> Prompt:
+        tokens = self.encode(given, add_special_tokens=request.add_special_tokens) if isinstance(given, str) else given
+        if not request.echo or len(tokens) > self._longest:
+            return Prompt(tokens=tokens)
+        text = given if isinstance(given, str) else self.tokenizer.decode(tokens)
+        detokeniser = Detokeniser(self.tokenizer)
+        detokeniser.push(tokens, is_last=True)
+        return Prompt(tokens=tokens, text=text, offsets=[min(place, len(text)) for place in detokeniser.offsets])
+
+    def encode_chat(self, request: ChatRequest | TokenizeChatRequest) -> list[int]:
+        """The tokens of a conversation up to where the reply begins or goes on. Raises RefusalError."""
+        further: dict[str, Any] = {}
+        if request.continue_final_message:
+            further["continue_final_message"] = True
+        if request.chat_template_kwargs:
+            further["chat_template_kwargs"] = request.chat_template_kwargs
+            own = next((name for name in request.chat_template_kwargs if name in _TEMPLATE_OWN), None)
+            if own is not None:
+                name = f"chat_template_kwargs.{own}"
+                message = f"{name!r} has a field of its own in the request, or is not done here"
+                raise RefusalError(400, message, parameter=name, code="invalid_value")
+        opens_reply = not request.continue_final_message and request.add_generation_prompt is not False
+        messages = [message.plain() for message in request.messages]
         try:
-            return self.template.tokens([message.plain() for message in request.messages], opens_reply=True)
+            return self.template.tokens(messages, opens_reply=opens_reply, **further)
         except DataError as error:
             raise RefusalError(400, str(error), parameter="messages", code="invalid_value") from None
 
+    def tokenized(self, request: TokenizeRequest | TokenizeChatRequest) -> dict[str, Any]:
+        """The answer of /tokenize, in vLLM's shape. Raises RefusalError."""
+        messages = getattr(request, "messages", None)
+        if messages is not None:
+            tokens = self.encode_chat(cast("TokenizeChatRequest", request))
+        else:
+            text = cast("TokenizeRequest", request).prompt
+            tokens = self.encode(text, add_special_tokens=request.add_special_tokens)
+        texts = [self.texts.text(token) for token in tokens] if request.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": self._longest, "tokens": tokens, "token_strs": texts}
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What clients that count tokens here ask for first: how the tokens that begin and end a text are spelt. No
+        text becomes one of those here, so they have no spelling."""
+        return {
+            "tokenizer_class": type(self.tokenizer).__name__,
+            "bos_token": None,
+            "eos_token": None,
+            "pad_token": None,
+            "chat_template": getattr(self.tokenizer, "chat_template", None),
+            "model_max_length": self._longest,
+        }
+
     def _options(self, request: CompletionRequest | ChatRequest, size: int) -> InferenceOptions:
-        limit = self._longest
-        asked = request.max_tokens
-        if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-            asked = request.max_completion_tokens
-        most = self.limits.max_new_tokens
+        limit, asked, most = self._longest, request.new_tokens, self.limits.max_new_tokens
         if asked is not None and most is not None and asked > most:
             message = f"max_tokens={asked} is more than this server gives, which is {most}"
             raise RefusalError(400, message, parameter="max_tokens", code="invalid_value")
         if not size:
             raise RefusalError(400, "a prompt is empty; give it some text", parameter="prompt", code="empty_prompt")
-        if size + (asked or 1) > limit:
-            message = f"{size} tokens of prompt and {asked or 1} new ones are more than the model's {limit}"
+        least = 1 if asked is None else asked
+        if size + least > limit:
+            message = f"{size} tokens of prompt and {least} new ones are more than the model's {limit}"
             raise RefusalError(400, message, parameter="prompt", code="context_length_exceeded")
-        new = asked or min(self._length(request), limit - size, most or limit)
-        for token in request.logit_bias or ():
-            if int(token) >= self._geometry.vocab_size:
-                message = f"the model has no token {token}; its tokens are 0 to {self._geometry.vocab_size - 1}"
-                raise RefusalError(400, message, parameter="logit_bias", code="invalid_value")
-        return dataclasses.replace(self._defaults, max_new_tokens=new, **_changes(request))
+        new = min(self._length(request), limit - size, most or limit) if asked is None else asked
+        unknown = max(map(int, request.logit_bias or ()), default=0)
+        if unknown >= self._geometry.vocab_size:
+            message = f"the model has no token {unknown}; its tokens are 0 to {self._geometry.vocab_size - 1}"
+            raise RefusalError(400, message, parameter="logit_bias", code="invalid_value")
+        try:
+            return dataclasses.replace(self._defaults, max_new_tokens=new, **_changes(request))
+        except ConfigError as error:
+            raise RefusalError(400, str(error), code="invalid_value") from None
 
     def _length(self, request: CompletionRequest | ChatRequest) -> int:
         """How many tokens an answer may have that is given no limit: a reply ends where the model ends it. Where a
         model reads every text as one of the length that it may come to, a reply keeps the length of the options."""
-        is_open = isinstance(request, ChatRequest) and not self._geometry.depends_on_length
+        is_open = request.is_chat and not self._geometry.depends_on_length
         return self._longest if is_open else self._defaults.max_new_tokens
 
 
@@ -141,15 +224,25 @@ class Exchange:
     """Prompts that are being answered. Must be closed, which stops what is left of them."""
 
     def __init__(
-        self, service: Service, tickets: list[Ticket], queue: asyncio.Queue[tuple[int, Piece | Exception]]
+        self,
+        service: Service,
+        tickets: list[Ticket],
+        queue: asyncio.Queue[tuple[int, Piece | Exception]],
+        prompts: Sequence[Prompt],
+        num_choices: int,
     ) -> None:
+        """`num_choices` answers to each prompt."""
         self.prompt_tokens = sum(len(ticket.prompt) for ticket in tickets)
-        self.num_choices = sum(ticket.num_samples for ticket in tickets)
+        self.num_choices = num_choices * len(prompts)
         self.completion_tokens = 0
+        self._prompts = prompts
+        self._prompt_logprobs: dict[int, list[PromptLogprob]] = {}
+        self._choices_of_each = num_choices
         self._service = service
         self._tickets = tickets
         self._queue = queue
-        self._num_open = self.num_choices
+        self._num_open = sum(ticket.num_samples for ticket in tickets)
+        self._has_come = False
         self._is_closed = False
         self._since = time.perf_counter()
         self._first: tuple[int, Piece] | None = None
@@ -161,19 +254,32 @@ class Exchange:
         """Wait for the first piece. Raises RefusalError for prompts that the engine does not take."""
         self._first = await self._next()
 
+    def prompt_of(self, choice: int) -> Prompt:
+        """What a choice answers."""
+        return self._prompts[choice // self._choices_of_each]
+
+    def prompt_logprobs_of(self, choice: int) -> list[PromptLogprob] | None:
+        """Of its prompt's tokens but the first, where they were asked for and the first piece has come."""
+        return self._prompt_logprobs.get(choice // self._choices_of_each)
+
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Pieces with the numbers of their choices, until all have ended. Raises RefusalError."""
         metrics = self._service.metrics
         metrics.prompt_tokens.inc(self.prompt_tokens)
         while self._num_open:
             choice, piece = await self._next()
-            if not self.completion_tokens:
+            if not self._has_come:
+                self._has_come = True
                 came = min(ticket.first_at for ticket in self._tickets if ticket.first_at is not None)
                 metrics.first_token.observe(came - self._since)
             self._num_open -= piece.finish_reason is not None
-            self.completion_tokens += len(piece.tokens)
+            place = choice // self._choices_of_each
+            if piece.prompt is not None:
+                self._prompt_logprobs[place] = piece.prompt
             metrics.generated_tokens.inc(len(piece.tokens))
-            yield choice, piece
+            for each in range(self._choices_of_each // self._tickets[place].num_samples):
+                self.completion_tokens += len(piece.tokens)
+                yield choice + each, piece
 
     async def _next(self) -> tuple[int, Piece]:
         if self._first is not None:
@@ -207,13 +313,24 @@ class Exchange:
         }
 
 
-def _changes(request: Wishes) -> dict[str, Any]:
+def _changes(request: CompletionRequest | ChatRequest) -> dict[str, Any]:
     """The options of an engine that a request sets."""
-    changes: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    changes: dict[str, Any] = {
+        ours: value for theirs, ours in _SAME.items() if (value := getattr(request, theirs)) is not None
+    }
     if request.stop is not None:
         changes["stop"] = request.stops()
-    if request.seed is not None:
-        changes["seed"] = request.seed
+    if request.stop_token_ids is not None:
+        changes["stop_ids"] = tuple(request.stop_token_ids)
+    if request.top_k in (-1, 0):
+        changes["top_k"] = None
+    if request.top_p == 0:
+        # The smallest set of tokens that holds no probability at all: the most likely one.
+        changes |= {"top_p": None, "temperature": 0.0}
+    echoed = request.num_alternatives if request.echo else None
+    told = [count for count in (request.prompt_logprobs, echoed) if count is not None]
+    if told or request.new_tokens == 0:
+        changes["prompt_logprobs"] = max(told, default=0)
     return changes
 
 

@@ -27,7 +27,10 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-PATHS = ("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/completions", "/v1/chat/completions")
+PATHS = (
+    *("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/completions", "/v1/chat/completions"),
+    *("/tokenize", "/detokenize", "/tokenizer_info"),
+)
 # The page asks for the token itself, and whoever watches over us need not know it.
 _OPEN = ("/", "/health")
 # In the scope of a request: what is to be closed when its answer has ended, however it ended.

@@ -1,52 +1,43 @@
-"""The dataclasses of requests as JSON Schema, for the server's description of itself."""
+"""The server's description of itself: the bodies that it takes as JSON Schema, and the token that it may ask for."""
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
-from typing import Any, Literal, Union
-
-from kitforge.inference.server.asked import RANGES
-
-_PLAIN: dict[Any, dict[str, Any]] = {
-    str: {"type": "string"},
-    int: {"type": "integer"},
-    float: {"type": "number"},
-    bool: {"type": "boolean"},
-    type(None): {"type": "null"},
-}
+from typing import Any
 
 
-def schema_of(hint: Any) -> dict[str, Any]:
-    """The schema of a type that a field of a request may have."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        return _object(hint)
-    if origin in (Union, types.UnionType):
-        return {"anyOf": [schema_of(arg) for arg in args]}
-    if origin is Literal:
-        return {"enum": list(args)}
-    if origin is tuple:
-        return {"type": "array", "items": schema_of(args[0])}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": schema_of(args[1])}
-    return dict(_PLAIN[hint])
+def body_schema(*kinds: Any) -> dict[str, Any]:
+    """The schema of a body that is one of these models of pydantic, with nothing left to be looked up."""
+    found = [_plain(schema, schema.get("$defs", {})) for schema in (kind.model_json_schema() for kind in kinds)]
+    return found[0] if len(found) == 1 else {"oneOf": found}
 
 
-def _object(kind: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    fields = {each.name: each for each in dataclasses.fields(kind)}
-    properties = {name: _ranged(name, schema_of(hints[name])) for name in fields}
-    required = [name for name, each in fields.items() if each.default is dataclasses.MISSING]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+def describe(app: Any) -> None:
+    """Have a FastAPI application say what every route of it asks for."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = type(app).openapi(app)
+            made.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            # A server for this machine alone asks for none.
+            made["security"] = [{"token": []}, {}]
+        found: dict[str, Any] = app.openapi_schema
+        return found
+
+    app.openapi = openapi
 
 
-def _ranged(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    if name not in RANGES:
+def _plain(schema: Any, named: dict[str, Any]) -> Any:
+    """A schema with what it refers to in its place, without the titles that pydantic makes of names."""
+    if isinstance(schema, list):
+        return [_plain(each, named) for each in schema]
+    if not isinstance(schema, dict):
         return schema
-    low, high = RANGES[name]
-    for option in schema["anyOf"]:
-        if option["type"] in ("integer", "number"):
-            option |= {"minimum": low, "maximum": high}
-    return schema
+    if "$ref" in schema:
+        return _plain(named[schema["$ref"].rpartition("/")[2]], named)
+    found = {}
+    for name, each in schema.items():
+        if name == "properties":
+            found[name] = {field: _plain(value, named) for field, value in each.items()}
+        elif name not in ("$defs", "title"):
+            found[name] = _plain(each, named)
+    return found

@@ -1,0 +1,76 @@
+"""The bytes of UTF-8 that one token of a `tokenizer.json` stands for. Knows no tokenizer, only the decoder's rules."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Spelling = Callable[[str], bytes]
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def token_speller(decoder: str | bytes | None) -> Spelling:
+    """A function from the spelling of a token in the vocabulary to its bytes. `decoder` is the JSON of the decoder, or
+    None where there is none. The bytes of a text's tokens in a row are the text; a decoder that joins words by spaces
+    leaves out the first of these."""
+    rules = [] if decoder is None else _flat(json.loads(decoder))
+    kinds = {rule["type"] for rule in rules}
+    if "ByteLevel" in kinds:
+        return _byte_level
+    if "WordPiece" in kinds:
+        prefix = str(next(rule for rule in rules if rule["type"] == "WordPiece")["prefix"])
+        return lambda piece: (piece.removeprefix(prefix) if piece.startswith(prefix) else f" {piece}").encode()
+    if not rules:
+        return lambda piece: f" {piece}".encode()
+    replaced = [pair for rule in rules if (pair := _replacement(rule)) is not None]
+    has_bytes = "ByteFallback" in kinds
+
+    def spelt(piece: str) -> bytes:
+        found = _BYTE_PIECE.fullmatch(piece) if has_bytes else None
+        if found:
+            return bytes.fromhex(found[1])
+        for old, new in replaced:
+            piece = piece.replace(old, new)
+        return piece.encode()
+
+    return spelt
+
+
+def _flat(rule: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if rule["type"] != "Sequence":
+        return [rule]
+    return [inner for each in rule["decoders"] for inner in _flat(each)]
+
+
+def _replacement(rule: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What a rule writes in place of something else, wherever that stands."""
+    match rule:
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return old, new
+        case {"type": "Metaspace", "replacement": str(old)}:
+            return old, " "
+        case {"type": "BPEDecoder", "suffix": str(old)}:
+            return old, " "
+    return None
+
+
+def _alphabet() -> dict[str, int]:
+    """The letters that byte-level vocabularies write for bytes (Radford et al., 2019): printable ones of Latin-1 for
+    themselves, those after U+00FF for the others in order."""
+    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _alphabet()
+
+
+def _byte_level(piece: str) -> bytes:
+    try:
+        return bytes([_BYTES[letter] for letter in piece])
+    except KeyError:
+        # A token that was added to the vocabulary is spelt as it is.
+        return piece.encode()

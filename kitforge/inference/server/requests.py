@@ -1,0 +1,464 @@
+"""The bodies of requests as pydantic models: OpenAI's fields, and vLLM's beyond them. Knows no HTTP.
+
+`null` means not given, at any depth. A value that asks for nothing is accepted and does nothing; one that asks for what
+is not done is refused, so nothing that was asked for is left out in silence.
+
+This is the one module that imports pydantic, so it is imported by `app.create` alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic_core import PydanticCustomError
+
+from kitforge.inference.server.refusal import RefusalError
+from kitforge.inference.server.request_body import MOST_SHOWN, cut, fields_of, refusal_of, wrong_value
+
+T = TypeVar("T", bound="RequestBody")
+
+MAX_PROMPTS = 2048
+MAX_PROMPT_TOKENS = 2**20
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_STOPS = 16
+MAX_STOP_TOKENS = 1024
+MAX_BIASES = 1024
+
+# What other servers do under these names, and what to do instead.
+_NOT_DONE = {
+    "audio": "speech is not made; leave it out",
+    "dimensions": "embeddings are not made",
+    "function_call": "functions are not called; leave it out",
+    "functions": "functions are not called; leave it out",
+    "max_new_tokens": "say max_tokens",
+    "n_predict": "say max_tokens",
+    "num_beams": "beam search is not done; say n for several answers",
+    "num_predict": "say max_tokens",
+    "prefix": "write it at the beginning of prompt",
+    "prediction": "leave it out",
+    "repeat_penalty": "say repetition_penalty",
+    "stop_sequences": "say stop",
+    "structured_outputs": "answers are not held to a grammar; leave it out",
+    "web_search_options": "nothing is looked up; leave it out",
+}
+_GUIDED = re.compile(r"guided_\w+|grammar|json_schema|regex")
+
+
+def _integral(value: Any) -> Any:
+    """JSON has one kind of number, so 5.0 is as whole as 5."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _at_most(count: int) -> BeforeValidator:
+    """Refuses what is longer before any of it is read."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (list, dict)) and len(value) > count:
+            raise PydanticCustomError("too_long", "at most {count} of them", {"count": count, "got": len(value)})
+        return value
+
+    return BeforeValidator(check)
+
+
+def _canonical(value: Any) -> Any:
+    """Tokens by their numbers, each written in one way only."""
+    for key in value if isinstance(value, dict) else ():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and key == str(int(key))):
+            raise PydanticCustomError("token", "numbers of tokens as keys", {"got": key})
+    return value
+
+
+_INTEGRAL = BeforeValidator(_integral)
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[
+    list[Token], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True), _at_most(MAX_PROMPT_TOKENS)
+]
+Text = Annotated[str, Field(min_length=1)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Nothing = Annotated[list[Any], Field(max_length=0)]
+
+
+def _prompt_kind(value: Any) -> str | None:
+    if not isinstance(value, list):
+        return "text" if isinstance(value, str) else None
+    first = value[0] if value else ""
+    return "texts" if isinstance(first, str) else "tokens" if isinstance(first, int) else "rows"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[
+        list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), _at_most(MAX_PROMPTS), Tag("texts")
+    ]
+    | Annotated[Tokens, Tag("tokens")]
+    | Annotated[
+        list[Tokens],
+        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+        _at_most(MAX_PROMPTS),
+        Tag("rows"),
+    ],
+    Discriminator(
+        _prompt_kind,
+        custom_error_type="prompt",
+        custom_error_message="text, [text, ...], [token, ...] or [[token, ...], ...]",
+    ),
+]
+Stops = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True), _at_most(MAX_STOPS), Tag("texts")],
+    Discriminator(
+        lambda value: "text" if isinstance(value, str) else "texts" if isinstance(value, list) else None,
+        custom_error_type="stop",
+        custom_error_message=f"text, or a list of up to {MAX_STOPS} texts",
+    ),
+]
+
+
+class RequestBody(BaseModel, ABC):
+    """An object of JSON, read strictly."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+@final
+class StreamSettings(RequestBody):
+    """What a stream tells besides the text."""
+
+    include_usage: bool = False  # numbers of tokens, in a last event of its own
+    include_obfuscation: bool | None = None  # padding against those who watch the line; none is sent
+    continuous_usage_stats: Literal[False] | None = None
+
+
+@final
+class TextFormat(RequestBody):
+    """The one form of answers."""
+
+    type: Literal["text"]
+
+
+class GenerationParams(RequestBody, ABC):
+    """What completions and chats may both ask for. None leaves the server's own value."""
+
+    is_chat: ClassVar[bool] = False
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=128), _INTEGRAL] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None  # 0: always the most likely token
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), _INTEGRAL] | None = None  # 0 and -1: all tokens
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_canonical), _at_most(MAX_BIASES)]
+        | None
+    ) = None
+    stop: Stops | None = None
+    stop_token_ids: (
+        Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True), _at_most(MAX_STOP_TOKENS)] | None
+    ) = None
+    ignore_eos: bool | None = None  # the tokens that end a text by themselves do not
+    # Before so many, no token ends the answer.
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31), _INTEGRAL] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _INTEGRAL] | None = None
+    stream: bool | None = None
+    stream_options: StreamSettings | None = None
+    # Log-probabilities of the prompt's tokens, with so many of the most likely ones in the place of each.
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20), _INTEGRAL] | None = None
+
+    # Notes for the client's own records; they change nothing.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    # Accepted where they ask for nothing.
+    best_of: Annotated[int, Field(ge=1, le=128), _INTEGRAL] | None = None
+    store: Literal[False] | None = None
+    response_format: TextFormat | None = None
+    use_beam_search: Literal[False] | None = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: bool | None = None  # none are written
+    include_stop_str_in_output: Literal[False] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
+    return_token_ids: Literal[False] | None = None
+    priority: Literal[0] | None = None
+
+    def stops(self) -> tuple[str, ...]:
+        """The strings that end an answer."""
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    @abstractmethod
+    def num_alternatives(self) -> int | None:
+        """How many of the most likely tokens are wanted with each; None: not even its own log-probability."""
+
+    @property
+    @abstractmethod
+    def new_tokens(self) -> int | None:
+        """How long an answer may become."""
+
+
+@final
+class CompletionRequest(GenerationParams):
+    """The body of /v1/completions."""
+
+    prompt: Prompt
+    # 0 with echo or prompt_logprobs.
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31), _INTEGRAL] | None = None
+    # Log-probabilities of the tokens, with so many of the most likely ones in the place of each.
+    logprobs: Annotated[int, Field(ge=0, le=5), _INTEGRAL] | None = None
+    echo: bool | None = None  # the answer begins with the prompt, and so do its log-probabilities
+    add_special_tokens: bool | None = None  # what the tokenizer puts before and after a text; by default it does
+
+    suffix: Literal[""] | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each as text or tokens."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """How many of the most likely tokens are wanted with each; None: not even its own log-probability."""
+        return self.logprobs
+
+    @property
+    def new_tokens(self) -> int | None:
+        """How long an answer may become."""
+        return self.max_tokens
+
+
+@final
+class TextPart(RequestBody):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+@final
+class FunctionCall(RequestBody):
+    """What a model asked a tool for."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+@final
+class ToolCall(RequestBody):
+    """A call that a message of the assistant holds."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: FunctionCall
+
+
+Content = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True), _at_most(MAX_PARTS), Tag("parts")],
+    Discriminator(
+        lambda value: "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None,
+        custom_error_type="content",
+        custom_error_message='text, or a list of parts {"type": "text", "text": ...}',
+    ),
+]
+
+
+@final
+class ChatMessage(RequestBody):
+    """What one of the speakers said."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None  # may be left out by an assistant that called tools
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True), _at_most(128)] | None = None
+
+    # Of answers that are sent back as they came; they say nothing to a model.
+    provider_specific_fields: dict[str, Any] | None = None
+    refusal: Literal[""] | None = None
+    annotations: Nothing | None = None
+    images: Nothing | None = None
+    thinking_blocks: Nothing | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates know messages. A call's arguments are an object there, and text here."""
+        parts = "" if self.content is None else self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = value
+        if self.tool_calls:
+            calls = [call.model_dump(exclude_none=True, exclude={"index"}) for call in self.tool_calls]
+            for call in calls:
+                call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
+            found["tool_calls"] = calls
+        return found
+
+
+Messages = Annotated[
+    list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), _at_most(MAX_MESSAGES)
+]
+
+
+@final
+class ChatRequest(GenerationParams):
+    """The body of /v1/chat/completions."""
+
+    is_chat = True
+
+    messages: Messages
+    add_generation_prompt: bool | None = None  # the reply is begun; by default it is
+    continue_final_message: bool | None = None  # the last message is gone on with instead
+    chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31), _INTEGRAL] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31), _INTEGRAL] | None = None
+    logprobs: bool | None = None  # of the tokens themselves
+    top_logprobs: Annotated[int, Field(ge=0, le=20), _INTEGRAL] | None = None  # and of so many of the likeliest ones
+
+    tools: Nothing | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: Literal["none"] | None = None
+    verbosity: Literal["medium"] | None = None
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None  # the template writes its own
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """How many of the most likely tokens are wanted with each; None: not even its own log-probability."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def new_tokens(self) -> int | None:
+        """How long an answer may become."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+@final
+class TokenizeRequest(RequestBody):
+    """The body of /tokenize for a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+@final
+class TokenizeChatRequest(RequestBody):
+    """The body of /tokenize for a conversation."""
+
+    messages: Messages
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Nothing | None = None
+    model: str | None = None
+    add_special_tokens: Literal[False] | None = None
+    return_token_strs: bool | None = None
+
+
+@final
+class DetokenizeRequest(RequestBody):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[Token], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True), _at_most(MAX_PROMPT_TOKENS)]
+
+
+def read(kind: type[T], body: bytes) -> T:
+    """A request from the bytes of its JSON. Raises RefusalError naming the field that is unknown, missing or out of
+    range."""
+    value = fields_of(body)
+    _check_names(kind, value)
+    try:
+        request = kind.model_validate(value)
+    except ValidationError as error:
+        raise refusal_of(error.errors(include_url=False)[0]) from None
+    _check_rest(request)
+    return request
+
+
+def read_tokenize(body: bytes) -> TokenizeRequest | TokenizeChatRequest:
+    """The body of /tokenize, which holds a prompt or messages. Raises RefusalError."""
+    is_chat = "messages" in fields_of(body)
+    return read(TokenizeChatRequest, body) if is_chat else read(TokenizeRequest, body)
+
+
+def _check_names(kind: type[RequestBody], value: Mapping[str, Any]) -> None:
+    """The names of the body itself, where a hint can be given."""
+    for name in value:
+        if name not in kind.model_fields:
+            hint = _NOT_DONE.get(name)
+            if _GUIDED.fullmatch(name):
+                hint = "answers are not held to a grammar; leave it out"
+            near = difflib.get_close_matches(name[:MOST_SHOWN], kind.model_fields, n=1, cutoff=0.8)
+            hint = hint or (f"did you mean {near[0]!r}?" if near else "leave it out; /openapi.json names what there is")
+            message = f"unknown parameter {cut(repr(name))}\n  do:       {hint}"
+            raise RefusalError(400, message, parameter=cut(name), code="unknown_parameter")
+
+
+def _check_rest(request: RequestBody) -> None:
+    """What several fields say together."""
+    if isinstance(request, (ChatRequest, TokenizeChatRequest)):
+        _check_messages(request)
+    if not isinstance(request, GenerationParams):
+        return
+    if request.best_of is not None and request.best_of > (request.n or 1):
+        raise _contradiction("best_of", "best_of beyond n chooses among answers, which is not done; say n for several")
+    if request.stream_options is not None and not request.stream:
+        raise _contradiction("stream_options", "stream_options needs stream=true")
+    if request.stream and request.prompt_logprobs is not None:
+        raise _contradiction("prompt_logprobs", "prompt_logprobs are not told in a stream; leave stream out")
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise _contradiction("top_logprobs", "top_logprobs needs logprobs=true")
+    if request.new_tokens == 0:
+        if not (getattr(request, "echo", None) or request.prompt_logprobs is not None):
+            raise wrong_value("max_tokens", 0, "at least 1, or 0 with echo=true or prompt_logprobs")
+        if request.min_tokens:
+            raise _contradiction("min_tokens", "min_tokens is more than max_tokens")
+
+
+def _check_messages(request: ChatRequest | TokenizeChatRequest) -> None:
+    last = request.messages[-1]
+    if request.continue_final_message and request.add_generation_prompt:
+        raise _contradiction(
+            "continue_final_message", "continue_final_message and add_generation_prompt are one or other"
+        )
+    if request.continue_final_message and (last.role != "assistant" or last.tool_calls):
+        raise _contradiction("continue_final_message", "continue_final_message needs a last message of the assistant")
+    for place, message in enumerate(request.messages):
+        if message.content is None and not (message.role == "assistant" and message.tool_calls):
+            name = f"messages[{place}].content"
+            raise RefusalError(400, f"{name!r} is missing", parameter=name, code="missing_parameter")
+
+
+def _contradiction(name: str, message: str) -> RefusalError:
+    return RefusalError(400, message, parameter=name, code="invalid_value")
+
+
+def _arguments(given: str | dict[str, Any] | None) -> Any:
+    if not isinstance(given, str):
+        return given or {}
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError):
+        return given

@@ -1,0 +1,129 @@
+"""lm-evaluation-harness scores over HTTP what our own evaluation scores in the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kitforge.data.tokenizer import HuggingFaceTokenizer
+from kitforge.inference.continuations import Branches, score_branches
+from kitforge.inference.engine import Engine
+from kitforge.inference.server.exchange import Service
+from kitforge.inference.server.options import ServeOptions
+from kitforge.inference.text import InferenceOptions, TextEngine
+from kitforge.kits.transformers.evaluation import evaluate_tasks, load_task
+from kitforge.models.catalog import config_of
+from kitforge.models.folder import build
+from tests.inference.server.conftest import serving
+from tests.trainer import tiny
+
+pytestmark = pytest.mark.slow
+tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("lm_eval")
+
+CHOICES = [
+    {"query": "The cat sat on the", "choices": ["mat", "moon for a while", "sea"], "gold": 0},
+    {"query": "Birds can", "choices": ["fly", "read books"], "gold": 0},
+    {"query": "At night one sees the", "choices": ["stars", "été"], "gold": 1},
+    {"query": "Water is", "choices": ["wet", "dry as dust", "loud"], "gold": 2},
+]
+TEXTS = [
+    {"context": "The cat sat on", "continuation": "the mat"},
+    {"context": "Birds can fly over", "continuation": "sea"},
+    {"context": "Un été", "continuation": "long"},
+]
+TASKS = {
+    "tiny_choices": """
+output_type: multiple_choice
+doc_to_text: "{{query}}"
+doc_to_choice: choices
+doc_to_target: gold
+metric_list: [{metric: acc}]
+""",
+    "tiny_texts": """
+output_type: loglikelihood
+doc_to_text: "{{context}}"
+doc_to_target: " {{continuation}}"
+metric_list: [{metric: acc}, {metric: perplexity}]
+""",
+}
+
+
+def make_tokenizer(folder: Path) -> HuggingFaceTokenizer:
+    folder.mkdir()
+    pieces = tokenizers.Tokenizer(tokenizers.models.BPE())
+    pieces.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=280, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
+    )
+    pieces.train_from_iterator([row["query"] for row in CHOICES], trainer)
+    pieces.save(str(folder / "tokenizer.json"))
+    named = {"eos_token": "<end>", "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 128}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    return HuggingFaceTokenizer(folder)
+
+
+def write_tasks(folder: Path) -> None:
+    for name, rows in (("tiny_choices", CHOICES), ("tiny_texts", TEXTS)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines)
+        head = f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/{name}.jsonl}}}}\n"
+        (folder / f"{name}.yaml").write_text(f"{head}test_split: test\n{TASKS[name].strip()}\n")
+
+
+def harness(folder: Path, url: str, further: str) -> dict[str, list[dict[str, Any]]]:
+    """The rows that the harness logs of each task; it runs in a process of its own, offline."""
+    where = folder / "out"
+    command = [
+        *(sys.executable, "-m", "lm_eval", "--model", "local-completions", "--tasks", ",".join(TASKS)),
+        *("--include_path", str(folder), "--output_path", str(where), "--log_samples"),
+        *("--model_args", f"base_url={url}/v1/completions,model=tiny,max_length=128,{further}"),
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    environment = {**os.environ, **offline, "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {}
+    for name in TASKS:
+        (path,) = where.rglob(f"samples_{name}_*.jsonl")
+        found[name] = sorted(map(json.loads, path.read_text().splitlines()), key=lambda row: row["doc_id"])
+    return found
+
+
+def test_it_finds_what_our_evaluation_finds(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    write_tasks(tmp_path)
+    model = build(
+        config_of(tiny.LLAMA | {"vocab_size": tokenizer.vocab_size}), device=torch.device("cpu"), seed=3
+    ).eval()
+    texts = TextEngine(Engine(model, stop_ids=tokenizer.eos_ids), tokenizer)
+    service = Service(texts, "tiny", InferenceOptions(max_new_tokens=8), ServeOptions())
+    tasks = [load_task(str(tmp_path / f"{name}.jsonl")) for name in TASKS]
+    ours = evaluate_tasks(model, tokenizer, tasks, InferenceOptions())
+    trees = [(row["query"], row["choices"]) for row in CHOICES]
+    trees += [(row["context"], [row["continuation"]]) for row in TEXTS]
+    wanted = score_branches(
+        model,
+        [
+            Branches(stem=tokenizer.encode(stem), branches=[tokenizer.encode(f" {each}") for each in others])
+            for stem, others in trees
+        ],
+        512,
+    )
+    with serving(service) as served:
+        rows = harness(tmp_path, served.url, f"tokenizer={tmp_path / 'tokenizer'},tokenizer_backend=huggingface")
+    scores = [[float(each[0]) for each in row["filtered_resps"]] for name in TASKS for row in rows[name]]
+    for found, expected in zip(scores, wanted, strict=True):
+        assert found == pytest.approx(expected, abs=1e-3)
+    for name in TASKS:
+        accuracy = sum(row["acc"] for row in rows[name]) / len(rows[name])
+        assert accuracy == pytest.approx(ours[f"{name}/accuracy"])

@@ -1,0 +1,158 @@
+"""Log-probabilities of an answer go with its text: true bytes, offsets of the text, nothing of what was cut."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.inference.server.exchange import Prompt
+from kitforge.inference.server.responses import ChoiceReader, CompletionFormat, ResponseOptions, TokenLogprob
+from kitforge.inference.server.token_texts import TokenTexts
+from kitforge.inference.text import Detokeniser, Piece
+from tests.inference.server.conftest import Served
+
+# Towards the two bytes of é and nothing else.
+HALVES = {"195": 100.0, "169": 100.0}
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def ask(served: Served, path: str, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(served.url + path, json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def streamed(served: Served, **body: Any) -> list[dict[str, Any]]:
+    answer = httpx.post(served.url + COMPLETIONS, json=body | {"stream": True}, timeout=30)
+    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event)["choices"][0] for event in events]
+
+
+def test_bytes_join_to_the_text_though_no_token_is_a_character(served: Served) -> None:
+    wishes = {"max_tokens": 12, "temperature": 1, "seed": 1, "logit_bias": HALVES}
+    chat = ask(served, CHAT, messages=[{"role": "user", "content": "é"}], logprobs=True, top_logprobs=2, **wishes)
+    told = chat["choices"][0]["logprobs"]["content"]
+    assert len(told) == 12
+    assert (
+        bytes(byte for each in told for byte in each["bytes"]).decode("utf-8", "replace")
+        == (chat["choices"][0]["message"]["content"])
+    )
+    assert {each["token"] for each in told} == {"bytes:\\xc3", "bytes:\\xa9"}
+    for each in told:
+        assert [other["bytes"] for other in each["top_logprobs"]] in ([[195], [169]], [[169], [195]])
+    found = ask(served, COMPLETIONS, prompt="é", logprobs=2, **wishes)["choices"][0]
+    for token, logprob, top in zip(
+        *(found["logprobs"][name] for name in ("tokens", "token_logprobs", "top_logprobs")), strict=True
+    ):
+        assert len(top) == 2 and top[token] == logprob
+
+
+@pytest.mark.parametrize("stops", [[], ["e"], ["\ufffd"]])
+def test_offsets_are_places_in_the_text_and_go_on_over_a_stream(served: Served, stops: list[str]) -> None:
+    """Of a text of letters, of one of halves of letters, and of both."""
+    for bias in (HALVES, {str(byte): 50.0 for byte in range(97, 103)}, HALVES | {"97": 99.0, "101": 99.5}):
+        wishes = {"prompt": "a", "max_tokens": 30, "temperature": 1, "seed": 3, "logit_bias": bias, "stop": stops}
+        whole = ask(served, COMPLETIONS, logprobs=1, **wishes)["choices"][0]
+        told = whole["logprobs"]
+        parts = streamed(served, logprobs=1, **wishes)
+        assert "".join(part["text"] for part in parts) == whole["text"]
+        for name, values in told.items():
+            assert [value for part in parts for value in part["logprobs"][name]] == values
+        size = len(whole["text"])
+        assert told["text_offset"] == sorted(told["text_offset"]) and all(0 <= at < size for at in told["text_offset"])
+        for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+            if not token.startswith("bytes:"):
+                assert whole["text"][offset] == token
+        # What was cut has no log-probabilities: each token has at least a part of a letter of the text.
+        lengths = [len(each.encode()) for each in whole["text"].replace("\ufffd", "a")]
+        assert size <= len(told["tokens"]) <= sum(lengths)
+        if whole["finish_reason"] == "stop":
+            assert not set(stops) & set(whole["text"])
+
+
+def test_the_end_token_is_told_in_completions_and_not_in_chats(served: Served) -> None:
+    """Clients that ask for one token after an echo take the last one for it."""
+    bias = {"256": 100.0}
+    found = ask(served, COMPLETIONS, prompt="a", max_tokens=5, logprobs=1, logit_bias=bias)["choices"][0]
+    assert (found["text"], found["finish_reason"], found["logprobs"]["text_offset"]) == ("", "stop", [0])
+    messages = [{"role": "user", "content": "a"}]
+    chat = ask(served, CHAT, messages=messages, max_tokens=5, logprobs=True, logit_bias=bias)["choices"][0]
+    assert chat["logprobs"]["content"] == [] and chat["finish_reason"] == "stop"
+
+
+def test_alternatives_stay_with_their_tokens_where_a_text_ends(served: Served) -> None:
+    bias = {"97": 20.0, "256": 19.0}
+    wishes = {"prompt": "a", "max_tokens": 40, "temperature": 1, "logit_bias": bias}
+    for seed in range(20):
+        told = ask(served, COMPLETIONS, seed=seed, logprobs=5, **wishes)["choices"][0]
+        if told["finish_reason"] == "stop" and len(told["text"]) > 1:
+            break
+    tokens, logprobs, top, _ = told["logprobs"].values()
+    assert tokens == ["a"] * len(told["text"]) + [""]
+    for token, logprob, others in zip(tokens, logprobs, top, strict=True):
+        assert others[token] == logprob and list(others.values()) == sorted(others.values(), reverse=True)
+
+
+class Twins:
+    """Letters that two tokens each have, one after another."""
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([97 + token // 2])
+
+
+def test_tokens_of_equal_text_are_told_apart_and_the_chosen_one_has_it() -> None:
+    form = CompletionFormat("m", TokenTexts(Twins()), ResponseOptions(num_alternatives=3))  # type: ignore[arg-type]
+    told = TokenLogprob(token=1, logprob=-2.0, alternatives=[(0, -1.0), (1, -2.0), (2, -3.0)], offset=0)
+    assert form._by_text(told) == {"token_id:0": -1.0, "a": -2.0, "b": -3.0}
+    assert form._by_text(replace(told, token=3, logprob=-4.0)) == {
+        "a": -1.0,
+        "token_id:1": -2.0,
+        "token_id:2": -3.0,
+    } | {"b": -4.0}
+    assert form._by_text(replace(told, token=9, logprob=-9.0, alternatives=[])) == {"e": -9.0}
+
+
+def test_sixteen_thousand_tokens_are_told_in_time_that_grows_with_them() -> None:
+    """Steps are counted, as a clock depends on who else is there."""
+    length = 16_384
+    tokens = list("né🌙 ".encode()) * (length // 8)
+    detokeniser, calls, read = Detokeniser(ByteTokenizer()), 0, 0
+    decode = detokeniser._tokenizer.decode
+
+    class Counted:
+        def decode(self, ids: list[int]) -> str:
+            nonlocal calls, read
+            calls, read = calls + 1, read + len(ids)
+            return decode(ids)
+
+        def token_bytes(self, token: int) -> bytes:
+            return bytes([token])
+
+    detokeniser._tokenizer = Counted()  # type: ignore[assignment]
+    reader, total, offsets = ChoiceReader(Prompt(tokens=[1]), ResponseOptions(num_alternatives=0)), 0, []
+    for token in tokens:
+        text = detokeniser.push([token])
+        piece = Piece(
+            request=0,
+            sample=0,
+            text=text,
+            tokens=[token],
+            logprobs=[-1.0],
+            alternatives=[[]],
+            offsets=detokeniser.offsets[-1:],
+            is_cut=False,
+            finish_reason=None,
+            prompt=None,
+        )
+        choice = reader.read(piece, None)
+        total += len(choice.text)
+        offsets += [each.offset for each in choice.tokens]
+    assert total == length // 2 and len(offsets) == length and offsets[-1] == total - 1
+    assert calls <= 2 * length and read <= 20 * length
