@@ -61,11 +61,14 @@ class TemplateLanguage:
     def parted(self, text: str, said: NDArray[np.bool_]) -> tuple[list[AddedTokenSpan], list[AddedTokenSpan]]:
         """The tokens that the template wrote itself, and those that are not special and that contents spell; `said` are
         the characters that come from contents, [characters]."""
-        covered = _codes(text).copy()
-        covered[said] = ord(_ANOTHER)
-        own = self._find(covered.tobytes().decode("utf-32-le", "surrogatepass"))
+        codes = _codes(text).copy()
+        codes[said] = ord(_ANOTHER)
+        covered = codes.tobytes().decode("utf-32-le", "surrogatepass")
+        own = list(self._find(covered))
+        if all(text.count(each) == covered.count(each) for each in self._plain):
+            return own, []
         foreign = [each for each in self.tokens(text) if not each.is_special and said[each.start : each.stop].any()]
-        return list(own), foreign
+        return own, foreign
 
     def altered(self, text: str, is_reply: bool) -> str:
         """A text of the same length whose letters are others, except where the template may look for them."""
@@ -101,6 +104,8 @@ class ChatRender:
         named_tokens: Mapping[str, str],
         messages: Sequence[Mapping[str, Any]],
         inputs: Mapping[str, Any],
+        *,
+        is_training: bool = False,
     ) -> None:
         self._language = language
         self.marks_replies = language.template.marks_replies
@@ -108,7 +113,8 @@ class ChatRender:
         self._named = {**named_tokens, "strftime_now": datetime.now().strftime}
         self._inputs = {name: _plain(value) for name, value in inputs.items()}
         self.messages: list[dict[str, Any]] = [_message(message) for message in messages]
-        self._budget = WorkBudget([self.messages, self._inputs], num_renders=4 + 4 * len(self.replies))
+        num_renders = 4 + (4 * len(self.replies) if is_training else 0)
+        self._budget = WorkBudget([self.messages, self._inputs], num_renders=num_renders)
 
     @property
     def replies(self) -> list[int]:

@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import final
 
 import numpy as np
@@ -80,31 +81,57 @@ class _Finder:
 
     def reply(self, message: int, after: int) -> ReplySpan:
         """The reply of a message behind that character."""
-        before, whole = self._written(message, opens_reply=True), self._written(message + 1, opens_reply=False)
-        contents: NDArray[np.intp] | None = None
-        if before is None or whole is None:
-            contents = np.flatnonzero(self._render.contents(self._text, self._render.text, message))
-        if before is None:
-            # The template writes the prompt of this reply otherwise once it is answered.
-            if contents is None or not len(contents):
-                raise DataError(
-                    "it cannot be told what the chat template writes for a reply",
-                    got=f"message {message}, which is not where the prompt before it ends",
-                )
-            before = int(contents[0])
-        start = max(before, after)
-        if whole is not None:
-            return self._span(message, start, max(whole, start))
-        last = max(start, int(contents[-1]) + 1) if contents is not None and len(contents) else start
-        return self._until_token(message, start, last)
+        start = self._start(message, after)
+        whole = self._written(message + 1)
+        if whole is not None and self._text.startswith(whole):
+            return self._span(message, start, max(len(whole), start))
+        # The template writes this reply otherwise once the conversation goes on: it leaves out what was thought.
+        following = self._contents(message + 1, start)
+        limit = following[0] if following else len(self._text)
+        closing = [each for each in self._own if start <= each.start and each.stop <= limit]
+        tail = (whole or "").rstrip()
+        alike = max(closing, key=lambda each: self._alike(each, tail), default=None)
+        if alike is not None and self._alike(alike, tail):
+            return ReplySpan(message=message, start=start, stop=alike.stop, has_end=True)
+        contents = [each for each in self._contents(message, start) if each < limit]
+        return self._until_token(message, start, contents[-1] + 1 if contents else start)
 
-    def _written(self, num_messages: int, *, opens_reply: bool) -> int | None:
-        """How much of the text the first messages are; None if the template writes them otherwise when they are all."""
+    def _start(self, message: int, after: int) -> int:
+        """Where the prompt of a reply ends."""
+        opened, closed = self._written(message, opens_reply=True), self._written(message)
+        if opened is not None and self._text.startswith(opened):
+            return max(len(opened), after)
+        # The template writes the prompt of this reply otherwise once it is answered.
+        contents = self._contents(message, after)
+        if not contents:
+            raise DataError(
+                "it cannot be told what the chat template writes for a reply",
+                got=f"message {message}, which is not where the prompt before it ends",
+            )
+        if opened is not None and closed is not None and opened.startswith(closed):
+            header = opened[len(closed) :]
+            at = self._text.rfind(header, after, contents[0])
+            if header and at >= 0 and not self._said[at : contents[0]].any():
+                return at + len(header)
+        return contents[0]
+
+    def _contents(self, message: int, after: int) -> list[int]:
+        """The characters behind that one that come from a message."""
+        found = np.flatnonzero(self._render.contents(self._text, self._render.text, message))
+        return [int(each) for each in found[found >= after]]
+
+    def _alike(self, token: AddedTokenSpan, tail: str) -> int:
+        """How many characters up to a token are those that `tail` ends with; 0 if these are fewer than the token's."""
+        text = self._text[max(token.stop - len(tail), 0) : token.stop]
+        length = len(commonprefix([text[::-1], tail[::-1]]))
+        return length if length >= token.stop - token.start else 0
+
+    def _written(self, num_messages: int, *, opens_reply: bool = False) -> str | None:
+        """What the template writes for the first messages; None where it refuses them."""
         try:
-            text = self._render.text(num_messages=num_messages, opens_reply=opens_reply)
+            return self._render.text(num_messages=num_messages, opens_reply=opens_reply)
         except DataError:
             return None
-        return len(text) if self._text.startswith(text) else None
 
     def _span(self, message: int | None, start: int, stop: int) -> ReplySpan:
         """The reply that the template writes in [start, stop), up to its end token there, or right behind it."""

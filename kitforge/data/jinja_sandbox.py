@@ -30,8 +30,8 @@ from kitforge.foundation.errors import DataError
 # A step is about what a microsecond does: one turn of a short loop, one value, or so many characters.
 _CHARS = 32
 # What any conversation may cost, and what each step of its own size may cost on top.
-_STEPS = 400_000
-_STEPS_PER_SIZE = 60
+_STEPS = 250_000
+_STEPS_PER_SIZE = 100
 _MAX_SOURCE = 100_000
 # Jinja compiles these in the square of their number.
 _MAX_BRANCHES = 1_000
@@ -41,9 +41,10 @@ _MAX_INDENT = 64
 _CALL = 10
 # A field of a format that is 10,000 wide or more, or as wide as a value says.
 _WIDE = re.compile(r"%[^%a-zA-Z]*?(?:\d{5}|\*)|\{[^{}]*:[^{}]*(?:\d{5}|\{)")
-# Filters and methods that look at no more than the outside of what they are given ...
+# Filters, tests and methods that look at no more than the outside of what they are given ...
 _SHALLOW = frozenset(
-    ("length", "count", "first", "last", "default", "d", "items", "keys", "values", "get", "list", "startswith")
+    ("length", "count", "first", "last", "default", "d", "items", "keys", "values", "get", "startswith")
+    + ("endswith", "defined", "undefined", "none", "mapping", "iterable", "sequence", "true", "false")
 )
 # ... those that go through a text letter by letter in Python ...
 _SLOW = frozenset(
@@ -308,9 +309,7 @@ def _charge_call(name: str, given: tuple[Any, ...]) -> None:
     """Charge a call before it runs for what it looks at, and for what it may write."""
     _charge(_CALL)
     for value in given:
-        if name in _SHALLOW:
-            _charge(_shallow(value))
-        else:
+        if name not in _SHALLOW:
             _weighed(value)
     if name == "replace":
         texts = [str(value) for value in given if isinstance(value, str)]

@@ -93,7 +93,8 @@ class ChatTemplate:
             )
         if not self._languages:
             return _plain_prompt(self._tokenizer, messages, opens_reply, continue_final_message)
-        language, render = self._render(messages, {"tools": tools, "documents": documents}, chat_template_kwargs)
+        inputs = {"tools": tools, "documents": documents, **_checked(chat_template_kwargs)}
+        language, render = self._render(messages, inputs)
         again = render.continued if continue_final_message else partial(render.text, opens_reply=opens_reply)
         text = again()
         said = render.contents(text, again)
@@ -113,7 +114,8 @@ class ChatTemplate:
         tokenizer's end token does. Raises DataError where it cannot be told what a reply is."""
         if not self._languages:
             return _plain_chat(self._tokenizer, messages)
-        language, render = self._render(messages, {"tools": tools, "documents": documents}, chat_template_kwargs)
+        inputs = {"tools": tools, "documents": documents, **_checked(chat_template_kwargs)}
+        language, render = self._render(messages, inputs, is_training=True)
         text = render.text()
         said = render.contents(text, render.text)
         own, foreign = language.parted(text, said)
@@ -127,16 +129,13 @@ class ChatTemplate:
         return TokenizedChat(tokens=tuple(tokens), replies=tuple(replies))
 
     def _render(
-        self, messages: Sequence[Message], inputs: Mapping[str, Any], more: Mapping[str, Any] | None
+        self, messages: Sequence[Message], inputs: Mapping[str, Any], *, is_training: bool = False
     ) -> tuple[TemplateLanguage, ChatRender]:
         has_tools = inputs["tools"] is not None and "tool_use" in self._languages
         language = self._languages.get("tool_use" if has_tools else "default")
         if language is None:
             raise DataError("the tokenizer has no default chat template", got=", ".join(self._languages))
-        taken = [name for name in more or () if name in _RESERVED]
-        if taken:
-            raise DataError(f"chat_template_kwargs cannot hold {taken[0]!r}", expected="what the template asks for")
-        return language, ChatRender(language, self._named, messages, {**inputs, **(more or {})})
+        return language, ChatRender(language, self._named, messages, inputs, is_training=is_training)
 
     def _find_added(self, text: str) -> list[AddedTokenSpan]:
         tokenizer = self._tokenizer
@@ -170,6 +169,13 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return ChatTemplate(tokenizer, tokenizer.chat_templates, tokenizer.named_tokens)
     return ChatTemplate(tokenizer, None, {})
+
+
+def _checked(chat_template_kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    for name in _RESERVED:
+        if name in (chat_template_kwargs or {}):
+            raise DataError(f"chat_template_kwargs cannot hold {name!r}", expected="what only the template knows")
+    return chat_template_kwargs or {}
 
 
 def _replies(spans: Sequence[ReplySpan], offsets: Sequence[tuple[int, int]]) -> list[Reply]:
