@@ -49,7 +49,7 @@ class TemplateLanguage:
         plain = {text for text, each in spelt.items() if not each.is_special}
         self._plain = plain - template.looked_for
         pairs = {text[0]: _ANOTHER for text in spelt if text == text.translate(_PARTNERS)}
-        self._partners = {**_PARTNERS, **str.maketrans(pairs)}
+        self._partners = {**_PARTNERS, **{ord(letter): ord(other) for letter, other in pairs.items()}}
         special = [text for text in spelt if text not in plain]
         harmless = (text for text in template.looked_for if not any(text in each or each in text for each in special))
         self._looked_for = [text for text in harmless if len(text) > 1]

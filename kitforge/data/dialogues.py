@@ -192,17 +192,17 @@ class DialogueReader:
     def _response(self, prompt: Said, completion: Said, place: object) -> Response:
         if not completion:
             raise DataError(f"{place} has an empty response", expected="at least one token", fix=_LEAVE_OUT)
-        opening = self._prompt_tokens(prompt)
         if not _is_chat(prompt):
+            opening = self._prompt_tokens(prompt)
             answer = [*self._plain(completion), self._tokenizer.eos_id]
             return Response(tokens=(*opening, *answer), learnt=(False,) * len(opening) + (True,) * len(answer))
         replies = completion if _is_chat(completion) else [{"role": "assistant", "content": completion}]
         chat = self._template.training([*prompt, *replies])
-        if list(chat.tokens[: len(opening)]) != opening:
-            raise DataError(f"{place}: the chat template writes a prompt otherwise once it is answered")
         # Replies within the prompt are no answer to it.
-        learnt = chat.loss_mask()[len(opening) :]
-        return Response(tokens=chat.tokens, learnt=(False,) * len(opening) + learnt)
+        learnt = chat.loss_mask(first_message=len(prompt))
+        if not any(learnt):
+            raise DataError(f"{place}: the chat template leaves the response out", fix=_LEAVE_OUT)
+        return Response(tokens=chat.tokens, learnt=learnt)
 
     def _prompt_tokens(self, prompt: Said) -> list[int]:
         if _is_chat(prompt):

@@ -64,10 +64,9 @@ class HuggingFaceTokenizer:
     @property
     def named_tokens(self) -> dict[str, str]:
         """The tokens that tokenizer_config.json names, as templates know them: `bos_token`, `eos_token` and so on."""
+        numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         known = {number: text for text, number in self.special_tokens.items()}
-        found = {
-            f"{name}_token": known.get(number, "") for name, number in (("bos", self.bos_id), ("eos", self.eos_id))
-        }
+        found = {name: known.get(number, "") for name, number in numbers.items() if number is not None}
         for config in (parse_object(name, self._files.get(name, b"{}")) for name in (_CONFIGS[1], _CONFIGS[0])):
             for name in _NAMED:
                 token = config.get(name)
@@ -90,12 +89,12 @@ class HuggingFaceTokenizer:
     def find_added(self, text: str) -> list[AddedTokenSpan]:
         """The added tokens that a text spells, special or not, in order; of two that overlap the first, of two that
         begin alike the longer."""
-        found = self._finder.encode(text, add_special_tokens=False)
-        spelt = zip(found.tokens, found.offsets, strict=True)
+        finder, added = self._finder
+        found = finder.encode(text, add_special_tokens=False)
         return [
-            AddedTokenSpan(token=self._added[token][0], start=start, stop=stop, is_special=self._added[token][1])
-            for token, (start, stop) in spelt
-            if token in self._added
+            AddedTokenSpan(token=added[number].token, start=start, stop=stop, is_special=added[number].is_special)
+            for number, (start, stop) in zip(found.ids, found.offsets, strict=True)
+            if number in added
         ]
 
     def encode_marked(self, text: str, marks: Sequence[AddedTokenSpan]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -127,19 +126,17 @@ class HuggingFaceTokenizer:
         return tokens, offsets
 
     @cached_property
-    def _added(self) -> dict[str, tuple[int, bool]]:
-        """The number of each added token, and whether it is special."""
-        added = self._pieces.get_added_tokens_decoder().items()
-        return {token.content: (number, token.special) for number, token in added if token.content != self._mark}
-
-    @cached_property
-    def _finder(self) -> Any:
-        """Knows no tokens but the added ones."""
+    def _finder(self) -> tuple[Any, dict[int, AddedTokenSpan]]:
+        """A tokenizer that knows no tokens but the added ones, and what its numbers mean."""
         tokenizers = load_extra("tokenizers", needed_for="a tokenizer.json", extra="transformers")
         finder = tokenizers.Tokenizer(tokenizers.models.WordLevel({_UNKNOWN: 0}, unk_token=_UNKNOWN))
-        added = self._pieces.get_added_tokens_decoder().values()
-        finder.add_tokens([token for token in added if token.content in self._added])
-        return finder
+        decoder = self._pieces.get_added_tokens_decoder()
+        added = {token.content: number for number, token in decoder.items() if token.content != self._mark}
+        finder.add_tokens([token for token in decoder.values() if token.content in added])
+        return finder, {
+            number: AddedTokenSpan(token=added[each.content], start=0, stop=0, is_special=each.special)
+            for number, each in finder.get_added_tokens_decoder().items()
+        }
 
     def encode(self, text: str) -> list[int]:
         """The tokens of the text."""

@@ -13,7 +13,7 @@ import re
 import types
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from contextvars import ContextVar
-from typing import Any, final
+from typing import Any, cast, final
 
 from jinja2 import nodes, pass_context
 from jinja2.compiler import generate
@@ -30,7 +30,7 @@ from kitforge.foundation.errors import DataError
 # A step is about what a microsecond does: one turn of a short loop, one value, or so many characters.
 _CHARS = 32
 # What any conversation may cost, and what each step of its own size may cost on top.
-_STEPS = 250_000
+_STEPS = 150_000
 _STEPS_PER_SIZE = 100
 _MAX_SOURCE = 100_000
 # Jinja compiles these in the square of their number.
@@ -55,6 +55,7 @@ _GROWING = frozenset(
     ("join", "ljust", "rjust", "center", "zfill", "expandtabs", "translate", "indent", "wordwrap", "truncate", "batch")
     + ("slice", "round", "sum", "urlize", "generate_lorem_ipsum", "xmlattr")
 )
+_Function = Callable[..., Any]
 # What templates can loop over.
 _SIZED = (dict, list, tuple, set, frozenset, range, KeysView, ValuesView, ItemsView)
 
@@ -169,26 +170,28 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         self.filters = {name: _metered(name, each) for name, each in self.filters.items()}
         self.filters |= {"<tick>": _tick, "<weigh>": _weigh, "<count>": _count}
-        self.tests = {name: _metered(name, each) for name, each in self.tests.items()}
+        self.tests = {name: _metered(name, cast(_Function, each)) for name, each in self.tests.items()}
         self.globals |= {
             "raise_exception": _refuse,
             "dict": lambda *args, **kwargs: dict(*args, **kwargs),
             "namespace": _PlainNamespace,
         }
 
-    def call(self, context: Context, callee: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(getattr(callee, "__wrapped__", callee), "__self__", None)
         owners = (owner,) if isinstance(owner, (str, list, tuple, dict)) else ()
-        _charge_call(getattr(callee, "__name__", ""), (*owners, *args, *kwargs.values()))
+        _charge_call(getattr(callee, "__name__", ""), (*owners, *args), kwargs)
         return super().call(context, callee, *map(_counted, args), **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _charge_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
-    def _generate(self, source: nodes.Template, *names: Any, defer_init: bool = False) -> str:
-        tree = _Meter(self).visit(source)
-        return str(generate(tree, self, *names, defer_init=defer_init, optimized=self.optimized))  # type: ignore[arg-type]
+    def _generate(
+        self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
+    ) -> str:
+        _Meter(self).visit(source)
+        return str(generate(source, self, name, filename, defer_init=defer_init, optimized=self.optimized))
 
 
 @final
@@ -198,12 +201,12 @@ class _Meter(NodeTransformer):
     def __init__(self, environment: _Environment) -> None:
         self._environment = environment
 
-    def visit(self, node: nodes.Node, *_: Any, **__: Any) -> nodes.Node:
+    def visit(self, node: nodes.Node) -> nodes.Node:  # type: ignore[override]
         if isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)):
             self._tick(node)
         self.generic_visit(node)
         if isinstance(node, nodes.For):
-            node.iter = self._through("<count>", node.iter)
+            node.iter = self._through("<count>", cast(nodes.Expr, node.iter))
         elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
             node.node = self._through("<count>", node.node)
         elif isinstance(node, nodes.Compare):
@@ -296,18 +299,19 @@ def _after(steps: int, value: Any) -> Any:
     return value
 
 
-def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _metered(name: str, function: _Function) -> _Function:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        _charge_call(name, (*args, *kwargs.values()))
+        _charge_call(name, args, kwargs)
         return function(*map(_counted, args), **kwargs)
 
     return run
 
 
-def _charge_call(name: str, given: tuple[Any, ...]) -> None:
+def _charge_call(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     """Charge a call before it runs for what it looks at, and for what it may write."""
     _charge(_CALL)
+    given = (*args, *named.values())
     for value in given:
         if name not in _SHALLOW:
             _weighed(value)

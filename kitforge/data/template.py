@@ -163,12 +163,16 @@ class ChatTemplate:
         return tokens, offsets
 
 
-@lru_cache(maxsize=4)
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:
     """The template that came with a tokenizer, or the plain one."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        return ChatTemplate(tokenizer, tokenizer.chat_templates, tokenizer.named_tokens)
+        return _template_of_folder(tokenizer)
     return ChatTemplate(tokenizer, None, {})
+
+
+@lru_cache(maxsize=4)
+def _template_of_folder(tokenizer: HuggingFaceTokenizer) -> ChatTemplate:
+    return ChatTemplate(tokenizer, tokenizer.chat_templates, tokenizer.named_tokens)
 
 
 def _checked(chat_template_kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
