@@ -201,7 +201,7 @@ class _Meter(NodeTransformer):
     def __init__(self, environment: _Environment) -> None:
         self._environment = environment
 
-    def visit(self, node: nodes.Node) -> nodes.Node:  # type: ignore[override]
+    def visit(self, node: nodes.Node) -> nodes.Node:
         if isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)):
             self._tick(node)
         self.generic_visit(node)
