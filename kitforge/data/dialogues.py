@@ -184,27 +184,26 @@ class DialogueReader:
             before, after = document_frame(self._tokenizer) if isinstance(said, str) else ([], [self._tokenizer.eos_id])
             tokens = (*before, *self._plain(said), *after)
             return Response(tokens=tokens, learnt=(True,) * len(tokens))
-        turns = self._template.turns(said)  # type: ignore[arg-type]
-        learnt = tuple(turn.is_reply for turn in turns for _ in turn.tokens)
+        chat = self._template.training(said)  # type: ignore[arg-type]
+        learnt = chat.loss_mask()
         if not any(learnt):
             raise DataError(f"{place} has nothing to learn", got="no reply", expected="a message of the assistant")
-        return Response(tokens=tuple(token for turn in turns for token in turn.tokens), learnt=learnt)
+        return Response(tokens=chat.tokens, learnt=learnt)
 
     def _response(self, prompt: Said, completion: Said, place: object) -> Response:
         if not completion:
             raise DataError(f"{place} has an empty response", expected="at least one token", fix=_LEAVE_OUT)
-        opening = self._prompt_tokens(prompt)
         if not _is_chat(prompt):
+            opening = self._prompt_tokens(prompt)
             answer = [*self._plain(completion), self._tokenizer.eos_id]
             return Response(tokens=(*opening, *answer), learnt=(False,) * len(opening) + (True,) * len(answer))
         replies = completion if _is_chat(completion) else [{"role": "assistant", "content": completion}]
-        turns = self._template.turns([*prompt, *replies])
-        tokens = tuple(token for turn in turns for token in turn.tokens)
-        if list(tokens[: len(opening)]) != opening:
-            raise DataError(f"{place}: the chat template writes a prompt otherwise once it is answered")
+        chat = self._template.training([*prompt, *replies])
         # Replies within the prompt are no answer to it.
-        learnt = [turn.is_reply for turn in turns for _ in turn.tokens][len(opening) :]
-        return Response(tokens=tokens, learnt=(False,) * len(opening) + tuple(learnt))
+        learnt = chat.loss_mask(first_message=len(prompt))
+        if not any(learnt):
+            raise DataError(f"{place}: the chat template leaves the response out", fix=_LEAVE_OUT)
+        return Response(tokens=chat.tokens, learnt=learnt)
 
     def _prompt_tokens(self, prompt: Said) -> list[int]:
         if _is_chat(prompt):
@@ -267,7 +266,9 @@ def _message(item: Mapping[str, Any], place: object) -> Message:
     """A message under the names that templates know."""
     role = item.get("role", _ROLES.get(str(item.get("from")), item.get("from")))
     content = item.get("content", item.get("value"))
-    if not isinstance(role, str) or not isinstance(content, str):
+    # A reply may be calls or thoughts alone, and a content a list of parts.
+    has_more = any(item.get(name) for name in ("tool_calls", "reasoning_content", "thinking", "reasoning"))
+    if not isinstance(role, str) or not (isinstance(content, (str, list, tuple)) or (content is None and has_more)):
         raise DataError(f"{place} holds a message without role or content", got=str(dict(item))[:80])
     return {**item, "role": role, "content": content}
 

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
 from kitforge.data.extras import load_extra
 from kitforge.data.token_bytes import token_speller
-from kitforge.data.tokens import NO_TOKEN, Tokens, decode_known, parse_object, read_tokenizer_file, without_end
+from kitforge.data.tokens import (
+    NO_TOKEN,
+    AddedTokenSpan,
+    Tokens,
+    decode_known,
+    parse_object,
+    read_tokenizer_file,
+    without_end,
+)
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import atomic_file
 
 HUGGINGFACE_FILE = "tokenizer.json"
 _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 _TEMPLATE = "chat_template.jinja"
+_NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+# What `find_added` calls everything that is no added token; no token is spelt with a private character.
+_UNKNOWN = "\ue0f0"
 
 
 @final
@@ -38,6 +51,8 @@ class HuggingFaceTokenizer:
         self._pieces = pieces
         self._spell = token_speller(None if pieces.decoder is None else pieces.decoder.__getstate__())
         self._silent = {number for number, added in pieces.get_added_tokens_decoder().items() if added.special}
+        # Stands for a special token in a text that is encoded as one piece; nobody can guess how it is spelt.
+        self._mark = f"\ue0f0{secrets.token_hex(16)}\ue0f1"
         special = _SpecialTokens(self._files, pieces.token_to_id)
         self.vocab_size = max(pieces.get_vocab(with_added_tokens=True).values()) + 1
         self.eos_ids = special.find_all("eos")
@@ -48,6 +63,7 @@ class HuggingFaceTokenizer:
         self._has_rule = bool(pieces.num_special_tokens_to_add(is_pair=False))
         rule = [self.encode_prompt("")] if self._has_rule else []
         named = json.dumps([self.eos_ids, self.bos_id, self.pad_id, *rule]).encode()
+        pieces.add_tokens([tokenizers.AddedToken(self._mark, normalized=False)])
         self.fingerprint = hashlib.sha256(self._files[HUGGINGFACE_FILE] + named).hexdigest()
 
     def __reduce__(self) -> tuple[type[HuggingFaceTokenizer], tuple[dict[str, bytes]]]:
@@ -60,15 +76,81 @@ class HuggingFaceTokenizer:
         return {token.content: number for number, token in added.items() if token.special}
 
     @property
-    def chat_template(self) -> str | None:
-        """The Jinja template of conversations that lies with the tokenizer; of several the one called "default"."""
+    def named_tokens(self) -> dict[str, str]:
+        """The tokens that tokenizer_config.json names, as templates know them: `bos_token`, `eos_token` and so on."""
+        numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        known = {number: text for text, number in self.special_tokens.items()}
+        found = {name: known.get(number, "") for name, number in numbers.items() if number is not None}
+        for config in (parse_object(name, self._files.get(name, b"{}")) for name in (_CONFIGS[1], _CONFIGS[0])):
+            for name in _NAMED:
+                token = config.get(name)
+                text = token.get("content") if isinstance(token, dict) else token
+                if isinstance(text, str):
+                    found[name] = text
+        return {name: text for name, text in found.items() if text}
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The Jinja templates of conversations that lie with the tokenizer, by name; a single one is "default"."""
         if _TEMPLATE in self._files:
-            return self._files[_TEMPLATE].decode("utf-8")
-        config = parse_object(_CONFIGS[0], self._files.get(_CONFIGS[0], b"{}"))
-        found = config.get("chat_template")
-        if isinstance(found, list):
-            found = next((each.get("template") for each in found if each.get("name") == "default"), None)
-        return found if isinstance(found, str) else None
+            return {"default": self._files[_TEMPLATE].decode("utf-8")}
+        found = parse_object(_CONFIGS[0], self._files.get(_CONFIGS[0], b"{}")).get("chat_template")
+        if isinstance(found, str):
+            return {"default": found}
+        several = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+        return {str(each.get("name")): each["template"] for each in several if isinstance(each.get("template"), str)}
+
+    def find_added(self, text: str) -> list[AddedTokenSpan]:
+        """The added tokens that a text spells, special or not, in order; of two that overlap the first, of two that
+        begin alike the longer."""
+        finder, added = self._finder
+        found = finder.encode(text, add_special_tokens=False)
+        return [
+            AddedTokenSpan(token=added[number].token, start=start, stop=stop, is_special=added[number].is_special)
+            for number, (start, stop) in zip(found.ids, found.offsets, strict=True)
+            if number in added
+        ]
+
+    def encode_marked(self, text: str, marks: Sequence[AddedTokenSpan]) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens of a text with those `marks` in it as special tokens and no others, and the characters
+        [start, stop) of each. What is between two marks is encoded as within the whole text. A mark of token -1 is no
+        token; no token lies across it."""
+        if self._mark in text:
+            raise DataError("a text spells a mark of the tokenizer's own")
+        parts, shifts, at = [], [(0, 0)], 0
+        for mark in marks:
+            parts += [text[at : mark.start], self._mark]
+            at = mark.stop
+            shifts.append((shifts[-1][0] + len(parts[-2]) + len(self._mark), at))
+        found = self._pieces.encode("".join((*parts, text[at:])), add_special_tokens=False)
+        tokens: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        passed = 0
+        mark_id = self._pieces.token_to_id(self._mark)
+        for token, (start, stop) in zip(found.ids, found.offsets, strict=True):
+            if token != mark_id:
+                shift = shifts[passed][1] - shifts[passed][0]
+                tokens.append(token)
+                offsets.append((start + shift, stop + shift))
+                continue
+            if marks[passed].token >= 0:
+                tokens.append(marks[passed].token)
+                offsets.append((marks[passed].start, marks[passed].stop))
+            passed += 1
+        return tokens, offsets
+
+    @cached_property
+    def _finder(self) -> tuple[Any, dict[int, AddedTokenSpan]]:
+        """A tokenizer that knows no tokens but the added ones, and what its numbers mean."""
+        tokenizers = load_extra("tokenizers", needed_for="a tokenizer.json", extra="transformers")
+        finder = tokenizers.Tokenizer(tokenizers.models.WordLevel({_UNKNOWN: 0}, unk_token=_UNKNOWN))
+        decoder = self._pieces.get_added_tokens_decoder()
+        added = {token.content: number for number, token in decoder.items() if token.content != self._mark}
+        finder.add_tokens([token for token in decoder.values() if token.content in added])
+        return finder, {
+            number: AddedTokenSpan(token=added[each.content], start=0, stop=0, is_special=each.special)
+            for number, each in finder.get_added_tokens_decoder().items()
+        }
 
     def encode(self, text: str) -> list[int]:
         """The tokens of the text."""

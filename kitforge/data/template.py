@@ -1,141 +1,234 @@
 """Conversations as tokens: the template that came with a tokenizer, in a sandbox, or a plain one. Knows no training.
 
-What people and models said is marked while the template runs, so that no content can pass for a special token and it
-is known which tokens are a reply.
+The tokens are those of Hugging Face's `apply_chat_template`, with one exception: no text of a conversation passes for a
+special token that the template did not write itself.
 """
 
 from __future__ import annotations
 
-import json
-import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any, final
 
-from kitforge.data.extras import load_extra
+import numpy as np
+
+from kitforge.data.chat_render import ChatRender, TemplateLanguage
+from kitforge.data.chat_replies import ReplySpan, find_replies
 from kitforge.data.huggingface_tokenizer import HuggingFaceTokenizer
-from kitforge.data.tokens import Tokenizer
+from kitforge.data.jinja_sandbox import sandboxed
+from kitforge.data.tokens import AddedTokenSpan, Tokenizer
 from kitforge.foundation.errors import DataError
 
 # {"role": ..., "content": ...} and whatever else a template reads of it.
 Message = Mapping[str, Any]
 
-# Private characters that enclose content; Unicode gives them no meaning.
-_BEGIN, _END, _BEGIN_REPLY, _END_REPLY = "\ue0f0", "\ue0f1", "\ue0f2", "\ue0f3"
-_MARKED = re.compile(f"{_BEGIN}([^{_BEGIN}-{_END_REPLY}]*){_END}|{_BEGIN_REPLY}([^{_BEGIN}-{_END_REPLY}]*){_END_REPLY}")
-_MARK = re.compile(f"[{_BEGIN}-{_END_REPLY}]")
 _SPEAKERS = {"user": "Human", "assistant": "Assistant"}
+# What is no matter of the caller's.
+_RESERVED = ("messages", "add_generation_prompt")
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """Tokens in a row that are either all of a reply, its end included, or none."""
+class Reply:
+    """A reply of the assistant: tokens [start, stop) of a conversation, all that the template writes for it, the token
+    that ends it included. `message` is its number among the messages; None where the template does not tell."""
+
+    message: int | None
+    start: int
+    stop: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizedChat:
+    """A whole conversation to learn from."""
 
     tokens: tuple[int, ...]
-    is_reply: bool
+    replies: tuple[Reply, ...]
+
+    def loss_mask(self, first_message: int = 0) -> tuple[bool, ...]:
+        """Which tokens are of replies, [tokens]; those before that message do not count."""
+        mask = np.zeros(len(self.tokens), dtype=np.bool_)
+        for reply in self.replies:
+            mask[reply.start : reply.stop] = reply.message is None or reply.message >= first_message
+        return tuple(mask.tolist())
 
 
 @final
 class ChatTemplate:
-    """Turns messages into tokens. `source` is Jinja; None stands for a plain text of "\\n\\nHuman: ..." and
-    "\\n\\nAssistant: ...", in which every reply ends with the tokenizer's end token."""
+    """Turns messages into tokens. `source` is Jinja, or several templates by name, of which "tool_use" is for
+    conversations with tools and "default" for the others; None stands for a plain text of "\\n\\nHuman: ..." and
+    "\\n\\nAssistant: ...", in which every reply ends with the tokenizer's end token. `named_tokens` are what templates
+    know as `bos_token`, `eos_token` and so on."""
 
-    def __init__(self, tokenizer: Tokenizer, source: str | None, special_tokens: Mapping[str, int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, source: str | Mapping[str, str] | None, named_tokens: Mapping[str, str]
+    ) -> None:
         self._tokenizer = tokenizer
-        self._special = dict(special_tokens)
-        spelt = sorted(map(re.escape, self._special), key=len, reverse=True)
-        self._spelt = re.compile(f"({'|'.join(spelt)})") if spelt else None
-        self._template = None if source is None else _sandboxed(source)
+        self._named = dict(named_tokens)
+        sources = {"default": source} if isinstance(source, str) else dict(source or {})
+        self._languages = {name: TemplateLanguage(sandboxed(each), self._find_added) for name, each in sources.items()}
 
-    def turns(self, messages: Sequence[Message], *, opens_reply: bool = False) -> list[Turn]:
-        """The conversation in turns; `opens_reply` adds what comes before the next reply. Raises DataError for
-        messages that the template refuses or rewrites."""
-        marked = self._render([_marked(message) for message in messages], opens_reply)
-        turns: list[Turn] = []
-        after, at = False, 0
-        for found in _MARKED.finditer(marked):
-            self._add_frame(turns, marked[at : found.start()], after)
-            is_reply = found.group(2) is not None
-            tokens = self._tokenizer.encode(found.group(2) if is_reply else found.group(1))
-            turns.append(Turn(tokens=tuple(tokens), is_reply=is_reply))
-            after, at = is_reply, found.end()
-        self._add_frame(turns, marked[at:], after)
-        if _MARK.search(_MARKED.sub("", marked)):
-            raise DataError("the chat template takes a message apart", fix="give the conversations as texts instead")
-        return turns
+    def tokens(
+        self,
+        messages: Sequence[Message],
+        *,
+        opens_reply: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The conversation as tokens. `opens_reply` adds what comes before the next reply (`add_generation_prompt` of
+        Hugging Face); `continue_final_message` leaves the last message open. Raises DataError for messages that the
+        template refuses."""
+        if not messages or (opens_reply and continue_final_message):
+            raise DataError(
+                "this is no prompt",
+                got="a message to continue and a reply to open" if messages else "no messages",
+                expected="messages, and one of the two",
+            )
+        if not self._languages:
+            return _plain_prompt(self._tokenizer, messages, opens_reply, continue_final_message)
+        inputs = {"tools": tools, "documents": documents, **_checked(chat_template_kwargs)}
+        language, render = self._render(messages, inputs)
+        again = render.continued if continue_final_message else partial(render.text, opens_reply=opens_reply)
+        text = again()
+        said = render.contents(text, again)
+        own, foreign = language.parted(text, said)
+        return self._encode(text, own, foreign, [])[0]
 
-    def tokens(self, messages: Sequence[Message], *, opens_reply: bool = False) -> list[int]:
-        """The conversation as tokens."""
-        return [token for turn in self.turns(messages, opens_reply=opens_reply) for token in turn.tokens]
+    def training(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> TokenizedChat:
+        """The conversation as tokens with its replies: what stands in `{% generation %}`, or what the template writes
+        for a reply more than for the prompt before it. Where no token of the template's ends the last reply, the
+        tokenizer's end token does. Raises DataError where it cannot be told what a reply is."""
+        if not self._languages:
+            return _plain_chat(self._tokenizer, messages)
+        inputs = {"tools": tools, "documents": documents, **_checked(chat_template_kwargs)}
+        language, render = self._render(messages, inputs, is_training=True)
+        text = render.text()
+        said = render.contents(text, render.text)
+        own, foreign = language.parted(text, said)
+        spans = find_replies(render, text, said, own, self._tokenizer.eos_ids)
+        tokens, offsets = self._encode(text, own, foreign, spans)
+        replies = _replies(spans, offsets)
+        ends = bool(spans) and (spans[-1].has_end or any(each.start >= spans[-1].stop for each in own))
+        if replies and render.replies[-1] == len(messages) - 1 and not ends:
+            tokens.append(self._tokenizer.eos_id)
+            replies[-1] = replace(replies[-1], stop=len(tokens))
+        return TokenizedChat(tokens=tuple(tokens), replies=tuple(replies))
 
-    def _add_frame(self, turns: list[Turn], text: str, after_reply: bool) -> None:
-        """What the template itself writes. The end token behind a reply belongs to the reply."""
-        tokens = self._encode(text)
-        if after_reply:
-            has_end = bool(tokens) and tokens[0] in self._tokenizer.eos_ids
-            end, tokens = (tokens[:1], tokens[1:]) if has_end else ([self._tokenizer.eos_id], tokens)
-            turns.append(Turn(tokens=tuple(end), is_reply=True))
-        if tokens:
-            turns.append(Turn(tokens=tuple(tokens), is_reply=False))
+    def _render(
+        self, messages: Sequence[Message], inputs: Mapping[str, Any], *, is_training: bool = False
+    ) -> tuple[TemplateLanguage, ChatRender]:
+        has_tools = inputs["tools"] is not None and "tool_use" in self._languages
+        language = self._languages.get("tool_use" if has_tools else "default")
+        if language is None:
+            raise DataError("the tokenizer has no default chat template", got=", ".join(self._languages))
+        return language, ChatRender(language, self._named, messages, inputs, is_training=is_training)
 
-    def _encode(self, text: str) -> list[int]:
-        """Tokens of a text in which special tokens may be spelt."""
-        pieces = [text] if self._spelt is None else self._spelt.split(text)
+    def _find_added(self, text: str) -> list[AddedTokenSpan]:
+        tokenizer = self._tokenizer
+        return tokenizer.find_added(text) if isinstance(tokenizer, HuggingFaceTokenizer) else []
+
+    def _encode(
+        self, text: str, own: Sequence[AddedTokenSpan], foreign: Sequence[AddedTokenSpan], spans: Sequence[ReplySpan]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens and the characters [start, stop) of each. A text between two special tokens is one piece."""
+        if isinstance(self._tokenizer, HuggingFaceTokenizer):
+            # A token of the template's language that a content spells is cut in two.
+            cuts = [
+                AddedTokenSpan(token=-1, start=each.start + 1, stop=each.start + 1, is_special=False)
+                for each in foreign
+            ]
+            marks = sorted([*(each for each in own if each.is_special), *cuts], key=lambda each: each.start)
+            return self._tokenizer.encode_marked(text, marks)
         tokens: list[int] = []
-        for piece in filter(None, pieces):
-            tokens += [self._special[piece]] if piece in self._special else self._tokenizer.encode(piece)
-        return tokens
-
-    def _render(self, messages: Sequence[Message], opens_reply: bool) -> str:
-        if self._template is None:
-            lines = [f"\n\n{_speaker(message)}: {message['content']}" for message in messages]
-            return "".join(lines) + ("\n\nAssistant: " if opens_reply else "")
-        known = {number: text for text, number in self._special.items()}
-        ends = {
-            name: known.get(number, "")
-            for name, number in (("bos_token", self._tokenizer.bos_id), ("eos_token", self._tokenizer.eos_id))
-            if number is not None
-        }
-        try:
-            return str(self._template.render(messages=messages, add_generation_prompt=opens_reply, **ends))
-        except Exception as error:  # noqa: BLE001 (a template is data, and may fail in any way)
-            raise DataError("the chat template cannot write this conversation", got=error) from None
+        offsets: list[tuple[int, int]] = []
+        borders = sorted({0, len(text), *(span.start for span in spans), *(span.stop for span in spans)})
+        for start, stop in pairwise(borders):
+            piece = self._tokenizer.encode(text[start:stop])
+            tokens += piece
+            offsets += [(start, stop)] * len(piece)
+        return tokens, offsets
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:
     """The template that came with a tokenizer, or the plain one."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        return ChatTemplate(tokenizer, tokenizer.chat_template, tokenizer.special_tokens)
+        return _template_of_folder(tokenizer)
     return ChatTemplate(tokenizer, None, {})
 
 
-def _marked(message: Message) -> dict[str, Any]:
-    content = message["content"]
-    if _MARK.search(content):
-        raise DataError("a message holds a private character that marks its ends", got=repr(content[:60]))
-    begin, end = (_BEGIN_REPLY, _END_REPLY) if message["role"] == "assistant" else (_BEGIN, _END)
-    return {**message, "content": f"{begin}{content}{end}"}
+@lru_cache(maxsize=4)
+def _template_of_folder(tokenizer: HuggingFaceTokenizer) -> ChatTemplate:
+    return ChatTemplate(tokenizer, tokenizer.chat_templates, tokenizer.named_tokens)
+
+
+def _checked(chat_template_kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    for name in _RESERVED:
+        if name in (chat_template_kwargs or {}):
+            raise DataError(f"chat_template_kwargs cannot hold {name!r}", expected="what only the template knows")
+    return chat_template_kwargs or {}
+
+
+def _replies(spans: Sequence[ReplySpan], offsets: Sequence[tuple[int, int]]) -> list[Reply]:
+    """Where replies lie among the tokens. As in Hugging Face, a token across the first or last character of a reply
+    belongs to it."""
+    starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
+    replies: list[Reply] = []
+    for span in spans:
+        first = max(bisect_right(stops, span.start), replies[-1].stop if replies else 0)
+        last = max(bisect_left(starts, span.stop), first)
+        replies.append(Reply(message=span.message, start=first, stop=last))
+    return replies
+
+
+def _plain_chat(tokenizer: Tokenizer, messages: Sequence[Message], opens_reply: bool = False) -> TokenizedChat:
+    """The conversation where there is no template."""
+    tokens: list[int] = []
+    replies = []
+    for number, message in enumerate(messages):
+        # Contents are encoded apart, so that a prompt is how its answered conversation begins.
+        tokens += tokenizer.encode(f"\n\n{_speaker(message)}: ")
+        start = len(tokens)
+        tokens += tokenizer.encode(_plain_content(message))
+        if message["role"] == "assistant":
+            tokens.append(tokenizer.eos_id)
+            replies.append(Reply(message=number, start=start, stop=len(tokens)))
+    if opens_reply:
+        tokens += tokenizer.encode("\n\nAssistant: ")
+    return TokenizedChat(tokens=tuple(tokens), replies=tuple(replies))
+
+
+def _plain_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], opens_reply: bool, continue_final_message: bool
+) -> list[int]:
+    tokens = list(_plain_chat(tokenizer, messages, opens_reply).tokens)
+    is_closed = continue_final_message and messages[-1]["role"] == "assistant"
+    return tokens[:-1] if is_closed else tokens
+
+
+def _plain_content(message: Message) -> str:
+    """The text of a content, which may be null or a list of parts."""
+    content = message.get("content")
+    if message.get("tool_calls") or (isinstance(content, list) and any("text" not in part for part in content)):
+        raise DataError(
+            "this conversation needs a chat template", got=str(dict(message))[:80], fix="a tokenizer with a template"
+        )
+    return "".join(part["text"] for part in content) if isinstance(content, list) else str(content or "")
 
 
 def _speaker(message: Message) -> str:
     role = str(message["role"])
     return _SPEAKERS.get(role, role.capitalize())
-
-
-def _sandboxed(source: str) -> Any:
-    """A template that can neither reach attributes of Python nor change what it is given."""
-    sandbox = load_extra("jinja2.sandbox", needed_for="a chat template", extra="transformers")
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = _refuse
-    try:
-        return environment.from_string(source)
-    except Exception as error:  # noqa: BLE001 (a template is data, and may fail in any way)
-        raise DataError("the tokenizer's chat template cannot be read", got=error) from None
-
-
-def _refuse(message: str) -> None:
-    raise DataError(message)

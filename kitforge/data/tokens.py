@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,17 @@ _PROBE = "a"
 NO_TOKEN = _UNREADABLE.encode()
 
 Tokens = NDArray[np.unsignedinteger[Any]]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedTokenSpan:
+    """A token beside the tokenizer's own vocabulary that is spelt in [start, stop) of a text."""
+
+    token: int
+    start: int
+    stop: int
+    is_special: bool
 
 
 class Tokenizer(Protocol):

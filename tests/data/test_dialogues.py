@@ -12,8 +12,9 @@ import pytest
 
 from kitforge.data.dialogues import DialogueReader, Response, messages_of, texts
 from kitforge.data.template import template_of
-from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from kitforge.foundation.errors import DataError
+from tests.data.chat_cases import CALL, CHATML, THINKING, save_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 TOKENIZER = ByteTokenizer()
@@ -204,6 +205,30 @@ def test_a_spelt_dialogue_is_its_messages() -> None:
     assert [(each["role"], each["content"]) for each in found] == [
         ("user", "a\nb"), ("assistant", "c"), ("user", "d"), ("assistant", "e"),
     ]  # fmt: skip
+
+
+def test_thoughts_and_calls_are_learnt_and_a_null_content_is_none(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", THINKING))
+    chats = DialogueReader(tokenizer, template_of(tokenizer))
+    call = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    thought = {"prompt": CHAT, "completion": [{"role": "assistant", "content": "<think>a</think> b"}]}
+    for row, wanted in (({"messages": call}, '"arguments": {"a": 1'), (thought, "<think>\na\n</think>\n\n b")):
+        (response,) = chats.demonstrations([row])
+        kept = [token for token, is_learnt in zip(response.tokens, response.learnt, strict=True) if is_learnt]
+        assert wanted in tokenizer.decode(kept) and kept[-1] == tokenizer.special_tokens["<|im_end|>"]
+        assert "Hi" not in tokenizer.decode(kept)
+
+
+def test_a_response_that_begins_with_white_space_is_learnt_whole(tmp_path: Path) -> None:
+    # Its first token may lie across the end of the prompt.
+    pytest.importorskip("tokenizers")
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", CHATML))
+    (pair,) = DialogueReader(tokenizer, template_of(tokenizer)).pairs(
+        [{"prompt": CHAT, "chosen": "\n b", "rejected": "c"}]
+    )
+    kept = [token for token, is_learnt in zip(pair.chosen.tokens, pair.chosen.learnt, strict=True) if is_learnt]
+    assert tokenizer.decode(kept) == "\n\n b"
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the data sets are not here")

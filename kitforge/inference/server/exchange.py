@@ -187,7 +187,7 @@ class Service:
             "bos_token": None,
             "eos_token": None,
             "pad_token": None,
-            "chat_template": getattr(self.tokenizer, "chat_template", None),
+            "chat_template": getattr(self.tokenizer, "chat_templates", {}).get("default"),
             "model_max_length": self._longest,
         }
 

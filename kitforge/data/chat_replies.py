@@ -1,0 +1,159 @@
+"""Where the replies of a conversation lie in what a chat template writes for it. Knows no vocabulary."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kitforge.data.chat_render import ChatRender
+from kitforge.data.tokens import AddedTokenSpan
+from kitforge.foundation.errors import DataError
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplySpan:
+    """A reply in characters [start, stop) of a text, its end token included. `message` is its number among the
+    messages; None where the template does not tell."""
+
+    message: int | None
+    start: int
+    stop: int
+    has_end: bool
+
+
+def find_replies(
+    render: ChatRender, text: str, said: NDArray[np.bool_], own: Sequence[AddedTokenSpan], end_tokens: Collection[int]
+) -> list[ReplySpan]:
+    """The replies in `text`, which is all that the template writes. `said` are the characters that come from contents,
+    [characters], and `own` the added tokens that the template wrote itself.
+
+    A reply is what stands in `{% generation %}`; without such marks it is what the template writes for the message
+    more than for the prompt before it. Raises DataError where that cannot be told.
+    """
+    closing = [each for each in own if each.is_special or each.token in end_tokens]
+    finder = _Finder(render, text, said, closing, end_tokens)
+    marked = finder.marked()
+    if marked is not None:
+        return marked
+    found: list[ReplySpan] = []
+    for message in render.replies:
+        found.append(finder.reply(message, found[-1].stop if found else 0))
+    return found
+
+
+@final
+class _Finder:
+    def __init__(
+        self,
+        render: ChatRender,
+        text: str,
+        said: NDArray[np.bool_],
+        own: Sequence[AddedTokenSpan],
+        end_tokens: Collection[int],
+    ) -> None:
+        self._render = render
+        self._text = text
+        self._said = said
+        self._own = own
+        self._ends = end_tokens
+
+    def marked(self) -> list[ReplySpan] | None:
+        """The replies that the template marks; None where it marks none."""
+        if not self._render.marks_replies:
+            return None
+        nonce = secrets.token_hex(16)
+        begin, end = f"<{nonce}>", f"</{nonce}>"
+        parts = re.split(f"({begin}|{end})", self._render.text(marks=(begin, end)))
+        if parts[1::2] != [begin, end] * (len(parts) // 4) or "".join(parts[::2]) != self._text:
+            raise DataError("the chat template marks its replies in a way that cannot be followed")
+        stops = np.cumsum([len(part) for part in parts[::2]])
+        numbers = self._render.replies if len(self._render.replies) == len(parts) // 4 else [None] * (len(parts) // 4)
+        spans = zip(numbers, stops[::2], stops[1::2], strict=False)
+        return [self._span(message, int(start), int(stop)) for message, start, stop in spans]
+
+    def reply(self, message: int, after: int) -> ReplySpan:
+        """The reply of a message behind that character."""
+        start = self._start(message, after)
+        whole = self._written(message + 1)
+        if whole is not None and self._text.startswith(whole):
+            return self._span(message, start, max(len(whole), start))
+        # The template writes this reply otherwise once the conversation goes on: it leaves out what was thought.
+        following = self._contents(message + 1, start)
+        limit = following[0] if following else len(self._text)
+        closing = [each for each in self._own if start <= each.start and each.stop <= limit]
+        tail = (whole or "").rstrip()
+        alike = max(closing, key=lambda each: self._alike(each, tail), default=None)
+        if alike is not None and self._alike(alike, tail):
+            return ReplySpan(message=message, start=start, stop=alike.stop, has_end=True)
+        contents = [each for each in self._contents(message, start) if each < limit]
+        return self._until_token(message, start, contents[-1] + 1 if contents else start)
+
+    def _start(self, message: int, after: int) -> int:
+        """Where the prompt of a reply ends."""
+        opened, closed = self._written(message, opens_reply=True), self._written(message)
+        if opened is not None and self._text.startswith(opened):
+            return max(len(opened), after)
+        # The template writes the prompt of this reply otherwise once it is answered.
+        contents = self._contents(message, after)
+        if not contents:
+            raise DataError(
+                "it cannot be told what the chat template writes for a reply",
+                got=f"message {message}, which is not where the prompt before it ends",
+            )
+        if opened is not None and closed is not None and opened.startswith(closed):
+            header = opened[len(closed) :]
+            at = self._text.rfind(header, after, contents[0])
+            if header and at >= 0 and not self._said[at : contents[0]].any():
+                return at + len(header)
+        return contents[0]
+
+    def _contents(self, message: int, after: int) -> list[int]:
+        """The characters behind that one that come from a message."""
+        found = np.flatnonzero(self._render.contents(self._text, self._render.text, message))
+        return [int(each) for each in found[found >= after]]
+
+    def _alike(self, token: AddedTokenSpan, tail: str) -> int:
+        """How many characters up to a token are those that `tail` ends with; 0 if these are fewer than the token's."""
+        text = self._text[max(token.stop - len(tail), 0) : token.stop]
+        length = len(commonprefix([text[::-1], tail[::-1]]))
+        return length if length >= token.stop - token.start else 0
+
+    def _written(self, num_messages: int, *, opens_reply: bool = False) -> str | None:
+        """What the template writes for the first messages; None where it refuses them."""
+        try:
+            return self._render.text(num_messages=num_messages, opens_reply=opens_reply)
+        except DataError:
+            return None
+
+    def _span(self, message: int | None, start: int, stop: int) -> ReplySpan:
+        """The reply that the template writes in [start, stop), up to its end token there, or right behind it."""
+        within = [each for each in self._own if start <= each.start and each.stop <= stop]
+        for each in reversed(within):
+            if each.token in self._ends or not self._text[each.stop : stop].strip():
+                return ReplySpan(message=message, start=start, stop=each.stop, has_end=True)
+        for each in self._own:
+            if each.start >= stop and each.token in self._ends and not self._text[stop : each.start].strip():
+                return ReplySpan(message=message, start=start, stop=each.stop, has_end=True)
+        return ReplySpan(message=message, start=start, stop=stop, has_end=False)
+
+    def _until_token(self, message: int, start: int, last: int) -> ReplySpan:
+        """The reply whose content ends at `last`, up to the special token behind it; of several in a row up to the one
+        that ends texts."""
+        behind = [each for each in self._own if each.start >= last]
+        if not behind or self._said[last : behind[0].start].any():
+            return ReplySpan(message=message, start=start, stop=last, has_end=False)
+        row = behind[:1]
+        for each in behind[1:]:
+            if each.start != row[-1].stop:
+                break
+            row.append(each)
+        ends = [each for each in row if each.token in self._ends]
+        return ReplySpan(message=message, start=start, stop=(ends or row)[0].stop, has_end=True)
