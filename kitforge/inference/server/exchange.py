@@ -12,12 +12,15 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.template import ChatTemplate, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.errors import DataError, KitforgeError
+from kitforge.foundation.log import logger
 from kitforge.inference.server.asked import ChatRequest, CompletionRequest, Wishes
 from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.server.refusal import RefusalError, too_busy
 from kitforge.inference.server.worker import Ticket, Worker
 from kitforge.inference.text import InferenceOptions, Piece, TextEngine
+
+_log = logger(__name__)
 
 # Fields of a request that have the same name and meaning among the options of an engine.
 _SAME = (
@@ -170,6 +173,9 @@ class Exchange:
             raise _refused(piece)
         if piece.finish_reason == "diverged":
             raise RefusalError(500, "the model answers with something that is not a number", code="model_diverged")
+        if piece.error is not None:
+            _log.error("a text could not be put into words", exc_info=piece.error)
+            raise RefusalError(500, "the answer could not be put into words", code="decoding_failed")
         return choice, piece
 
     def close(self) -> None:

@@ -136,6 +136,8 @@ def _calculate(texts: TextEngine, task: QuestionSet, options: InferenceOptions) 
     said = [""] * len(task.questions)
     while texts.has_work:
         for piece in texts.step():
+            if piece.error is not None:
+                raise piece.error
             said[requests[piece.request]] += piece.text
     right = sum(
         number(found) is not None and number(found) == number(question["answer"])
