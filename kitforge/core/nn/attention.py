@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kitforge.core.kernels.attention.reference import probabilities
 from kitforge.core.kernels.dispatch import Kernels
-from kitforge.core.nn.context import AttentionSpec, Context, DropoutKey, dropout
+from kitforge.core.nn.context import AttentionSpec, Context, DropoutKey, dropout, noise_name
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.norm import Norm
 from kitforge.foundation.config import check
@@ -53,6 +53,7 @@ class Attention(nn.Module):
         self.key_norm = None if eps is None else Norm("rms", config.head_dim, eps, kernels)
         scale = config.head_dim**-0.5 if config.scale is None else config.scale
         self.spec = AttentionSpec(layer=layer, kernel=kernels.attention, scale=scale, window=config.window)
+        self._noise = noise_name(f"attention.{layer}")
         self._rotary = kernels.rotary
 
     def forward(self, input: Tensor, rotary: tuple[Tensor, Tensor] | None, context: Context) -> Tensor:
@@ -77,7 +78,7 @@ class Attention(nn.Module):
         """The layer's own spec, or one whose kernel drops attention weights."""
         if self.config.dropout == 0.0 or noise is None:
             return self.spec
-        name, rate = f"attention.{self.spec.layer}", self.config.dropout
+        name, rate = self._noise, self.config.dropout
 
         def kernel(
             query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
