@@ -62,6 +62,13 @@ class Completion:
         return self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
 
 
+def position_bytes(model: nn.Module) -> int:
+    """Bytes of the keys and values of one token."""
+    network = cast(CausalLM, model)
+    geometry = network.geometry
+    return 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * network.head_weight.element_size()
+
+
 @final
 class Engine:
     """Generates from `model`, whose weights it shares. `stop_ids` end every text."""
@@ -357,8 +364,7 @@ class Engine:
     def _num_blocks(self) -> int:
         """As many as the memory holds, or as all texts at full length need, but no more than `ROOM` bytes."""
         geometry, options = self._geometry, self.options
-        size = cast(CausalLM, self.model).head_weight.element_size()
-        block = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * size * options.block_size
+        block = position_bytes(self.model) * options.block_size
         whole = -(-geometry.max_length // options.block_size)
         if options.memory is None:
             free = devices.free_memory(cast(CausalLM, self.model).head_weight.device)

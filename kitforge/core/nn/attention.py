@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.attention.reference import probabilities
@@ -51,8 +52,12 @@ class Attention(nn.Module):
         eps = config.qk_norm_eps
         self.query_norm = None if eps is None else Norm("rms", config.head_dim, eps, kernels)
         self.key_norm = None if eps is None else Norm("rms", config.head_dim, eps, kernels)
-        scale = config.head_dim**-0.5 if config.scale is None else config.scale
-        self.spec = AttentionSpec(layer=layer, kernel=kernels.attention, scale=scale, window=config.window)
+        common = config.head_dim**-0.5
+        self.scale = common if config.scale is None else config.scale
+        # Scales that differ by layer go to the queries as a tensor: a compiler needs a graph for each number.
+        factor = torch.tensor(self.scale / common, dtype=torch.float64, device="cpu")
+        self._factor = None if config.scale is None else factor
+        self.spec = AttentionSpec(layer=layer, kernel=kernels.attention, scale=common, window=config.window)
         self._noise = noise_name(f"attention.{layer}")
         self._rotary = kernels.rotary
 
@@ -64,6 +69,8 @@ class Attention(nn.Module):
         if rotary is not None:
             query = self._rotary(query, *rotary, self.config.interleaved_rotary)
             key = self._rotary(key, *rotary, self.config.interleaved_rotary)
+        if self._factor is not None:
+            query = query * self._factor
         mixed = context.attend(query, key, value, self._spec(context.dropout))
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output

@@ -5,6 +5,7 @@ B batch, T length. Objects are handed in; no layer reads a global.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -51,16 +52,24 @@ class CausalAttend:
         """Whether it keeps documents apart."""
         return self._documents is not None
 
+    def prepare(self, length: int, windows: Iterable[int | None], device: torch.device) -> None:
+        """Make the masks of layers with these windows. A compiler that saw the first layer make them and the others
+        find them would need two graphs for each shape."""
+        for window in windows:
+            self._mask(length, window, device)
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `Attend`."""
-        length = query.shape[2]
-        window = spec.window if spec.window is not None and spec.window < length else None
-        if (length, window) not in self._masks:
-            self._masks[length, window] = self._mask(length, window, query.device)
-        mask = self._masks[length, window]
+        mask = self._mask(query.shape[2], spec.window, query.device)
         return spec.kernel(query, key, value, mask=mask, causal=True, scale=spec.scale)
 
     def _mask(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
+        window = window if window is not None and window < length else None
+        if (length, window) not in self._masks:
+            self._masks[length, window] = self._made(length, window, device)
+        return self._masks[length, window]
+
+    def _made(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
         if self._documents is None and window is None:
             return None
         seen = causal_mask(torch.arange(length, device=device), torch.arange(length, device=device), window)
