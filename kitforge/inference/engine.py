@@ -1,7 +1,8 @@
 """Many texts at once from one model. Knows token ids only; `text` has the words.
 
 The engine runs the very module that a trainer trains, so there is nothing to convert and nothing to disagree. In a
-world of several ranks every rank has an engine, and all submit and step alike.
+world of several ranks every rank has an engine, and all submit and step alike. Threads may share an engine: every call
+holds its lock.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.cached_attention import KeyValueCache
+from kitforge.inference.fair_lock import FairLock
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.recording import RecordedSteps
 from kitforge.inference.runner import Runner, arranged
@@ -62,6 +64,13 @@ class Completion:
         return self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
 
 
+def position_bytes(model: nn.Module) -> int:
+    """Bytes of the keys and values of one token."""
+    network = cast(CausalLM, model)
+    geometry = network.geometry
+    return 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * network.head_weight.element_size()
+
+
 @final
 class Engine:
     """Generates from `model`, whose weights it shares. `stop_ids` end every text."""
@@ -72,6 +81,7 @@ class Engine:
         self.model = model
         self.options = EngineOptions() if options is None else options
         self.version = 0
+        self.lock = FairLock()  # for those who need several calls to be one
         self._geometry = cast(CausalLM, model).geometry
         self._stop_ids = frozenset(stop_ids)
         self._num_requests = 0
@@ -79,6 +89,7 @@ class Engine:
         self._num_steps = 0
         self._live: dict[int, list[Sequence]] = {}
         self._undelivered: list[Output] = []
+        self._generated: dict[int, list[Completion]] = {}  # what becomes of the requests of `generate`
         num_blocks = self._num_blocks()
         is_contiguous = self._is_contiguous()
         size = self.options.block_size
@@ -134,137 +145,156 @@ class Engine:
         """
         options = SamplingOptions() if options is None else options
         self._check(prompt, options)
-        request, self._num_requests = self._num_requests, self._num_requests + 1
         signature, stops = options.signature(), self._stops(options)
         bias = options.bias(cast(CausalLM, self.model).head_weight.device)
-        key = request if key is None else key
-        samples = [
-            Sequence(
-                request=request,
-                sample=sample,
-                prompt_length=len(prompt),
-                options=options,
-                signature=signature,
-                stop_ids=stops,
-                key=key if sample == 0 else f"{key}/{sample}",
-                num_alternatives=num_alternatives,
-                priority=priority,
-                arrival=self._num_arrivals + sample,
-                root=self._root(len(prompt) + options.max_new_tokens),
-                tokens=list(prompt),
-                bias=bias,
-                prompt_logprobs=[] if sample == 0 and options.prompt_logprobs is not None else None,
-            )
-            for sample in range(num_samples)
-        ]
-        self._num_arrivals += num_samples
-        samples[0].forks = samples[1:]
-        self._live[request] = list(samples)
-        self._scheduler.add(samples[0])
+        with self.lock:
+            request, self._num_requests = self._num_requests, self._num_requests + 1
+            key = request if key is None else key
+            samples = [
+                Sequence(
+                    request=request,
+                    sample=sample,
+                    prompt_length=len(prompt),
+                    options=options,
+                    signature=signature,
+                    stop_ids=stops,
+                    key=key if sample == 0 else f"{key}/{sample}",
+                    num_alternatives=num_alternatives,
+                    priority=priority,
+                    arrival=self._num_arrivals + sample,
+                    root=self._root(len(prompt) + options.max_new_tokens),
+                    tokens=list(prompt),
+                    bias=bias,
+                    prompt_logprobs=[] if sample == 0 and options.prompt_logprobs is not None else None,
+                )
+                for sample in range(num_samples)
+            ]
+            self._num_arrivals += num_samples
+            samples[0].forks = samples[1:]
+            self._live[request] = list(samples)
+            self._scheduler.add(samples[0])
         return request
 
     def cancel(self, request: int, sample: int | None = None) -> None:
         """Stop what is left of a request, or one sample of it; the next step says so once for every sample that had
         not ended."""
-        for sequence in list(self._live.get(request, [])):
-            if sample is None or sequence.sample == sample:
-                self._undelivered.append(self._give_up(sequence, "cancelled"))
+        with self.lock:
+            for sequence in list(self._live.get(request, [])):
+                if sample is None or sequence.sample == sample:
+                    self._book(self._give_up(sequence, "cancelled"))
 
-    @torch.no_grad()
     def step(self) -> list[Output]:
-        """Run the model once; returns what came of it, sample by sample."""
-        outputs, self._undelivered = self._undelivered, []
-        works = arranged(self._scheduler.plan())
-        if not works:
-            return outputs
-        self._num_steps += 1
-        model = self._runner.model
-        was_training = model.training
-        if was_training:
-            model.eval()
-        try:
-            if self._blocks.copies:
-                self._runner.cache.copy(self._blocks.copies)
-                self._blocks.copies.clear()
-            logits, diverged = self._runner.run(works)
-        finally:
-            if was_training:
-                model.train()
-        return outputs + self._advance(works, logits, diverged)
+        """Run the model once; returns what came of it, sample by sample.
+
+        Where the model raises, nothing has been read and nothing is lost: the next step tries again.
+        """
+        with self.lock:
+            self._advance()
+            outputs, self._undelivered = self._undelivered, []
+        return outputs
 
     def generate(
         self, prompts: Iterable[Numbers[int]], options: SamplingOptions | None = None, *, num_samples: int = 1
     ) -> list[list[Completion]]:
         """`num_samples` completions of every prompt, in order. The noise of a prompt is keyed by its place."""
-        requests: dict[int, list[Completion]] = {}
+        own: dict[int, list[Completion]] = {}
         try:
             for place, prompt in enumerate(prompts):
-                request = self.submit(prompt, options, num_samples=num_samples, key=place)
-                requests[request] = [Completion(tokens=[], logprobs=[]) for _ in range(num_samples)]
-            while any(request in self._live for request in requests):
-                self._deliver(self.step(), requests)
+                with self.lock:
+                    request = self.submit(prompt, options, num_samples=num_samples, key=place)
+                    own[request] = [Completion(tokens=[], logprobs=[]) for _ in range(num_samples)]
+                    self._generated[request] = own[request]
+            # The lock is let go between two steps, so that others can submit and step in turn.
+            while any(sample.finish_reason is None for samples in own.values() for sample in samples):
+                self._advance()
         finally:
-            for request in requests:
-                self.cancel(request)
-            self._undelivered = [output for output in self._undelivered if output.request not in requests]
-        return list(requests.values())
+            with self.lock:
+                for request in own:
+                    self.cancel(request)
+                    del self._generated[request]
+        return list(own.values())
 
     def score(self, sequences: Iterable[Numbers[int]]) -> list[list[float]]:
         """The log-probability of every token but the first, given those before it."""
-        return score(self._runner.model, [list(sequence) for sequence in sequences], self.options.max_step_tokens)
+        texts = [list(sequence) for sequence in sequences]
+        with self.lock:
+            return score(self._runner.model, texts, self.options.max_step_tokens)
 
     def update_weights(self, version: int) -> None:
         """The weights have changed: whatever was read with the old ones is read anew."""
-        self.version = version
-        if self._int8 is not None:
-            self._int8.forget()
-        self._runner.forget()
-        self._scheduler.preempt_all()
-        self._blocks.forget()
+        with self.lock:
+            self.version = version
+            if self._int8 is not None:
+                self._int8.forget()
+            self._runner.forget()
+            self._scheduler.preempt_all()
+            self._blocks.forget()
 
     def stats(self) -> dict[str, int]:
         """Counts for people and metrics."""
         blocks = self._blocks
-        return {
-            "running": len(self._scheduler.running),
-            "waiting": len(self._scheduler.waiting),
-            "steps": self._num_steps,
-            "preemptions": self._scheduler.num_preemptions,
-            "prefix_cache_queries": self._scheduler.num_prefix_queries,
-            "prefix_cache_hits": self._scheduler.num_prefix_hits,
-            "blocks": blocks.num_blocks,
-            "blocks_used": blocks.num_blocks - blocks.num_free,
-            "blocks_kept": blocks.num_kept,
-            "cache_bytes": self._runner.cache.num_bytes(),
-        }
+        with self.lock:
+            return {
+                "running": len(self._scheduler.running),
+                "waiting": len(self._scheduler.waiting),
+                "steps": self._num_steps,
+                "preemptions": self._scheduler.num_preemptions,
+                "prefix_cache_queries": self._scheduler.num_prefix_queries,
+                "prefix_cache_hits": self._scheduler.num_prefix_hits,
+                "blocks": blocks.num_blocks,
+                "blocks_used": blocks.num_blocks - blocks.num_free,
+                "blocks_kept": blocks.num_kept,
+                "cache_bytes": self._runner.cache.num_bytes(),
+            }
 
-    def _deliver(self, outputs: list[Output], requests: dict[int, list[Completion]]) -> None:
-        """Book what belongs to these requests; keep what belongs to others for their next step."""
-        for output in outputs:
-            if output.request not in requests:
-                self._undelivered.append(output)
-                continue
-            completion = requests[output.request][output.sample]
-            completion.tokens += output.tokens
-            completion.logprobs += output.logprobs
-            completion.finish_reason = output.finish_reason
+    @torch.no_grad()
+    def _advance(self) -> None:
+        """Run the model once and book what comes of it."""
+        with self.lock:
+            works = arranged(self._scheduler.plan())
+            if not works:
+                return
+            self._num_steps += 1
+            model = self._runner.model
+            was_training = model.training
+            if was_training:
+                model.eval()
+            try:
+                if self._blocks.copies:
+                    self._runner.cache.copy(self._blocks.copies)
+                    self._blocks.copies.clear()
+                logits, diverged = self._runner.run(works)
+            finally:
+                if was_training:
+                    model.train()
+            self._choose(works, logits, diverged)
 
-    def _advance(self, works: list[Work], logits: Tensor, diverged: set[int]) -> list[Output]:
+    def _choose(self, works: list[Work], logits: Tensor, diverged: set[int]) -> None:
         """Choose the next tokens and book what was read; `diverged` are the places of works that cannot go on."""
         ready = [work for work in works if work.completes]
         draws = [work.sequence.draw(work.drafts[:place]) for work in ready for place in range(len(work.drafts) + 1)]
         tokens, logprobs = choose(logits, draws) if draws else ([], [])
         others = alternatives(logits, draws)
-        outputs, end = [], 0
+        end = 0
         for place, work in enumerate(works):
             start, end = end, end + (len(work.drafts) + 1 if work.completes else 0)
             if place in diverged or any(map(isnan, logprobs[start:end])):
-                outputs.append(self._lose(work.sequence))
+                self._book(self._lose(work.sequence))
             elif work.completes:
-                outputs.append(self._grow(work, tokens[start:end], logprobs[start:end], others[start:end]))
+                self._book(self._grow(work, tokens[start:end], logprobs[start:end], others[start:end]))
             else:
                 self._blocks.advance(work.sequence, work.num_tokens)
-        return outputs
+
+    def _book(self, output: Output) -> None:
+        """Keep an output for the next step to return, or add it to what `generate` will return."""
+        samples = self._generated.get(output.request)
+        if samples is None:
+            self._undelivered.append(output)
+            return
+        completion = samples[output.sample]
+        completion.tokens += output.tokens
+        completion.logprobs += output.logprobs
+        completion.finish_reason = output.finish_reason
 
     def _lose(self, sequence: Sequence) -> Output:
         """End a text whose keys may not be numbers, and leave none of them to the texts that get its blocks."""
@@ -273,6 +303,9 @@ class Engine:
 
     def _give_up(self, sequence: Sequence, reason: FinishReason) -> Output:
         sequence.finish_reason = reason
+        for sibling in self._live[sequence.request]:
+            if sequence in sibling.forks:
+                sibling.forks.remove(sequence)
         # The samples that wait for this one to read the prompt find another to wait for.
         if sequence.forks:
             heir, *heir.forks = sequence.forks
@@ -369,8 +402,7 @@ class Engine:
     def _num_blocks(self) -> int:
         """As many as the memory holds, or as all texts at full length need, but no more than `ROOM` bytes."""
         geometry, options = self._geometry, self.options
-        size = cast(CausalLM, self.model).head_weight.element_size()
-        block = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * size * options.block_size
+        block = position_bytes(self.model) * options.block_size
         whole = -(-geometry.max_length // options.block_size)
         if options.memory is None:
             free = devices.free_memory(cast(CausalLM, self.model).head_weight.device)

@@ -9,8 +9,8 @@ from typing import Literal
 from kitforge.inference.sampling import Draw, SamplingOptions, TokenBias
 from kitforge.inference.score import PromptLogprob
 
-# diverged: what the model makes of the text is not a number.
-FinishReason = Literal["stop", "length", "cancelled", "diverged"]
+# diverged: what the model makes of the text is not a number. failed: its tokens could not be put into words.
+FinishReason = Literal["stop", "length", "cancelled", "diverged", "failed"]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

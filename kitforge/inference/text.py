@@ -9,7 +9,7 @@ from typing import final
 
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
-from kitforge.inference.engine import Engine
+from kitforge.inference.engine import Engine, Output
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import Alternatives, SamplingOptions
 from kitforge.inference.score import PromptLogprob
@@ -45,6 +45,7 @@ class Piece:
     is_cut: bool  # the text ends before a stop string
     finish_reason: FinishReason | None
     prompt: list[PromptLogprob] | None  # of the prompt's tokens but the first, where they are asked for: once
+    error: Exception | None = None  # of the tokenizer, where the reason is "failed"
 
 
 @final
@@ -124,7 +125,10 @@ class Detokeniser:
 
 @final
 class TextEngine:
-    """An engine that takes and gives text. Requests are numbered by the engine, which should have no other user."""
+    """An engine that takes and gives text. Requests are numbered by the engine, which should have no other user.
+
+    Threads may share it. Whoever steps is given the pieces of all, and holds `engine.lock` until each has its own.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.engine = engine
@@ -143,23 +147,25 @@ class TextEngine:
     ) -> int:
         """See `Engine.submit`; a text begins as the tokenizer says, tokens are taken as they are."""
         tokens = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
-        request = self.engine.submit(
-            tokens,
-            options,
-            priority=priority,
-            num_samples=num_samples,
-            key=key,
-            num_alternatives=num_alternatives,
-        )
-        for sample in range(num_samples):
-            self._texts[request, sample] = Detokeniser(self.tokenizer, options.stop)
+        with self.engine.lock:
+            request = self.engine.submit(
+                tokens,
+                options,
+                priority=priority,
+                num_samples=num_samples,
+                key=key,
+                num_alternatives=num_alternatives,
+            )
+            for sample in range(num_samples):
+                self._texts[request, sample] = Detokeniser(self.tokenizer, options.stop)
         return request
 
     def cancel(self, request: int) -> None:
         """Stop what is left of a request; nothing more is heard of it."""
-        self.engine.cancel(request)
-        for named in [named for named in self._texts if named[0] == request]:
-            del self._texts[named]
+        with self.engine.lock:
+            self.engine.cancel(request)
+            for named in [named for named in self._texts if named[0] == request]:
+                del self._texts[named]
 
     @property
     def has_work(self) -> bool:
@@ -168,30 +174,35 @@ class TextEngine:
 
     def step(self) -> list[Piece]:
         """One step of the engine, in words."""
-        pieces = []
-        for output in self.engine.step():
-            text = self._texts.get((output.request, output.sample))
-            if text is None:
-                continue
-            reason = output.finish_reason
-            kept = output.tokens[:-1] if reason == "stop" else output.tokens
+        with self.engine.lock:
+            return [
+                self._piece(output) for output in self.engine.step() if (output.request, output.sample) in self._texts
+            ]
+
+    def _piece(self, output: Output) -> Piece:
+        text, reason = self._texts[output.request, output.sample], output.finish_reason
+        kept = output.tokens[:-1] if reason == "stop" else output.tokens
+        words, error = "", None
+        try:
             words = text.push(kept, is_last=reason is not None)
-            if text.is_stopped and reason != "stop":
-                self.engine.cancel(output.request, output.sample)
-                reason = "stop"
-            if reason is not None:
-                del self._texts[output.request, output.sample]
-            piece = Piece(
-                request=output.request,
-                sample=output.sample,
-                text=words,
-                tokens=output.tokens,
-                logprobs=output.logprobs,
-                alternatives=output.alternatives,
-                offsets=text.offsets[len(text.offsets) - len(kept) :],
-                is_cut=text.is_stopped,
-                finish_reason=reason,
-                prompt=output.prompt,
-            )
-            pieces.append(piece)
-        return pieces
+        except Exception as raised:  # noqa: BLE001 (whatever a tokenizer raises concerns this text and no other)
+            error = raised
+        ended: FinishReason | None = "failed" if error is not None else "stop" if text.is_stopped else None
+        if ended is not None and reason != "stop":
+            self.engine.cancel(output.request, output.sample)
+        reason = ended or reason
+        if reason is not None:
+            del self._texts[output.request, output.sample]
+        return Piece(
+            request=output.request,
+            sample=output.sample,
+            text=words,
+            tokens=output.tokens,
+            logprobs=output.logprobs,
+            alternatives=output.alternatives,
+            offsets=text.offsets[len(text.offsets) - len(kept) :],
+            is_cut=text.is_stopped,
+            finish_reason=reason,
+            prompt=output.prompt,
+            error=error,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,28 @@ def test_samples_of_one_prompt_differ_and_read_it_once(monkeypatch: pytest.Monke
     outputs = tokens_of(Engine(network("llama")).generate([prompt], options, num_samples=4))
     assert len({tuple(output) for output in outputs}) == 4
     assert sizes[:3] == [20, 4, 4]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3), 2)))
+def test_samples_that_are_cancelled_before_their_prompt_is_read_leave_the_others_theirs(order: tuple[int, ...]) -> None:
+    options = SamplingOptions(max_new_tokens=8, temperature=1.0)
+    alone = [sample.tokens for sample in Engine(network("llama")).generate(PROMPTS[:1], options, num_samples=3)[0]]
+    engine = Engine(network("llama"))
+    request = engine.submit(PROMPTS[0], options, num_samples=3, key=0)
+    for sample in order:
+        engine.cancel(request, sample)
+    found: dict[int, list[int]] = {sample: [] for sample in range(3)}
+    ends: dict[int, str | None] = {}
+    for _ in range(20):
+        for output in engine.step():
+            found[output.sample] += output.tokens
+            ends[output.sample] = output.finish_reason
+    assert not engine.has_work
+    left = next(sample for sample in range(3) if sample not in order)
+    assert found == {sample: alone[sample] if sample == left else [] for sample in range(3)}
+    assert ends == {sample: "length" if sample == left else "cancelled" for sample in range(3)}
+    stats = engine.stats()
+    assert stats["blocks_used"] == stats["running"] == stats["waiting"] == 0
 
 
 def test_higher_priority_goes_first_and_takes_the_place_of_lower() -> None:

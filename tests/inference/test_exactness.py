@@ -14,12 +14,12 @@ from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.cached_attention import KeyValueCache, Part
-from kitforge.inference.engine import Engine
+from kitforge.inference.engine import Engine, Output
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.runner import Runner
 from kitforge.inference.sampling import SamplingOptions
 from kitforge.inference.scheduler import Work
-from kitforge.inference.sequence import Sequence
+from kitforge.inference.sequence import FinishReason, Sequence
 from tests.core.nn.networks import CONFIGS, VOCAB
 from tests.inference import workload
 from tests.inference.recomputation import logits_of, network, recomputed
@@ -110,6 +110,18 @@ def ignore_order_of_slots(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def wait_for_the_cancelled(patch: pytest.MonkeyPatch) -> None:
+    def careless(engine: Engine, sequence: Sequence, reason: FinishReason) -> Output:
+        sequence.finish_reason = reason
+        if sequence.forks:
+            heir, *heir.forks = sequence.forks
+            engine._scheduler.add(heir)
+        engine._end(sequence)
+        return engine._output(sequence, [], [], [])
+
+    patch.setattr(Engine, "_give_up", careless)
+
+
 FAULTS = [
     forget_copies,
     write_to_shared_blocks,
@@ -117,6 +129,7 @@ FAULTS = [
     keep_rejected_drafts,
     forget_masks,
     ignore_order_of_slots,
+    wait_for_the_cancelled,
 ]
 
 
@@ -124,7 +137,7 @@ FAULTS = [
 def test_a_fault_is_noticed(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
     model = network("llama")
-    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+    with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
         for seed in range(25):
             workload.check(model, *workload.run(model, seed))
 
@@ -190,10 +203,16 @@ def test_a_step_that_fails_can_be_taken_again(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Runner, "run", failing)
     requests = [engine.submit(prompt, options, key=0) for prompt in prompts]
     tokens: dict[int, list[int]] = {request: [] for request in requests}
+    left = engine.submit(prompts[0], options)
+    engine.cancel(left)
+    ends: dict[int, str | None] = {}
     while engine.has_work:
         try:
             for output in engine.step():
-                tokens[output.request] += output.tokens
+                tokens.setdefault(output.request, []).extend(output.tokens)
+                ends[output.request] = output.finish_reason
         except RuntimeError:
             continue
+    # What is told of one text waits for a step that succeeds.
+    assert tokens.pop(left) == [] and ends[left] == "cancelled"
     assert list(tokens.values()) == [recomputed(model, prompt, options).tokens for prompt in prompts]

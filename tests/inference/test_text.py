@@ -48,6 +48,11 @@ def test_pieces_are_the_text_before_the_first_stop_string(
     assert is_stopped == (end is not None)
 
 
+@pytest.mark.parametrize("stop", [["y", "b"], ["b", "y"], ["zy", "y", "by"]])
+def test_of_several_stop_strings_in_one_piece_the_first_in_the_text_counts(stop: list[str]) -> None:
+    assert pieces(list(b"abyzy"), [5], stop) == (["a"] if "b" in stop or "by" in stop else ["ab"], True)
+
+
 def test_half_a_character_is_held_back() -> None:
     found, _ = pieces(list("né 夜🌙!".encode()), [1] * 20, [])
     assert [piece for piece in found if piece] == ["n", "é", " ", "夜", "🌙", "!"]

@@ -31,6 +31,7 @@ class Request:
     priority: int
     num_samples: int
     cancelled_after: int | None  # steps
+    cancelled_samples: list[int | None]  # which of them, one after the other; None: all
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,14 +71,17 @@ def requests(chance: random.Random, model: Decoder) -> list[Request]:
         shape = chance.choice(SHAPES)
         options = {name: getattr(shape, name) for name in shape.__dataclass_fields__}
         new = chance.randint(1, max(1, min(limit - len(prompt), limit // 3)))
+        num_samples = chance.choice([1, 1, 2, 4])
+        some: list[int | None] = list(chance.sample(range(num_samples), chance.randint(1, num_samples)))
         found.append(
             Request(
                 prompt=prompt,
                 options=SamplingOptions(**options | {"max_new_tokens": new}),
                 step=chance.randint(0, 12),
                 priority=chance.choice([0, 0, 0, 1, 2]),
-                num_samples=chance.choice([1, 1, 1, 2, 4]),
-                cancelled_after=chance.choice([None, None, None, chance.randint(0, 8)]),
+                num_samples=num_samples,
+                cancelled_after=chance.choice([None, None, 0, chance.randint(0, 8)]),
+                cancelled_samples=chance.choice([[None], some]),
             )
         )
     return found
@@ -101,8 +105,10 @@ def serve(engine: Engine, wanted: list[Request], most_steps: int = 3000) -> Resu
                 )
                 numbers[number] = place
                 result.completions[place] = [Completion(tokens=[], logprobs=[]) for _ in range(request.num_samples)]
-            elif request.cancelled_after is not None and request.step + request.cancelled_after + 1 == step:
-                engine.cancel(next(number for number, owner in numbers.items() if owner == place))
+            if request.cancelled_after is not None and request.step + request.cancelled_after == step:
+                number = next(number for number, owner in numbers.items() if owner == place)
+                for sample in request.cancelled_samples:
+                    engine.cancel(number, sample)
         for output in engine.step():
             completion = result.completions[numbers[output.request]][output.sample]
             assert completion.finish_reason is None, "a text goes on after its end"

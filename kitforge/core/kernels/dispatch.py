@@ -20,6 +20,7 @@ from kitforge.core.kernels.bags import Bags
 from kitforge.core.kernels.exchange_rows import reference as exchange_rows_reference
 from kitforge.core.kernels.gather_pool import reference as gather_pool_reference
 from kitforge.core.kernels.hash_map import reference as hash_map_reference
+from kitforge.core.kernels.keep_mask import reference as keep_mask_reference
 from kitforge.core.kernels.linear import reference as linear_reference
 from kitforge.core.kernels.linear_cross_entropy import reference as linear_cross_entropy_reference
 from kitforge.core.kernels.linear_log_probs import reference as linear_log_probs_reference
@@ -255,6 +256,28 @@ def _token_blocks() -> NewTokenBlocks:
 
 def _has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
+
+
+class KeepMask(Protocol):
+    """Boolean [rows, count]: which of the elements `start` to `start + count` of these rows dropout keeps.
+
+    Rows are int64 of any value, the key has 64 bits. Each element is lost with probability `rate`;
+    `keep_mask/reference.py` says how, to the bit.
+    """
+
+    def __call__(self, key: int, rows: Tensor, start: int, count: int, rate: float) -> Tensor:
+        """See the class."""
+        ...
+
+
+@functools.cache
+def select_keep_mask(device: str) -> KeepMask:
+    """The fastest one that is installed for that kind of device. All give the same bits."""
+    if device != "cpu" or not _has_numba():
+        return keep_mask_reference.keep_mask
+    from kitforge.core.kernels.keep_mask.numba import keep_mask
+
+    return keep_mask
 
 
 class HashMap(Protocol):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.attention.reference import probabilities
 from kitforge.core.kernels.dispatch import Kernels
-from kitforge.core.nn.context import AttentionSpec, Context, DropoutKey, dropout
+from kitforge.core.nn.context import AttentionSpec, Context, DropoutKey, dropout, noise_name
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.norm import Norm
 from kitforge.foundation.config import check, check_counts
@@ -54,8 +55,13 @@ class Attention(nn.Module):
         eps = config.qk_norm_eps
         self.query_norm = None if eps is None else Norm("rms", config.head_dim, eps, kernels)
         self.key_norm = None if eps is None else Norm("rms", config.head_dim, eps, kernels)
-        scale = config.head_dim**-0.5 if config.scale is None else config.scale
-        self.spec = AttentionSpec(layer=layer, kernel=kernels.attention, scale=scale, window=config.window)
+        common = config.head_dim**-0.5
+        self.scale = common if config.scale is None else config.scale
+        # Scales that differ by layer go to the queries as a tensor: a compiler needs a graph for each number.
+        factor = torch.tensor(self.scale / common, dtype=torch.float64, device="cpu")
+        self._factor = None if config.scale is None else factor
+        self.spec = AttentionSpec(layer=layer, kernel=kernels.attention, scale=common, window=config.window)
+        self._noise = noise_name(f"attention.{layer}")
         self._rotary = kernels.rotary
 
     def forward(self, input: Tensor, rotary: tuple[Tensor, Tensor] | None, context: Context) -> Tensor:
@@ -66,6 +72,8 @@ class Attention(nn.Module):
         if rotary is not None:
             query = self._rotary(query, *rotary, self.config.interleaved_rotary)
             key = self._rotary(key, *rotary, self.config.interleaved_rotary)
+        if self._factor is not None:
+            query = query * self._factor
         mixed = context.attend(query, key, value, self._spec(context.dropout))
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output
@@ -80,7 +88,7 @@ class Attention(nn.Module):
         """The layer's own spec, or one whose kernel drops attention weights."""
         if self.config.dropout == 0.0 or noise is None:
             return self.spec
-        name, rate = f"attention.{self.spec.layer}", self.config.dropout
+        name, rate = self._noise, self.config.dropout
 
         def kernel(
             query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float

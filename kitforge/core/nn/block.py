@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.attention import Attention, AttentionConfig
-from kitforge.core.nn.context import Context, dropout
+from kitforge.core.nn.context import Context, dropout, noise_name
 from kitforge.core.nn.mlp import MLP, MLPConfig
 from kitforge.core.nn.norm import Norm, NormKind
 from kitforge.foundation.config import check
@@ -51,9 +51,8 @@ class Block(nn.Module):
         self.mlp = MLP(config.mlp, kernels)
         self.mlp_out_norm = norm() if config.sandwich else None
         self._rate = config.dropout
-        # Whole names, made here: a number read in `forward` would have the compiler make one graph a layer.
-        self._attention_noise = f"attention_out.{layer}"
-        self._mlp_noise = f"mlp_out.{layer}"
+        self._attention_noise = noise_name(f"attention_out.{layer}")
+        self._mlp_noise = noise_name(f"mlp_out.{layer}")
 
     def forward(self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, context: Context) -> Tensor:
         """[B, T, dim] -> [B, T, dim]."""
@@ -62,6 +61,6 @@ class Block(nn.Module):
         branch = self.mlp(self.mlp_norm(stream))
         return stream + self._finish(branch, self.mlp_out_norm, self._mlp_noise, context)
 
-    def _finish(self, branch: Tensor, norm: Norm | None, name: str, context: Context) -> Tensor:
+    def _finish(self, branch: Tensor, norm: Norm | None, name: Tensor, context: Context) -> Tensor:
         branch = branch if norm is None else norm(branch)
         return dropout(branch, self._rate, name, context.dropout)

@@ -5,14 +5,15 @@ B batch, T length. Objects are handed in; no layer reads a global.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from kitforge.core.kernels.dispatch import Attention as AttentionKernel
+from kitforge.core.kernels.dispatch import select_keep_mask
 from kitforge.foundation import seed
 
 
@@ -51,16 +52,24 @@ class CausalAttend:
         """Whether it keeps documents apart."""
         return self._documents is not None
 
+    def prepare(self, length: int, windows: Iterable[int | None], device: torch.device) -> None:
+        """Make the masks of layers with these windows. A compiler that saw the first layer make them and the others
+        find them would need two graphs for each shape."""
+        for window in windows:
+            self._mask(length, window, device)
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `Attend`."""
-        length = query.shape[2]
-        window = spec.window if spec.window is not None and spec.window < length else None
-        if (length, window) not in self._masks:
-            self._masks[length, window] = self._mask(length, window, query.device)
-        mask = self._masks[length, window]
+        mask = self._mask(query.shape[2], spec.window, query.device)
         return spec.kernel(query, key, value, mask=mask, causal=True, scale=spec.scale)
 
     def _mask(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
+        window = window if window is not None and window < length else None
+        if (length, window) not in self._masks:
+            self._masks[length, window] = self._made(length, window, device)
+        return self._masks[length, window]
+
+    def _made(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
         if self._documents is None and window is None:
             return None
         seen = causal_mask(torch.arange(length, device=device), torch.arange(length, device=device), window)
@@ -95,22 +104,41 @@ class DropoutKey:
     step: int
     samples: tuple[int, ...]  # the global index of every row
     share: NoiseShare = NoiseShare()
+    # The numbers above as tensors: to a compiler those are inputs of a graph, and a number would need one of its own.
+    _step: Tensor = field(init=False, repr=False, compare=False)  # int64 [], of seed and step
+    _rows: Tensor = field(init=False, repr=False, compare=False)  # int64 [B]
 
-    # A compiler that looked inside would make one graph for each name and step. The public `torch.compiler.disable`
-    # is the same, but loads the compiler (1.5 s) as soon as this module is imported.
-    @_disable_dynamo
-    def mask(self, name: str, shape: torch.Size, rate: float, like: Tensor) -> Tensor:
-        """A mask of `shape` [B, ...] holding 0 with probability `rate`, else 1 / (1 - rate); row by row, so that a
-        row's noise depends on the row alone. Where `shape` is a share's, the whole is drawn and cut."""
-        index, parts = self.share.of(shape)
-        whole = (shape[1] * parts, *shape[2:])
-        rows = [
-            torch.rand(whole, generator=seed.generator(self.seed, "dropout", self.step, name, sample)).narrow(
-                0, index * shape[1], shape[1]
-            )
-            for sample in self.samples
-        ]
-        return (torch.stack(rows) >= rate).to(like.device, like.dtype) / (1.0 - rate)
+    def __post_init__(self) -> None:
+        step = torch.tensor(seed.key(self.seed, "dropout", self.step), device="cpu")
+        object.__setattr__(self, "_step", step)
+        object.__setattr__(self, "_rows", torch.tensor(self.samples, dtype=torch.int64, device="cpu"))
+
+    def mask(self, name: str | Tensor, shape: torch.Size, rate: float, device: torch.device) -> Tensor:
+        """A boolean mask of `shape` [B, ...] that is False with probability `rate`. A row's noise depends on the row
+        alone, and that of a share is its part of the whole. `name` is a text, or `noise_name` of one."""
+        index, _ = self.share.of(shape)
+        count = shape[1:].numel()
+        name = noise_name(name) if isinstance(name, str) else name
+        # A share is cut from the first dim of a row, so it is a stretch of the row's elements.
+        kept: Tensor = _keep_mask(self._step ^ name, self._rows.to(device), index * count, count, rate)
+        return kept.view(shape)
+
+
+def noise_name(name: str) -> Tensor:
+    """The number of a name, int64 []. Modules that may be compiled make it once, for the reason given above."""
+    return torch.tensor(seed.key("noise", name), device="cpu")
+
+
+@torch.library.custom_op("kitforge::keep_mask", mutates_args=())
+def _keep_mask(key: Tensor, rows: Tensor, start: int, count: int, rate: float) -> Tensor:
+    """A single operation to a compiler."""
+    return select_keep_mask(rows.device.type)(int(key), rows, start, count, rate)
+
+
+@_keep_mask.register_fake
+def _(key: Tensor, rows: Tensor, start: int, count: int, rate: float) -> Tensor:
+    del key, start, rate
+    return rows.new_empty(len(rows), count, dtype=torch.bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +163,10 @@ class Context:
         return cls(positions=positions, documents=documents, dropout=dropout)
 
 
-def dropout(input: Tensor, rate: float, name: str, key: DropoutKey | None) -> Tensor:
-    """`input` [B, ...] with each element zeroed with probability `rate` under `key`; unchanged without a key."""
+def dropout(input: Tensor, rate: float, name: str | Tensor, key: DropoutKey | None) -> Tensor:
+    """`input` [B, ...] with each element zeroed with probability `rate` under `key`, and the others scaled so that the
+    mean stays; unchanged without a key. See `DropoutKey.mask` for the name."""
     if rate == 0.0 or key is None:
         return input
-    mask: Tensor = key.mask(name, input.shape, rate, input)
-    return input * mask
+    # In place, since a second tensor of this size would cost more than the noise.
+    return torch.where(key.mask(name, input.shape, rate, input.device), input, 0.0).div_(1.0 - rate)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.nn import compiling
 from kitforge.core.nn.block import DROPOUT, Block, BlockConfig
 from kitforge.core.nn.causal_lm import Geometry
 from kitforge.core.nn.context import CausalAttend, Context, dropout
@@ -87,6 +88,7 @@ class Decoder(nn.Module):
         self.recompute = False
         self._angles = angles
         self._embedding_dropout = shape.embedding_dropout
+        self._windows = list(dict.fromkeys(each.attention.window for each in shape.blocks))
         self._run: list[Callable[..., Tensor]] | None = None
 
     @property
@@ -99,7 +101,10 @@ class Decoder(nn.Module):
         context = Context() if context is None else context
         stream, rotary = self.enter(tokens, context)
         # With a cache each token would be a shape of its own to the compiler.
-        compiled = self._run if isinstance(context.attend, CausalAttend) else None
+        compiled = None
+        if isinstance(context.attend, CausalAttend):
+            compiled = self._run
+            context.attend.prepare(tokens.shape[1], self._windows, stream.device)
         for block in compiled or self.blocks:
             if self.recompute and torch.is_grad_enabled():
                 stream = checkpoint(block, stream, rotary, context, use_reentrant=False, preserve_rng_state=False)
@@ -128,6 +133,7 @@ class Decoder(nn.Module):
 
     def compile_blocks(self) -> None:
         """Let torch compile each block (level O2); the weights stay where they are."""
+        compiling.make_room()
         self._run = [torch.compile(block, dynamic=False) for block in self.blocks]
 
     def _positions(self, tokens: Tensor, context: Context) -> Tensor:

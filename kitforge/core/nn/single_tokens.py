@@ -79,7 +79,7 @@ def stack_of(model: Decoder) -> Stack:
     first = blocks[0].attention
     return Stack(
         layers=tuple(map(_layer, blocks)),
-        scales=tuple(block.attention.spec.scale for block in blocks),
+        scales=tuple(block.attention.scale for block in blocks),
         windows=tuple(block.attention.spec.window for block in blocks),
         norm=model.norm.weight,
         norm_bias=model.norm.bias,

@@ -14,6 +14,7 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.template import ChatTemplate, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
+from kitforge.foundation.log import logger
 from kitforge.inference.score import PromptLogprob
 from kitforge.inference.server.authentication import tokens_of
 from kitforge.inference.server.bodies import BodyBuffers
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
         TokenizeChatRequest,
         TokenizeRequest,
     )
+
+_log = logger(__name__)
 
 # Fields of a request, and what means the same among the options of an engine.
 _SAME = {
@@ -290,6 +293,9 @@ class Exchange:
             raise _refused(piece, has_failed=self._service.worker.failure is not None)
         if piece.finish_reason == "diverged":
             raise RefusalError(500, "the model answers with something that is not a number", code="model_diverged")
+        if piece.error is not None:
+            _log.error("a text could not be put into words", exc_info=piece.error)
+            raise RefusalError(500, "the answer could not be put into words", code="decoding_failed")
         return choice, piece
 
     def close(self) -> None:

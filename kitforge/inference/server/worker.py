@@ -148,7 +148,7 @@ class Worker:
             if ticket.num_open == 0:
                 del self._tickets[piece.request]
             # Every token that wakes the loop costs its thread as much as a small request.
-            if not ticket.is_whole or ticket.num_open == 0 or piece.finish_reason == "diverged":
+            if not ticket.is_whole or ticket.num_open == 0 or piece.finish_reason in ("diverged", "failed"):
                 mail.append((ticket, ticket.held))
                 ticket.held = []
         if mail:

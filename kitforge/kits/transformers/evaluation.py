@@ -150,6 +150,8 @@ class Evaluator:
         said = [""] * len(task.questions)
         while texts.has_work:
             for piece in texts.step():
+                if piece.error is not None:
+                    raise piece.error
                 place = requests[piece.request]
                 said[place] += piece.text
                 if piece.finish_reason == "diverged":

@@ -133,6 +133,8 @@ def _step(texts: TextEngine, pending: dict[int, _Pending]) -> list[_Pending]:
     """The answers that have ended with this step; they are not pending any more."""
     ended = []
     for piece in texts.step():
+        if piece.error is not None:
+            raise piece.error
         pending[piece.request].add(piece)
         if piece.finish_reason is not None:
             ended.append(pending.pop(piece.request))

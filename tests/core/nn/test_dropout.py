@@ -11,7 +11,7 @@ from torch import Tensor
 from kitforge.core.kernels.attention.reference import probabilities
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.attention import Attention, AttentionConfig
-from kitforge.core.nn.context import Context, DropoutKey, dropout
+from kitforge.core.nn.context import Context, DropoutKey, dropout, noise_name
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from tests.core.nn.networks import GLM, GPT2, LLAMA, VOCAB, build, distance, gradients
 
@@ -78,11 +78,11 @@ def test_each_place_of_dropout_is_alive(place: str) -> None:
 
 
 def test_no_two_places_of_a_network_share_their_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
+    names: list[int] = []
 
-    def spy(_: DropoutKey, name: str, shape: torch.Size, _rate: float, like: Tensor) -> Tensor:
-        names.append(name)
-        return torch.ones(shape, dtype=like.dtype)
+    def spy(_: DropoutKey, name: str | Tensor, shape: torch.Size, _rate: float, _device: torch.device) -> Tensor:
+        names.append(int(noise_name(name) if isinstance(name, str) else name))
+        return torch.ones(shape, dtype=torch.bool)
 
     monkeypatch.setattr(DropoutKey, "mask", spy)
     loss_of(build(CONFIGS["gpt2"]), slice(0, 5))

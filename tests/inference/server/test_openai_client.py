@@ -9,9 +9,11 @@ import torch
 
 from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.inference.options import EngineOptions
 from kitforge.inference.pipeline import TextGenerationPipeline
+from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.text import InferenceOptions
-from tests.inference.server.conftest import Served
+from tests.inference.server.conftest import Served, make_service, serving
 
 CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Wér are you?"}]
 
@@ -183,3 +185,37 @@ def test_unknown_models_are_told(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="gpt-9") as told:
         client.completions.create(model="gpt-9", prompt="a")
     assert told.value.code == "model_not_found"
+
+
+def test_the_likely_tokens_stand_beside_their_own_token_where_a_text_ends_with_its_end_token(
+    client: openai.OpenAI,
+) -> None:
+    """A greedy token is the most likely one, so the two say the same in every place."""
+    end = str(ByteTokenizer().eos_ids[0])
+    for bias in range(1, 100):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=CHAT,
+            temperature=0,
+            max_tokens=16,
+            logit_bias={end: bias / 50},
+            logprobs=True,
+            top_logprobs=2,
+        ).choices[0]
+        if answer.finish_reason == "stop":
+            break
+    assert answer.logprobs and answer.logprobs.content
+    told = answer.logprobs.content
+    assert len({token.logprob for token in told}) == len(told) > 1
+    assert [token.top_logprobs[0].logprob for token in told] == [token.logprob for token in told]
+
+
+def test_tokens_that_come_several_at_once_are_all_counted(model: Decoder) -> None:
+    service = make_service(model, ServeOptions(), EngineOptions(speculation=4))
+    with serving(service) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0)
+        wishes = {"model": "tiny", "prompt": "abcabcabcabc", "max_tokens": 30, "temperature": 0}
+        answer = client.completions.create(**wishes, extra_body={"repetition_penalty": 0.2})
+    steps = service.worker._texts.engine.stats()["steps"]
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage and answer.usage.completion_tokens == 30 > steps

@@ -1,0 +1,1 @@
+"""The operation `keep_mask`: which elements dropout keeps."""
