@@ -22,6 +22,7 @@ from kitforge.core.nn.init import unfilled_embedding
 from kitforge.core.nn.norm import Norm
 from kitforge.core.nn.rotary import RotaryAngles, RotaryConfig, document_lengths
 from kitforge.foundation.config import check
+from kitforge.foundation.dtype import ExportDtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,16 @@ class FamilyConfig(Protocol):
     @property
     def family(self) -> str:
         """The family's name in the catalog."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks of the decoder."""
+        ...
+
+    @property
+    def dtype(self) -> ExportDtype:
+        """What its weights were published in, and are exported in unless another dtype is asked for."""
         ...
 
     def decoder(self) -> DecoderConfig:

@@ -50,6 +50,11 @@ class ParallelModel:
             self._distribute(sharding, world.mesh)
         self._bind()
 
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that the model lies over; None where it lies on one rank."""
+        return self._mesh
+
     def materialise(self, device: torch.device) -> None:
         """Give a model that was laid out on the meta device its memory, without values."""
         make_real(self.model, device)
