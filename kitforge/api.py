@@ -28,7 +28,8 @@ from kitforge.composition import (
 from kitforge.core.parallel.degrees import Degrees
 from kitforge.core.parallel.lobby import Lobby
 from kitforge.foundation import device as devices
-from kitforge.foundation.config import from_dict, to_dict, to_yaml
+from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
+from kitforge.foundation.dtype import EXPORT_DTYPES
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.loop import Loop
@@ -337,14 +338,17 @@ def load_tokenizer(model: Any) -> Any:
     return _kit_of_folder(folder).find_tokenizer(folder)
 
 
-def save_model(model: Any, folder: str | Path, tokenizer: Any = None) -> None:
+def save_model(model: Any, folder: str | Path, tokenizer: Any = None, dtype: str | None = None) -> None:
     """Write a network, or that of a Run or a folder, for other programs: a language model as a Hugging Face folder, the
-    items that a recommender finds as an index of faiss."""
+    items that a recommender finds as an index of faiss. Weights are written as `dtype` (float32, bfloat16 or float16),
+    else as they were published, which is float32 for those trained from nothing."""
+    words = ", ".join(EXPORT_DTYPES)
+    check(dtype is None or dtype in EXPORT_DTYPES, "dtype", dtype, f"one of {words}, or null")
     if tokenizer is None and not isinstance(model, nn.Module):
         tokenizer = load_tokenizer(model)
     place = model.folder if isinstance(model, Run) else None if isinstance(model, nn.Module) else _folder(model)
     kit = _transformers() if place is None else _kit_of_folder(place)
-    getattr(kit, "save", _transformers().save)(load_model(model, "cpu"), Path(folder), tokenizer)
+    getattr(kit, "save", _transformers().save)(load_model(model, "cpu"), Path(folder), tokenizer, dtype)
 
 
 def _kit_of_folder(folder: Path) -> Any:

@@ -15,6 +15,6 @@ def export(chosen: Composition) -> int:
     source, target = chosen.values.get("checkpoint"), chosen.values.get("output_dir")
     if source is None or target is None:
         raise ConfigError("export needs a run and a folder", fix="add checkpoint=RUN output_dir=FOLDER")
-    save_model(source, target)
+    save_model(source, target, dtype=chosen.values.get("dtype"))
     say(f"wrote {target}: {', '.join(sorted(path.name for path in Path(target).iterdir()))}")
     return 0

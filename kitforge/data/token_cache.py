@@ -1,12 +1,13 @@
 """A corpus as tokens on the disk, built once and mapped into memory. Knows nothing of rows and batches.
 
-A cache is a folder named by the fingerprint of corpus and tokenizer, with `tokens.bin` (all documents end to end),
-`documents.npy` (where each begins) and the manifest `cache.json`. While it is built, `parts` holds a file for each
-finished shard, so a build that was killed goes on where it stopped.
+A cache is a folder named by the files that the corpus was read from and by the tokenizer, with `tokens.bin` (all
+documents end to end), `documents.npy` (where each begins) and the manifest `cache.json`. While it is built, `parts`
+holds a file for each finished shard, so a build that was killed goes on where it stopped.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from kitforge.data.tokenise import Job, read_job, token_dtype, tokenise
 from kitforge.data.tokens import Tokenizer
 from kitforge.foundation.files import atomic_file
 
-FORMAT = 1
+FORMAT = 2
 _TOKENS, _DOCUMENTS, _PARTS = "tokens.bin", "documents.npy", "parts"
 
 
@@ -34,7 +35,7 @@ class TokenCache:
     """The tokens of a corpus. Document i is `tokens[offsets[i]:offsets[i + 1]]`, begin and end tokens included."""
 
     folder: Path
-    fingerprint: str
+    fingerprint: str  # of the tokens and where documents begin, wherever the text lay
     tokens: NDArray[np.unsignedinteger]  # [num_tokens], mapped from the disk
     offsets: NDArray[np.int64]  # [num_documents + 1]
 
@@ -81,14 +82,13 @@ def build(
 
     `progress` is told bytes done and bytes in all. Raises DataError for what is wrong with the corpus or the disk.
     """
-    fingerprint = digest("token_cache", FORMAT, source.fingerprint, tokenizer.fingerprint)
-    folder = root / fingerprint
+    folder = root / digest("token_cache", FORMAT, source.fingerprint, tokenizer.fingerprint)
 
     def fill() -> dict[str, Any]:
         jobs = _tokenise(source, tokenizer, folder, num_workers, progress)
         told = _assemble(jobs, tokenizer, folder, source)
         shutil.rmtree(folder / _PARTS)
-        return {"fingerprint": fingerprint, **told}
+        return told
 
     _place(folder).build(fill)
     return TokenCache.open(folder)
@@ -130,9 +130,17 @@ def _assemble(jobs: Sequence[Job], tokenizer: Tokenizer, folder: Path, source: S
     if len(lengths) == 0:
         raise empty(source.name)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
+    content = hashlib.blake2b(dtype.name.encode() + offsets.astype("<i8").tobytes(), digest_size=16)
     with atomic_file(folder / _TOKENS) as file:
         for job in jobs:
-            file.write(read_job(job.path, dtype)[1].data)
+            tokens = read_job(job.path, dtype)[1].data
+            content.update(tokens)
+            file.write(tokens)
     with atomic_file(folder / _DOCUMENTS) as file:
         np.save(file, offsets, allow_pickle=False)
-    return {"dtype": dtype.name, "num_documents": len(lengths), "num_tokens": int(offsets[-1])}
+    return {
+        "fingerprint": content.hexdigest(),
+        "dtype": dtype.name,
+        "num_documents": len(lengths),
+        "num_tokens": int(offsets[-1]),
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -26,7 +27,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
 
     Raises ConfigError for an unknown key (the nearest one is named), a missing one, or a value of the wrong type.
     """
-    hints = typing.get_type_hints(cls)
+    hints = _hints(typing.cast(type, cls))
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
@@ -40,6 +41,12 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     if missing:
         raise ConfigError(f"option {_join(path, missing[0])!r} has no value", expected=_words(hints[missing[0]]))
     return cls(**{key: convert(hints[key], value, _join(path, key)) for key, value in values.items()})
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Resolved once, since that takes longer than all else."""
+    return typing.get_type_hints(cls)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -7,5 +7,12 @@ from typing import Literal
 import torch
 
 Precision = Literal["fp32", "bf16", "fp16"]
+# As config.json spells what weights are stored in.
+ExportDtype = Literal["float32", "bfloat16", "float16"]
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+EXPORT_DTYPES: dict[ExportDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}

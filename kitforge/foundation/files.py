@@ -71,6 +71,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             old = path.with_name(f".{path.name}.{process_name()}.old")
             os.replace(path, old)
             os.replace(draft, path)
+            # The new one is on the disk before the old one goes.
+            sync_folder(path.parent)
             shutil.rmtree(old)
         else:
             os.replace(draft, path)

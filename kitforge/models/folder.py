@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
 
+from kitforge.core.checkpoint.gather import GatheredParameters
 from kitforge.core.checkpoint.hugging_face import read_folder, write_folder
-from kitforge.core.checkpoint.layout import step_folder
-from kitforge.core.checkpoint.load import Checkpoint, load_tensors, newest, open_checkpoint
+from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpoint, load_tensors
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.init import initialise, make_real
+from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype
 from kitforge.foundation.errors import ModelError
-from kitforge.foundation.log import logger
+from kitforge.foundation.types import Region
 from kitforge.foundation.untrusted import parse_json
 from kitforge.models.catalog import FAMILIES, config_of, family_of_type
-from kitforge.models.mapping import export_tensors, import_tensors
-
-_log = logger(__name__)
+from kitforge.models.mapping import export_order, export_tensors, held_shapes, import_tensors
 
 
 def build(
@@ -44,29 +45,36 @@ def outline(config: FamilyConfig, level: CompileLevel = "O1") -> Decoder:
         return Decoder(config, select(level))
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredModel:
+    """A model on disk, of the sizes that its files have: its network, and its weights, mapped and read one by one."""
+
+    config: FamilyConfig
+    # All weights, by our names; of those in the regions that are given, these parts.
+    tensors: Callable[[Mapping[str, Region]], Iterator[tuple[str, Tensor]]]
+
+
 def load(folder: Path, *, device: torch.device, level: CompileLevel = "O1") -> Decoder:
-    """The model of a run folder, a step folder or a Hugging Face folder, in fp32."""
+    """The model of a run folder, a step folder or a Hugging Face folder, in fp32 and whole on the device."""
+    stored = open_model(folder)
+    model = build(stored.config, device=device, level=level)
+    load_tensors(dict(model.named_parameters()), stored.tensors({}), what="model")
+    return model
+
+
+def open_model(folder: Path, open_run: Callable[[Path], Checkpoint | None] = find_checkpoint) -> StoredModel:
+    """The model of a run folder, a step folder or a Hugging Face folder; no weight is read and none is given memory.
+
+    `open_run` finds the checkpoint, as ranks do together. Raises ModelError for files of another network than they say.
+    """
     if not folder.is_dir():
         raise ModelError("there is no such folder", got=folder, expected="a run, a step or a Hugging Face folder")
-    checkpoint = find_checkpoint(folder)
-    return _load_hugging_face(folder, device, level) if checkpoint is None else _load_step(checkpoint, device, level)
+    checkpoint = open_run(folder)
+    return _open_hugging_face(folder) if checkpoint is None else _open_step(checkpoint)
 
 
-def find_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint of a run folder (its newest good one, or the best of a run that stopped early) or of a step
-    folder; None for any other folder."""
-    if (folder / "manifest.json").exists():
-        return open_checkpoint(folder)
-    if not (folder / "checkpoints").is_dir():
-        return None
-    found = newest(folder / "checkpoints", on_damaged=lambda error: _log.warning("%s", error))
-    if found is None:
-        raise ModelError("the run has no checkpoint", got=folder, fix="train it first, or name another folder")
-    result = found.state["training"]["result_step"]
-    return found if result in (None, found.step) else open_checkpoint(step_folder(folder / "checkpoints", result))
-
-
-def _load_step(checkpoint: Checkpoint, device: torch.device, level: CompileLevel) -> Decoder:
+def _open_step(checkpoint: Checkpoint) -> StoredModel:
     values = checkpoint.state.get("config", {}).get("model")
     if not isinstance(values, Mapping) or "family" not in values:
         raise ModelError(
@@ -75,12 +83,13 @@ def _load_step(checkpoint: Checkpoint, device: torch.device, level: CompileLevel
             expected="a run of one of the families",
             fix="build your own network and pass it to Trainer, with resume= this folder",
         )
-    model = build(config_of(values), device=device, level=level)
-    load_tensors(dict(model.named_parameters()), checkpoint.model(), what="model")
-    return model
+    config, shapes = config_of(values), checkpoint.shapes("model")
+    _check_count(config, len(shapes), checkpoint.folder)
+    check_shapes(dict(outline(config).named_parameters()), shapes, what="model")
+    return StoredModel(config=config, tensors=checkpoint.model)
 
 
-def _load_hugging_face(folder: Path, device: torch.device, level: CompileLevel) -> Decoder:
+def _open_hugging_face(folder: Path) -> StoredModel:
     source = read_folder(folder)
     model_type = str(source.config.get("model_type"))
     family = family_of_type(model_type)
@@ -88,10 +97,30 @@ def _load_hugging_face(folder: Path, device: torch.device, level: CompileLevel) 
         config = family.read_config(source.config)
     except KeyError as error:
         raise ModelError("config.json lacks a key", got=folder / "config.json", expected=f"the key {error}") from None
-    model = build(config, device=device, level=level)
-    tensors = import_tensors(family, family.pieces(config, model_type), source.names(), source.tensor)
-    load_tensors(dict(model.named_parameters()), tensors, what="model")
-    return model
+    shapes = source.shapes()
+    _check_count(config, len(shapes), folder)
+    pieces = family.pieces(config, model_type)
+    expected = dict(export_tensors(pieces, dict(outline(config).named_parameters())))
+    check_shapes(expected, held_shapes(family, pieces, shapes), what=f"{folder / 'config.json'}: the network")
+    dtypes = Counter(source.dtype(name) for name in shapes)
+    published = next((word for word, dtype in EXPORT_DTYPES.items() if dtypes.most_common(1)[0][0] == dtype), "float32")
+
+    def tensors(regions: Mapping[str, Region]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in import_tensors(family, pieces, source.names(), source.tensor):
+            yield name, regions[name].of(tensor) if name in regions else tensor
+
+    # Every family's options are a dataclass with this field.
+    return StoredModel(config=replace(cast(Any, config), dtype=published), tensors=tensors)
+
+
+def _check_count(config: FamilyConfig, num_tensors: int, folder: Path) -> None:
+    """A layer has at least one tensor, so that a network of more layers is not even laid out."""
+    if config.num_layers > num_tensors:
+        raise ModelError(
+            f"{folder} does not hold the network that it speaks of",
+            got=f"{num_tensors} tensors",
+            expected=f"those of {config.num_layers} layers",
+        )
 
 
 def save(
@@ -99,14 +128,44 @@ def save(
     folder: Path,
     *,
     extra: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
+    weights: GatheredParameters | None = None,
+    dtype: ExportDtype | None = None,
 ) -> None:
-    """Write the model as a Hugging Face folder; `extra` is added to config.json (token ids). `tensors` are the whole
-    weights where the model itself holds pieces."""
-    family = FAMILIES[model.config.family]
-    config = family.write_config(model.config) | {"dtype": "float32"} | dict(extra or {})
-    pieces = family.pieces(model.config, config["model_type"])
-    write_folder(folder, config, export_tensors(pieces, dict(model.named_parameters()) if tensors is None else tensors))
+    """Write the model as a Hugging Face folder, tensor by tensor; `extra` is added to config.json (token ids).
+
+    `weights` are the whole ones where the model itself holds pieces. Without `dtype` they are written in the one that
+    they were published in. Raises ModelError for a weight that float16 cannot hold.
+    """
+    chosen = dtype or model.config.dtype
+    config = _written_config(model.config) | {"dtype": chosen} | dict(extra or {})
+    pieces = FAMILIES[model.config.family].pieces(model.config, config["model_type"])
+    given: Mapping[str, Tensor] = dict(model.named_parameters()) if weights is None else weights
+    meta = _without_values(given) if weights is None else weights.outline()
+    announced = ((name, each.to(EXPORT_DTYPES[chosen])) for name, each in export_tensors(pieces, meta))
+    tensors = ((name, _cast(name, each, chosen)) for name, each in export_tensors(pieces, given))
+    write_folder(folder, config, tensors, outline=announced)
+
+
+def _without_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.empty_like(each, device="meta") for name, each in tensors.items()}
+
+
+def exported_names(config: FamilyConfig) -> list[str]:
+    """The parameters of a network, in the order in which `save` asks for them."""
+    return export_order(FAMILIES[config.family].pieces(config, _written_config(config)["model_type"]))
+
+
+def _written_config(config: FamilyConfig) -> dict[str, Any]:
+    return FAMILIES[config.family].write_config(config)
+
+
+def _cast(name: str, tensor: Tensor, dtype: ExportDtype) -> Tensor:
+    result = tensor.to(EXPORT_DTYPES[dtype])
+    if dtype == "float16" and bool(result.isinf().any()):
+        raise ModelError(
+            f"tensor {name!r} has weights that float16 cannot hold", expected="up to 65504", fix="export as bfloat16"
+        )
+    return result
 
 
 def is_hugging_face(folder: Path) -> bool:

@@ -139,15 +139,33 @@ def _is_embedding(name: str, pieces: Sequence[Piece], held: Mapping[str, str], r
 
 
 def export_tensors(pieces: Sequence[Piece], ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Their names and tensors, pieces of one tensor joined in order."""
+    """Their names and tensors, pieces of one tensor joined in order; ours are asked for in `export_order`."""
+    for name, members in _by_theirs(pieces).items():
+        tensors = [ours[piece.ours].detach() for piece in members]
+        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        yield name, (whole.t() if members[0].transpose else whole).contiguous()
+
+
+def export_order(pieces: Sequence[Piece]) -> list[str]:
+    """Our names, in the order in which an export asks for them."""
+    return [piece.ours for members in _by_theirs(pieces).values() for piece in members]
+
+
+def held_shapes(
+    family: Family, pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a foreign checkpoint's tensors by the names that the pieces have for them, others left out."""
+    wanted = {piece.theirs for piece in pieces}
+    full = {_full_name(name, family, wanted): shape for name, shape in shapes.items()}
+    return {name: shape for name, shape in full.items() if name in wanted}
+
+
+def _by_theirs(pieces: Sequence[Piece]) -> dict[str, list[Piece]]:
+    """The pieces of each of their tensors, in the order of its rows."""
     parts: dict[str, list[Piece]] = {}
     for piece in pieces:
         parts.setdefault(piece.theirs, []).append(piece)
-    for name, members in parts.items():
-        ordered = sorted(members, key=lambda piece: piece.start)
-        tensors = [ours[piece.ours].detach() for piece in ordered]
-        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-        yield name, (whole.t() if members[0].transpose else whole).contiguous()
+    return {name: sorted(members, key=lambda piece: piece.start) for name, members in parts.items()}
 
 
 def require(config: Mapping[str, Any], expected: Mapping[str, Any], network: str) -> None:

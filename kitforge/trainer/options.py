@@ -10,7 +10,7 @@ from kitforge.core.optim.build import OptimizerConfig
 from kitforge.core.optim.schedules import ScheduleConfig
 from kitforge.core.parallel.degrees import Degrees
 from kitforge.foundation.config import check
-from kitforge.foundation.dtype import Precision
+from kitforge.foundation.dtype import ExportDtype, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,7 @@ class TrainerOptions:
     rollback: bool = False  # go back to the last checkpoint's weights instead of giving up
     max_rollbacks: int = 10  # in the whole run, before it gives up all the same
     allow_changes: bool = False  # resume although changed options make an exact continuation impossible
+    allow_data_changes: bool = False  # resume although the data are others than those that the run began with
     progress: bool = True
     profile: bool = False  # trace steps 3 to 5 and write profile/
     wandb: str | None = None  # project to log to; works offline with WANDB_MODE=offline
@@ -73,6 +74,7 @@ class RunOptions:
     precision: Precision = "fp32"
     compile_level: CompileLevel = "O1"
     deterministic: bool = False
+    dtype: ExportDtype | None = None  # of the weights that `export` writes; None: what they were published in
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -9,16 +9,26 @@ from typing import Any
 from kitforge.core.checkpoint.layout import steps
 from kitforge.core.checkpoint.load import Checkpoint, newest, open_checkpoint
 from kitforge.core.parallel.world import ALONE, World
+from kitforge.foundation.device import pick
 from kitforge.foundation.errors import CheckpointError, ConfigError
 
-# Options that change how a run is watched or how far it goes, never what a step computes.
+# Options, by how their names begin, that change how a run is watched, where it runs or how far it goes, never what a
+# step computes beyond the last digits.
 HARMLESS = (
-    "output_dir",
+    "output",
     "resume",
     "recipe",
     "checkpoint",
     "inference.",
     "prompt",
+    "tasks",
+    "port",
+    "serve.",
+    "dtype",
+    "compile_level",
+    "deterministic",
+    "trainer.micro_batch_size",
+    "trainer.recompute",
     "trainer.log_every",
     "trainer.evaluate_every",
     "trainer.evaluate_first",
@@ -31,10 +41,16 @@ HARMLESS = (
     "trainer.rollback",
     "trainer.max_rollbacks",
     "trainer.allow_changes",
+    "trainer.allow_data_changes",
     "trainer.progress",
     "trainer.profile",
     "trainer.wandb",
     "rollout.kept_rounds",
+    # Where the data lie; what they hold is compared by their content.
+    "data.train",
+    "data.eval",
+    "data.cache",
+    "data.tasks",
     "data.prefetch",
     "data.num_workers",
     # Where rows live, and when they get there.
@@ -104,7 +120,9 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed:
     old, new = _flat(before), _flat(now)
     changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     lines = [f"{name}: {old.get(name)!r} -> {new.get(name)!r}" for name in changed]
-    breaking = [line for name, line in zip(changed, lines, strict=True) if not name.startswith(HARMLESS)]
+    same_kind = kind_of(old.get("device")) == kind_of(new.get("device"))
+    harmless = (*HARMLESS, "device") if same_kind else HARMLESS
+    breaking = [line for name, line in zip(changed, lines, strict=True) if not name.startswith(harmless)]
     if breaking and not allowed:
         raise ConfigError(
             "the options differ from those the run was started with, so it cannot go on exactly",
@@ -113,6 +131,12 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed:
             fix="put them back, or add trainer.allow_changes=true to go on all the same",
         )
     return [line for name, line in zip(changed, lines, strict=True) if name != "resume"]
+
+
+def kind_of(device: object) -> str:
+    """The kind of device that an option names: the first of "cuda:1", and what "auto" finds here."""
+    name = str(device)
+    return pick().type if name == "auto" else name.partition(":")[0]
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from kitforge.core.parallel.apply import ParallelModel, layouts_with_states
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
+from kitforge.foundation import seed as seeds
 from kitforge.foundation.types import Cursor
 from kitforge.trainer.precision import LossScaler
 
@@ -80,9 +81,7 @@ class TrainingState:
             "window": dict(self.window),
             "scaler": self.scaler.state(),
             "plateau": self.plateau.state(),
-            "random": self.world.agree(
-                {name: _to_text(value) for name, value in devices.random_state(self.world.device).items()}
-            ),
+            "random": self._random_states(),
         }
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -93,9 +92,24 @@ class TrainingState:
         for name in COUNTERS:
             setattr(self, name, plain[name])
         self.window = dict(plain["window"])
-        # One for each rank; where there are more ranks now, some share one.
-        states = plain["random"][self.world.rank % len(plain["random"])]
+        self._set_random_state(plain["random"])
+
+    def _random_states(self) -> list[dict[str, str]]:
+        """That of each replica, whose ranks compute on the same samples and draw alike."""
+        own = {name: _to_text(value) for name, value in devices.random_state(self.world.device).items()}
+        found: dict[int, dict[str, str]] = {}
+        for replica, states in self.world.agree((self.world.replica, own)):
+            found.setdefault(replica, states)
+        return [found[replica] for replica in range(len(found))]
+
+    def _set_random_state(self, stored: Sequence[Mapping[str, str]]) -> None:
+        """Go on with the noise of this rank's replica. Replicas that were not there before begin with noise of their
+        own, which no other replica has."""
+        replica = self.world.replica
+        states = stored[replica % len(stored)]
         devices.set_random_state({name: _from_text(text) for name, text in states.items()}, self.world.device)
+        if replica >= len(stored):
+            torch.manual_seed(seeds.key(states["cpu"], "replica", replica))
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Take weights, tables, optimizer, scale and plateau from the checkpoint; the place in the data stays."""

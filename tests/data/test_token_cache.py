@@ -53,7 +53,51 @@ def test_a_finished_cache_holds_three_files_and_is_not_built_again(
     assert set(contents(cache)) == {"tokens.bin", "documents.npy", "cache.json"}
     monkeypatch.setattr(token_cache, "tokenise", None)
     again = build(open_source(TEXTS), ByteTokenizer(), tmp_path)
-    assert again.fingerprint == cache.fingerprint == cache.folder.name
+    assert again.fingerprint == cache.fingerprint
+    assert again.folder == cache.folder
+
+
+def test_a_copy_of_the_text_has_the_same_fingerprint(tmp_path: Path) -> None:
+    """At another place, fetched at another time, into another cache: what two nodes compare, and a resume."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text("\n".join(TEXTS))
+    os.utime(tmp_path / "other" / "text.txt", (1, 1))
+    one, other = (
+        build(open_source(tmp_path / name / "text.txt"), ByteTokenizer(), tmp_path / name / "cache")
+        for name in ("one", "other")
+    )
+    assert one.fingerprint == other.fingerprint
+    assert one.folder.name != other.folder.name
+
+
+def test_where_documents_end_is_part_of_the_fingerprint(tmp_path: Path) -> None:
+    end = chr(ByteTokenizer.eos_id) if ByteTokenizer.eos_id < 256 else ""
+    caches = [
+        build(open_source(texts), ByteTokenizer(), tmp_path) for texts in (["ab", "c"], ["a", "bc"], ["ab" + end])
+    ]
+    assert len({cache.fingerprint for cache in caches}) == 3
+
+
+def test_other_bytes_of_the_same_size_and_time_are_other_text(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("the moon")
+    status = path.stat()
+    first = build(open_source(path), ByteTokenizer(), tmp_path / "cache")
+    path.write_text("the noon")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    second = build(open_source(path), ByteTokenizer(), tmp_path / "cache")
+    assert bytes(second.tokens[:8].tolist()) == b"the noon"
+    assert second.fingerprint != first.fingerprint
+
+
+def test_another_name_of_a_file_while_it_is_read_is_no_change(tmp_path: Path) -> None:
+    """A backup that links to it changes the file's entry, and no byte."""
+    path = tmp_path / "text.txt"
+    path.write_text("the moon")
+    source = open_source(path)
+    os.link(path, tmp_path / "linked.txt")
+    assert list(source.documents()) == ["the moon"]
 
 
 def test_another_corpus_or_tokenizer_is_another_cache(tmp_path: Path) -> None:
@@ -303,7 +347,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None
 
 def test_a_cache_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cache.json").write_text('{"format": 99}')
-    with pytest.raises(DataError, match=r"(?s)damaged.*format 1"):
+    with pytest.raises(DataError, match=r"(?s)damaged.*format 2"):
         TokenCache.open(tmp_path)
 
 

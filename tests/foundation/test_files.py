@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +59,49 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
 def test_the_checksum_is_that_of_the_bytes(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     assert sha256(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """What is asked of the system, in order: a kill of a process cannot see it, a power cut does."""
+    told: list[str] = []
+
+    def name(path: Path) -> str:
+        return "." if path == tmp_path else "draft" if path.suffix == ".draft" else path.name.partition(".1")[0]
+
+    fsync, replace, rmtree = os.fsync, os.replace, shutil.rmtree
+
+    def tell_fsync(handle: int) -> None:
+        fsync(handle)
+        told.append(f"fsync {name(Path(os.readlink(f'/proc/self/fd/{handle}')))}")
+
+    def tell_replace(source: Path, target: Path) -> None:
+        replace(source, target)
+        told.append(f"replace {name(source)} {'old' if target.suffix == '.old' else name(target)}")
+
+    def tell_rmtree(path: Path, ignore_errors: bool = False) -> None:
+        if path.suffix == ".old":
+            told.append("rmtree old")
+        rmtree(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr("kitforge.foundation.files.os.fsync", tell_fsync)
+    monkeypatch.setattr("kitforge.foundation.files.os.replace", tell_replace)
+    monkeypatch.setattr("kitforge.foundation.files.shutil.rmtree", tell_rmtree)
+    return told
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_so_is_the_name(tmp_path: Path, calls: list[str]) -> None:
+    write_text(tmp_path / "file", "text")
+    assert calls == ["fsync draft", "replace draft file", "fsync ."]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_folder_is_on_the_disk_before_the_one_that_it_replaces_goes(tmp_path: Path, calls: list[str]) -> None:
+    with atomic_folder(tmp_path / "folder"):
+        pass
+    assert calls == ["fsync draft", "replace draft folder", "fsync ."]
+    calls.clear()
+    with atomic_folder(tmp_path / "folder"):
+        pass
+    assert calls[:5] == ["fsync draft", "replace folder old", "replace draft folder", "fsync .", "rmtree old"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,9 +107,30 @@ def test_another_text_is_refused_unless_changes_are_allowed(tmp_path: Path, fold
     other = tiny.write_corpus(tmp_path / "other")
     text = (other / "corpus.txt").read_text(encoding="utf-8")
     (other / "corpus.txt").write_text(text + "one line more\n", encoding="utf-8")
-    same_path = {"data.train": str(other / "corpus.txt")}
-    with pytest.raises(ConfigError, match="data.train"):
-        tiny.run(folder, other, SAVED | same_path | {"resume": "auto"})
+    elsewhere = {"data.train": str(other / "corpus.txt"), "resume": "auto"}
+    for changes in (elsewhere, elsewhere | {"trainer.allow_changes": True}):
+        with pytest.raises(ConfigError, match="training text is not the one(.|\n)*allow_data_changes"):
+            tiny.run(folder, other, SAVED | changes)
+    tiny.run(folder, other, SAVED | elsewhere | {"trainer.allow_data_changes": True})
+
+
+def test_the_same_text_elsewhere_is_the_same_text(tmp_path: Path, folder: Path) -> None:
+    """Copied, fetched again, at another time."""
+    other = tiny.write_corpus(tmp_path / "other")
+    os.utime(other / "corpus.txt", (1, 1))
+    moved = {"data.train": str(other / "corpus.txt"), "data.cache": str(tmp_path / "cache"), "resume": "auto"}
+    tiny.run(folder, other, SAVED | moved)
+    assert any(line.startswith("data.train: ") for line in tiny.events(folder, "changed"))
+
+
+def test_another_evaluation_text_is_refused(tmp_path: Path, corpus: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("a text of its own, long enough for a row or two of the few tokens that a row has here. " * 9)
+    run = tmp_path / "run"
+    tiny.run(run, corpus, SAVED | {"data.eval": str(other)})
+    other.write_text(other.read_text() + "and more")
+    with pytest.raises(ConfigError, match="evaluation text is not the one"):
+        tiny.run(run, corpus, SAVED | {"data.eval": str(other), "resume": "auto"})
 
 
 def test_a_text_that_changed_under_its_name_is_refused(tmp_path: Path) -> None:
@@ -118,7 +140,42 @@ def test_a_text_that_changed_under_its_name_is_refused(tmp_path: Path) -> None:
     (corpus / "corpus.txt").write_text(text.replace("moon", "noon"), encoding="utf-8")
     with pytest.raises(ConfigError, match="not the one that the run began with"):
         tiny.run(tmp_path / "run", corpus, SAVED | {"resume": "auto"})
-    tiny.run(tmp_path / "run", corpus, SAVED | {"resume": "auto", "trainer.allow_changes": True})
+    with pytest.raises(ConfigError, match="not the one that the run began with"):
+        tiny.run(tmp_path / "run", corpus, SAVED | {"resume": "auto", "trainer.allow_changes": True})
+    tiny.run(tmp_path / "run", corpus, SAVED | {"resume": "auto", "trainer.allow_data_changes": True})
+
+
+HARMLESS: dict[str, tuple[Any, Any]] = {
+    "output": (None, "answers.jsonl"),
+    "output_dir": ("runs/a", "runs/b"),
+    "tasks": ((), ("piqa",)),
+    "port": (8000, 8001),
+    "serve": ({"max_waiting": 1}, {"max_waiting": 2}),
+    "dtype": (None, "bfloat16"),
+    "device": ("cuda:0", "cuda:1"),
+    "compile_level": ("O1", "O2"),
+    "deterministic": (False, True),
+    "data": ({"cache": None, "tasks": None}, {"cache": "here", "tasks": "there"}),
+    "trainer": ({"micro_batch_size": 4, "recompute": False}, {"micro_batch_size": 1, "recompute": True}),
+    "parallel": ({"data": 4}, {"data": 1, "tensor": 2}),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_changes_nothing_computed_may_change(name: str) -> None:
+    before, now = HARMLESS[name]
+    lines = check_changes({"task": "a", name: before}, {"task": "a", name: now}, allowed=False)
+    assert lines
+    assert all(line.startswith(name) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "now"),
+    [("device", "cpu", "cuda"), ("task", "a", "b"), ("tokenizer", {"name": "byte"}, {"name": "folder"})],
+)
+def test_what_changes_what_is_computed_may_not(name: str, before: Any, now: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*: "):
+        check_changes({name: before}, {name: now}, allowed=False)
 
 
 def test_the_folder_of_another_run_is_refused_before_a_file_is_touched(corpus: Path, folder: Path) -> None:

@@ -30,14 +30,22 @@ def together(work: Callable[[], T], agree: Agree, error: type[KitforgeError] = C
         told = f"a rank failed in a way that was not foreseen: {type(caught).__name__}: {caught}"
         raise
     finally:
-        answers = _answers(agree, (told, result))
+        answers = gathered((told, result), agree)
     first = next((told for told, _ in answers if told is not None), None)
     if first is None:
         return [cast(T, answer) for _, answer in answers]
     raise failure if failure is not None and str(failure) == first else error(first)
 
 
-def _answers(agree: Agree, value: Any) -> list[Any]:
+def apart(work: Callable[[], T], agree: Agree, error: type[KitforgeError] = CheckpointError) -> T:
+    """`together` for results that no other rank needs: only this rank's is returned, and none is sent."""
+    results: list[T] = []
+    together(lambda: results.append(work()), agree, error)
+    return results[0]
+
+
+def gathered(value: T, agree: Agree) -> list[T]:
+    """What `agree` makes of the value. Raises PeerError when another rank is gone."""
     try:
         return agree(value)
     except RuntimeError as cause:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from kitforge.core.checkpoint import tensor_file
@@ -46,11 +47,22 @@ class HuggingFaceFolder:
         """The names of all tensors, shard by shard."""
         return list(self._places)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors, from the headers alone."""
+        return {name: file.shape(name) for name, file in self._places.items()}
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype in which a tensor is stored; None for one that torch does not have."""
+        return self._place(name).dtype(name)
+
     def tensor(self, name: str) -> Tensor:
         """The tensor of that name; its memory is the file's. Raises ModelError when there is none."""
+        return self._place(name).tensor(name)
+
+    def _place(self, name: str) -> TensorFile:
         if name not in self._places:
             raise ModelError(f"{self.folder} holds no tensor {name!r}")
-        return self._places[name].tensor(name)
+        return self._places[name]
 
 
 def read_folder(folder: Path) -> HuggingFaceFolder:
@@ -75,10 +87,14 @@ def write_folder(
     config: Mapping[str, Any],
     tensors: Iterable[tuple[str, Tensor]],
     *,
+    outline: Iterable[tuple[str, Tensor]] | None = None,
     shard_bytes: int = 5 * 10**9,
     generation_config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a folder that `transformers` opens. Weights and configuration that were there are replaced, nothing else.
+
+    `outline` is the same names with tensors of the same shapes and one dtype that need no values: with it, tensors that
+    are made on the way are written one by one; without it, those of a shard are held.
 
     Everything is written aside first; a reader meets the old model, no model, or the new one, never a mixture.
     Raises CheckpointError for a tensor that cannot be stored, a name given twice, or a disk that is full.
@@ -89,7 +105,7 @@ def write_folder(
         draft = folder / f".export.{process_name()}.draft"
         draft.mkdir()
         try:
-            _write_weights(draft, tensors, shard_bytes)
+            _write_weights(draft, tensors, outline, shard_bytes)
             if generation_config is not None:
                 _write_json(draft / GENERATION_CONFIG, generation_config)
             _write_json(draft / CONFIG, config)
@@ -156,20 +172,27 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(dict(values), indent=2, sort_keys=True) + "\n")
 
 
-def _write_weights(draft: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+def _write_weights(
+    draft: Path, tensors: Iterable[tuple[str, Tensor]], outline: Iterable[tuple[str, Tensor]] | None, shard_bytes: int
+) -> None:
     """Write shards as the stream yields them; their names carry their count, so they are named when it ends."""
     shards: list[Path] = []
     places: dict[str, int] = {}
     total = 0
-    for shard in tensor_file.split(tensors, shard_bytes):
+    stream = iter(tensors)
+    for shard in tensor_file.split(stream if outline is None else outline, shard_bytes):
         for name, tensor in shard:
-            tensor_file.check_storable(name, tensor)
+            if outline is None:
+                tensor_file.check_storable(name, tensor)
             if name in places:
                 raise CheckpointError(f"two tensors are called {name!r}", expected="distinct names")
             places[name] = len(shards)
             total += tensor.nbytes
         shards.append(draft / f"shard-{len(shards)}")
-        tensor_file.write(shards[-1], shard)
+        if outline is None:
+            tensor_file.write(shards[-1], shard)
+        else:
+            tensor_file.write_stream(shards[-1], shard, stream)
     if len(shards) == 1:
         os.replace(shards[0], draft / WEIGHTS)
         return

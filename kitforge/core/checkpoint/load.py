@@ -17,9 +17,11 @@ from kitforge.core.checkpoint.agreement import together
 from kitforge.core.checkpoint.boxes import num_elements, overlap, within
 from kitforge.core.checkpoint.layout import (
     MANIFEST,
+    PARTS,
     FileEntry,
     Manifest,
     Part,
+    Slice,
     TensorEntry,
     read_manifest,
     read_state,
@@ -27,14 +29,17 @@ from kitforge.core.checkpoint.layout import (
     steps,
 )
 from kitforge.core.checkpoint.leftovers import restore
-from kitforge.core.checkpoint.slices import by_name, check_slices, region_of
+from kitforge.core.checkpoint.slices import region_of
 from kitforge.core.checkpoint.tables import ALL, Step, StoredTable, chain, load_tables
 from kitforge.core.checkpoint.tensor_file import DTYPE_NAMES, DTYPES, TensorFile, crc32, step_of
 from kitforge.core.optim.rows import RowTable, Share
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.foundation.errors import CheckpointError, ModelError
 from kitforge.foundation.files import sha256
+from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
+
+_log = logger(__name__)
 
 
 @final
@@ -51,10 +56,8 @@ class Checkpoint:
         self.state = state
         # The step itself and those that its tables build on, the newest first.
         self.links = tuple(links) or (Step(folder=folder, manifest=manifest),)
-        self._slices = by_name((*manifest.model, *manifest.optimizer))
+        self._entries = {entry.name: entry for part in PARTS for entry in manifest.entries(part)}
         self._files: dict[str, TensorFile] = {}
-        for slices in self._slices.values():
-            check_slices(folder, slices)
 
     @property
     def step(self) -> int:
@@ -63,7 +66,11 @@ class Checkpoint:
 
     def names(self, part: Part) -> list[str]:
         """The names of one part's tensors, in the order in which they were saved, aliases included."""
-        return list(dict.fromkeys(entry.name for entry in self.manifest.entries(part)))
+        return [entry.name for entry in self.manifest.entries(part)]
+
+    def shapes(self, part: Part) -> dict[str, tuple[int, ...]]:
+        """The shapes of one part's whole tensors by name."""
+        return {entry.name: entry.shape for entry in self.manifest.entries(part)}
 
     def model(self, regions: Mapping[str, Region] = {}) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model, in the order in which they were saved, aliases included.
@@ -94,46 +101,47 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor of that name, of either part. Raises CheckpointError for no such tensor."""
-        return self.read(name, Region.whole(self.slices(name)[0].global_shape))
+        return self.read(name, Region.whole(self.entry(name).shape))
 
-    def slices(self, name: str) -> list[TensorEntry]:
+    def entry(self, name: str) -> TensorEntry:
         """How the tensor is stored. Raises CheckpointError for no such tensor."""
-        if name not in self._slices:
+        if name not in self._entries:
             raise CheckpointError(f"{self.folder} holds no tensor {name!r}")
-        return self._slices[name]
+        return self._entries[name]
 
     def read(self, name: str, region: Region) -> Tensor:
         """A part of a tensor, put together from the slices that it overlaps; nothing else of them is read.
 
         A part of a single slice shares the file's memory where it is contiguous there.
         """
-        slices = self.slices(name)
-        if region.global_shape != slices[0].global_shape:
+        entry = self.entry(name)
+        if region.global_shape != entry.shape:
             raise CheckpointError(
                 f"tensor {name!r} in {self.folder} is of another shape",
-                got=list(slices[0].global_shape),
+                got=list(entry.shape),
                 expected=list(region.global_shape),
                 fix="open a checkpoint of this very model",
             )
-        for entry in slices:
-            if (entry.offset, entry.shape) == (region.offset, region.shape):
-                return self._stored(entry)
-        found = [(entry, shared) for entry in slices if (shared := overlap(region_of(entry), region)) is not None]
+        slices = list(entry.slices(region))
+        for each in slices:
+            if (each.offset, each.shape) == (region.offset, region.shape):
+                return self._stored(each)
+        found = [(each, shared) for each in slices if (shared := overlap(region_of(each), region)) is not None]
         if sum(num_elements(shared) for _, shared in found) != num_elements(region):
             raise CheckpointError(f"tensor {name!r} has no such part", got=region)
         if len(found) == 1:
             return within(region, region_of(found[0][0])).of(self._stored(found[0][0])).contiguous()
-        result = torch.empty(region.shape, dtype=DTYPES[slices[0].dtype])
-        for entry, shared in found:
-            within(shared, region).of(result).copy_(within(shared, region_of(entry)).of(self._stored(entry)))
+        result = torch.empty(region.shape, dtype=DTYPES[entry.dtype])
+        for each, shared in found:
+            within(shared, region).of(result).copy_(within(shared, region_of(each)).of(self._stored(each)))
         return result
 
     def _stream(self, part: Part, regions: Mapping[str, Region]) -> Iterator[tuple[str, Tensor]]:
         for name in self.names(part):
-            region = regions.get(name) or regions.get(self._slices[name][0].alias_of or name)
+            region = regions.get(name) or regions.get(self._entries[name].alias_of or name)
             yield name, self.tensor(name) if region is None else self.read(name, region)
 
-    def _stored(self, entry: TensorEntry) -> Tensor:
+    def _stored(self, entry: Slice) -> Tensor:
         if entry.file not in self._files:
             path = self.folder / entry.file
             if not path.is_file():
@@ -157,8 +165,11 @@ class Checkpoint:
         return tensor
 
 
-def open_checkpoint(folder: Path, *, verify: bool = True, world: World = ALONE) -> Checkpoint:
-    """Open the checkpoint in `folder`; `verify` reads every file once and compares sizes and checksums.
+def open_checkpoint(
+    folder: Path, *, verify: bool = True, parts: Sequence[Part] = PARTS, world: World = ALONE
+) -> Checkpoint:
+    """Open the checkpoint in `folder`; `verify` reads every file once and compares sizes and checksums, but for files
+    that hold nothing else than tensors of parts which are not asked for.
 
     In a world of many ranks, all of them call it: each verifies its share of the files, and all get the checkpoint or
     the same error. Raises CheckpointError that names what is missing, truncated, changed or of an unknown version.
@@ -166,7 +177,7 @@ def open_checkpoint(folder: Path, *, verify: bool = True, world: World = ALONE) 
     opened: list[Checkpoint] = []
 
     def work() -> str:
-        opened.append(_open(folder, verify, world))
+        opened.append(_open(folder, parts if verify else None, world))
         return "" if world.mesh is None else sha256(folder / MANIFEST)
 
     manifests = together(work, world.agree)
@@ -175,10 +186,17 @@ def open_checkpoint(folder: Path, *, verify: bool = True, world: World = ALONE) 
     return opened[0]
 
 
-def newest(root: Path, *, on_damaged: Callable[[CheckpointError], None], world: World = ALONE) -> Checkpoint | None:
+def newest(
+    root: Path,
+    *,
+    on_damaged: Callable[[CheckpointError], None],
+    world: World = ALONE,
+    opened: Callable[[Path], Checkpoint] | None = None,
+) -> Checkpoint | None:
     """The newest checkpoint below `root` that verifies, or None. Each damaged one before it is told to `on_damaged`.
 
-    In a world of many ranks, all of them call it, and all get the same step and are told the same.
+    In a world of many ranks, all of them call it, and all get the same step and are told the same. `opened` opens a
+    step; by default all of it is verified.
     """
 
     def work() -> list[int]:
@@ -189,10 +207,30 @@ def newest(root: Path, *, on_damaged: Callable[[CheckpointError], None], world: 
 
     for step in reversed(together(work, world.agree)[0]):
         try:
-            return open_checkpoint(step_folder(root, step), world=world)
+            folder = step_folder(root, step)
+            return open_checkpoint(folder, world=world) if opened is None else opened(folder)
         except CheckpointError as damage:
             on_damaged(damage)
     return None
+
+
+def find_checkpoint(folder: Path, *, verify: bool = True, world: World = ALONE) -> Checkpoint | None:
+    """The checkpoint of a run folder (its newest good one, or the best of a run that stopped early) or of a step
+    folder, for its weights and tables; None for any other folder. In a world of many ranks, all of them call it."""
+
+    def opened(step: Path) -> Checkpoint:
+        return open_checkpoint(step, verify=verify, parts=("model",), world=world)
+
+    if (folder / MANIFEST).exists():
+        return opened(folder)
+    root = folder / "checkpoints"
+    if not root.is_dir():
+        return None
+    found = newest(root, on_damaged=lambda error: _log.warning("%s", error), world=world, opened=opened)
+    if found is None:
+        raise ModelError("the run has no checkpoint", got=folder, fix="train it first, or name another folder")
+    result = found.state["training"]["result_step"]
+    return found if result in (None, found.step) else opened(step_folder(root, result))
 
 
 def load_tensors(targets: Mapping[str, Tensor], source: Iterable[tuple[str, Tensor]], *, what: str) -> None:
@@ -215,21 +253,38 @@ def load_tensors(targets: Mapping[str, Tensor], source: Iterable[tuple[str, Tens
                 misshapen.append(f"{name}: {problem}")
             else:
                 targets[name].copy_(tensor)
-    lists = {"missing": list(missing), "unexpected": unexpected, "misshapen": misshapen}
+    _check_fit(what, len(targets), missing=list(missing), unexpected=unexpected, misshapen=misshapen)
+
+
+def check_shapes(targets: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, what: str) -> None:
+    """Raise ModelError unless the shapes are those of the targets, which need no memory yet: a file that speaks of
+    other sizes than its tensors have is refused before any are made."""
+    misshapen = [
+        f"{name}: got {list(shapes[name])}, expected {list(target.shape)}"
+        for name, target in targets.items()
+        if name in shapes and tuple(target.shape) != shapes[name]
+    ]
+    missing = [name for name in targets if name not in shapes]
+    unexpected = [name for name in shapes if name not in targets]
+    _check_fit(what, len(targets), missing=missing, unexpected=unexpected, misshapen=misshapen)
+
+
+def _check_fit(what: str, num_targets: int, *, missing: list[str], unexpected: list[str], misshapen: list[str]) -> None:
+    lists = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
     if any(lists.values()):
         raise ModelError(
             f"{what} does not fit",
             got="; ".join(_listed(word, names) for word, names in lists.items() if names),
-            expected=f"exactly the {len(targets)} tensors of the target, in their shapes",
+            expected=f"exactly the {num_targets} tensors of the target, in their shapes",
         )
 
 
-def _open(folder: Path, verify: bool, world: World) -> Checkpoint:
+def _open(folder: Path, verified: Sequence[Part] | None, world: World) -> Checkpoint:
     try:
         step = Step(folder=folder, manifest=read_manifest(folder))
         links = chain(step)
-        if verify:
-            _verify(folder, step.manifest, _share(step.manifest.files, world))
+        if verified is not None:
+            _verify(folder, step.manifest, _share(_files_of(step.manifest, verified), world))
             # Of the steps that it builds on, only rows are read.
             for link in links[1:]:
                 names = link.table_files()
@@ -238,6 +293,14 @@ def _open(folder: Path, verify: bool, world: World) -> Checkpoint:
         return Checkpoint(folder, step.manifest, read_state(folder), links)
     except OSError as cause:
         raise CheckpointError(f"{folder} cannot be read", got=cause) from cause
+
+
+def _files_of(manifest: Manifest, parts: Sequence[Part]) -> list[FileEntry]:
+    """All files but those that only tensors of other parts are in."""
+    used = {part: {file for entry in manifest.entries(part) for file in entry.files} for part in PARTS}
+    wanted = set().union(*(used[part] for part in parts))
+    unwanted = set().union(*used.values()) - wanted
+    return [file for file in manifest.files if file.name not in unwanted]
 
 
 def _share(files: Sequence[FileEntry], world: World) -> Sequence[FileEntry]:

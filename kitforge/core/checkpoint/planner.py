@@ -44,12 +44,13 @@ from kitforge.core.checkpoint.layout import (
     FileEntry,
     Manifest,
     Part,
+    Slice,
     TensorEntry,
     encode_state,
     write_manifest,
 )
 from kitforge.core.checkpoint.load import open_checkpoint
-from kitforge.core.checkpoint.slices import by_name, check_slices
+from kitforge.core.checkpoint.slices import by_name, entry_of
 from kitforge.core.checkpoint.write import package_version, share_name, write_state
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.foundation.errors import CheckpointError
@@ -70,7 +71,7 @@ class _Stored:
     """What a rank tells of a piece that it has written."""
 
     part: Part
-    entry: TensorEntry
+    entry: Slice
     file: FileEntry
 
 
@@ -150,9 +151,7 @@ class KitforgeWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest of what all ranks have written, and publish."""
         written: list[_Stored] = [result.storage_data for each in results for result in each]
-        entries = {part: tuple(each.entry for each in written if each.part == part) for part in PARTS}
-        for slices in by_name((*entries["model"], *entries["optimizer"])).values():
-            check_slices(self._folder, slices)
+        entries = {part: self._entries(part, written) for part in PARTS}
         files = {each.file.name: each.file for each in written}
         with atomic_folder(self._folder) as draft:
             for name in files:
@@ -168,6 +167,10 @@ class KitforgeWriter(StorageWriter):
             )
             write_manifest(draft, manifest)
         shutil.rmtree(self._parts)
+
+    def _entries(self, part: Part, written: Sequence[_Stored]) -> tuple[TensorEntry, ...]:
+        slices = by_name(each.entry for each in written if each.part == part)
+        return tuple(entry_of(self._folder, each) for each in slices.values())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -202,8 +205,7 @@ class KitforgeReader(StorageReader):
     def read_metadata(self, *_: Any) -> Metadata:
         """Our manifest, in torch's words."""
         manifest = self._checkpoint.manifest
-        slices = by_name((*manifest.model, *manifest.optimizer))
-        return Metadata({name: _metadata(entries) for name, entries in slices.items()})
+        return Metadata({entry.name: _metadata(entry) for part in PARTS for entry in manifest.entries(part)})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any) -> None:
         """Nothing has to be set up."""
@@ -222,7 +224,7 @@ class KitforgeReader(StorageReader):
             name = item.storage_index.fqn
             first = item.storage_index.offset or (0,) * len(item.lengths)
             region = Region(
-                global_shape=self._checkpoint.slices(name)[0].global_shape,
+                global_shape=self._checkpoint.entry(name).shape,
                 offset=tuple(map(int.__add__, first, item.storage_offsets)),
                 shape=tuple(item.lengths),
             )
@@ -239,10 +241,10 @@ class KitforgeReader(StorageReader):
         return (Path(checkpoint_id) / MANIFEST).is_file()
 
 
-def _metadata(slices: Sequence[TensorEntry]) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(each.offset), torch.Size(each.shape)) for each in slices]
-    properties = TensorProperties(dtype=tensor_file.DTYPES[slices[0].dtype])
-    return TensorStorageMetadata(properties=properties, size=torch.Size(slices[0].global_shape), chunks=chunks)
+def _metadata(entry: TensorEntry) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(each.offset), torch.Size(each.shape)) for each in entry.slices()]
+    properties = TensorProperties(dtype=tensor_file.DTYPES[entry.dtype])
+    return TensorStorageMetadata(properties=properties, size=torch.Size(entry.shape), chunks=chunks)
 
 
 def _is_stored(item: WriteItem) -> bool:
@@ -258,9 +260,9 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> Tensor:
     return tensor.detach().cpu()
 
 
-def _entry(item: WriteItem, file: str) -> TensorEntry:
+def _entry(item: WriteItem, file: str) -> Slice:
     data = _data(item)
-    return TensorEntry(
+    return Slice(
         name=item.index.fqn,
         dtype=tensor_file.DTYPE_NAMES[data.properties.dtype],
         global_shape=tuple(data.size),

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, final
 
 from torch import Tensor
 
-from kitforge.core.checkpoint.agreement import together
+from kitforge.core.checkpoint.agreement import apart, gathered, together
 from kitforge.core.checkpoint.arrangement import Ranks
 from kitforge.core.checkpoint.layout import KEEP, step_folder, steps
 from kitforge.core.checkpoint.leftovers import clean, set_aside
@@ -70,9 +70,9 @@ class CheckpointWriter:
         self._shard_bytes = shard_bytes
         self._kind = kind
         self._rank = world.rank
-        self._agree: Callable[[Any], list[Any]] = partial(
-            collectives.gather_objects, group=None if world.mesh is None else world.mesh.side_group()
-        )
+        group = None if world.mesh is None else world.mesh.side_group()
+        self._agree: Callable[[Any], list[Any]] = partial(collectives.gather_objects, group=group)
+        self._gather: Callable[[Any], list[Any]] = partial(collectives.gather_objects_to_first, group=group)
         self._is_alone = world.mesh is None
         self._snapshot = Snapshot() if world.mesh is None else Snapshot(Ranks.of(world.mesh), world.rank)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -185,18 +185,23 @@ class CheckpointWriter:
         with ExitStack() as stack:
             stack.callback(self._tables.close)
             draft = self._together(partial(self._begin, stack, refusal))[0]
-            written = self._together(partial(self._write_share, self._root / draft))
+            share = apart(self._told(partial(self._write_share, self._root / draft)), self._agree)
+            # What many ranks have written is much, and only the first one says it to the world.
+            written = gathered(share, self._gather)
             self._together(partial(self._publish, stack, self._root / draft, written))
         self._tables.published(self._root, self._snapshot.step)
 
     def _together(self, work: Callable[[], T]) -> list[T]:
+        return together(self._told(work), self._agree)
+
+    def _told(self, work: Callable[[], T]) -> Callable[[], T]:
         def told() -> T:
             try:
                 return work()
             except OSError as cause:
                 raise self._failed(cause) from cause
 
-        return together(told, self._agree)
+        return told
 
     def _begin(self, stack: ExitStack, refusal: CheckpointError | None) -> str:
         """The name of the draft, which the first rank makes."""

@@ -1,52 +1,80 @@
-"""The stored slices of a checkpoint's tensors: gathered by name, and checked to make up each tensor exactly."""
+"""The stored slices of a checkpoint's tensors: gathered by name, and joined to tensors that they make up exactly."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
 
 from kitforge.core.checkpoint.boxes import overlap, tile
-from kitforge.core.checkpoint.layout import TensorEntry
+from kitforge.core.checkpoint.layout import Slice, TensorEntry
 from kitforge.foundation.errors import CheckpointError
 from kitforge.foundation.types import Region
 
 
-def region_of(entry: TensorEntry) -> Region:
+def region_of(entry: Slice) -> Region:
     """Where a slice lies in its tensor."""
     return Region(global_shape=entry.global_shape, offset=entry.offset, shape=entry.shape)
 
 
-def by_name(entries: Iterable[TensorEntry]) -> dict[str, list[TensorEntry]]:
+def by_name(entries: Iterable[Slice]) -> dict[str, list[Slice]]:
     """The slices of every tensor, in the order in which the tensors were saved."""
-    slices: dict[str, list[TensorEntry]] = {}
+    slices: dict[str, list[Slice]] = {}
     for entry in entries:
         slices.setdefault(entry.name, []).append(entry)
     return slices
 
 
-def check_slices(folder: Path, slices: Sequence[TensorEntry]) -> None:
-    """Raise CheckpointError unless the slices of a tensor agree with one another and leave no hole and no overlap."""
+def entry_of(folder: Path, slices: Sequence[Slice]) -> TensorEntry:
+    """The tensor that the slices make up. Raises CheckpointError unless they agree with one another, leave no hole and
+    no overlap, and lie in a grid."""
     first = slices[0]
-    # By far the most tensors of most checkpoints are one slice, and the whole.
-    if len(slices) == 1 and first.shape == first.global_shape and not any(first.offset):
-        return
+    dims = range(len(first.global_shape))
+    files = {entry.offset: entry.file for entry in slices}
+    alike = {(entry.dtype, entry.global_shape, entry.alias_of, len(entry.offset), len(entry.shape)) for entry in slices}
+    if len(alike) > 1 or len(first.offset) != len(dims):
+        raise _why_not(folder, slices)
+    starts = tuple(tuple(sorted({entry.offset[dim] for entry in slices})) for dim in dims)
+    if len(files) < len(slices) or not files.keys() >= set(itertools.product(*starts)):
+        raise _why_not(folder, slices)
+    try:
+        found = TensorEntry(
+            name=first.name,
+            dtype=first.dtype,
+            shape=first.global_shape,
+            starts=starts,
+            files=tuple(files[offset] for offset in itertools.product(*starts)),
+            alias_of=first.alias_of,
+        )
+    except CheckpointError:
+        raise _why_not(folder, slices) from None
+    for dim in dims:
+        ends = dict(zip(starts[dim], (*starts[dim][1:], first.global_shape[dim]), strict=True))
+        if any(entry.offset[dim] + entry.shape[dim] != ends[entry.offset[dim]] for entry in slices):
+            raise _why_not(folder, slices)
+    return found
+
+
+def _why_not(folder: Path, slices: Sequence[Slice]) -> CheckpointError:
+    """What is wrong with slices that are no grid of a tensor."""
+    first = slices[0]
     for entry in slices:
         got = (entry.dtype, entry.global_shape, entry.alias_of)
         expected = (first.dtype, first.global_shape, first.alias_of)
         dims = {len(entry.global_shape), len(entry.offset), len(entry.shape)}
         if got != expected or len(dims) > 1:
-            raise _wrong(folder, entry.name, f"slices that differ in {first.file} and {entry.file}", slices)
+            return _wrong(folder, entry.name, f"slices that differ in {first.file} and {entry.file}", slices)
     boxes = [(entry, region_of(entry)) for entry in slices]
     if tile([box for _, box in boxes], Region.whole(first.global_shape)):
-        return
+        return _wrong(folder, first.name, "slices that lie in no grid", slices)
     twice = next((pair for pair in combinations(boxes, 2) if overlap(pair[0][1], pair[1][1])), None)
     if twice is not None:
-        raise _wrong(folder, first.name, f"elements that are in {twice[0][0].file} and in {twice[1][0].file}", slices)
-    raise _wrong(folder, first.name, "only a part of it", slices)
+        return _wrong(folder, first.name, f"elements that are in {twice[0][0].file} and in {twice[1][0].file}", slices)
+    return _wrong(folder, first.name, "only a part of it", slices)
 
 
-def _wrong(folder: Path, name: str, got: str, slices: Sequence[TensorEntry]) -> CheckpointError:
+def _wrong(folder: Path, name: str, got: str, slices: Sequence[Slice]) -> CheckpointError:
     listed = ", ".join(f"{list(entry.shape)} at {list(entry.offset)} in {entry.file}" for entry in slices[:8])
     return CheckpointError(
         f"the slices of tensor {name!r} in {folder} do not make up the tensor",

@@ -80,9 +80,19 @@ def split(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[l
 
 def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> FileEntry:
     """Write storable tensors with distinct names; no more than one of them is copied at a time."""
+    ordered = _ordered(tensors)
+    return write_stream(path, ordered, iter(ordered))
+
+
+def write_stream(path: Path, outline: Sequence[tuple[str, Tensor]], tensors: Iterator[tuple[str, Tensor]]) -> FileEntry:
+    """Write the next tensors of a stream, as many as the outline has, without holding two of them.
+
+    `outline` has their names, shapes and dtypes, and needs no values; larger elements come first. Raises
+    CheckpointError when the stream gives something else.
+    """
     digest = hashlib.sha256()
     with atomic_file(path) as file:
-        for piece in _pieces(_ordered(tensors), {}):
+        for piece in _pieces(outline, {}, tensors):
             digest.update(piece)
             file.write(piece)
         size = file.tell()
@@ -185,6 +195,14 @@ class TensorFile:
         """The names of the tensors, as the file orders them."""
         return list(self._handle.keys())
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape that the header gives."""
+        return tuple(self._handle.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype that the header gives; None for one that torch does not have."""
+        return DTYPES.get(self._handle.get_slice(name).get_dtype())
+
     def tensor(self, name: str) -> Tensor:
         """The tensor of that name; its memory is the file's until it is written to."""
         try:
@@ -209,13 +227,31 @@ def _send(file: IO[bytes], start: int) -> None:
         os.posix_fadvise(file.fileno(), start, file.tell() - start, os.POSIX_FADV_DONTNEED)
 
 
-def _pieces(tensors: Sequence[tuple[str, Tensor]], notes: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    yield _header(tensors, notes)
-    for _, tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        view = flat.numpy().data
-        for start in range(0, len(view), PIECE_BYTES):
-            yield view[start : start + PIECE_BYTES]
+def _pieces(
+    outline: Sequence[tuple[str, Tensor]],
+    notes: Mapping[str, str],
+    tensors: Iterator[tuple[str, Tensor]] | None = None,
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a file; the values are those of the stream, or of the outline itself."""
+    yield _header(outline, notes)
+    stream = iter(outline) if tensors is None else tensors
+    for name, expected in outline:
+        flat = _bytes_of(name, expected, next(stream, None))
+        for start in range(0, len(flat), PIECE_BYTES):
+            yield flat[start : start + PIECE_BYTES]
+
+
+def _bytes_of(name: str, expected: Tensor, found: tuple[str, Tensor] | None) -> memoryview:
+    got = None if found is None else (found[0], found[1].dtype, found[1].shape)
+    if found is None or got != (name, expected.dtype, expected.shape):
+        raise CheckpointError(
+            "the tensors that are written are not those that were announced",
+            got=got,
+            expected=(name, expected.dtype, expected.shape),
+        )
+    flat = found[1].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    view: memoryview = flat.numpy().data
+    return view
 
 
 def _header(tensors: Sequence[tuple[str, Tensor]], notes: Mapping[str, str]) -> bytes:

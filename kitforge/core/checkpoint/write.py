@@ -20,11 +20,12 @@ from kitforge.core.checkpoint.layout import (
     FileEntry,
     Manifest,
     Part,
+    Slice,
     TableEntry,
     TensorEntry,
     write_manifest,
 )
-from kitforge.core.checkpoint.slices import by_name, check_slices
+from kitforge.core.checkpoint.slices import by_name, entry_of
 from kitforge.core.checkpoint.snapshot import Snapshot
 from kitforge.core.checkpoint.table_files import merged
 from kitforge.foundation.errors import CheckpointError
@@ -38,7 +39,7 @@ class Written:
     """What one rank has written: its files and the slices in them, without aliases."""
 
     files: tuple[FileEntry, ...]
-    slices: tuple[TensorEntry, ...]
+    slices: tuple[Slice, ...]
     signature: str  # of what all ranks must have been given alike; of one rank, nothing
     tables: tuple[TableEntry, ...] = ()
 
@@ -53,7 +54,7 @@ def write_files(draft: Path, snapshot: Snapshot, shard_bytes: int, rank: int | N
         for number, shard in enumerate(divided, start=1):
             alone = f"{part}-{number:05}-of-{len(divided):05}.safetensors"
             shards.append((draft / (alone if rank is None else share_name(part, rank, number)), shard))
-    slices = [_entry(name, snapshot, path.name) for path, shard in shards for name, _ in shard]
+    slices = [_slice(name, snapshot, path.name) for path, shard in shards for name, _ in shard]
     if rank is None:
         files = [tensor_file.write(path, shard) for path, shard in shards]
         return Written(files=(*state, *files), slices=tuple(slices), signature="")
@@ -90,17 +91,14 @@ def write_manifest_of(
                 expected="the same names, dtypes, whole shapes, layouts and ties on all ranks",
             )
     stored = by_name(entry for share in written for entry in share.slices)
-    entries = {
-        part: [entry for name in snapshot.names[part] for entry in _slices(draft, name, snapshot, stored)]
-        for part in PARTS
-    }
+    entries = {part: tuple(_entry_of(draft, name, snapshot, stored) for name in snapshot.names[part]) for part in PARTS}
     publishable = Manifest(
         format_version=FORMAT_VERSION,
         package_version=package_version(),
         kind=kind,
         step=snapshot.step,
-        model=tuple(entries["model"]),
-        optimizer=tuple(entries["optimizer"]),
+        model=entries["model"],
+        optimizer=entries["optimizer"],
         files=tuple(file for share in written for file in share.files),
         tables=merged([share.tables for share in written]),
         base=base,
@@ -116,9 +114,9 @@ def package_version() -> str:
         return "not installed"
 
 
-def _entry(name: str, snapshot: Snapshot, file: str) -> TensorEntry:
+def _slice(name: str, snapshot: Snapshot, file: str) -> Slice:
     region = snapshot.region(name)
-    return TensorEntry(
+    return Slice(
         name=name,
         dtype=tensor_file.DTYPE_NAMES[snapshot.buffers[name].dtype],
         global_shape=tuple(region.global_shape),
@@ -128,16 +126,14 @@ def _entry(name: str, snapshot: Snapshot, file: str) -> TensorEntry:
     )
 
 
-def _slices(draft: Path, name: str, snapshot: Snapshot, stored: dict[str, list[TensorEntry]]) -> list[TensorEntry]:
-    """The slices of a tensor from all ranks; of an alias, those of the tensor whose memory it shares."""
+def _entry_of(draft: Path, name: str, snapshot: Snapshot, stored: dict[str, list[Slice]]) -> TensorEntry:
+    """A tensor from the slices of all ranks; an alias lies where the tensor does whose memory it shares."""
     owner = snapshot.aliases.get(name)
     slices = stored.get(owner or name, [])
     if not slices:
         raise CheckpointError(f"no rank has written tensor {name!r} of {draft}")
-    if owner is not None:
-        return [replace(entry, name=name, alias_of=owner) for entry in slices]
-    check_slices(draft, slices)
-    return slices
+    found = entry_of(draft, slices)
+    return found if owner is None else replace(found, name=name, alias_of=owner)
 
 
 def _signature(snapshot: Snapshot) -> str:

@@ -23,6 +23,7 @@ from kitforge.core.nn.init import unfilled_embedding
 from kitforge.core.nn.norm import Norm
 from kitforge.core.nn.rotary import RotaryAngles, RotaryConfig, document_lengths
 from kitforge.foundation.config import check, check_counts
+from kitforge.foundation.dtype import ExportDtype
 
 # A family's configuration makes as many blocks as it is asked for, so absurd counts are refused first.
 MAX_LAYERS = 10_000
@@ -51,6 +52,16 @@ class FamilyConfig(Protocol):
     @property
     def family(self) -> str:
         """The family's name in the catalog."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks of the decoder."""
+        ...
+
+    @property
+    def dtype(self) -> ExportDtype:
+        """What its weights were published in, and are exported in unless another dtype is asked for."""
         ...
 
     def decoder(self) -> DecoderConfig:

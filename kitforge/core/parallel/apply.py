@@ -53,6 +53,11 @@ class ParallelModel:
             self._distribute(sharding, world.mesh, DTYPES[world.precision])
         self._bind()
 
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that the model lies over; None where it lies on one rank."""
+        return self._mesh
+
     def broadcast_replicas(self) -> None:
         """Give every replica of a weight or buffer the values of the first rank that holds it; all ranks call this
         once the model has its values."""

@@ -61,6 +61,15 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     return values
 
 
+def gather_objects_to_first(value: Any, group: Group) -> list[Any]:
+    """Every rank's plain value, in rank order, on the group's first rank; nothing on the others."""
+    if group is None:
+        return [value]
+    values: list[Any] | None = [None] * size(group) if index(group) == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values or []
+
+
 def first_object(value: Any, group: Group) -> Any:
     """The plain value of the group's first rank."""
     if group is None:

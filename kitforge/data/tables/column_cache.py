@@ -27,9 +27,9 @@ from kitforge.data.tables.columns import Columns, Layout, Lists, MemoryTable, Ta
 from kitforge.data.tables.reading import read
 from kitforge.data.tables.source import TableSource
 from kitforge.foundation.errors import DataError
-from kitforge.foundation.files import write_text
+from kitforge.foundation.files import sha256, write_text
 
-FORMAT = 2
+FORMAT = 3
 _PROGRESS = "progress.json"
 # A build that is killed loses at most about as many bytes of columns.
 _STRIDE = 2**27
@@ -87,8 +87,7 @@ def load_table(
         table = _in_memory(source, layout, bad, num_workers)
         bad.tell(source.name, table.num_rows)
         return table
-    fingerprint = digest("column_cache", FORMAT, source.fingerprint, layout.fingerprint, bad.policy)
-    folder = root / fingerprint
+    folder = root / digest("column_cache", FORMAT, source.fingerprint, layout.fingerprint, bad.policy)
 
     def fill() -> dict[str, Any]:
         done = _Done.of(folder, layout)
@@ -103,6 +102,9 @@ def load_table(
                 (folder / name).unlink(missing_ok=True)
             raise
         (folder / _PROGRESS).unlink(missing_ok=True)
+        # Of the content, so that a copy of the files counts as what it is.
+        content = [(name, sha256(folder / name)) for name in sorted(done.sizes)]
+        fingerprint = digest("columns", content, layout.fingerprint)
         return {"fingerprint": fingerprint, "num_rows": done.num_rows, "bad_rows": done.bad_rows}
 
     _place(folder).build(fill)

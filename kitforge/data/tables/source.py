@@ -125,7 +125,8 @@ def open_table(spec: object, config: TableConfig = _DEFAULT) -> TableSource:
 def _of_files(name: str, files: Sequence[Path], config: TableConfig) -> TableSource:
     stamps = tuple(_stamp(file.absolute()) for file in files)
     parts = tuple(_open_file(file.absolute(), config) for file in files)
-    mark = digest("table", [(str(path), size, time) for path, size, time in stamps])
+    # The last time is the system's own, which changes with the bytes though the other be put back.
+    mark = digest("table", [(str(path), size, time, path.stat().st_ctime_ns) for path, size, time in stamps])
     fingerprint = digest(mark, config.format, config.columns, config.missing_values)
     return TableSource(name=name, parts=parts, fingerprint=fingerprint, stamps=stamps)
 

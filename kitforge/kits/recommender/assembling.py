@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kitforge.core.checkpoint.load import Checkpoint, load_tensors
+from kitforge.core.checkpoint.load import Checkpoint, find_checkpoint, load_tensors
 from kitforge.core.checkpoint.tables import tables_of
 from kitforge.core.nn.lookup import RecommenderConfig
 from kitforge.core.parallel.world import World
@@ -26,7 +26,6 @@ from kitforge.kits.recommender.objective import Finding, Objective
 from kitforge.kits.recommender.placing import EMPTY, spread_tables
 from kitforge.kits.recommender.samples import Samples
 from kitforge.models.catalog import recommender_of
-from kitforge.models.folder import find_checkpoint
 from kitforge.models.sasrec.model import SASRecConfig
 from kitforge.models.two_tower.model import TwoTowerConfig
 

@@ -18,7 +18,7 @@ from kitforge.core.parallel.apply import apply, parallel_of
 from kitforge.core.parallel.lobby import Lobby
 from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import World
-from kitforge.foundation.config import from_dict, to_dict, to_yaml
+from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.recommender.assembling import (
     checkpoint_of,
@@ -164,8 +164,10 @@ def open_pipeline(model: nn.Module, tokenizer: Encoder, options: RecommendationO
     return RecommendationPipeline(found, tokenizer, options)
 
 
-def save(model: nn.Module, folder: Path, tokenizer: Encoder) -> None:
-    """Write the item vectors of a family that finds items as an index of faiss; raises ModelError for any other."""
+def save(model: nn.Module, folder: Path, tokenizer: Encoder, dtype: str | None = None) -> None:
+    """Write the item vectors of a family that finds items as an index of faiss; raises ModelError for any other, and
+    ConfigError for a dtype, which is the index's own."""
+    check(dtype is None, "dtype", dtype, "null: an index of faiss holds float32")
     open_pipeline(model, tokenizer, RecommendationOptions()).save_index(folder)
 
 

@@ -96,12 +96,12 @@ class RecommendationTask(Task):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Refuse to go on over other rows than those the run began with."""
-        if state["rows"] != self._dataset.fingerprint and not self._options.trainer.allow_changes:
+        if state["rows"] != self._dataset.fingerprint and not self._options.trainer.allow_data_changes:
             raise ConfigError(
                 "the training rows are not the ones that the run began with",
                 got=f"rows {self._dataset.fingerprint[:12]}",
                 expected=f"rows {state['rows'][:12]}",
-                fix="put the files back, or add trainer.allow_changes=true to go on all the same",
+                fix="put the files back, or add trainer.allow_data_changes=true to go on all the same",
             )
 
     def _num_samples(self, epochs: float) -> int:

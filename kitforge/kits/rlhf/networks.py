@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from kitforge.core.checkpoint.load import Checkpoint, load_tensors
+from kitforge.core.checkpoint.load import Checkpoint, find_checkpoint, load_tensors
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
@@ -157,7 +157,7 @@ def tokenizer_of(options: StageOptions, given: Tokenizer | None, train: object) 
 
 def load_policy(folder: Path, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
     """The language model of any run, step or Hugging Face folder."""
-    checkpoint = model_folder.find_checkpoint(folder)
+    checkpoint = find_checkpoint(folder)
     if checkpoint is None or not (_has(checkpoint, POLICY) or _adapter(checkpoint)):
         return model_folder.load(folder, device=device, level=level)
     return _loaded(checkpoint, POLICY if _has(checkpoint, POLICY) else "", device, level)
@@ -165,13 +165,13 @@ def load_policy(folder: Path, device: torch.device, level: CompileLevel = "O1") 
 
 def is_scalar(folder: Path) -> bool:
     """Whether a run or a step holds a scalar model."""
-    checkpoint = model_folder.find_checkpoint(folder)
+    checkpoint = find_checkpoint(folder)
     return checkpoint is not None and _has(checkpoint, BACKBONE)
 
 
 def load_scalar(folder: Path, device: torch.device, level: CompileLevel = "O1") -> ScalarModel:
     """The scalar model of a run of the task `reward`, or of one of its steps."""
-    checkpoint = model_folder.find_checkpoint(folder)
+    checkpoint = find_checkpoint(folder)
     if checkpoint is None or not _has(checkpoint, BACKBONE):
         raise ModelError("there is no reward model here", got=folder, expected="a run of the task reward")
     config = config_of(checkpoint.state["config"]["model"])

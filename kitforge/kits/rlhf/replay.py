@@ -57,7 +57,9 @@ def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[Parts
         )
     checkpoint = open_checkpoint(step_folder(root, before[-1]))
     device = torch.device("cpu") if options.device == "auto" else torch.device(options.device)
-    trainer = dataclasses.replace(options.trainer, allow_changes=True, progress=False, evaluate_every=None)
+    trainer = dataclasses.replace(
+        options.trainer, allow_changes=True, allow_data_changes=True, progress=False, evaluate_every=None
+    )
     options = dataclasses.replace(
         options, trainer=trainer, parallel=Degrees(), placement=PlacementOptions(), checkpoint=None, device=str(device)
     )

@@ -182,12 +182,12 @@ class RLTask(Task):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take it back; refuse to go on with other prompts or another reference or base than the run began with."""
-        allowed = self._options.trainer.allow_changes
-        self._rows.check_same(state["rows"], allowed)
+        trainer = self._options.trainer
+        self._rows.check_same(state["rows"], trainer.allow_data_changes)
         if self.recorded is None:
-            check_same(self._collector.fingerprints(), state, allowed)
+            check_same(self._collector.fingerprints(), state, trainer.allow_changes)
         if self._pretraining is not None:
-            self._pretraining.check_same(state["pretraining"], allowed)
+            self._pretraining.check_same(state["pretraining"], trainer.allow_data_changes)
         self._controller.load_state(state["controller"])
         self._round = None if state["round"] is None else Round.from_plain(state["round"])
         self._collector.restore(state["ahead"])

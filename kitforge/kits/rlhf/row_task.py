@@ -89,6 +89,5 @@ class RowTask(Task, Generic[Options, Row]):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Refuse to go on over other rows or beside another reference or base than the run began with."""
-        allowed = self._options.trainer.allow_changes
-        self._rows.check_same(state["rows"], allowed)
-        self._frozen.check_same(state, allowed)
+        self._rows.check_same(state["rows"], self._options.trainer.allow_data_changes)
+        self._frozen.check_same(state, self._options.trainer.allow_changes)

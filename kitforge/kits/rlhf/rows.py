@@ -32,7 +32,7 @@ class Rows(Generic[Row]):
                 "the training rows are not those that the run began with",
                 got=f"rows {self.fingerprint[:12]}",
                 expected=f"rows {fingerprint[:12]}",
-                fix="put the files back, or add trainer.allow_changes=true to go on all the same",
+                fix="put the files back, or add trainer.allow_data_changes=true to go on all the same",
             )
 
 
@@ -48,7 +48,7 @@ def read_rows(
     """Read the training and the evaluation spec, of which one is there; without the second a share of the training rows
     is kept for it. Raises DataError for rows that are longer than data.sequence_length."""
     train, evaluation = ([] if spec is None else _fitting(list(read(spec)), length, options) for spec in specs)
-    fingerprint = digest("rows", train)
+    fingerprint = digest("rows", train, evaluation)
     if specs[1] is None:
         kept, held_out = split(len(train), options.validation, seed)
         train, evaluation = [train[index] for index in kept], [train[index] for index in held_out]

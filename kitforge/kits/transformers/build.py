@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from kitforge.core.checkpoint.agreement import together
+from kitforge.core.checkpoint.gather import GatheredParameters
+from kitforge.core.checkpoint.load import find_checkpoint, load_tensors
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
-from kitforge.core.parallel.apply import laid_out, parallel_of
+from kitforge.core.parallel import collectives
+from kitforge.core.parallel.apply import apply, laid_out, parallel_of
 from kitforge.core.parallel.lobby import Lobby
 from kitforge.core.parallel.sharding import Sharding, check_geometry
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.data.source import Source
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
-from kitforge.foundation.errors import ConfigError, DataError, ModelError
+from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype
+from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, ModelError
 from kitforge.inference.engine import Engine
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.server.exchange import Service
@@ -60,7 +66,7 @@ def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> As
     """Everything that a run needs, in the order in which mistakes are cheapest to find."""
     train = _source(inputs.train_dataset, options.data.train, options)
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
-    given = _given_network(options, inputs, lobby.device)
+    given = _given_network(inputs)
     tokenizer = _tokenizer(options, inputs, train or evaluation)
     config = _network_config(options, given, tokenizer)
     if config is not None:
@@ -76,12 +82,11 @@ def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> As
     lobby.check_same({"configuration": config_text, "training text": corpus.fingerprint})
 
     def build(world: World) -> nn.Module:
-        if given is None:
-            assert config is not None
-            network = model_folder.outline(config, options.compile_level)
-            return _prepare(laid_out(network, DECODER, world, options.seed), options)
-        parallel_of(given.to(world.device), world, _sharding(given))
-        return _prepare(given, options)
+        if given is not None or options.checkpoint is not None:
+            return _prepare(_cut(options, given, world), options)
+        assert config is not None
+        network = model_folder.outline(config, options.compile_level)
+        return _prepare(laid_out(network, DECODER, world, options.seed), options)
 
     folder = world.first(default_folder(options, inputs.model_name))
     loop = make_loop(
@@ -122,15 +127,29 @@ def load(folder: Path, device: torch.device, level: CompileLevel = "O1") -> Deco
     return model_folder.load(folder, device=device, level=level)
 
 
-def save(model: nn.Module, folder: Path, tokenizer: Tokenizer | None) -> None:
-    """Write a Hugging Face folder that `transformers` and we can load."""
+def save(model: nn.Module, folder: Path, tokenizer: Tokenizer | None, dtype: ExportDtype | None = None) -> None:
+    """Write a Hugging Face folder that `transformers` and we can load; without `dtype`, in the one that the weights
+    were published in. Of a model that is cut, all ranks call this, and rank 0 writes tensor by tensor as they come."""
     if not isinstance(model, Decoder):
         raise ModelError("only the families can be exported", got=type(model).__name__, expected="a gpt2, llama or glm")
     parallel = parallel_of(model, ALONE)
-    tensors = {name: parallel.whole(name) for name in parallel.parameters()}
-    # All ranks have gathered; one writes.
-    if parallel.rank > 0:
-        return
+    names = model_folder.exported_names(model.config)
+    weights = GatheredParameters(parallel, names, EXPORT_DTYPES[dtype or model.config.dtype])
+
+    def write() -> None:
+        try:
+            if parallel.rank == 0:
+                _write_folder(model, folder, tokenizer, weights, dtype)
+        finally:
+            weights.finish()
+
+    group = None if parallel.mesh is None else parallel.mesh.world
+    together(write, partial(collectives.gather_objects, group=group), KitforgeError)
+
+
+def _write_folder(
+    model: Decoder, folder: Path, tokenizer: Tokenizer | None, weights: GatheredParameters, dtype: ExportDtype | None
+) -> None:
     ids: dict[str, Any] = {}
     if tokenizer is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +157,7 @@ def save(model: nn.Module, folder: Path, tokenizer: Tokenizer | None) -> None:
         ends = list(tokenizer.eos_ids)
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
         ids["pad_token_id"] = tokenizer.pad_id if tokenizer.pad_id < model.geometry.vocab_size else None
-    model_folder.save(model, folder, extra=ids, tensors=tensors)
+    model_folder.save(model, folder, extra=ids, weights=weights, dtype=dtype)
 
 
 def open_pipeline(model: nn.Module, tokenizer: Tokenizer, options: TextGenerationOptions) -> TextGenerationPipeline:
@@ -203,11 +222,9 @@ def _tokenizer(options: TextGenerationOptions, inputs: Inputs, source: Source | 
     return tokenizer_for(options.tokenizer, source, options.data)
 
 
-def _given_network(options: TextGenerationOptions, inputs: Inputs, device: torch.device) -> nn.Module | None:
-    """The network handed over or the checkpoint's; None for one that is to be built from `options.model`."""
-    if inputs.model is None:
-        return None if options.checkpoint is None else load(Path(options.checkpoint), device, options.compile_level)
-    if not isinstance(inputs.model, CausalLM):
+def _given_network(inputs: Inputs) -> nn.Module | None:
+    """The network handed over; None for a checkpoint's, or one that is to be built from `options.model`."""
+    if inputs.model is not None and not isinstance(inputs.model, CausalLM):
         raise ModelError(
             "this network cannot be trained on text_generation",
             got=type(inputs.model).__name__,
@@ -223,10 +240,28 @@ def _network_config(
     """The options of the network; None for one of the caller's own making."""
     if given is not None:
         return given.config if isinstance(given, Decoder) else None
+    if options.checkpoint is not None:
+        # A first look, at names and sizes; the weights are read when all ranks are there.
+        return model_folder.open_model(Path(options.checkpoint), partial(find_checkpoint, verify=False)).config
     values = dict(options.model)
     if values.get("vocab_size") is None:
         values["vocab_size"] = tokenizer.vocab_size
     return config_of(values)
+
+
+def _cut(options: TextGenerationOptions, given: nn.Module | None, world: World) -> nn.Module:
+    """The network handed over or the checkpoint's on the device, cut as the world's degrees say. Of the checkpoint's,
+    no rank ever holds more than its pieces, and each verifies a share of the files."""
+    if given is not None:
+        parallel_of(given.to(world.device), world, _sharding(given))
+        return given
+    stored = model_folder.open_model(Path(str(options.checkpoint)), partial(find_checkpoint, world=world))
+    network = model_folder.outline(stored.config, options.compile_level)
+    parallel = apply(network, DECODER, world)
+    parallel.materialise(world.device)
+    regions = {name: parallel.region(name) for name in parallel.parameters()}
+    load_tensors(parallel.parameters(), stored.tensors(regions), what="model")
+    return network
 
 
 def _check_fit(config: FamilyConfig, options: TextGenerationOptions, tokenizer: Tokenizer) -> None:
@@ -293,19 +328,20 @@ def evaluate(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> di
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
     if train is None and evaluation is None:
         raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
-    model = _given_network(options, inputs, lobby.device)
-    if model is None:
+    given = _given_network(inputs)
+    if given is None and options.checkpoint is None:
         raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
     tokenizer = _tokenizer(options, inputs, evaluation or train)
-    if isinstance(model, Decoder):
-        _check_fit(model.config, options, tokenizer)
+    config = _network_config(options, given, tokenizer)
+    if config is not None:
+        _check_fit(config, options, tokenizer)
     text = None if evaluation is not None else train
     with lobby.turns():
         corpus = load_corpus(text, evaluation, tokenizer, options.data, options.seed)
     world = lobby.join().with_precision(options.precision)
-    parallel = parallel_of(model, world, _sharding(model))
+    model = _cut(options, given, world)
     task = TextGenerationTask(options, corpus, lambda _world: model, world)
-    return evaluated(task, parallel, world.device, options.precision)
+    return evaluated(task, parallel_of(model, world), world.device, options.precision)
 
 
 def resolved(options: TextGenerationOptions) -> dict[str, Any]:

@@ -22,7 +22,8 @@ class Corpus:
 
     train: PackedRows | None
     eval: PackedRows | None
-    fingerprint: str
+    fingerprint: str  # of the text that is trained on
+    eval_fingerprint: str = ""  # of that given for evaluation; none where it is a share of the other
 
 
 def open_text(spec: object, options: DataOptions) -> Source:
@@ -74,6 +75,7 @@ def load_corpus(
         return Corpus(train=None, eval=given_rows, fingerprint=given.fingerprint)
     cache = tokens(train)
     if given_rows is not None or options.validation == 0:
-        return Corpus(train=pack(cache, None), eval=given_rows, fingerprint=cache.fingerprint)
+        mark = "" if given is None else given.fingerprint
+        return Corpus(train=pack(cache, None), eval=given_rows, fingerprint=cache.fingerprint, eval_fingerprint=mark)
     kept, held_out = split_documents(cache, options.validation, seed)
     return Corpus(train=pack(cache, kept), eval=pack(cache, held_out), fingerprint=cache.fingerprint)

@@ -93,16 +93,19 @@ class TextGenerationTask(Task):
 
     def state(self) -> dict[str, Any]:
         """Which tokens the cursor counts."""
-        return {"corpus": self._corpus.fingerprint}
+        return {"corpus": self._corpus.fingerprint, "eval": self._corpus.eval_fingerprint}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Refuse to go on over other tokens than those the run began with."""
-        if state["corpus"] != self._corpus.fingerprint and not self._options.trainer.allow_changes:
+        now = self.state()
+        words = {"corpus": "training", "eval": "evaluation"}
+        changed = [name for name in words if state[name] != now[name]]
+        if changed and not self._options.trainer.allow_data_changes:
             raise ConfigError(
-                "the training text is not the one that the run began with",
-                got=f"tokens {self._corpus.fingerprint[:12]}",
-                expected=f"tokens {state['corpus'][:12]}",
-                fix="put the files back, or add trainer.allow_changes=true to go on all the same",
+                f"the {words[changed[0]]} text is not the one that the run began with",
+                got=f"tokens {now[changed[0]][:12]}",
+                expected=f"tokens {state[changed[0]][:12]}",
+                fix="put the files back, or add trainer.allow_data_changes=true to go on all the same",
             )
 
     def _num_samples(self, epochs: float) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitforge.core.checkpoint.layout import read_manifest, step_folder, steps, write_manifest
+from kitforge.core.checkpoint.layout import FileEntry, read_manifest, step_folder, steps, write_manifest
 from kitforge.core.checkpoint.load import load_tensors, newest, open_checkpoint
 from kitforge.foundation.errors import CheckpointError, ModelError
 from tests.core.checkpoint import example
@@ -110,8 +110,8 @@ def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
     folder = example.saved(tmp_path, 1) / "step_1"
-    write_manifest(folder, dataclasses.replace(read_manifest(folder), format_version=2))
-    with pytest.raises(CheckpointError, match="unknown format version\n  got:      2\n  expected: 1"):
+    write_manifest(folder, dataclasses.replace(read_manifest(folder), format_version=3))
+    with pytest.raises(CheckpointError, match="unknown format version\n  got:      3\n  expected: 2"):
         open_checkpoint(folder)
 
 
@@ -128,18 +128,29 @@ def test_a_manifest_with_an_unknown_key_is_refused(tmp_path: Path, monkeypatch: 
 def test_a_manifest_cannot_point_outside_of_its_folder(tmp_path: Path, name: str) -> None:
     folder = example.saved(tmp_path, 1) / "step_1"
     manifest = read_manifest(folder)
-    elsewhere = dataclasses.replace(manifest.model[0], file=name)
+    elsewhere = dataclasses.replace(manifest.model[0], files=(name,))
     write_manifest(folder, dataclasses.replace(manifest, model=(elsewhere,)))
-    with pytest.raises(CheckpointError, match="not its own"):
+    with pytest.raises(CheckpointError, match="not a manifest|not its own"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "deeper/secret", ".."])
+def test_a_file_outside_of_the_folder_is_refused_though_it_is_listed(tmp_path: Path, name: str) -> None:
+    folder = example.saved(tmp_path, 1) / "step_1"
+    manifest = read_manifest(folder)
+    listed = (*manifest.files, FileEntry(name=name, bytes=1, sha256="0"))
+    for files in (listed, (listed[-1], *manifest.files)):
+        write_manifest(folder, dataclasses.replace(manifest, files=files))
+        with pytest.raises(CheckpointError, match="not its own"):
+            read_manifest(folder)
 
 
 def test_a_slice_is_not_taken_for_the_whole(tmp_path: Path) -> None:
     folder = example.saved(tmp_path, 1) / "step_1"
     manifest = read_manifest(folder)
-    part = dataclasses.replace(manifest.model[0], global_shape=(128, 4))
+    part = dataclasses.replace(manifest.model[0], shape=(128, 4))
     write_manifest(folder, dataclasses.replace(manifest, model=(part,)))
-    with pytest.raises(CheckpointError, match="do not make up the tensor(.|\n)*only a part"):
+    with pytest.raises(CheckpointError, match="not what the manifest says"):
         open_checkpoint(folder).tensor(part.name)
 
 
@@ -219,3 +230,28 @@ def test_a_tensor_that_comes_twice_is_unexpected() -> None:
 def test_a_target_without_memory_is_refused() -> None:
     with pytest.raises(ModelError, match="no memory yet"):
         load_tensors({"a": torch.zeros(1, device="meta")}, [("a", torch.ones(1))], what="model")
+
+
+def test_only_weights_are_verified_where_only_weights_are_wanted(tmp_path: Path) -> None:
+    folder = example.saved(tmp_path, 1) / "step_1"
+    damage(folder / FILES[3])
+    example.assert_equal(dict(open_checkpoint(folder, parts=("model",)).model()), example.model(1))
+    with pytest.raises(CheckpointError, match=FILES[3]):
+        open_checkpoint(folder)
+    damage(folder / FILES[2])
+    with pytest.raises(CheckpointError, match=FILES[2]):
+        open_checkpoint(folder, parts=("model",))
+
+
+@pytest.mark.parametrize("name", FILES[1:3])
+def test_what_weights_are_read_with_is_verified(tmp_path: Path, name: str) -> None:
+    folder = example.saved(tmp_path, 1) / "step_1"
+    damage(folder / name)
+    with pytest.raises(CheckpointError, match=name):
+        open_checkpoint(folder, parts=("model",))
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)

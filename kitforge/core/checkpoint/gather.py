@@ -1,0 +1,82 @@
+"""Whole tensors out of the pieces of all ranks, one at a time and on the CPU of rank 0 alone, to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from kitforge.core.checkpoint.arrangement import Ranks
+from kitforge.core.parallel import collectives
+from kitforge.core.parallel.apply import ParallelModel
+from kitforge.core.parallel.layout import Layout
+
+
+@final
+class GatheredParameters(Mapping[str, Tensor]):
+    """The parameters of a model in one dtype, each put together when rank 0 asks for it, in the order of `names`.
+
+    All ranks make it. Rank 0 reads it and the others give their pieces by `finish`; they hold nothing but these. Alone,
+    a parameter is its own memory where it has that dtype.
+    """
+
+    def __init__(self, parallel: ParallelModel, names: Sequence[str], dtype: torch.dtype) -> None:
+        self._pieces = parallel.parameters()
+        self._layouts = parallel.layouts
+        self._rank = parallel.rank
+        self._ranks = None if parallel.mesh is None else Ranks.of(parallel.mesh)
+        self._names = list(names)
+        self._dtype = dtype
+        self._num_given = 0
+
+    def outline(self) -> dict[str, Tensor]:
+        """What all of them will be, without memory."""
+        return {name: torch.empty(self._layouts[name].shape, dtype=self._dtype, device="meta") for name in self._names}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._ranks is None:
+            return self._pieces[name].detach().to(self._dtype)
+        expected = self._names[self._num_given]
+        assert name == expected, f"{name} is asked for in the place of {expected}"
+        found = self._next(self._ranks)
+        assert found is not None
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def finish(self) -> None:
+        """Give or take what is left, so that no rank waits for another. All ranks call it, whatever has failed."""
+        while self._ranks is not None and self._num_given < len(self._names):
+            self._next(self._ranks)
+
+    @torch.no_grad()
+    def _next(self, ranks: Ranks) -> Tensor | None:
+        name = self._names[self._num_given]
+        self._num_given += 1
+        return gather_to_first(self._pieces[name].detach().to(self._dtype), self._layouts[name], ranks, self._rank)
+
+
+def gather_to_first(piece: Tensor, layout: Layout, ranks: Ranks, rank: int) -> Tensor | None:
+    """The whole tensor of which each rank has the piece that the layout says, on the CPU of rank 0; None on the others.
+
+    All ranks call it together. Beside the whole, rank 0 holds one piece at a time.
+    """
+    whole = torch.empty(layout.shape, dtype=piece.dtype) if rank == 0 else None
+    for each in ranks.pieces(layout):
+        sender = each.holders[0]
+        if rank == sender != 0:
+            collectives.send(piece.contiguous(), 0)
+        if whole is None:
+            continue
+        if sender == 0:
+            part = piece
+        else:
+            part = collectives.receive_(torch.empty(each.region.shape, dtype=piece.dtype, device=piece.device), sender)
+        each.region.of(whole).copy_(part)
+    return whole
