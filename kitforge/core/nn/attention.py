@@ -97,4 +97,5 @@ class Attention(nn.Module):
             kept = dropout(weights, rate, name, noise)
             return kept @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
-        return AttentionSpec(layer=self.spec.layer, kernel=kernel, scale=self.spec.scale, window=self.spec.window)
+        # Only a cache asks for the layer, never with dropout, and reading it would cost the compiler a graph a layer.
+        return AttentionSpec(layer=-1, kernel=kernel, scale=self.spec.scale, window=self.spec.window)
