@@ -19,7 +19,7 @@ SOURCES := kitforge tests $(wildcard benchmarks examples scripts)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev quickstart format check test prove gpu-check clean
+.PHONY: help env env-dev quickstart format check test prove mutate gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,9 @@ prove: env-dev ## the large products whole, not sampled; writes docs/proof.md
 	@mkdir -p build
 	KITFORGE_PROVE=1 $(PYTEST) -m prove --junitxml=build/prove.xml; status=$$?; \
 	$(BIN)/python scripts/prove_table.py build/prove.xml docs/proof.md && exit $$status
+
+mutate: env-dev ## plant the faults of tests/mutation one by one; writes what the tests found into docs/proof.md
+	$(BIN)/python scripts/mutate.py --workers $(WORKERS)
 
 gpu-check: env ## train and check the kernels on this machine's accelerator; prints a table
 	$(BIN)/python scripts/gpu_check.py

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+# The first line of the part of the page that scripts/mutate.py writes.
+MUTATION = "<!-- mutation: begin -->"
 COLUMNS = ("cases", "passed", "failed", "skipped", "seconds")
 
 
@@ -56,7 +58,10 @@ def main() -> None:
     """`prove_table.py JUNIT [JUNIT ...] PAGE`."""
     *files, page = map(Path, sys.argv[1:])
     page.parent.mkdir(exist_ok=True)
-    page.write_text(render(tally(files)), encoding="utf-8")
+    # What `make mutate` has written there stays.
+    before = page.read_text(encoding="utf-8") if page.exists() else ""
+    kept = before[before.find(MUTATION) :] if MUTATION in before else ""
+    page.write_text(render(tally(files)) + (f"\n{kept}" if kept else ""), encoding="utf-8")
     print(f"wrote {page}")
 
 
