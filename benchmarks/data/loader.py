@@ -1,4 +1,4 @@
-"""Tokens a second of a core's time that packed rows come out of the cache, in the shuffled order of training.
+"""How fast packed rows come out of the cache in the shuffled order of training, and the memory that documents take.
 
 Run: python benchmarks/data/loader.py [--date YYYY-MM-DD]; the table is written to loader.md beside this script.
 """
@@ -10,14 +10,14 @@ import platform
 import statistics
 import tempfile
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kitforge.data.collate import split_micro_batches
-from kitforge.data.packing import PackedRows, split_documents
+from kitforge.data.packing import PackedRows, Part, split_documents
 from kitforge.data.sampler import order
 from kitforge.data.source import open_source
 from kitforge.data.token_cache import TokenCache, build
@@ -30,6 +30,7 @@ NUM_TOKENS = 40_000_000
 # Rows fetched by one call, of which each batch takes its share as a view; 1 is a call for every batch.
 BATCHES_A_CALL = (1, 16)
 REPEATS = 7
+MANY_DOCUMENTS = 4_000_000
 SECONDS = 0.5
 
 
@@ -43,7 +44,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cache = _cache(Path(folder))
         train, _ = split_documents(cache, 0.05, seed=0)
-        lines = [_line(cache, train.documents, *shape) for shape in SHAPES]
+        lines = [_line(cache, train, *shape) for shape in SHAPES]
     text = _page(cache, lines, date)
     console.print(text, markup=False, soft_wrap=True)
     Path(__file__).with_suffix(".md").write_text(text)
@@ -57,8 +58,8 @@ def _cache(folder: Path) -> TokenCache:
     return build(source, ByteTokenizer(), folder, num_workers=1)
 
 
-def _line(cache: TokenCache, documents: NDArray[np.int64] | None, batch_size: int, length: int) -> str:
-    rows = PackedRows(cache, length=length, documents=documents, pad_id=257)
+def _line(cache: TokenCache, part: Part, batch_size: int, length: int) -> str:
+    rows = PackedRows(cache, length=length, part=part, pad_id=257)
     speeds = [_speed(rows, batch_size, batches) for batches in BATCHES_A_CALL]
     cells = [f"{statistics.median(speed):.0f} ({min(speed):.0f} to {max(speed):.0f})" for speed in speeds]
     return f"| {batch_size} x {length} | {' | '.join(cells)} |"
@@ -77,9 +78,23 @@ def _speed(rows: PackedRows, batch_size: int, batches: int) -> list[float]:
     return speeds
 
 
+def _memory() -> tuple[float, float]:
+    """Bytes a document that packed rows to train on and to evaluate on keep, and that making them takes at most."""
+    offsets = np.arange(MANY_DOCUMENTS + 1, dtype=np.int64) * 2
+    tokens = np.zeros(offsets[-1], dtype=np.uint16)
+    cache = TokenCache(folder=Path(), fingerprint="", tokens=tokens, offsets=offsets)
+    tracemalloc.start()
+    rows = [PackedRows(cache, length=256, part=part, pad_id=257) for part in split_documents(cache, 0.05, seed=0)]
+    held, highest = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert rows
+    return held / MANY_DOCUMENTS, highest / MANY_DOCUMENTS
+
+
 def _page(cache: TokenCache, lines: list[str], date: str) -> str:
     machine = f"{describe(torch.device('cpu'))}; Python {platform.python_version()}, numpy {np.__version__}"
     head = " | ".join("one batch a call" if batches == 1 else f"{batches} batches a call" for batches in BATCHES_A_CALL)
+    held, highest = _memory()
     return "\n".join(
         [
             "# Packed rows out of the token cache",
@@ -94,6 +109,9 @@ def _page(cache: TokenCache, lines: list[str], date: str) -> str:
             f"| rows x length | {head} |",
             "|---|---|---|",
             *lines,
+            "",
+            f"Memory of a process for the rows of both parts, with {MANY_DOCUMENTS:,} documents: {held:.2f} bytes a",
+            f"document, and {highest:.2f} at most while they are made.",
             "",
         ]
     )

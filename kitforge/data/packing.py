@@ -5,7 +5,8 @@ Shapes: rows is the number of rows asked for, length the tokens of a row; a run 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 import numpy as np
@@ -23,18 +24,36 @@ from kitforge.foundation.seed import key
 IGNORED = -100
 # With fewer documents a split by document would be a matter of luck.
 _ENOUGH_DOCUMENTS = 20
+# Documents that share an entry of the index in memory. A row costs reading where a whole block's documents begin.
+_BLOCK_DOCUMENTS = 128
+# How many are looked at together while the index is made.
+_DOCUMENTS_AT_ONCE = 16384
 
 Integers = NDArray[np.int64]
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Some of a corpus: whole documents, or a range of tokens of every document. One of the two is set."""
+    """Some of a corpus: all of it, whole documents, or one end of every document. A rule, so it takes no memory."""
 
-    rule: Literal["documents", "tail"]
-    documents: Integers | None = None  # indices, rising
-    bounds: Integers | None = None  # [ranges, 2]: first token and the one after the last
+    rule: Literal["all", "documents", "tail"]
+    fraction: float = 0.0  # held out: of all documents, or of each document's tokens
+    key: int = 0  # of the scramble that draws documents
+    is_held_out: bool = False  # whether the part is what is held out, or the rest
+
+    def cut(self, numbers: Integers, begins: Integers, ends: Integers) -> tuple[Integers, Integers]:
+        """What belongs to the part of the documents of these numbers, given as first token and the one after the last.
+
+        All arrays have one shape. A document outside the part ends where it begins.
+        """
+        if self.rule == "tail":
+            cuts = ends - np.round((ends - begins) * self.fraction).astype(np.int64)
+            return (cuts, ends) if self.is_held_out else (begins, cuts)
+        if self.rule == "documents":
+            is_held_out = _chances(numbers, self.key) < self.fraction
+            ends = np.where(is_held_out == self.is_held_out, ends, begins)
+        return begins, ends
 
 
 def split_documents(cache: TokenCache, fraction: float, seed: int) -> tuple[Part, Part | None]:
@@ -45,28 +64,31 @@ def split_documents(cache: TokenCache, fraction: float, seed: int) -> tuple[Part
     tokens is validation instead.
     """
     check(0 <= fraction < 1, "data.validation", fraction, "a number from 0 to below 1")
-    everything = np.arange(cache.num_documents, dtype=np.int64)
     if fraction == 0:
-        return Part(rule="documents", documents=everything), None
+        return Part(rule="all"), None
     if cache.num_documents < _ENOUGH_DOCUMENTS:
-        return _split_tails(cache, fraction)
-    chances = scramble(everything.astype(np.uint64), key(seed, "validation")) / 2.0**64
-    held_out = chances < fraction
-    # Neither part may be empty, however small or large the fraction.
-    held_out[np.argmin(chances)], held_out[np.argmax(chances)] = True, False
-    return (
-        Part(rule="documents", documents=everything[~held_out]),
-        Part(rule="documents", documents=everything[held_out]),
-    )
+        rest = Part(rule="tail", fraction=fraction)
+    else:
+        scrambled = key(seed, "validation")
+        fraction = _effective(fraction, cache.num_documents, scrambled)
+        rest = Part(rule="documents", fraction=fraction, key=scrambled)
+    return rest, replace(rest, is_held_out=True)
 
 
-def _split_tails(cache: TokenCache, fraction: float) -> tuple[Part, Part]:
-    begins, ends = cache.offsets[:-1], cache.offsets[1:]
-    cuts = ends - np.round((ends - begins) * fraction).astype(np.int64)
-    return (
-        Part(rule="tail", bounds=np.stack([begins, cuts], axis=1)),
-        Part(rule="tail", bounds=np.stack([cuts, ends], axis=1)),
-    )
+def _chances(numbers: Integers, key_: int) -> NDArray[np.float64]:
+    """A number from 0 to 1 for each document."""
+    return scramble(numbers.astype(np.uint64), key_) / 2.0**64
+
+
+def _effective(fraction: float, num_documents: int, key_: int) -> float:
+    """The fraction, moved as far as needed for one document to be below it and one not, however few there are."""
+    lowest, highest = 1.0, 0.0
+    for first in range(0, num_documents, _DOCUMENTS_AT_ONCE):
+        chances = _chances(np.arange(first, min(first + _DOCUMENTS_AT_ONCE, num_documents)), key_)
+        lowest, highest = min(lowest, float(chances.min())), max(highest, float(chances.max()))
+        if lowest < fraction <= highest:
+            return fraction
+    return highest if highest < fraction else math.nextafter(lowest, 1.0)
 
 
 @final
@@ -75,7 +97,7 @@ class _Runs:
     """What rows hold, run by run; every field is [runs]."""
 
     places: Integers  # of the run in its row
-    documents: Integers  # in the order of the stream
+    begins: Integers  # in the stream
     addresses: Integers  # of the run's first token in the cache
     lengths: Integers
     after: Integers  # where the run ends in the rows laid end to end
@@ -86,21 +108,14 @@ class _Runs:
 class PackedRows:
     """Rows of `length` inputs out of one virtual stream of documents; row i predicts tokens i*length+1 .. (i+1)*length.
 
-    Every token but a document's first is a target once. The last row is filled with `pad_id`.
+    Every token but a document's first is a target once. The last row is filled with `pad_id`. Two numbers stay in
+    memory for each block of 128 documents; where the documents of a block begin is read when a row needs it.
     """
 
-    def __init__(
-        self,
-        cache: TokenCache,
-        *,
-        length: int,
-        pad_id: int,
-        documents: NDArray[np.integer] | None = None,
-        bounds: NDArray[np.integer] | None = None,
-    ) -> None:
-        """Take all documents of the cache, the chosen `documents` (indices), or the token ranges `bounds` [ranges, 2].
+    def __init__(self, cache: TokenCache, *, length: int, pad_id: int, part: Part | None = None) -> None:
+        """Take all documents of the cache, or a part of them.
 
-        Raises DataError when the corpus holds less than one row, or what was chosen of it not a single target.
+        Raises DataError when the corpus holds less than one row, or the part of it not a single target.
         """
         check(length >= 1, "data.sequence_length", length, "a positive number")
         if cache.num_tokens < length + 1:
@@ -110,26 +125,45 @@ class PackedRows:
                 expected=f"at least {length + 1}",
                 fix=f"a smaller data.sequence_length (at most {cache.num_tokens - 1}), or more text",
             )
-        begins, ends = _ranges(cache, documents, bounds)
         self.length = length
-        self.num_targets = int((ends - begins).sum()) - len(begins)
+        self._tokens, self._offsets = np.asarray(cache.tokens), np.asarray(cache.offsets)
+        self._part = part or Part(rule="all")
+        self._pad_id = pad_id
+        num_tokens, num_documents = self._count()
+        self.num_targets = int(num_tokens.sum()) - num_documents
         if self.num_targets < 1:
             raise DataError(
                 "a part of the corpus holds nothing to predict",
-                got=f"{len(begins)} documents of one token",
+                got=f"{num_documents} documents of one token",
                 expected="a document of at least two tokens",
                 fix="more text, or another data.validation",
             )
-        self._tokens = np.asarray(cache.tokens)
-        self._pad_id = pad_id
-        # Where each document begins in the stream, then where the stream ends.
-        self._edges = np.concatenate([[0], np.cumsum(ends - begins)])
-        self._num_tokens = int(self._edges[-1])
-        self.num_rows = -(-(self._num_tokens - 1) // length)
-        # The filling of the last row is one more document, read from the head of the cache and then overwritten.
-        self._edges = np.append(self._edges, max(self._num_tokens, self.num_rows * length))
-        # From a place in the stream to the place in the cache, for each document.
-        self._shifts = np.append(begins, 0) - self._edges[:-1]
+        # The blocks that hold a token of the part, and where each begins in the stream, then where the stream ends.
+        self._blocks = np.flatnonzero(num_tokens)
+        self._edges = np.concatenate([[0], num_tokens[self._blocks].cumsum()])
+        self.num_rows = -(-(int(self._edges[-1]) - 1) // length)
+        # The filling of the last row is one more block with one document, read from the head of the cache and then
+        # overwritten.
+        self._blocks = np.append(self._blocks, 0)
+
+    def _count(self) -> tuple[Integers, int]:
+        """The part's tokens in each block of the cache, [blocks], and how many of its documents hold a token."""
+        num_blocks = -(-(len(self._offsets) - 1) // _BLOCK_DOCUMENTS)
+        num_tokens, num_documents = np.zeros(num_blocks, dtype=np.int64), 0
+        for first in range(0, num_blocks, _DOCUMENTS_AT_ONCE // _BLOCK_DOCUMENTS):
+            some = np.arange(first, min(first + _DOCUMENTS_AT_ONCE // _BLOCK_DOCUMENTS, num_blocks))
+            lengths = self._documents(some)[1]
+            num_tokens[some] = lengths.sum(axis=1)
+            num_documents += int(np.count_nonzero(lengths))
+        return num_tokens, num_documents
+
+    def _documents(self, blocks: Integers) -> tuple[Integers, Integers]:
+        """The first token, and how many there are, of what each document of these blocks adds, [blocks, 128]."""
+        numbers = blocks[:, None] * _BLOCK_DOCUMENTS + np.arange(_BLOCK_DOCUMENTS + 1)
+        # Beyond the corpus all documents are empty.
+        edges = self._offsets.take(numbers, mode="clip")
+        begins, ends = self._part.cut(numbers[:, :-1], edges[:, :-1], edges[:, 1:])
+        return begins, ends - begins
 
     def rows(self, indices: NDArray[np.integer]) -> dict[str, Tensor]:
         """The rows of these numbers, as new tensors of [rows, length].
@@ -137,7 +171,7 @@ class PackedRows:
         `tokens` int64; `targets` int64, -100 where the next token belongs to another document or is filling;
         `positions` int64, from 0 at each document's first token in the row; `documents` int32, from 0 in each row.
         """
-        is_last_asked = self._check_rows(indices)
+        self._check_rows(indices)
         runs = self._runs(indices.astype(np.int64) * self.length)
         positions = np.arange(len(indices) * self.length)
         positions -= (runs.after - runs.lengths).repeat(runs.lengths)
@@ -149,10 +183,9 @@ class PackedRows:
         targets[:-1] = tokens[1:]
         successors = self._tokens.take(runs.addresses + runs.lengths, mode="clip").astype(np.int64)
         targets[runs.after - 1] = np.where(runs.go_on, successors, IGNORED)
-        if is_last_asked:
-            for run in np.flatnonzero(runs.documents == len(self._shifts) - 1):
-                filling = slice(runs.after[run] - runs.lengths[run], runs.after[run])
-                tokens[filling], targets[filling] = self._pad_id, IGNORED
+        for run in np.flatnonzero(runs.begins == self._edges[-1]):
+            filling = slice(runs.after[run] - runs.lengths[run], runs.after[run])
+            tokens[filling], targets[filling] = self._pad_id, IGNORED
         columns = {
             "tokens": tokens,
             "targets": targets,
@@ -163,43 +196,43 @@ class PackedRows:
 
     def _runs(self, begins: Integers) -> _Runs:
         """The runs of rows that begin at these places of the stream, [rows]."""
-        edges = self._edges
-        first = edges.searchsorted(begins, side="right") - 1
-        num_runs = edges.searchsorted(begins + self.length, side="left") - first
-        places = np.arange(num_runs.sum()) - (num_runs.cumsum() - num_runs).repeat(num_runs)
-        documents = places + first.repeat(num_runs)
-        row_begins = begins.repeat(num_runs)
-        document_ends = edges[documents + 1]
-        run_begins = np.maximum(edges[documents], row_begins)
-        run_ends = np.minimum(document_ends, row_begins + self.length)
-        lengths = run_ends - run_begins
+        first = self._edges.searchsorted(begins, side="right") - 1
+        num_blocks = self._edges.searchsorted(begins + self.length, side="left") - first
+        # A pair for each row and each block that it reaches into; then what it holds of the block's documents.
+        rows = np.arange(len(begins)).repeat(num_blocks)
+        blocks = first.repeat(num_blocks) + _count_up(num_blocks)
+        addresses, lengths = self._documents(self._blocks[blocks])
+        is_filling = blocks == len(self._blocks) - 1
+        addresses[is_filling], lengths[is_filling] = 0, 0
+        lengths[is_filling, 0] = self.num_rows * self.length - self._edges[-1]
+        # Where the documents end in the stream.
+        ends = lengths.cumsum(axis=1)
+        ends += self._edges[blocks][:, None]
+        first_token = begins[rows][:, None]
+        is_run = (ends > first_token) & (ends - lengths < first_token + self.length) & (lengths > 0)
+        runs = np.flatnonzero(is_run)
+        ends, lengths, rows = ends.ravel()[runs], lengths.ravel()[runs], rows[runs // _BLOCK_DOCUMENTS]
+        run_begins = np.maximum(ends - lengths, begins[rows])
+        run_ends = np.minimum(ends, begins[rows] + self.length)
+        run_lengths = run_ends - run_begins
         return _Runs(
-            places=places,
-            documents=documents,
-            addresses=run_begins + self._shifts[documents],
-            lengths=lengths,
-            after=lengths.cumsum(),
-            go_on=run_ends < document_ends,
+            places=_count_up(np.bincount(rows, minlength=len(begins))),
+            begins=run_begins,
+            addresses=addresses.ravel()[runs] + run_begins - (ends - lengths),
+            lengths=run_lengths,
+            after=run_lengths.cumsum(),
+            go_on=run_ends < ends,
         )
 
-    def _check_rows(self, indices: NDArray[np.integer]) -> bool:
-        """Whether the last row is among them. Raises IndexError for a number that is no row's."""
+    def _check_rows(self, indices: NDArray[np.integer]) -> None:
+        """Raises IndexError for a number that is no row's."""
         if len(indices) == 0:
-            return False
+            return
         lowest, highest = indices.min(), indices.max()
         if lowest < 0 or highest >= self.num_rows:
             raise IndexError(f"rows are numbered 0 to {self.num_rows - 1}, got {lowest} to {highest}")
-        return bool(highest == self.num_rows - 1)
 
 
-def _ranges(
-    cache: TokenCache, documents: NDArray[np.integer] | None, bounds: NDArray[np.integer] | None
-) -> tuple[Integers, Integers]:
-    """First token and the one after the last of every range that holds a token, in the order given."""
-    if bounds is not None:
-        begins, ends = bounds[:, 0].astype(np.int64), bounds[:, 1].astype(np.int64)
-    else:
-        chosen = slice(None) if documents is None else documents
-        begins, ends = cache.offsets[:-1][chosen], cache.offsets[1:][chosen]
-    is_filled = ends > begins
-    return begins[is_filled], ends[is_filled]
+def _count_up(counts: Integers) -> Integers:
+    """0 .. count - 1 for each count, end to end."""
+    return np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)

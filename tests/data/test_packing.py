@@ -1,5 +1,7 @@
 """Rows hold every token once, predict every one but the first of a document once, and keep documents apart."""
 
+import hashlib
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kitforge.data.packing import IGNORED, PackedRows, Part, split_documents
+from kitforge.data.sampler import order
 from kitforge.data.token_cache import TokenCache
 from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.seed import key
 
 PAD = 65535
 
@@ -71,16 +75,95 @@ def test_rows_equal_their_definition(drawn: tuple[list[int], int]) -> None:
     assert as_lists(all_rows(packed)) == plain_rows(documents, length)
 
 
-@given(CORPORA, st.data())
-def test_rows_of_chosen_documents_equal_their_definition(drawn: tuple[list[int], int], data: st.DataObject) -> None:
-    lengths, length = drawn
-    cache = cache_of(lengths)
-    longest = int(np.argmax(lengths))
-    others = [number for number in range(len(lengths)) if number != longest]
-    chosen = [longest, *(data.draw(st.lists(st.sampled_from(others), unique=True)) if others else [])]
-    documents = [cache.tokens[cache.offsets[number] : cache.offsets[number + 1]].tolist() for number in chosen]
-    packed = PackedRows(cache, length=length, pad_id=PAD, documents=np.array(chosen))
-    assert as_lists(all_rows(packed)) == plain_rows(documents, length)
+def plain_split(documents: list[list[int]], fraction: float, seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    """What is trained on and what is held out, by Python's own numbers."""
+    if len(documents) < 20:
+        cuts = [len(each) - round(len(each) * fraction) for each in documents]
+        pairs = list(zip(documents, cuts, strict=True))
+        return [each[:cut] for each, cut in pairs], [each[cut:] for each, cut in pairs]
+    chances = [plain_scramble(number + key(seed, "validation")) / 2**64 for number in range(len(documents))]
+    held_out = {number for number, chance in enumerate(chances) if chance < fraction}
+    held_out = (held_out | {chances.index(min(chances))}) - {chances.index(max(chances))}
+    return (
+        [each for number, each in enumerate(documents) if number not in held_out],
+        [each for number, each in enumerate(documents) if number in held_out],
+    )
+
+
+def plain_scramble(number: int) -> int:
+    mask = 2**64 - 1
+    number &= mask
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & mask
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & mask
+    return number ^ number >> 31
+
+
+# Several blocks of documents, with empty ones between the others, at both ends, and in all of a block and more.
+RAGGED = [0, 0, *(number * 7919 % 31 % 13 for number in range(500)), *[0] * 400, *[3] * 130, 900, *[1] * 150, 2, 0]
+
+
+def documents_of(cache: TokenCache) -> list[list[int]]:
+    return [cache.tokens[a:b].tolist() for a, b in zip(cache.offsets, cache.offsets[1:], strict=False)]
+
+
+@pytest.mark.parametrize("length", [1, 64, 1000])
+@pytest.mark.parametrize("fraction", [1e-9, 0.05, 0.999999])
+@pytest.mark.parametrize("num_documents", [19, len(RAGGED)])
+def test_rows_of_parts_equal_their_definition(num_documents: int, fraction: float, length: int) -> None:
+    cache = cache_of([*RAGGED[-num_documents:-4], 1100, *RAGGED[-4:]])
+    for part, documents in zip(
+        split_documents(cache, fraction, seed=5), plain_split(documents_of(cache), fraction, seed=5), strict=True
+    ):
+        if sum(max(len(each) - 1, 0) for each in documents) == 0:
+            with pytest.raises(DataError, match="nothing to predict"):
+                PackedRows(cache, length=length, pad_id=PAD, part=part)
+            continue
+        packed = PackedRows(cache, length=length, pad_id=PAD, part=part)
+        definition = plain_rows(documents, length)
+        assert as_lists(all_rows(packed)) == definition
+        backwards = np.arange(packed.num_rows)[::-1]
+        assert as_lists(packed.rows(backwards)) == definition[::-1]
+
+
+@pytest.mark.parametrize(
+    ("num_documents", "length", "fraction", "digest"),
+    [
+        (5000, 64, 0.05, "c685683848fa2a11"),
+        (5000, 1, 0.3, "39f712ed0c0f86d0"),
+        (4096, 3001, 0.5, "de0d11a86588c955"),
+        (12, 16, 0.25, "62a5e07c10439f83"),
+    ],
+)
+def test_rows_and_their_order_are_those_of_earlier_versions(
+    num_documents: int, length: int, fraction: float, digest: str
+) -> None:
+    cache = cache_of([number * 7919 % 1009 % 17 + (number % 1000 == 0) * 1000 for number in range(num_documents)])
+    content = hashlib.blake2b(digest_size=8)
+    for part in split_documents(cache, fraction, seed=11):
+        packed = PackedRows(cache, length=length, pad_id=PAD, part=part)
+        content.update(f"{packed.num_rows} {packed.num_targets}".encode())
+        for column in packed.rows(order(3, packed.num_rows, 5, packed.num_rows + 20)).values():
+            content.update(column.numpy().tobytes())
+    assert content.hexdigest() == digest
+
+
+def test_a_document_takes_less_than_a_byte_of_memory() -> None:
+    num_documents = 200_000
+    offsets = np.arange(num_documents + 1, dtype=np.int64) * 3
+    cache = TokenCache(folder=Path(), fingerprint="", tokens=np.zeros(offsets[-1], np.uint16), offsets=offsets)
+    tracemalloc.start()
+    try:
+        rows = [PackedRows(cache, length=64, pad_id=PAD, part=part) for part in split_documents(cache, 0.05, seed=0)]
+        held, highest = tracemalloc.get_traced_memory()
+        for each in rows:
+            each.rows(np.arange(0, each.num_rows, 100))
+        held_after_reading = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < 0.5 * num_documents
+    assert held_after_reading < 0.5 * num_documents
+    # While the index is made as well, so that a corpus needs no more memory to be opened than to be read.
+    assert highest < 15 * num_documents
 
 
 @given(CORPORA)
@@ -153,14 +236,17 @@ def test_a_corpus_shorter_than_a_row_is_refused() -> None:
     assert PackedRows(cache_of([9]), length=8, pad_id=PAD).num_rows == 1
 
 
+LAST_TWO = Part(rule="tail", fraction=0.2, is_held_out=True)
+
+
 def test_a_part_shorter_than_a_row_is_filled() -> None:
-    rows = all_rows(PackedRows(cache_of([9, 2]), length=5, pad_id=PAD, documents=np.array([1])))
-    assert rows["targets"].tolist() == [[17, IGNORED, IGNORED, IGNORED, IGNORED]]
+    rows = all_rows(PackedRows(cache_of([10]), length=5, pad_id=PAD, part=LAST_TWO))
+    assert rows["targets"].tolist() == [[16, IGNORED, IGNORED, IGNORED, IGNORED]]
 
 
 def test_a_part_with_nothing_to_predict_is_refused() -> None:
     with pytest.raises(DataError, match="nothing to predict"):
-        PackedRows(cache_of([9, 1]), length=5, pad_id=PAD, documents=np.array([1]))
+        PackedRows(cache_of([5, 5]), length=5, pad_id=PAD, part=LAST_TWO)
 
 
 def test_a_length_that_cannot_be_is_refused() -> None:
@@ -169,41 +255,48 @@ def test_a_length_that_cannot_be_is_refused() -> None:
 
 
 def tokens_of(cache: TokenCache, part: Part) -> list[int]:
-    packed = PackedRows(cache, length=3, pad_id=PAD, documents=part.documents, bounds=part.bounds)
+    packed = PackedRows(cache, length=3, pad_id=PAD, part=part)
     tokens = all_rows(packed)
     return tokens["tokens"][tokens["tokens"] != PAD].tolist()
+
+
+def ranges_of(cache: TokenCache, part: Part) -> list[list[int]]:
+    """First token and the one after the last of each document, as far as it belongs to the part."""
+    begins, ends = part.cut(np.arange(cache.num_documents), cache.offsets[:-1], cache.offsets[1:])
+    return np.stack([begins, ends], axis=1).tolist()
+
+
+def chosen(cache: TokenCache, part: Part) -> list[int]:
+    return [number for number, (begin, end) in enumerate(ranges_of(cache, part)) if begin < end]
 
 
 def test_a_large_corpus_is_split_by_document() -> None:
     cache = cache_of([10] * 1000)
     train, validation = split_documents(cache, 0.1, seed=1)
     assert validation is not None
-    assert train.documents is not None
-    assert validation.documents is not None
     assert train.rule == validation.rule == "documents"
-    assert sorted([*train.documents, *validation.documents]) == list(range(1000))
-    assert 70 < len(validation.documents) < 130
+    assert sorted([*chosen(cache, train), *chosen(cache, validation)]) == list(range(1000))
+    assert 70 < len(chosen(cache, validation)) < 130
 
 
 def test_the_split_depends_on_the_seed_alone_and_not_on_later_documents() -> None:
-    few, many = (split_documents(cache_of([5] * count), 0.2, seed=3)[1] for count in (500, 1000))
-    other = split_documents(cache_of([5] * 500), 0.2, seed=4)[1]
-    assert few is not None
-    assert many is not None
-    assert other is not None
-    assert few.documents is not None
-    assert many.documents is not None
-    assert few.documents.tolist() == many.documents[many.documents < 500].tolist()
-    assert few.documents.tolist() != other.documents.tolist()  # type: ignore[union-attr]
+    few, many = cache_of([5] * 500), cache_of([5] * 1000)
+
+    def held_out(cache: TokenCache, seed: int) -> list[int]:
+        validation = split_documents(cache, 0.2, seed)[1]
+        assert validation is not None
+        return chosen(cache, validation)
+
+    assert held_out(few, 3) == [number for number in held_out(many, 3) if number < 500]
+    assert held_out(few, 3) != held_out(few, 4)
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.999999])
 def test_neither_part_of_a_split_is_empty(fraction: float) -> None:
-    train, validation = split_documents(cache_of([5] * 20), fraction, seed=0)
+    cache = cache_of([5] * 20)
+    train, validation = split_documents(cache, fraction, seed=0)
     assert validation is not None
-    assert train.documents is not None
-    assert validation.documents is not None
-    assert min(len(train.documents), len(validation.documents)) == 1
+    assert min(len(chosen(cache, train)), len(chosen(cache, validation))) == 1
 
 
 def test_a_corpus_of_few_documents_is_split_at_the_end_of_each() -> None:
@@ -211,10 +304,8 @@ def test_a_corpus_of_few_documents_is_split_at_the_end_of_each() -> None:
     train, validation = split_documents(cache, 0.2, seed=1)
     assert validation is not None
     assert train.rule == validation.rule == "tail"
-    assert train.bounds is not None
-    assert validation.bounds is not None
-    assert train.bounds[:2].tolist() == [[0, 8], [10, 18]]
-    assert validation.bounds[:2].tolist() == [[8, 10], [18, 20]]
+    assert ranges_of(cache, train)[:2] == [[0, 8], [10, 18]]
+    assert ranges_of(cache, validation)[:2] == [[8, 10], [18, 20]]
 
 
 @pytest.mark.parametrize("count", [1, 7, 19, 20, 300])
@@ -229,10 +320,10 @@ def test_no_token_is_in_both_parts_and_none_is_lost(count: int) -> None:
 
 
 def test_without_a_fraction_everything_is_trained_on() -> None:
-    train, validation = split_documents(cache_of([5] * 30), 0, seed=0)
+    cache = cache_of([5] * 30)
+    train, validation = split_documents(cache, 0, seed=0)
     assert validation is None
-    assert train.documents is not None
-    assert train.documents.tolist() == list(range(30))
+    assert chosen(cache, train) == list(range(30))
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0])

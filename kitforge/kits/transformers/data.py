@@ -63,10 +63,7 @@ def load_corpus(
         return build(source, tokenizer, cache_root(options), num_workers=options.num_workers, progress=progress)
 
     def pack(cache: TokenCache, part: Part | None) -> PackedRows:
-        documents, bounds = (None, None) if part is None else (part.documents, part.bounds)
-        return PackedRows(
-            cache, length=options.sequence_length, pad_id=tokenizer.pad_id, documents=documents, bounds=bounds
-        )
+        return PackedRows(cache, length=options.sequence_length, pad_id=tokenizer.pad_id, part=part)
 
     given = None if evaluation is None else tokens(evaluation)
     given_rows = None if given is None else pack(given, None)
