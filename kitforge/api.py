@@ -341,14 +341,18 @@ def load_tokenizer(model: Any) -> Any:
 def save_model(model: Any, folder: str | Path, tokenizer: Any = None, dtype: str | None = None) -> None:
     """Write a network, or that of a Run or a folder, for other programs: a language model as a Hugging Face folder, the
     items that a recommender finds as an index of faiss. Weights are written as `dtype` (float32, bfloat16 or float16),
-    else as they were published, which is float32 for those trained from nothing."""
+    else as they were published, which is float32 for those trained from nothing. Of a language model in a folder, one
+    tensor at a time is in memory."""
     words = ", ".join(EXPORT_DTYPES)
     check(dtype is None or dtype in EXPORT_DTYPES, "dtype", dtype, f"one of {words}, or null")
     if tokenizer is None and not isinstance(model, nn.Module):
         tokenizer = load_tokenizer(model)
     place = model.folder if isinstance(model, Run) else None if isinstance(model, nn.Module) else _folder(model)
     kit = _transformers() if place is None else _kit_of_folder(place)
-    getattr(kit, "save", _transformers().save)(load_model(model, "cpu"), Path(folder), tokenizer, dtype)
+    if place is not None and not isinstance(model, Run) and hasattr(kit, "open_model"):
+        _transformers().export(kit.open_model(place), Path(folder), tokenizer, dtype)
+    else:
+        getattr(kit, "save", _transformers().save)(load_model(model, "cpu"), Path(folder), tokenizer, dtype)
 
 
 def _kit_of_folder(folder: Path) -> Any:

@@ -1,7 +1,7 @@
 """No rank ever holds a whole model that is cut: not when it is read, evaluated, trained or written."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
-from kitforge.api import composed
+from kitforge.api import composed, save_model
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import KitforgeError, ModelError
 from kitforge.kits.transformers.build import Inputs, evaluate, read_options, save
 from kitforge.models import folder as model_folder
+from tests.allocations import Allocations
 from tests.distributed import training
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import TestLobby, ready, run_training, write_text
@@ -39,42 +39,6 @@ MESHES: list[dict[str, Any]] = [
     {"parallel.shard": 2, "parallel.tensor": 2},
 ]
 SMALL = {"data.sequence_length": 4, "data.batch_size": 2, "trainer.max_steps": 1, "trainer.evaluate_batches": 1}
-
-
-class Allocations(TorchDispatchMode):
-    """Bytes of the largest storage that torch makes on the CPU; files that are mapped are none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = {each.untyped_storage()._cdata for each in tensors_in((args, kwargs or {}))}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
-            storage = tensor.untyped_storage()
-            if storage.nbytes() > self.largest and storage._cdata not in given and not is_mapped(storage):
-                self.largest = storage.nbytes()
-        return result
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    found = torch.utils._pytree.tree_leaves(value)
-    return (each for each in found if type(each) is Tensor or type(each) is nn.Parameter if each.device.type == "cpu")
-
-
-def is_mapped(storage: torch.UntypedStorage) -> bool:
-    """Whether its bytes are those of a file of weights, which take no memory."""
-    address = storage.data_ptr()
-    if storage.nbytes() < 2**16 or address == 0:
-        return False
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, last = (int(each, 16) for each in line.split()[0].split("-"))
-        if first <= address < last:
-            return line.endswith(".safetensors")
-    return False
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +107,24 @@ def test_weights_are_written_tensor_by_tensor(place: Path) -> None:
     # The largest matrix is whole on rank 0, and nowhere else.
     assert made[0][0] <= max(each.nbytes for each in found.values())
     assert all(largest <= piece for largest, piece in made[1:])
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_folder_is_exported_tensor_by_tensor(place: Path, dtype: str | None) -> None:
+    """Also one whose tensors were saved in parts, in as little memory."""
+    given = {**WIDE, **SMALL, "output_dir": str(place / "parts"), "parallel.shard": 2}
+    if not (place / "parts").exists():
+        run_ranks(2, run_training, place, given)
+    source = model_folder.load(place / "parts", device=torch.device("cpu"))
+    model_folder.save(source, place / f"whole-{dtype}", dtype=dtype)  # type: ignore[arg-type]
+    with Allocations() as made:
+        save_model(place / "parts", place / f"streamed-{dtype}", dtype=dtype)
+    expected, found = (load_file(place / f"{way}-{dtype}" / "model.safetensors") for way in ("whole", "streamed"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(each, expected[name]) for name, each in found.items())
+    # A matrix is put together from its parts in the dtype that it has there.
+    largest = max(each.numel() for each in found.values())
+    assert 0 < made.most <= largest * (4 if dtype is None else 6)
 
 
 def cannot_write(rank: int, folder: Path) -> str:

@@ -42,6 +42,7 @@ from kitforge.kits.transformers.samples import Samples
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.models import folder as model_folder
 from kitforge.models.catalog import FAMILIES, config_of
+from kitforge.models.folder import OpenRun, StoredModel
 from kitforge.models.sharding import DECODER
 from kitforge.trainer.assembly import RunAssembly, RunInputs, evaluated
 from kitforge.trainer.run import default_folder, make_loop
@@ -139,7 +140,8 @@ def save(model: nn.Module, folder: Path, tokenizer: Tokenizer | None, dtype: Exp
     def write() -> None:
         try:
             if parallel.rank == 0:
-                _write_folder(model, folder, tokenizer, weights, dtype)
+                ids = _write_tokenizer(folder, tokenizer, model.geometry.vocab_size)
+                model_folder.save(model, folder, extra=ids, weights=weights, dtype=dtype)
         finally:
             weights.finish()
 
@@ -147,17 +149,27 @@ def save(model: nn.Module, folder: Path, tokenizer: Tokenizer | None, dtype: Exp
     together(write, partial(collectives.gather_objects, group=group), KitforgeError)
 
 
-def _write_folder(
-    model: Decoder, folder: Path, tokenizer: Tokenizer | None, weights: GatheredParameters, dtype: ExportDtype | None
-) -> None:
+def open_model(folder: Path, open_run: OpenRun = find_checkpoint) -> StoredModel:
+    """The model of a run folder, a step folder or a Hugging Face folder, of which no weight is read yet."""
+    return model_folder.open_model(folder, open_run)
+
+
+def export(stored: StoredModel, folder: Path, tokenizer: Tokenizer | None, dtype: ExportDtype | None = None) -> None:
+    """`save` of a model on disk, of which one tensor at a time is in memory."""
+    ids = _write_tokenizer(folder, tokenizer, stored.config.decoder().vocab_size)
+    model_folder.export(stored, folder, extra=ids, dtype=dtype)
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
+    """What config.json says of its tokens."""
     ids: dict[str, Any] = {}
     if tokenizer is not None:
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save(folder)
         ends = list(tokenizer.eos_ids)
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
-        ids["pad_token_id"] = tokenizer.pad_id if tokenizer.pad_id < model.geometry.vocab_size else None
-    model_folder.save(model, folder, extra=ids, weights=weights, dtype=dtype)
+        ids["pad_token_id"] = tokenizer.pad_id if tokenizer.pad_id < vocab_size else None
+    return ids
 
 
 def open_pipeline(model: nn.Module, tokenizer: Tokenizer, options: TextGenerationOptions) -> TextGenerationPipeline:
