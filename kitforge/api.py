@@ -257,7 +257,7 @@ def _lobby(degrees: Degrees, device: str, num_ranks: int) -> Lobby:
 def train_task(options: Any, inputs: Any) -> Run:
     """Train a task of a kit from its options and the objects handed over."""
     with _together(options) as lobby:
-        inputs = _with_network(options, inputs, lobby)
+        inputs = _with_network(options, inputs)
         if lobby.rank >= options.parallel.world:
             attended: Run = kit_of(options.task).attend(options, inputs, lobby)
             return attended
@@ -279,20 +279,19 @@ def _finished(loop: Loop, folder: Path, tokenizer: Any, metrics: dict[str, float
 def evaluate(options: Any, inputs: Any) -> dict[str, float]:
     """The metrics of the evaluation set for a model in memory or under `options.checkpoint`."""
     with _together(options) as lobby:
-        inputs = _with_network(options, inputs, lobby)
+        inputs = _with_network(options, inputs)
         metrics: dict[str, float] = kit_of(options.task).evaluate(options, inputs, lobby)
     return metrics
 
 
-def _with_network(options: Any, inputs: Any, lobby: Lobby) -> Any:
-    """The inputs with the network of a run of alignment, which lies beside a critic or as an adapter, and which its own
-    kit alone can read; as they are for any other."""
+def _with_network(options: Any, inputs: Any) -> Any:
+    """The inputs with what opens the network of a run of alignment, which lies beside a critic or as an adapter, and
+    which its own kit alone can read; as they are for any other."""
     if options.task != DEFAULT_TASK or inputs.model is not None:
         return inputs
     if (task := recorded_task(options.checkpoint)) not in ALIGNMENT:
         return inputs
-    network = kit_of(task).load(Path(options.checkpoint), lobby.device, options.compile_level)
-    return dataclasses.replace(inputs, model=network)
+    return dataclasses.replace(inputs, open_model=kit_of(task).open_model)
 
 
 def pipeline(task: str, model: Any, tokenizer: Any = None, options: Mapping[str, Any] | None = None) -> Any:

@@ -14,12 +14,14 @@ from torch import Tensor
 from kitforge.api import composed, save_model
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import KitforgeError, ModelError
+from kitforge.kits.rlhf.build import STAGES
 from kitforge.kits.transformers.build import Inputs, evaluate, read_options, save
 from kitforge.models import folder as model_folder
 from tests.allocations import Allocations
 from tests.distributed import training
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import TestLobby, ready, run_training, write_text
+from tests.kits.rlhf import runs
 
 pytestmark = pytest.mark.slow
 
@@ -157,12 +159,19 @@ def measure(rank: int, folder: Path, source: str, choices: Mapping[str, Any]) ->
     }
     options = read_options(composed("text_generation", given).values)
     with Allocations() as made:
-        metrics = evaluate(options, Inputs(), TestLobby(options.parallel))  # type: ignore[arg-type]
+        inputs = Inputs(open_model=STAGES["sft"].open_model if source == "aligned" else None)
+        metrics = evaluate(options, inputs, TestLobby(options.parallel))  # type: ignore[arg-type]
     return metrics, made.largest
 
 
-def test_an_evaluation_reads_pieces_too(place: Path) -> None:
-    whole, most = measure(0, place, "exported", {})
-    for metrics, largest in run_ranks(2, measure, place, "exported", {"parallel.tensor": 2}):
+@pytest.mark.parametrize("source", ["exported", "aligned"])
+def test_an_evaluation_reads_pieces_too(place: Path, source: str) -> None:
+    """Also of the policy of a run of alignment, with its adapter."""
+    if source == "aligned":
+        given = model_folder.load(place / "run", device=torch.device("cpu"))
+        begun = runs.begin("sft", place / "aligned", {"adapter.rank": 2, "trainer.max_steps": 1}, model=given)
+        runs.finish(begun)
+    whole, most = measure(0, place, source, {})
+    for metrics, largest in run_ranks(2, measure, place, source, {"parallel.tensor": 2}):
         assert metrics["eval/loss"] == pytest.approx(whole["eval/loss"], abs=2e-6)
         assert largest < 0.6 * most

@@ -54,6 +54,8 @@ ROLES: tuple[str, ...] = ()
 
 # Reads the model under a folder, whichever stage trained it, onto the device of that name.
 LoadModel: TypeAlias = Callable[[str, str], nn.Module]
+# Opens the model of a folder, whose checkpoint the second finds.
+OpenModel: TypeAlias = Callable[[Path, OpenRun], StoredModel]
 Inputs: TypeAlias = RunInputs[Tokenizer]
 Assembly: TypeAlias = RunAssembly[TextGenerationOptions, Tokenizer]
 
@@ -69,7 +71,8 @@ def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> As
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
     given = _given_network(inputs)
     tokenizer = _tokenizer(options, inputs, train or evaluation)
-    config = _network_config(options, given, tokenizer)
+    opened = inputs.open_model or open_model
+    config = _network_config(options, given, tokenizer, opened)
     if config is not None:
         _check_fit(config, options, tokenizer)
     # Token caches are built by one rank, before ranks wait for one another.
@@ -84,7 +87,7 @@ def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> As
 
     def build(world: World) -> nn.Module:
         if given is not None or options.checkpoint is not None:
-            return _prepare(_cut(options, given, world), options)
+            return _prepare(_cut(options, given, world, opened), options)
         assert config is not None
         network = model_folder.outline(config, options.compile_level)
         return _prepare(laid_out(network, DECODER, world, options.seed), options)
@@ -247,27 +250,27 @@ def _given_network(inputs: Inputs) -> nn.Module | None:
 
 
 def _network_config(
-    options: TextGenerationOptions, given: nn.Module | None, tokenizer: Tokenizer
+    options: TextGenerationOptions, given: nn.Module | None, tokenizer: Tokenizer, opened: OpenModel
 ) -> FamilyConfig | None:
     """The options of the network; None for one of the caller's own making."""
     if given is not None:
         return given.config if isinstance(given, Decoder) else None
     if options.checkpoint is not None:
         # A first look, at names and sizes; the weights are read when all ranks are there.
-        return model_folder.open_model(Path(options.checkpoint), partial(find_checkpoint, verify=False)).config
+        return opened(Path(options.checkpoint), partial(find_checkpoint, verify=False)).config
     values = dict(options.model)
     if values.get("vocab_size") is None:
         values["vocab_size"] = tokenizer.vocab_size
     return config_of(values)
 
 
-def _cut(options: TextGenerationOptions, given: nn.Module | None, world: World) -> nn.Module:
+def _cut(options: TextGenerationOptions, given: nn.Module | None, world: World, opened: OpenModel) -> nn.Module:
     """The network handed over or the checkpoint's on the device, cut as the world's degrees say. Of the checkpoint's,
     no rank ever holds more than its pieces, and each verifies a share of the files."""
     if given is not None:
         parallel_of(given.to(world.device), world, _sharding(given))
         return given
-    stored = model_folder.open_model(Path(str(options.checkpoint)), partial(find_checkpoint, world=world))
+    stored = opened(Path(str(options.checkpoint)), partial(find_checkpoint, world=world))
     network = model_folder.outline(stored.config, options.compile_level)
     parallel = apply(network, DECODER, world)
     parallel.materialise(world.device)
@@ -344,14 +347,15 @@ def evaluate(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> di
     if given is None and options.checkpoint is None:
         raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
     tokenizer = _tokenizer(options, inputs, evaluation or train)
-    config = _network_config(options, given, tokenizer)
+    opened = inputs.open_model or open_model
+    config = _network_config(options, given, tokenizer, opened)
     if config is not None:
         _check_fit(config, options, tokenizer)
     text = None if evaluation is not None else train
     with lobby.turns():
         corpus = load_corpus(text, evaluation, tokenizer, options.data, options.seed)
     world = lobby.join().with_precision(options.precision)
-    model = _cut(options, given, world)
+    model = _cut(options, given, world, opened)
     task = TextGenerationTask(options, corpus, lambda _world: model, world)
     return evaluated(task, parallel_of(model, world), world.device, options.precision)
 
