@@ -257,7 +257,7 @@ def _lobby(degrees: Degrees, device: str, num_ranks: int) -> Lobby:
 def train_task(options: Any, inputs: Any) -> Run:
     """Train a task of a kit from its options and the objects handed over."""
     with _together(options) as lobby:
-        inputs = _with_network(options, inputs, lobby)
+        inputs = _with_network(options, inputs)
         if lobby.rank >= options.parallel.world:
             attended: Run = kit_of(options.task).attend(options, inputs, lobby)
             return attended
@@ -279,20 +279,19 @@ def _finished(loop: Loop, folder: Path, tokenizer: Any, metrics: dict[str, float
 def evaluate(options: Any, inputs: Any) -> dict[str, float]:
     """The metrics of the evaluation set for a model in memory or under `options.checkpoint`."""
     with _together(options) as lobby:
-        inputs = _with_network(options, inputs, lobby)
+        inputs = _with_network(options, inputs)
         metrics: dict[str, float] = kit_of(options.task).evaluate(options, inputs, lobby)
     return metrics
 
 
-def _with_network(options: Any, inputs: Any, lobby: Lobby) -> Any:
-    """The inputs with the network of a run of alignment, which lies beside a critic or as an adapter, and which its own
-    kit alone can read; as they are for any other."""
+def _with_network(options: Any, inputs: Any) -> Any:
+    """The inputs with what opens the network of a run of alignment, which lies beside a critic or as an adapter, and
+    which its own kit alone can read; as they are for any other."""
     if options.task != DEFAULT_TASK or inputs.model is not None:
         return inputs
     if (task := recorded_task(options.checkpoint)) not in ALIGNMENT:
         return inputs
-    network = kit_of(task).load(Path(options.checkpoint), lobby.device, options.compile_level)
-    return dataclasses.replace(inputs, model=network)
+    return dataclasses.replace(inputs, open_model=kit_of(task).open_model)
 
 
 def pipeline(task: str, model: Any, tokenizer: Any = None, options: Mapping[str, Any] | None = None) -> Any:
@@ -341,14 +340,18 @@ def load_tokenizer(model: Any) -> Any:
 def save_model(model: Any, folder: str | Path, tokenizer: Any = None, dtype: str | None = None) -> None:
     """Write a network, or that of a Run or a folder, for other programs: a language model as a Hugging Face folder, the
     items that a recommender finds as an index of faiss. Weights are written as `dtype` (float32, bfloat16 or float16),
-    else as they were published, which is float32 for those trained from nothing."""
+    else as they were published, which is float32 for those trained from nothing. Of a language model in a folder, one
+    tensor at a time is in memory."""
     words = ", ".join(EXPORT_DTYPES)
     check(dtype is None or dtype in EXPORT_DTYPES, "dtype", dtype, f"one of {words}, or null")
     if tokenizer is None and not isinstance(model, nn.Module):
         tokenizer = load_tokenizer(model)
     place = model.folder if isinstance(model, Run) else None if isinstance(model, nn.Module) else _folder(model)
     kit = _transformers() if place is None else _kit_of_folder(place)
-    getattr(kit, "save", _transformers().save)(load_model(model, "cpu"), Path(folder), tokenizer, dtype)
+    if place is not None and not isinstance(model, Run) and hasattr(kit, "open_model"):
+        _transformers().export(kit.open_model(place), Path(folder), tokenizer, dtype)
+    else:
+        getattr(kit, "save", _transformers().save)(load_model(model, "cpu"), Path(folder), tokenizer, dtype)
 
 
 def _kit_of_folder(folder: Path) -> Any:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor
 
-from kitforge.core.checkpoint.gather import GatheredParameters
 from kitforge.core.checkpoint.hugging_face import read_folder, write_folder
 from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpoint, load_tensors
 from kitforge.core.kernels.dispatch import CompileLevel, select
@@ -45,29 +45,63 @@ def outline(config: FamilyConfig, level: CompileLevel = "O1") -> Decoder:
         return Decoder(config, select(level))
 
 
+# Finds the checkpoint of a folder, as ranks do together; None where there is none.
+OpenRun: TypeAlias = Callable[[Path], Checkpoint | None]
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
     """A model on disk, of the sizes that its files have: its network, and its weights, mapped and read one by one."""
 
     config: FamilyConfig
-    # All weights, by our names; of those in the regions that are given, these parts.
-    tensors: Callable[[Mapping[str, Region]], Iterator[tuple[str, Tensor]]]
+    names: tuple[str, ...]  # of all weights, ours
+    # The weight of that name, or the part of it that the region is; in the dtype in which it is stored.
+    read: Callable[[str, Region | None], Tensor]
+
+    def tensors(self, regions: Mapping[str, Region]) -> Iterator[tuple[str, Tensor]]:
+        """All weights; of those in the regions that are given, these parts."""
+        return ((name, self.read(name, regions.get(name))) for name in self.names)
+
+
+@final
+class _Exported(Mapping[str, Tensor]):
+    """The weights of a stored model in one dtype, each read when it is asked for."""
+
+    def __init__(self, stored: StoredModel, dtype: torch.dtype) -> None:
+        self._stored = stored
+        self._dtype = dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._stored.read(name, None)
+        if not found.is_floating_point():
+            raise ModelError(
+                f"tensor {name!r} holds no weights of a network", got=found.dtype, expected="floating point"
+            )
+        return found.to(self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored.names)
+
+    def __len__(self) -> int:
+        return len(self._stored.names)
 
 
 def load(folder: Path, *, device: torch.device, level: CompileLevel = "O1") -> Decoder:
     """The model of a run folder, a step folder or a Hugging Face folder, in fp32 and whole on the device."""
-    stored = open_model(folder)
+    return load_stored(open_model(folder), device=device, level=level)
+
+
+def load_stored(stored: StoredModel, *, device: torch.device, level: CompileLevel = "O1") -> Decoder:
+    """A stored model in fp32 and whole on the device."""
     model = build(stored.config, device=device, level=level)
     load_tensors(dict(model.named_parameters()), stored.tensors({}), what="model")
     return model
 
 
-def open_model(folder: Path, open_run: Callable[[Path], Checkpoint | None] = find_checkpoint) -> StoredModel:
+def open_model(folder: Path, open_run: OpenRun = find_checkpoint) -> StoredModel:
     """The model of a run folder, a step folder or a Hugging Face folder; no weight is read and none is given memory.
-
-    `open_run` finds the checkpoint, as ranks do together. Raises ModelError for files of another network than they say.
-    """
+    Raises ModelError for files of another network than they say."""
     if not folder.is_dir():
         raise ModelError("there is no such folder", got=folder, expected="a run, a step or a Hugging Face folder")
     checkpoint = open_run(folder)
@@ -84,9 +118,13 @@ def _open_step(checkpoint: Checkpoint) -> StoredModel:
             fix="build your own network and pass it to Trainer, with resume= this folder",
         )
     config, shapes = config_of(values), checkpoint.shapes("model")
-    _check_count(config, len(shapes), checkpoint.folder)
+    check_count(config, len(shapes), checkpoint.folder)
     check_shapes(dict(outline(config).named_parameters()), shapes, what="model")
-    return StoredModel(config=config, tensors=checkpoint.model)
+
+    def read(name: str, region: Region | None) -> Tensor:
+        return checkpoint.tensor(name) if region is None else checkpoint.read(name, region)
+
+    return StoredModel(config=config, names=tuple(shapes), read=read)
 
 
 def _open_hugging_face(folder: Path) -> StoredModel:
@@ -98,23 +136,28 @@ def _open_hugging_face(folder: Path) -> StoredModel:
     except KeyError as error:
         raise ModelError("config.json lacks a key", got=folder / "config.json", expected=f"the key {error}") from None
     shapes = source.shapes()
-    _check_count(config, len(shapes), folder)
+    check_count(config, len(shapes), folder)
     pieces = family.pieces(config, model_type)
     expected = dict(export_tensors(pieces, dict(outline(config).named_parameters())))
     check_shapes(expected, held_shapes(family, pieces, shapes), what=f"{folder / 'config.json'}: the network")
     dtypes = Counter(source.dtype(name) for name in shapes)
     published = next((word for word, dtype in EXPORT_DTYPES.items() if dtypes.most_common(1)[0][0] == dtype), "float32")
 
-    def tensors(regions: Mapping[str, Region]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in import_tensors(family, pieces, source.names(), source.tensor):
-            yield name, regions[name].of(tensor) if name in regions else tensor
+    @cache
+    def mapped() -> dict[str, Tensor]:
+        """All weights, which are views of the files and take no memory."""
+        return dict(import_tensors(family, pieces, source.names(), source.tensor))
 
+    def read(name: str, region: Region | None) -> Tensor:
+        return mapped()[name] if region is None else region.of(mapped()[name])
+
+    names = tuple(piece.ours for piece in pieces)
     # Every family's options are a dataclass with this field.
-    return StoredModel(config=replace(cast(Any, config), dtype=published), tensors=tensors)
+    return StoredModel(config=replace(cast(Any, config), dtype=published), names=names, read=read)
 
 
-def _check_count(config: FamilyConfig, num_tensors: int, folder: Path) -> None:
-    """A layer has at least one tensor, so that a network of more layers is not even laid out."""
+def check_count(config: FamilyConfig, num_tensors: int, folder: Path) -> None:
+    """Raise ModelError for more layers than tensors: each has at least one, and such a network is not even laid out."""
     if config.num_layers > num_tensors:
         raise ModelError(
             f"{folder} does not hold the network that it speaks of",
@@ -128,7 +171,7 @@ def save(
     folder: Path,
     *,
     extra: Mapping[str, Any] | None = None,
-    weights: GatheredParameters | None = None,
+    weights: Mapping[str, Tensor] | None = None,
     dtype: ExportDtype | None = None,
 ) -> None:
     """Write the model as a Hugging Face folder, tensor by tensor; `extra` is added to config.json (token ids).
@@ -136,18 +179,32 @@ def save(
     `weights` are the whole ones where the model itself holds pieces. Without `dtype` they are written in the one that
     they were published in. Raises ModelError for a weight that float16 cannot hold.
     """
-    chosen = dtype or model.config.dtype
-    config = _written_config(model.config) | {"dtype": chosen} | dict(extra or {})
-    pieces = FAMILIES[model.config.family].pieces(model.config, config["model_type"])
-    given: Mapping[str, Tensor] = dict(model.named_parameters()) if weights is None else weights
-    meta = _without_values(given) if weights is None else weights.outline()
-    announced = ((name, each.to(EXPORT_DTYPES[chosen])) for name, each in export_tensors(pieces, meta))
-    tensors = ((name, _cast(name, each, chosen)) for name, each in export_tensors(pieces, given))
-    write_folder(folder, config, tensors, outline=announced)
+    given = dict(model.named_parameters()) if weights is None else weights
+    _write(model.config, given, folder, extra, dtype or model.config.dtype)
 
 
-def _without_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.empty_like(each, device="meta") for name, each in tensors.items()}
+def export(
+    stored: StoredModel, folder: Path, *, extra: Mapping[str, Any] | None = None, dtype: ExportDtype | None = None
+) -> None:
+    """`save` of a model on disk, from file to file: one tensor at a time is in memory, in the dtype of the export."""
+    chosen = dtype or stored.config.dtype
+    _write(stored.config, _Exported(stored, EXPORT_DTYPES[chosen]), folder, extra, chosen)
+
+
+def _write(
+    config: FamilyConfig,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    extra: Mapping[str, Any] | None,
+    dtype: ExportDtype,
+) -> None:
+    page = _written_config(config) | {"dtype": dtype} | dict(extra or {})
+    pieces = FAMILIES[config.family].pieces(config, page["model_type"])
+    meta = dict(outline(config).named_parameters())
+    announced = ((name, each.to(EXPORT_DTYPES[dtype])) for name, each in export_tensors(pieces, meta))
+    # `map` keeps no tensor that it has given, as a loop does until the next is there.
+    tensors = map(partial(_cast, dtype), export_tensors(pieces, weights))
+    write_folder(folder, page, tensors, outline=announced)
 
 
 def exported_names(config: FamilyConfig) -> list[str]:
@@ -159,13 +216,13 @@ def _written_config(config: FamilyConfig) -> dict[str, Any]:
     return FAMILIES[config.family].write_config(config)
 
 
-def _cast(name: str, tensor: Tensor, dtype: ExportDtype) -> Tensor:
-    result = tensor.to(EXPORT_DTYPES[dtype])
+def _cast(dtype: ExportDtype, item: tuple[str, Tensor]) -> tuple[str, Tensor]:
+    name, result = item[0], item[1].to(EXPORT_DTYPES[dtype])
     if dtype == "float16" and bool(result.isinf().any()):
         raise ModelError(
             f"tensor {name!r} has weights that float16 cannot hold", expected="up to 65504", fix="export as bfloat16"
         )
-    return result
+    return name, result
 
 
 def is_hugging_face(folder: Path) -> bool:

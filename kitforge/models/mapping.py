@@ -141,9 +141,13 @@ def _is_embedding(name: str, pieces: Sequence[Piece], held: Mapping[str, str], r
 def export_tensors(pieces: Sequence[Piece], ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Their names and tensors, pieces of one tensor joined in order; ours are asked for in `export_order`."""
     for name, members in _by_theirs(pieces).items():
-        tensors = [ours[piece.ours].detach() for piece in members]
-        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-        yield name, (whole.t() if members[0].transpose else whole).contiguous()
+        yield name, _joined(members, ours)
+
+
+def _joined(members: Sequence[Piece], ours: Mapping[str, Tensor]) -> Tensor:
+    first = members[0].ours
+    whole = (ours[first] if len(members) == 1 else torch.cat([ours[piece.ours] for piece in members])).detach()
+    return (whole.t() if members[0].transpose else whole).contiguous()
 
 
 def export_order(pieces: Sequence[Piece]) -> list[str]:

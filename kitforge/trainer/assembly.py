@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, final
@@ -31,6 +31,8 @@ class RunInputs(Generic[Reader]):
     train_dataset: Any = None
     eval_dataset: Any = None
     model: nn.Module | None = None
+    # Opens the model under the checkpoint, where the kit that goes on with it is not the one that trained it.
+    open_model: Callable[..., Any] | None = None
     tokenizer: Reader | None = None
     roles: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Sequence[Callback] = ()

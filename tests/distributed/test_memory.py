@@ -1,7 +1,7 @@
 """No rank ever holds a whole model that is cut: not when it is read, evaluated, trained or written."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +9,19 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
-from kitforge.api import composed
+from kitforge.api import composed, save_model
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import KitforgeError, ModelError
+from kitforge.kits.rlhf.build import STAGES
 from kitforge.kits.transformers.build import Inputs, evaluate, read_options, save
 from kitforge.models import folder as model_folder
+from tests.allocations import Allocations
 from tests.distributed import training
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import TestLobby, ready, run_training, write_text
+from tests.kits.rlhf import runs
 
 pytestmark = pytest.mark.slow
 
@@ -39,42 +41,6 @@ MESHES: list[dict[str, Any]] = [
     {"parallel.shard": 2, "parallel.tensor": 2},
 ]
 SMALL = {"data.sequence_length": 4, "data.batch_size": 2, "trainer.max_steps": 1, "trainer.evaluate_batches": 1}
-
-
-class Allocations(TorchDispatchMode):
-    """Bytes of the largest storage that torch makes on the CPU; files that are mapped are none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = {each.untyped_storage()._cdata for each in tensors_in((args, kwargs or {}))}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
-            storage = tensor.untyped_storage()
-            if storage.nbytes() > self.largest and storage._cdata not in given and not is_mapped(storage):
-                self.largest = storage.nbytes()
-        return result
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    found = torch.utils._pytree.tree_leaves(value)
-    return (each for each in found if type(each) is Tensor or type(each) is nn.Parameter if each.device.type == "cpu")
-
-
-def is_mapped(storage: torch.UntypedStorage) -> bool:
-    """Whether its bytes are those of a file of weights, which take no memory."""
-    address = storage.data_ptr()
-    if storage.nbytes() < 2**16 or address == 0:
-        return False
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, last = (int(each, 16) for each in line.split()[0].split("-"))
-        if first <= address < last:
-            return line.endswith(".safetensors")
-    return False
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +111,24 @@ def test_weights_are_written_tensor_by_tensor(place: Path) -> None:
     assert all(largest <= piece for largest, piece in made[1:])
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_folder_is_exported_tensor_by_tensor(place: Path, dtype: str | None) -> None:
+    """Also one whose tensors were saved in parts, in as little memory."""
+    given = {**WIDE, **SMALL, "output_dir": str(place / "parts"), "parallel.shard": 2}
+    if not (place / "parts").exists():
+        run_ranks(2, run_training, place, given)
+    source = model_folder.load(place / "parts", device=torch.device("cpu"))
+    model_folder.save(source, place / f"whole-{dtype}", dtype=dtype)  # type: ignore[arg-type]
+    with Allocations() as made:
+        save_model(place / "parts", place / f"streamed-{dtype}", dtype=dtype)
+    expected, found = (load_file(place / f"{way}-{dtype}" / "model.safetensors") for way in ("whole", "streamed"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(each, expected[name]) for name, each in found.items())
+    # A matrix is put together from its parts in the dtype that it has there.
+    largest = max(each.numel() for each in found.values())
+    assert 0 < made.most <= largest * (4 if dtype is None else 6)
+
+
 def cannot_write(rank: int, folder: Path) -> str:
     model, parallel = trained(rank, folder, {"parallel.shard": 2})
     # What float16 cannot hold is found in the middle of the stream.
@@ -175,12 +159,19 @@ def measure(rank: int, folder: Path, source: str, choices: Mapping[str, Any]) ->
     }
     options = read_options(composed("text_generation", given).values)
     with Allocations() as made:
-        metrics = evaluate(options, Inputs(), TestLobby(options.parallel))  # type: ignore[arg-type]
+        inputs = Inputs(open_model=STAGES["sft"].open_model if source == "aligned" else None)
+        metrics = evaluate(options, inputs, TestLobby(options.parallel))  # type: ignore[arg-type]
     return metrics, made.largest
 
 
-def test_an_evaluation_reads_pieces_too(place: Path) -> None:
-    whole, most = measure(0, place, "exported", {})
-    for metrics, largest in run_ranks(2, measure, place, "exported", {"parallel.tensor": 2}):
+@pytest.mark.parametrize("source", ["exported", "aligned"])
+def test_an_evaluation_reads_pieces_too(place: Path, source: str) -> None:
+    """Also of the policy of a run of alignment, with its adapter."""
+    if source == "aligned":
+        given = model_folder.load(place / "run", device=torch.device("cpu"))
+        begun = runs.begin("sft", place / "aligned", {"adapter.rank": 2, "trainer.max_steps": 1}, model=given)
+        runs.finish(begun)
+    whole, most = measure(0, place, source, {})
+    for metrics, largest in run_ranks(2, measure, place, source, {"parallel.tensor": 2}):
         assert metrics["eval/loss"] == pytest.approx(whole["eval/loss"], abs=2e-6)
         assert largest < 0.6 * most

@@ -16,6 +16,7 @@ from kitforge.models import folder as model_folder
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama.model import LlamaConfig
+from tests.allocations import Allocations
 
 SIZES: dict[str, Any] = {"vocab_size": 37, "dim": 16, "num_layers": 2, "num_heads": 4, "max_length": 32}
 NETWORKS: dict[str, Any] = {
@@ -47,15 +48,15 @@ def refused(folder: Path, words: str) -> None:
 
 
 ABSURD = [
-    ("llama", {"num_hidden_layers": 10**12}, "does not hold the network"),
+    ("llama", {"num_hidden_layers": 9999}, "does not hold the network"),
     ("llama", {"num_hidden_layers": 3}, "missing"),
-    ("llama", {"vocab_size": 10**12}, "misshapen"),
+    ("llama", {"vocab_size": 10**9}, "misshapen"),
     ("llama", {"hidden_size": 4 * 10**8, "head_dim": 10**8}, "misshapen"),
     ("llama", {"intermediate_size": 25}, r"misshapen \(model.layers.0.mlp.*got \[24, 16\], expected \[25, 16\]"),
     ("tied", {"vocab_size": 38}, "misshapen"),
-    ("gpt2", {"n_layer": 10**12}, "does not hold the network"),
-    ("gpt2", {"n_positions": 10**10}, "misshapen"),
-    ("glm", {"num_hidden_layers": 10**12}, "does not hold the network"),
+    ("gpt2", {"n_layer": 9999}, "does not hold the network"),
+    ("gpt2", {"n_positions": 10**9}, "misshapen"),
+    ("glm", {"num_hidden_layers": 9999}, "does not hold the network"),
     ("glm", {"intermediate_size": 10**9}, "misshapen"),
 ]
 
@@ -112,4 +113,61 @@ def test_a_weight_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
         model.norm.weight.fill_(1e5)
     with pytest.raises(ModelError, match="norm.weight' has weights that float16 cannot hold(.|\n)*bfloat16"):
         model_folder.save(model, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+# From file to file
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("published", [torch.float32, torch.bfloat16, torch.float64])
+def test_an_export_of_a_folder_is_that_of_its_model_byte_for_byte(
+    tmp_path: Path, name: str, dtype: Any, published: torch.dtype
+) -> None:
+    source = written(tmp_path / "source", name)
+    tensors = load_file(source / "model.safetensors")
+    changed = {each: (tensor.double() * 1.0000001).to(published) for each, tensor in tensors.items()}
+    save_file(changed, source / "model.safetensors", metadata={"format": "pt"})
+    model_folder.save(model_folder.load(source, device=CPU), tmp_path / "whole", dtype=dtype)
+    model_folder.export(model_folder.open_model(source), tmp_path / "streamed", dtype=dtype)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "streamed" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+LARGE: dict[str, Any] = {"vocab_size": 601, "dim": 256, "num_layers": 3, "num_heads": 4, "max_length": 300}
+# How many times the largest tensor. What is joined of several, and what is turned round in another dtype, are two.
+MOST = [("llama", LlamaConfig(**LARGE, mlp_dim=512), 1), ("gpt2", GPT2Config(**LARGE), 2)]
+MOST += [("glm", GLMConfig(**LARGE, num_kv_heads=2, mlp_dim=512), 2)]
+
+
+@pytest.mark.parametrize(("name", "config", "times"), MOST, ids=[each[0] for each in MOST])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_of_a_folder_holds_one_tensor_at_a_time(
+    tmp_path: Path, name: str, config: Any, times: int, dtype: Any
+) -> None:
+    model_folder.save(model_folder.build(config, device=CPU, seed=1), tmp_path / "source", dtype="bfloat16")
+    with Allocations() as made:
+        model_folder.export(model_folder.open_model(tmp_path / "source"), tmp_path / "out", dtype=dtype)
+    sizes = [each.nbytes for each in load_file(tmp_path / "out" / "model.safetensors").values()]
+    assert made.most <= times * max(sizes)
+    assert (made.most > 0) == (dtype == "float32" or name != "llama")
+
+
+def test_a_folder_may_be_exported_onto_itself(tmp_path: Path) -> None:
+    source = written(tmp_path)
+    before = load_file(source / "model.safetensors")
+    kept = {name: each.clone() for name, each in before.items()}
+    model_folder.export(model_folder.open_model(source), source, dtype="bfloat16")
+    after = load_file(source / "model.safetensors")
+    assert all(torch.equal(each, kept[name].bfloat16()) for name, each in after.items())
+
+
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    source = written(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].int()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="norm.weight' holds no weights of a network"):
+        model_folder.export(model_folder.open_model(source), tmp_path / "out")
     assert not (tmp_path / "out" / "config.json").exists()

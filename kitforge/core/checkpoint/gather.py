@@ -31,10 +31,6 @@ class GatheredParameters(Mapping[str, Tensor]):
         self._dtype = dtype
         self._num_given = 0
 
-    def outline(self) -> dict[str, Tensor]:
-        """What all of them will be, without memory."""
-        return {name: torch.empty(self._layouts[name].shape, dtype=self._dtype, device="meta") for name in self._names}
-
     def __getitem__(self, name: str) -> Tensor:
         if self._ranks is None:
             return self._pieces[name].detach().to(self._dtype)

@@ -95,6 +95,8 @@ def write_stream(path: Path, outline: Sequence[tuple[str, Tensor]], tensors: Ite
         for piece in _pieces(outline, {}, tensors):
             digest.update(piece)
             file.write(piece)
+            # It would keep its tensor until the next one is there.
+            del piece
         size = file.tell()
     return FileEntry(name=path.name, bytes=size, sha256=digest.hexdigest())
 
@@ -239,6 +241,7 @@ def _pieces(
         flat = _bytes_of(name, expected, next(stream, None))
         for start in range(0, len(flat), PIECE_BYTES):
             yield flat[start : start + PIECE_BYTES]
+        del flat
 
 
 def _bytes_of(name: str, expected: Tensor, found: tuple[str, Tensor] | None) -> memoryview:

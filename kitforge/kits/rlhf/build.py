@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import nn
 
+from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import config_of as config_of_adapter
@@ -25,7 +26,7 @@ from kitforge.kits.rlhf import stages
 from kitforge.kits.rlhf.actor_critic import policy_of
 from kitforge.kits.rlhf.agreement import NoDropout, check_readers
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
-from kitforge.kits.rlhf.networks import load_policy, load_scalar, sharding_of
+from kitforge.kits.rlhf.networks import load_policy, load_scalar, open_policy, sharding_of
 from kitforge.kits.rlhf.pipeline import RewardPipeline
 from kitforge.kits.rlhf.replay import Replay, replay
 from kitforge.kits.rlhf.rl import RLTask
@@ -34,6 +35,7 @@ from kitforge.kits.rlhf.stages import Inputs, Parts, Prepared, parts_of
 from kitforge.kits.rlhf.weights import whole_factors
 from kitforge.models.adapters import save_adapter
 from kitforge.models.catalog import config_of
+from kitforge.models.folder import OpenRun, StoredModel
 from kitforge.trainer.assembly import RunAssembly, evaluated
 from kitforge.trainer.callbacks.callback import Callback, Event, Run, can_save_at_end
 from kitforge.trainer.run import Run as FinishedRun
@@ -136,6 +138,14 @@ class Stage:
         """The network of a run of this stage, or of one of its steps."""
         read = load_scalar if self.OPTIONS is RewardOptions else load_policy
         return read(folder, device, level)
+
+    def open_model(self, folder: Path, open_run: OpenRun = find_checkpoint) -> StoredModel:
+        """The language model of a run of this stage, or of one of its steps, of which no weight is read yet. Raises
+        ModelError for a run whose model gives scores."""
+        if self.OPTIONS is RewardOptions:
+            expected = "a run of a stage that trains a policy"
+            raise ModelError("this run holds no language model", got=f"a reward model in {folder}", expected=expected)
+        return open_policy(folder, open_run)
 
     def find_tokenizer(self, folder: Path) -> Tokenizer:
         """The tokenizer that lies with a run or a step."""

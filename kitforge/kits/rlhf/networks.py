@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from kitforge.core.checkpoint.load import Checkpoint, find_checkpoint, load_tensors
+from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpoint, load_tensors
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
-from kitforge.core.nn.lora import LoraConfig, attach, merge
+from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, merge
 from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.parallel.apply import laid_out, parallel_of
 from kitforge.core.parallel.sharding import Rule, Sharding
@@ -26,6 +26,7 @@ from kitforge.data.token_cache import default_root
 from kitforge.data.tokenizer import Tokenizer, TokenizerConfig, find_tokenizer, make_tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.errors import DataError, ModelError
+from kitforge.foundation.types import Region
 from kitforge.kits.rlhf.actor_critic import ActorCritic
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.kits.rlhf.scalar_model import ScalarModel
@@ -33,6 +34,7 @@ from kitforge.kits.rlhf.weights import continued, copied, sharing
 from kitforge.models import folder as model_folder
 from kitforge.models.adapters import load_adapter, read_head
 from kitforge.models.catalog import config_of
+from kitforge.models.folder import OpenRun, StoredModel
 from kitforge.models.sharding import DECODER
 
 # Names of the parts of what a stage trains, before those of their parameters.
@@ -155,12 +157,47 @@ def tokenizer_of(options: StageOptions, given: Tokenizer | None, train: object) 
     return make_tokenizer(options.tokenizer, source, default_root())
 
 
-def load_policy(folder: Path, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
-    """The language model of any run, step or Hugging Face folder."""
-    checkpoint = find_checkpoint(folder)
+def load_policy(folder: Path, device: torch.device, level: CompileLevel = "O1") -> Decoder:
+    """The language model of any run, step or Hugging Face folder, whole on the device."""
+    return model_folder.load_stored(open_policy(folder), device=device, level=level)
+
+
+def open_policy(folder: Path, open_run: OpenRun = find_checkpoint) -> StoredModel:
+    """The language model of any run, step or Hugging Face folder, an adapter's part in its weights, of which none is
+    read yet. Raises ModelError for files of another network than they say."""
+    checkpoint = open_run(folder) if folder.is_dir() else None
     if checkpoint is None or not (_has(checkpoint, POLICY) or _adapter(checkpoint)):
-        return model_folder.load(folder, device=device, level=level)
-    return _loaded(checkpoint, POLICY if _has(checkpoint, POLICY) else "", device, level)
+        return model_folder.open_model(folder, lambda _folder: checkpoint)
+    return _stored_policy(checkpoint, POLICY if _has(checkpoint, POLICY) else "")
+
+
+def _stored_policy(checkpoint: Checkpoint, prefix: str) -> StoredModel:
+    """The decoder whose names begin with the prefix."""
+    config, adapter = config_of(checkpoint.state["config"]["model"]), _adapter(checkpoint)
+    held = {name: shape for name, shape in checkpoint.shapes("model").items() if name.startswith(prefix)}
+    shapes = {name.removeprefix(prefix): shape for name, shape in held.items()}
+    model_folder.check_count(config, len(shapes), checkpoint.folder)
+    network = model_folder.outline(config)
+    names = tuple(name for name, _ in network.named_parameters())
+    if adapter is not None:
+        attach(network, *adapter)
+    check_shapes(dict(network.named_parameters()), shapes, what="model")
+    layers = {} if adapter is None else adapter_tensors(network, adapter[0])
+
+    def part(name: str, region: Region | None = None) -> Tensor:
+        name = prefix + name
+        return checkpoint.tensor(name) if region is None else checkpoint.read(name, region)
+
+    def read(name: str, region: Region | None) -> Tensor:
+        path = name.removesuffix(".weight")
+        if adapter is None or path not in layers or path == name:
+            return part(name, region)
+        # In fp32, as a network in memory adds it.
+        down, up = (part(f"{path}.adapters.{adapter[0]}.{factor}").float() for factor in ("down", "up"))
+        delta = (up @ down).mul_(adapter[1].scale)
+        return (delta if region is None else region.of(delta)).add_(part(name, region))
+
+    return StoredModel(config=config, names=names, read=read)
 
 
 def is_scalar(folder: Path) -> bool:
@@ -180,15 +217,6 @@ def load_scalar(folder: Path, device: torch.device, level: CompileLevel = "O1") 
     with _adapted(network, checkpoint):
         load_tensors(model.state_dict(keep_vars=True), checkpoint.model(), what="model")
     return model
-
-
-def _loaded(checkpoint: Checkpoint, prefix: str, device: torch.device, level: CompileLevel) -> Decoder:
-    """The decoder whose names begin with the prefix."""
-    network = model_folder.build(config_of(checkpoint.state["config"]["model"]), device=device, level=level)
-    tensors = ((name.removeprefix(prefix), each) for name, each in checkpoint.model() if name.startswith(prefix))
-    with _adapted(network, checkpoint):
-        load_tensors(dict(network.named_parameters()), tensors, what="model")
-    return network
 
 
 @contextmanager

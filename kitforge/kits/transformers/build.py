@@ -42,6 +42,7 @@ from kitforge.kits.transformers.samples import Samples
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.models import folder as model_folder
 from kitforge.models.catalog import FAMILIES, config_of
+from kitforge.models.folder import OpenRun, StoredModel
 from kitforge.models.sharding import DECODER
 from kitforge.trainer.assembly import RunAssembly, RunInputs, evaluated
 from kitforge.trainer.run import default_folder, make_loop
@@ -53,6 +54,8 @@ ROLES: tuple[str, ...] = ()
 
 # Reads the model under a folder, whichever stage trained it, onto the device of that name.
 LoadModel: TypeAlias = Callable[[str, str], nn.Module]
+# Opens the model of a folder, whose checkpoint the second finds.
+OpenModel: TypeAlias = Callable[[Path, OpenRun], StoredModel]
 Inputs: TypeAlias = RunInputs[Tokenizer]
 Assembly: TypeAlias = RunAssembly[TextGenerationOptions, Tokenizer]
 
@@ -68,7 +71,8 @@ def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> As
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
     given = _given_network(inputs)
     tokenizer = _tokenizer(options, inputs, train or evaluation)
-    config = _network_config(options, given, tokenizer)
+    opened = inputs.open_model or open_model
+    config = _network_config(options, given, tokenizer, opened)
     if config is not None:
         _check_fit(config, options, tokenizer)
     # Token caches are built by one rank, before ranks wait for one another.
@@ -83,7 +87,7 @@ def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> As
 
     def build(world: World) -> nn.Module:
         if given is not None or options.checkpoint is not None:
-            return _prepare(_cut(options, given, world), options)
+            return _prepare(_cut(options, given, world, opened), options)
         assert config is not None
         network = model_folder.outline(config, options.compile_level)
         return _prepare(laid_out(network, DECODER, world, options.seed), options)
@@ -139,7 +143,8 @@ def save(model: nn.Module, folder: Path, tokenizer: Tokenizer | None, dtype: Exp
     def write() -> None:
         try:
             if parallel.rank == 0:
-                _write_folder(model, folder, tokenizer, weights, dtype)
+                ids = _write_tokenizer(folder, tokenizer, model.geometry.vocab_size)
+                model_folder.save(model, folder, extra=ids, weights=weights, dtype=dtype)
         finally:
             weights.finish()
 
@@ -147,17 +152,27 @@ def save(model: nn.Module, folder: Path, tokenizer: Tokenizer | None, dtype: Exp
     together(write, partial(collectives.gather_objects, group=group), KitforgeError)
 
 
-def _write_folder(
-    model: Decoder, folder: Path, tokenizer: Tokenizer | None, weights: GatheredParameters, dtype: ExportDtype | None
-) -> None:
+def open_model(folder: Path, open_run: OpenRun = find_checkpoint) -> StoredModel:
+    """The model of a run folder, a step folder or a Hugging Face folder, of which no weight is read yet."""
+    return model_folder.open_model(folder, open_run)
+
+
+def export(stored: StoredModel, folder: Path, tokenizer: Tokenizer | None, dtype: ExportDtype | None = None) -> None:
+    """`save` of a model on disk, of which one tensor at a time is in memory."""
+    ids = _write_tokenizer(folder, tokenizer, stored.config.decoder().vocab_size)
+    model_folder.export(stored, folder, extra=ids, dtype=dtype)
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
+    """What config.json says of its tokens."""
     ids: dict[str, Any] = {}
     if tokenizer is not None:
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save(folder)
         ends = list(tokenizer.eos_ids)
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
-        ids["pad_token_id"] = tokenizer.pad_id if tokenizer.pad_id < model.geometry.vocab_size else None
-    model_folder.save(model, folder, extra=ids, weights=weights, dtype=dtype)
+        ids["pad_token_id"] = tokenizer.pad_id if tokenizer.pad_id < vocab_size else None
+    return ids
 
 
 def open_pipeline(model: nn.Module, tokenizer: Tokenizer, options: TextGenerationOptions) -> TextGenerationPipeline:
@@ -235,27 +250,27 @@ def _given_network(inputs: Inputs) -> nn.Module | None:
 
 
 def _network_config(
-    options: TextGenerationOptions, given: nn.Module | None, tokenizer: Tokenizer
+    options: TextGenerationOptions, given: nn.Module | None, tokenizer: Tokenizer, opened: OpenModel
 ) -> FamilyConfig | None:
     """The options of the network; None for one of the caller's own making."""
     if given is not None:
         return given.config if isinstance(given, Decoder) else None
     if options.checkpoint is not None:
         # A first look, at names and sizes; the weights are read when all ranks are there.
-        return model_folder.open_model(Path(options.checkpoint), partial(find_checkpoint, verify=False)).config
+        return opened(Path(options.checkpoint), partial(find_checkpoint, verify=False)).config
     values = dict(options.model)
     if values.get("vocab_size") is None:
         values["vocab_size"] = tokenizer.vocab_size
     return config_of(values)
 
 
-def _cut(options: TextGenerationOptions, given: nn.Module | None, world: World) -> nn.Module:
+def _cut(options: TextGenerationOptions, given: nn.Module | None, world: World, opened: OpenModel) -> nn.Module:
     """The network handed over or the checkpoint's on the device, cut as the world's degrees say. Of the checkpoint's,
     no rank ever holds more than its pieces, and each verifies a share of the files."""
     if given is not None:
         parallel_of(given.to(world.device), world, _sharding(given))
         return given
-    stored = model_folder.open_model(Path(str(options.checkpoint)), partial(find_checkpoint, world=world))
+    stored = opened(Path(str(options.checkpoint)), partial(find_checkpoint, world=world))
     network = model_folder.outline(stored.config, options.compile_level)
     parallel = apply(network, DECODER, world)
     parallel.materialise(world.device)
@@ -332,14 +347,15 @@ def evaluate(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> di
     if given is None and options.checkpoint is None:
         raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
     tokenizer = _tokenizer(options, inputs, evaluation or train)
-    config = _network_config(options, given, tokenizer)
+    opened = inputs.open_model or open_model
+    config = _network_config(options, given, tokenizer, opened)
     if config is not None:
         _check_fit(config, options, tokenizer)
     text = None if evaluation is not None else train
     with lobby.turns():
         corpus = load_corpus(text, evaluation, tokenizer, options.data, options.seed)
     world = lobby.join().with_precision(options.precision)
-    model = _cut(options, given, world)
+    model = _cut(options, given, world, opened)
     task = TextGenerationTask(options, corpus, lambda _world: model, world)
     return evaluated(task, parallel_of(model, world), world.device, options.precision)
 

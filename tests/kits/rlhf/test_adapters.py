@@ -6,22 +6,26 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from kitforge.api import Trainer, pipeline, replay
+from kitforge.api import Trainer, pipeline, replay, save_model
 from kitforge.cli.main import run
 from kitforge.core.checkpoint.tensor_file import TensorFile
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import adapter_tensors, config_of, deltas
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.types import Region
 from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
-from kitforge.kits.rlhf.networks import load_policy
+from kitforge.kits.rlhf.networks import load_policy, open_policy
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.kits.rlhf.weights import copied
+from kitforge.models import folder as model_folder
 from kitforge.models.adapters import load_adapter, save_adapter
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
@@ -206,7 +210,38 @@ def test_the_policy_of_a_run_goes_on_as_a_plain_language_model(
     assert after.metrics["eval/loss"] == pytest.approx(wanted, abs=1e-6)
 
 
+@pytest.mark.parametrize(("stage", "choices"), [("sft", SMALL), ("ppo", {}), ("ppo", SMALL)])
+def test_a_run_is_exported_from_file_to_file_with_its_adapter_in_its_weights(
+    stage: str, choices: dict[str, Any], tmp_path: Path
+) -> None:
+    runs.finish(assembly := runs.begin(stage, tmp_path / "run", choices | {"trainer.max_steps": 1}))
+    policy = copied(policy_of(assembly.loop.model), CPU)
+    save_model(policy, tmp_path / "memory", ByteTokenizer(), "float32")
+    # No network is made on the way.
+    with mock.patch.object(model_folder, "make_real", side_effect=AssertionError("memory was made")):
+        save_model(tmp_path / "run", tmp_path / "streamed", dtype="float32")
+    files = sorted(path.name for path in (tmp_path / "memory").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "streamed").iterdir())
+    for name in files:
+        assert (tmp_path / "streamed" / name).read_bytes() == (tmp_path / "memory" / name).read_bytes()
+
+
+def test_a_part_of_a_policy_is_that_part_of_the_whole(tmp_path: Path) -> None:
+    """Also where an adapter adds to it."""
+    runs.finish(runs.begin("sft", tmp_path, SMALL | {"trainer.max_steps": 1}))
+    stored = open_policy(tmp_path)
+    for name in stored.names:
+        whole = stored.read(name, None)
+        rows = whole.shape[0] // 2
+        region = Region(
+            global_shape=(*whole.shape,), offset=(rows, *[0] * (whole.dim() - 1)), shape=(*whole[rows:].shape,)
+        )
+        assert torch.equal(stored.read(name, region), whole[rows:])
+
+
 def test_a_reward_model_is_no_language_model(tmp_path: Path) -> None:
     runs.finish(runs.begin("reward", tmp_path, SMALL | {"trainer.max_steps": 1}))
-    with pytest.raises(ModelError, match=r"(?s)cannot be trained on text_generation.*got:.*ScalarModel.*expected:"):
+    with pytest.raises(ModelError, match=r"(?s)holds no language model.*a reward model in.*expected:"):
         Trainer("text_generation", tmp_path, ["yes"] * 4, options={"device": "cpu"}).train()
+    with pytest.raises(ModelError, match=r"(?s)holds no language model.*a reward model in.*expected:"):
+        save_model(tmp_path, tmp_path / "out")
