@@ -1,5 +1,6 @@
-"""Plant every fault of `tests/mutation` by itself, run the fast tests of its room for at most a minute, and write what
-they found into docs/proof.md. What was found before is kept in build/mutation.jsonl, so a run that was stopped goes on.
+"""Plant every fault of `tests/mutation` by itself, run the fast tests of its room, or those that it names, for at most
+a minute, and write what they found into docs/proof.md. What was found before is kept in build/mutation.jsonl, so a run
+that was stopped goes on.
 
     python scripts/mutate.py [--workers N] [--again] [ID ...]     plant faults: all, or those named
     python scripts/mutate.py --draw N                              draw N faults from each room (a fixed seed)
@@ -31,6 +32,7 @@ from tests.mutation.table import DRAWN_FILE, ROOMS, faults, room_of  # noqa: E40
 
 RESULTS = ROOT / "build" / "mutation.jsonl"
 SECONDS = 60
+FAST = ("-m", "not slow and not prove and not gpu")
 SEED = 2026
 BEGIN, END = "<!-- mutation: begin -->", "<!-- mutation: end -->"
 
@@ -80,7 +82,9 @@ def draw(per_room: int) -> None:
             fault = Fault(id=name, file=file, function=function, shape=digest, node=number, operator=operator)
             if (file, function, number, operator) not in drawn and planted(fault) is not None:
                 kept.append(fault)
-    rows = [{k: v for k, v in dataclasses.asdict(fault).items() if v != ""} for fault in sorted(kept, key=_order)]
+    rows = [
+        {k: v for k, v in dataclasses.asdict(fault).items() if v not in ("", [])} for fault in sorted(kept, key=_order)
+    ]
     DRAWN_FILE.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
 
 
@@ -117,7 +121,7 @@ def plant_all(wanted: list[Fault], workers: int) -> None:
 
 
 def plant(fault: Fault, copy: Path) -> dict[str, object]:
-    """Whether the fast tests of the room turn red within a minute."""
+    """Whether the tests that are to find the fault turn red within a minute."""
     found = planted(fault)
     if found is None:
         return {"verdict": "gone", "seconds": 0.0, "test": ""}
@@ -127,7 +131,7 @@ def plant(fault: Fault, copy: Path) -> dict[str, object]:
     place.write_text(text, encoding="utf-8")
     started = time.monotonic()
     try:
-        done = run_tests(tests_of(fault, path), copy)
+        done = run_tests(fault.tests or [*FAST, *tests_of(fault, path)], copy)
     finally:
         place.write_text(sound, encoding="utf-8")
     seconds = time.monotonic() - started
@@ -139,10 +143,10 @@ def plant(fault: Fault, copy: Path) -> dict[str, object]:
     return {"verdict": "survived" if status == 0 else "caught", "seconds": seconds, "test": test}
 
 
-def run_tests(tests: list[str], copy: Path) -> tuple[int, str] | None:
-    """Status and output of pytest over these files until the first failure; None after a minute."""
+def run_tests(arguments: list[str], copy: Path) -> tuple[int, str] | None:
+    """Status and output of pytest with these arguments until the first failure; None after a minute."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
-    command += ["-p", "tests.mutation.limit", "-m", "not slow and not prove and not gpu", *tests]
+    command += ["-p", "tests.mutation.limit", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy), "CI": "true"}
     process = subprocess.Popen(
         command,
@@ -185,7 +189,7 @@ def _score(text: str, words: list[str]) -> int:
 
 
 def copy_of_checkout(folder: Path) -> Path:
-    """The files that git knows, in a folder of their own."""
+    """The files that git knows, in a folder of their own, and loops that were compiled from them."""
     shutil.rmtree(folder, ignore_errors=True)
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -194,7 +198,8 @@ def copy_of_checkout(folder: Path) -> Path:
         text=True,
         check=True,
     ).stdout
-    for name in filter(None, listed.split("\0")):
+    compiled = [str(path.relative_to(ROOT)) for path in PACKAGE.rglob("__pycache__/*.nb?")]
+    for name in [*filter(None, listed.split("\0")), *compiled]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
     return folder

@@ -11,7 +11,7 @@ import ast
 import copy
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, final
@@ -55,6 +55,8 @@ class Fault:
     operator: str
     why: str = ""  # of a fault written by hand: what it is called
     equivalent: str = ""  # why no test can find it, where that is so
+    # Files or tests that find it, slow ones too; none: the fast tests of its room are to.
+    tests: list[str] = field(default_factory=list)
 
 
 @final

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import re
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +21,20 @@ def test_a_fault_still_applies(fault: Fault) -> None:
     path, text = found
     sound = path.read_text(encoding="utf-8")
     assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(sound))
+
+
+@pytest.mark.parametrize("fault", [each for each in faults() if each.why], ids=lambda fault: fault.id)
+def test_a_fault_written_by_hand_names_what_there_is(fault: Fault) -> None:
+    place = planting.locate(fault)
+    assert place is not None
+    words = set(re.findall(r"\w+", place.path.read_text(encoding="utf-8"))) | set(dir(builtins))
+    name, _, argument = fault.operator.partition(":")
+    # Otherwise any test would find the fault, as the name of nothing.
+    if name == "constant":
+        assert used_names(argument) <= words
+    root = Path(__file__).parents[2]
+    for file, _, test in (each.partition("::") for each in fault.tests):
+        assert f"def {test}" in (root / file).read_text(encoding="utf-8")
 
 
 def test_faults_are_told_apart_and_are_drawn_from_every_room() -> None:
@@ -55,6 +72,13 @@ def test_an_operator_changes_what_it_says(operator: str, source: str, faulty: st
     changed = planting.apply(operator, node)
     assert changed is not None
     assert ast.unparse(changed) == ast.unparse(ast.parse(faulty, mode="eval"))
+
+
+def used_names(source: str) -> set[str]:
+    """The names and attributes of an expression."""
+    found = list(ast.walk(ast.parse(source, mode="eval")))
+    names = {node.id for node in found if isinstance(node, ast.Name)}
+    return names | {node.attr for node in found if isinstance(node, ast.Attribute)}
 
 
 def definition(source: str) -> ast.FunctionDef:
