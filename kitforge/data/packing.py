@@ -212,13 +212,14 @@ class PackedRows:
         is_run = (ends > first_token) & (ends - lengths < first_token + self.length) & (lengths > 0)
         runs = np.flatnonzero(is_run)
         ends, lengths, rows = ends.ravel()[runs], lengths.ravel()[runs], rows[runs // _BLOCK_DOCUMENTS]
-        run_begins = np.maximum(ends - lengths, begins[rows])
+        starts: Integers = ends - lengths
+        run_begins = np.maximum(starts, begins[rows])
         run_ends = np.minimum(ends, begins[rows] + self.length)
         run_lengths = run_ends - run_begins
         return _Runs(
             places=_count_up(np.bincount(rows, minlength=len(begins))),
             begins=run_begins,
-            addresses=addresses.ravel()[runs] + run_begins - (ends - lengths),
+            addresses=addresses.ravel()[runs] + run_begins - starts,
             lengths=run_lengths,
             after=run_lengths.cumsum(),
             go_on=run_ends < ends,
