@@ -1,5 +1,6 @@
 """Sums over all batches, divided once."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,6 +21,13 @@ def counts(batch: list[float]) -> Sums:
 
 def test_batches_weigh_what_they_hold() -> None:
     assert weighted_means([[1.0, 2.0, 3.0], [10.0]], sums, counts) == {"loss": 4.0, "hits": 0.5}
+
+
+def test_what_all_ranks_found_is_divided_by_what_all_ranks_hold() -> None:
+    def over_ranks(own: Mapping[str, Tensor]) -> Sums:
+        return {name: 3 * value for name, value in own.items()}
+
+    assert weighted_means([[1.0, 2.0, 3.0], [10.0]], sums, counts, over_ranks) == {"loss": 4.0, "hits": 0.5}
 
 
 def test_a_sum_without_a_count_of_its_own_is_divided_by_that_of_the_loss() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import final
 
 import pytest
 import torch
@@ -151,3 +152,30 @@ def test_agrees_with_the_muon_of_torch_within_its_bf16() -> None:
             optimizer.step()
     moved = (ours - random(16, 24).float()).norm()
     assert (ours - theirs).norm() < 0.02 * moved
+
+
+@final
+class _LastColumns:
+    """Pieces [8, 3] of matrices [8, 10] whose other columns are known here as well."""
+
+    def __init__(self, others: Tensor) -> None:
+        self._others = others
+
+    def shape(self, piece: Tensor) -> tuple[int, ...]:
+        return 8, 10
+
+    def whole(self, value: Tensor, piece: Tensor) -> Tensor:
+        return torch.cat([self._others, value], dim=1)
+
+    def part(self, matrix: Tensor, piece: Tensor) -> Tensor:
+        return matrix[:, 7:]
+
+
+def test_a_piece_moves_as_its_matrix_does() -> None:
+    start, gradient = random(8, 10), random(8, 10, seed=1)
+    piece = nn.Parameter(start[:, 7:].clone())
+    piece.grad = gradient[:, 7:]
+    # The first momentum is a part of the gradient, and so is what is made orthogonal.
+    others = (1 - MU * MU) * gradient[:, :7]
+    Muon([piece], lr=RATE, weight_decay=DECAY, momentum=MU, matrices=_LastColumns(others)).step()
+    torch.testing.assert_close(piece.data, reference_steps(start, [gradient])[:, 7:], rtol=0, atol=1e-11)

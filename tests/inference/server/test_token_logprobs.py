@@ -100,6 +100,29 @@ def test_alternatives_stay_with_their_tokens_where_a_text_ends(served: Served) -
         assert others[token] == logprob and list(others.values()) == sorted(others.values(), reverse=True)
 
 
+def test_alternatives_stay_with_their_tokens_where_the_end_comes_with_others() -> None:
+    """As they do where guessed tokens come true."""
+    likely = [[(97, -1.0)], [(98, -2.0)], [(256, -3.0)]]
+    piece = Piece(
+        request=0,
+        sample=0,
+        text="ab",
+        tokens=[97, 98, 256],
+        logprobs=[-1.0, -2.0, -3.0],
+        alternatives=likely,
+        offsets=[0, 1],
+        is_cut=False,
+        finish_reason="stop",
+        prompt=None,
+    )
+    reader = ChoiceReader(Prompt(tokens=[97]), ResponseOptions(num_alternatives=1, has_end=True))
+    assert [(each.token, each.alternatives) for each in reader.read(piece, None).tokens] == [
+        (97, likely[0]),
+        (98, likely[1]),
+        (256, likely[2]),
+    ]
+
+
 class Twins:
     """Letters that two tokens each have, one after another."""
 
