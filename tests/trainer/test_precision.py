@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from kitforge.trainer.precision import autocast
 from tests.trainer import tiny
 
 
@@ -84,3 +85,8 @@ def test_deterministic_algorithms_are_asked_for_by_option(tmp_path: Path, corpus
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_no_weight_is_kept_rounded_until_a_pass_ends() -> None:
+    with autocast(torch.device("cpu"), "bf16"):
+        assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
