@@ -42,7 +42,6 @@ WRONG: dict[str, tuple[str, object, int, str]] = {
     "no messages": (CHAT, {"messages": []}, 400, "at least 1 of them"),
     "an unknown speaker": (CHAT, {"messages": [{"role": "king", "content": "a"}]}, 400, "role"),
     "an empty stop string": (COMPLETIONS, {"prompt": "a", "stop": ""}, 400, "stop"),
-    "a private mark": (CHAT, {"messages": [{"role": "user", "content": "\ue0f0"}]}, 400, "private"),
     "a list in the place of a body": (COMPLETIONS, [1], 400, "object"),
 }
 # The bytes of a body, the status, and words of the answer.
