@@ -110,7 +110,7 @@ def test_they_are_those_that_choices_are_scored_with() -> None:
     for request, score in zip(requests, wanted, strict=True):
         told = found[request, 0][0].prompt
         assert told is not None
-        assert sum(each.logprob for each in told[len(STEM) - 1 :]) == pytest.approx(score, abs=1e-9)
+        assert sum(each.logprob for each in told[len(STEM) - 1 :]) == pytest.approx(score.logprob, abs=1e-9)
 
 
 def test_others_go_on_while_a_long_prompt_is_told() -> None:

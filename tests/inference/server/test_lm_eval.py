@@ -18,7 +18,8 @@ from kitforge.inference.engine import Engine
 from kitforge.inference.server.exchange import Service
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.text import InferenceOptions, TextEngine
-from kitforge.kits.transformers.evaluation import evaluate_tasks, load_task
+from kitforge.kits.transformers.evaluation import Evaluator
+from kitforge.kits.transformers.questions import load_task
 from kitforge.models.catalog import config_of
 from kitforge.models.folder import build
 from tests.inference.server.conftest import serving
@@ -108,7 +109,7 @@ def test_it_finds_what_our_evaluation_finds(tmp_path: Path) -> None:
     texts = TextEngine(Engine(model, stop_ids=tokenizer.eos_ids), tokenizer)
     service = Service(texts, "tiny", InferenceOptions(max_new_tokens=8), ServeOptions())
     tasks = [load_task(str(tmp_path / f"{name}.jsonl")) for name in TASKS]
-    ours = evaluate_tasks(model, tokenizer, tasks, InferenceOptions())
+    ours = Evaluator(model, tokenizer, InferenceOptions(), "refuse").evaluate(tasks).metrics
     trees = [(row["query"], row["choices"]) for row in CHOICES]
     trees += [(row["context"], [row["continuation"]]) for row in TEXTS]
     wanted = score_branches(
@@ -123,7 +124,7 @@ def test_it_finds_what_our_evaluation_finds(tmp_path: Path) -> None:
         rows = harness(tmp_path, served.url, f"tokenizer={tmp_path / 'tokenizer'},tokenizer_backend=huggingface")
     scores = [[float(each[0]) for each in row["filtered_resps"]] for name in TASKS for row in rows[name]]
     for found, expected in zip(scores, wanted, strict=True):
-        assert found == pytest.approx(expected, abs=1e-3)
+        assert found == pytest.approx([each.logprob for each in expected], abs=1e-3)
     for name in TASKS:
         accuracy = sum(row["acc"] for row in rows[name]) / len(rows[name])
         assert accuracy == pytest.approx(ours[f"{name}/accuracy"])

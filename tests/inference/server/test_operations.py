@@ -43,7 +43,7 @@ def test_a_mistake_of_ours_is_told_with_the_id_of_its_request(
 ) -> None:
     service = make_service(model, ServeOptions(), EngineOptions())
 
-    def broken(_prompt: object) -> list[int]:
+    def broken(_prompt: object, *, add_special_tokens: bool | None) -> list[int]:
         raise RuntimeError("boom")
 
     monkeypatch.setattr(service, "encode", broken)
@@ -86,15 +86,14 @@ def test_nothing_is_logged_of_requests_unless_wanted(served: Served, caplog: pyt
 def test_metrics_count_tokens_and_the_time_between_them(model: Decoder, speculation: int) -> None:
     service = make_service(model, ServeOptions(), EngineOptions(speculation=speculation))
     with serving(service) as served:
-        answer = ask(served, COMPLETIONS, prompt=["abab" * 8, "b"], max_tokens=24, n=2, logprobs=0, temperature=0)
+        answer = ask(served, COMPLETIONS, prompt=["abab" * 8, "b"], max_tokens=24, logprobs=0, temperature=0)
         made = sum(len(choice["logprobs"]["tokens"]) for choice in answer["choices"])  # type: ignore[attr-defined]
-        # A step that gives several tokens counts each of them; a token that ends a text is among them and has no words.
-        ended = sum(choice["finish_reason"] == "stop" for choice in answer["choices"])  # type: ignore[attr-defined]
-        assert answer["usage"]["completion_tokens"] == made + ended  # type: ignore[index]
-        assert metric(served.url, "kitforge_generated_tokens_total") == made + ended
+        # A step that gives several tokens counts each of them.
+        assert answer["usage"]["completion_tokens"] == made  # type: ignore[index]
+        assert metric(served.url, "kitforge_generated_tokens_total") == made
         assert metric(served.url, "kitforge_prompt_tokens_total") == 33
         num_between = metric(served.url, "kitforge_inter_token_latency_seconds_count")
-        assert made + ended - 4 * (speculation + 1) <= num_between <= made + ended - 4
+        assert made - 2 * (speculation + 1) <= num_between <= made - 2
         assert 0 < metric(served.url, "kitforge_inter_token_latency_seconds_sum") < 60
         assert metric(served.url, "kitforge_queue_time_seconds_count") == 2
         assert metric(served.url, "kitforge_first_token_seconds_count") == 1

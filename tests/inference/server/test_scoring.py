@@ -77,7 +77,7 @@ def test_a_continuation_has_the_score_that_an_evaluation_gives_it(client: openai
         temperature=0,
     )
     for choice, score in zip(found.choices, wanted, strict=True):
-        assert sum(choice.logprobs.token_logprobs[len(stem) : -1]) == pytest.approx(score, abs=1e-4)
+        assert sum(choice.logprobs.token_logprobs[len(stem) : -1]) == pytest.approx(score.logprob, abs=1e-4)
 
 
 def test_a_prompt_as_long_as_the_model_can_be_scored(client: openai.OpenAI) -> None:
