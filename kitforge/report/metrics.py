@@ -6,6 +6,7 @@ raised.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -192,10 +193,11 @@ def _read_samples(folder: Path, problems: list[str]) -> list[SampleSet]:
     found = []
     for path in folder.glob("step_*.json"):
         try:
-            record = parse_json(path.read_bytes())
+            # Half a surrogate pair, of text cut between the halves of a character, is replaced by the page.
+            record = json.loads(path.read_bytes())
             samples = tuple(_sample(entry) for entry in record["samples"])
             found.append(SampleSet(step=int(record["step"]), samples=samples))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             problems.append(f"samples/{path.name} cannot be read. It is left out.")
     return sorted(found, key=lambda samples: samples.step, reverse=True)
 

@@ -70,9 +70,11 @@ def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> As
     train = _source(inputs.train_dataset, options.data.train, options)
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
     given = _given_network(inputs)
-    tokenizer = _tokenizer(options, inputs, train or evaluation)
     opened = inputs.open_model or open_model
-    config = _network_config(options, given, tokenizer, opened)
+    config = _stored_config(options, given, opened)
+    tokenizer = _tokenizer(options, inputs, train or evaluation)
+    if config is None and given is None:
+        config = _new_config(options, tokenizer)
     if config is not None:
         _check_fit(config, options, tokenizer)
     # Token caches are built by one rank, before ranks wait for one another.
@@ -249,15 +251,18 @@ def _given_network(inputs: Inputs) -> nn.Module | None:
     return inputs.model
 
 
-def _network_config(
-    options: TextGenerationOptions, given: nn.Module | None, tokenizer: Tokenizer, opened: OpenModel
-) -> FamilyConfig | None:
-    """The options of the network; None for one of the caller's own making."""
+def _stored_config(options: TextGenerationOptions, given: nn.Module | None, opened: OpenModel) -> FamilyConfig | None:
+    """The options of a network that is there already, handed over or under `options.checkpoint`: a first look, at names
+    and sizes, before anything is read. None for one of the caller's own making and for one that is to be built."""
     if given is not None:
         return given.config if isinstance(given, Decoder) else None
-    if options.checkpoint is not None:
-        # A first look, at names and sizes; the weights are read when all ranks are there.
-        return opened(Path(options.checkpoint), partial(find_checkpoint, verify=False)).config
+    if options.checkpoint is None:
+        return None
+    return opened(Path(options.checkpoint), partial(find_checkpoint, verify=False)).config
+
+
+def _new_config(options: TextGenerationOptions, tokenizer: Tokenizer) -> FamilyConfig:
+    """The options of a network that is to be built."""
     values = dict(options.model)
     if values.get("vocab_size") is None:
         values["vocab_size"] = tokenizer.vocab_size
@@ -346,9 +351,9 @@ def evaluate(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> di
     given = _given_network(inputs)
     if given is None and options.checkpoint is None:
         raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
-    tokenizer = _tokenizer(options, inputs, evaluation or train)
     opened = inputs.open_model or open_model
-    config = _network_config(options, given, tokenizer, opened)
+    config = _stored_config(options, given, opened)
+    tokenizer = _tokenizer(options, inputs, evaluation or train)
     if config is not None:
         _check_fit(config, options, tokenizer)
     text = None if evaluation is not None else train
