@@ -174,6 +174,17 @@ def test_without_the_new_version_the_cache_would_be_stale() -> None:
     assert stale != pytest.approx(fresh, abs=1e-6)
 
 
+def test_int8_copies_of_old_weights_are_made_anew() -> None:
+    model = copy.deepcopy(network("llama")).float()
+    engine = Engine(model, EngineOptions(weights="int8"))
+    engine.generate(PROMPTS, EIGHT)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1.5)
+    engine.update_weights(1)
+    assert engine.generate(PROMPTS, EIGHT) == Engine(model, EngineOptions(weights="int8")).generate(PROMPTS, EIGHT)
+
+
 def test_texts_under_way_go_on_with_the_new_weights() -> None:
     model = copy.deepcopy(network("llama"))
     engine = Engine(model)
