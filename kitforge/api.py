@@ -114,9 +114,10 @@ def writer_of(choices: Mapping[str, Any]) -> str:
     return DEFAULT_TASK
 
 
-def composed(task: str, choices: Mapping[str, Any]) -> Composition:
-    """The configuration of a task: presets chosen by name, then single values over them."""
-    return compose(task, choices, kit_of(task).OPTIONS)
+def composed(task: str, choices: Mapping[str, Any], unread: Sequence[str] = ()) -> Composition:
+    """The configuration of a task: presets chosen by name, then single values over them. Sections of options that are
+    `unread` have no part in what a short name means."""
+    return compose(task, choices, kit_of(task).OPTIONS, unread)
 
 
 @final

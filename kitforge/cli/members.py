@@ -28,8 +28,8 @@ class Member:
     arguments: tuple[str, ...]
 
 
-def members(overrides: Sequence[str], *, is_sweep: bool, writes_text: bool = False) -> list[Member]:
-    """What is to be run, composed and named as a whole before the first of it begins."""
+def members(verb: Verb, overrides: Sequence[str], *, is_sweep: bool = False) -> list[Member]:
+    """What a verb is to run, composed and named as a whole before the first of it begins."""
     axes = [(text, *parse(text)) for text in overrides]
     for _, name, values in axes:
         if len(values) > 1 and not is_sweep:
@@ -47,9 +47,10 @@ def members(overrides: Sequence[str], *, is_sweep: bool, writes_text: bool = Fal
             for (text, name, values), value in zip(axes, picked, strict=True)
         ]
         # Questions are put to whatever writes text, whichever stage trained it.
-        task = writer_of(choices) if writes_text or choices.get("tasks") else task_of(choices)
+        task = writer_of(choices) if verb.writes_text or choices.get("tasks") else task_of(choices)
         choices.pop("task", None)
-        found.append(Member(chosen=composed(task, choices), arguments=tuple(arguments)))
+        unread = verb.unread + (kit_of(task).OPTIONS.UNREAD_IN_TRAINING if verb.starts_run else ())
+        found.append(Member(chosen=composed(task, choices, unread), arguments=tuple(arguments)))
     folders = [folder for member in found if (folder := member.chosen.values.get("output_dir")) is not None]
     if len(folders) != len(set(folders)):
         raise ConfigError(

@@ -66,6 +66,9 @@ class TrainerOptions:
 class RunOptions:
     """The options at the top level of every task; a kit's own options extend them."""
 
+    # Sections that count only once the run is trained. Not a field.
+    UNREAD_IN_TRAINING = tuple[str, ...]()
+
     task: str = "custom"
     seed: int = 0
     output_dir: str | None = None  # None: runs/<time>-<task>-<model>

@@ -70,6 +70,8 @@ class AdapterOptions:
 class StageOptions(RunOptions):
     """What all stages have in common."""
 
+    UNREAD_IN_TRAINING = ("inference",)
+
     model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DialogueOptions = field(default_factory=DialogueOptions)
