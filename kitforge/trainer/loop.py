@@ -271,7 +271,7 @@ class Loop:
             count = record["counts"].get(name, record["counts"]["loss"])
             window[name] = window.get(name, 0.0) + float(value)
             window[f"{name}/count"] = window.get(f"{name}/count", 0.0) + float(count)
-        for name in ("samples", "tokens"):
+        for name in ("samples", "tokens", "input_tokens"):
             if name in record["counts"]:
                 window[f"time/{name}"] = window.get(f"time/{name}", 0.0) + float(record["counts"][name])
         window["time/seconds"] = window.get("time/seconds", 0.0) + elapsed
@@ -298,7 +298,7 @@ class Loop:
             "time/step_seconds": seconds / window["steps"],
             "time/memory_bytes": devices.peak_memory(self.world.device),
         }
-        for name in ("tokens", "samples"):
+        for name in ("input_tokens", "tokens", "samples"):
             if f"time/{name}" in window:
                 line[f"time/{name}_per_second"] = window[f"time/{name}"] / seconds
         state.window = {}

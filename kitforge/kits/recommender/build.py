@@ -20,6 +20,7 @@ from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import World
 from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.progress import show_progress
 from kitforge.kits.recommender.assembling import (
     checkpoint_of,
     data_of,
@@ -248,7 +249,8 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
     if isinstance(config, TwoTowerConfig) and is_guessed:
         # Every item is to be found, however rare.
         data = dataclasses.replace(data, schema=to_dict(with_rare_values(schema_of(train, data))))
-    dataset = load_dataset(train, evaluation, data, options.seed, encoder)
+    with show_progress("rows read", enabled=options.trainer.progress) as progress:
+        dataset = load_dataset(train, evaluation, data, options.seed, encoder, progress)
     return with_items(dataclasses.replace(dataset, catalogue=catalogue), config, cache_root(data))
 
 

@@ -16,6 +16,7 @@ from kitforge.data.tables.source import TableConfig, TableSource, open_table
 from kitforge.data.tables.split import RowRange, split
 from kitforge.data.token_cache import default_root
 from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.progress import Advance
 from kitforge.kits.recommender.catalogue import Catalogue
 from kitforge.kits.recommender.config import DataOptions
 from kitforge.kits.recommender.features import Encoder
@@ -60,7 +61,14 @@ class Dataset:
         return self.train
 
 
-def load_dataset(train: Any, evaluation: Any, options: DataOptions, seed: int, encoder: Encoder | None) -> Dataset:
+def load_dataset(
+    train: Any,
+    evaluation: Any,
+    options: DataOptions,
+    seed: int,
+    encoder: Encoder | None,
+    progress: Advance | None = None,
+) -> Dataset:
     """Open, split, and fit what features need to know of the training rows.
 
     An `encoder` that is given is kept: new rows are read as those were that it was fitted on.
@@ -71,7 +79,7 @@ def load_dataset(train: Any, evaluation: Any, options: DataOptions, seed: int, e
     if iter_of(spec) is not None:
         return _endless(spec, evaluation, options, encoder)
     schema = schema_of(spec, options) if encoder is None else encoder.schema
-    table = _table(spec, options, schema)
+    table = _table(spec, options, schema, progress)
     kept, held_out = split(
         table, options.split, 0.0 if evaluation is not None else options.validation, seed, schema.group
     )
@@ -155,11 +163,12 @@ def _all(spec: Any, options: DataOptions, encoder: Encoder) -> Samples:
     return Samples(table, RowRange(0, table.num_rows), encoder)
 
 
-def _table(spec: Any, options: DataOptions, schema: Schema) -> Table:
+def _table(spec: Any, options: DataOptions, schema: Schema, progress: Advance | None = None) -> Table:
     if (log := click_log(spec)) is not None:
         return log
     source, bad = open_table(spec, table_config(options)), BadRows(policy=options.on_bad_row)
-    return load_table(source, schema.layout(), cache_root(options), bad, num_workers=options.num_workers)
+    layout, root = schema.layout(), cache_root(options)
+    return load_table(source, layout, root, bad, num_workers=options.num_workers, progress=progress)
 
 
 def cache_root(options: DataOptions) -> Path:
