@@ -84,7 +84,7 @@ def test_batches_that_warm_the_tier_up_are_not_counted() -> None:
     # By hand: a need of the second half hits in a tier of all rows where its row was needed in any batch before.
     before, hits = set[int](), 0
     for number, ids in enumerate(given):
-        now = set(ids.tolist())
+        now = set(ids.flatten().tolist())
         hits += len(now & before) * (number >= 40)
         before |= now
     assert warm.hit_rate(rows) == pytest.approx(hits / warm.num_needed)
