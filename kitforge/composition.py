@@ -22,12 +22,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from kitforge.foundation.errors import ConfigError, nearest
-from kitforge.foundation.untrusted import check_yaml
+from kitforge.foundation.untrusted import check_yaml, names_function
 
 CONFIGS = Path(__file__).parent / "configs"
 OWN_CONFIGS = Path("configs")
@@ -35,6 +35,8 @@ OWN_CONFIGS = Path("configs")
 FOLDERS = {"model": "checkpoint", "tokenizer": "tokenizer.name"}
 # Groups of which no preset need be chosen.
 OPTIONAL_GROUPS = ("data", "recipe")
+# Options that may name a function, which a file may not.
+CODE = ("reward",)
 # Options whose value is text for the model, in which neither a comma nor `${` means anything.
 TEXTS = ("prompt",)
 # Options that may be typed without their section where exactly one that the verb reads has this name.
@@ -153,29 +155,84 @@ class Composition:
     model_name: str
 
 
-def compose(task: str, choices: Mapping[str, Any], options: type[Any], unread: Sequence[str] = ()) -> Composition:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuning:
+    """What changes where a run starts from weights."""
+
+    optimizer: str  # the preset in place of the task's; the one for adapters has `_lora` behind its name
+    has_network: bool  # handed over, as no checkpoint is named
+
+
+def compose(
+    task: str,
+    choices: Mapping[str, Any],
+    options: type[Any],
+    unread: Sequence[str] = (),
+    fine_tuning: FineTuning | None = None,
+) -> Composition:
     """Presets chosen by name, then single values over them. A choice is named `optimizer`, `optimizer.learning_rate`
     or, as a nested mapping, both. Raises ConfigError, which names the nearest thing for one that is not known; options
     in the sections `unread`, which the verb has no use for, are named last."""
     named, typed = _parted(choices)
+    single = _full_names(typed, options, unread)
+    texts = {name: single.pop(name) for name in TEXTS if name in single}
+    try:
+        values, preset = _composed(task, named, single)
+        checkpoint = values.get("checkpoint")
+        if fine_tuning is not None and (checkpoint is not None or fine_tuning.has_network):
+            if "optimizer" not in named and not _chooses_optimizer(named.get("recipe")):
+                lora = "_lora" if values.get("adapter", {}).get("rank", 0) else ""
+                values, _ = _composed(task, named | {"optimizer": fine_tuning.optimizer + lora}, single)
+            values["model"] = {}
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError("the configuration cannot be composed", got=_first_line(error)) from None
+    if checkpoint is not None:
+        _refuse_two_networks(str(checkpoint), named, single)
+        values["model"] = {}
+        preset = Path(str(checkpoint)).resolve().name
+    return Composition(values=values | texts, model_name=preset)
+
+
+def _composed(task: str, named: Mapping[str, str], single: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The presets with single values over them, and the name of the model's preset."""
+    config, preset = _compose_presets({"task": task, **named})
+    _refuse_functions(config)
+    # What was asked for counts, whatever task a recipe was made for.
+    return plain(OmegaConf.merge(config, nested(single), {"task": task})), preset
+
+
+def _chooses_optimizer(recipe: str | None) -> bool:
+    """Whether a recipe names a preset of optimizers in the place of its task's."""
+    defaults = read_yaml(presets("recipe")[recipe]).get("defaults", []) if recipe is not None else []
+    return any(isinstance(each, DictConfig) and "override /optimizer" in each for each in defaults)
+
+
+def _full_names(typed: Mapping[str, Any], options: type[Any], unread: Sequence[str]) -> dict[str, Any]:
+    """Single values by the whole names of their options."""
     single: dict[str, Any] = {}
     for short, value in typed.items():
         name = full_name(short, value, options, unread)
         if name in typed and name != short:
             raise ConfigError(f"option {name!r} is given twice", got=f"{short}={value} and {name}={typed[name]}")
         single[name] = value
+    return single
+
+
+def compose_over(
+    base: Mapping[str, Any], choices: Mapping[str, Any], options: type[Any], unread: Sequence[str] = ()
+) -> Composition:
+    """Options that a run wrote down, with choices over them: single ones, or presets, but for whole recipes."""
+    named, typed = _parted(choices)
+    single = _full_names(typed, options, unread)
+    if "recipe" in named:
+        fix = "leave recipe= out, or name single options"
+        raise ConfigError("a run is evaluated by its own options", got=f"recipe={named['recipe']}", fix=fix)
+    checkpoint = str(single["checkpoint"])
+    _refuse_two_networks(checkpoint, named, single)
+    chosen = {group: read_yaml(presets(group)[name]) for group, name in named.items()}
     texts = {name: single.pop(name) for name in TEXTS if name in single}
-    try:
-        config, preset = _compose_presets({"task": task, **named})
-        # What was asked for counts, whatever task a recipe was made for.
-        values = plain(OmegaConf.merge(config, nested(single), {"task": task}))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError("the configuration cannot be composed", got=_first_line(error)) from None
-    if (checkpoint := values.get("checkpoint")) is not None:
-        _refuse_two_networks(str(checkpoint), named, single)
-        values["model"] = {}
-        preset = Path(str(checkpoint)).resolve().name
-    return Composition(values=values | texts, model_name=preset)
+    values = plain(OmegaConf.merge(dict(base), chosen, nested(single)))
+    return Composition(values=values | texts, model_name=Path(checkpoint).resolve().name)
 
 
 def recipe_task(name: Any) -> str | None:
@@ -386,6 +443,17 @@ def read_yaml(path: Path) -> Any:
 
 def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _refuse_functions(config: DictConfig) -> None:
+    for name in CODE:
+        value = config.get(name)
+        if names_function(OmegaConf.to_container(value) if isinstance(value, Container) else value):
+            raise ConfigError(
+                "configuration cannot name code to run",
+                got=f"{name}: {value} in a YAML file",
+                fix=f"name it on the command line, {name}=package.module:function",
+            )
 
 
 def _refuse_code(value: Any, path: str) -> None:

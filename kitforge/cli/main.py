@@ -45,6 +45,7 @@ VERBS = {
         run=evaluate,
         is_launched=True,
         unread=("serve", "optimizer", "schedule"),
+        measures_run=True,
     ),
     "generate": Verb(
         words='continue a text: kitforge generate checkpoint=RUN prompt="ROMEO:"',

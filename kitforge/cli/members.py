@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kitforge.api import composed, kit_of, task_of, writer_of
+from kitforge.api import composed, composed_for_evaluation, kit_of, task_of, writer_of
 from kitforge.cli.terminal import tell
 from kitforge.cli.verb import INTERRUPTED, Verb
 from kitforge.composition import TEXTS, Composition, parse
@@ -50,7 +50,8 @@ def members(verb: Verb, overrides: Sequence[str], *, is_sweep: bool = False) -> 
         task = writer_of(choices) if verb.writes_text or choices.get("tasks") else task_of(choices)
         choices.pop("task", None)
         unread = verb.unread + (kit_of(task).OPTIONS.UNREAD_IN_TRAINING if verb.starts_run else ())
-        found.append(Member(chosen=composed(task, choices, unread), arguments=tuple(arguments)))
+        compose = composed_for_evaluation if verb.measures_run else composed
+        found.append(Member(chosen=compose(task, choices, unread), arguments=tuple(arguments)))
     folders = [folder for member in found if (folder := member.chosen.values.get("output_dir")) is not None]
     if len(folders) != len(set(folders)):
         raise ConfigError(

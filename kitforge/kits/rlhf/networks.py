@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,11 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpoint, load_tensors
+from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
-from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, merge
+from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach
 from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.parallel.apply import laid_out, parallel_of
 from kitforge.core.parallel.sharding import Rule, Sharding
@@ -24,21 +22,25 @@ from kitforge.data.dialogues import texts
 from kitforge.data.source import open_source
 from kitforge.data.token_cache import default_root
 from kitforge.data.tokenizer import Tokenizer, TokenizerConfig, find_tokenizer, make_tokenizer
-from kitforge.foundation.config import check, to_dict
+from kitforge.foundation.config import check, from_dict, to_dict
 from kitforge.foundation.errors import DataError, ModelError
+from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
-from kitforge.kits.rlhf.actor_critic import ActorCritic
-from kitforge.kits.rlhf.config import StageOptions
+from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
+from kitforge.kits.rlhf.config import AdapterOptions, StageOptions
 from kitforge.kits.rlhf.scalar_model import ScalarModel
-from kitforge.kits.rlhf.weights import continued, copied, sharing
+from kitforge.kits.rlhf.weights import continued, copied, fingerprint, sharing
 from kitforge.models import folder as model_folder
 from kitforge.models.adapters import load_adapter, read_head
 from kitforge.models.catalog import config_of
 from kitforge.models.folder import OpenRun, StoredModel
 from kitforge.models.sharding import DECODER
+from kitforge.trainer.assembly import RunInputs
 
 # Names of the parts of what a stage trains, before those of their parameters.
 POLICY, BACKBONE = "policy.", "backbone."
+HEAD = ("score.weight", "score.bias")
+_log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,41 @@ def origin_of(options: StageOptions, given: nn.Module | None, tokenizer: Tokeniz
     return Origin(given=_base(given, config, options, device), config=config)
 
 
+def recorded_reference(
+    options: StageOptions, inputs: RunInputs[Tokenizer], tokenizer: Tokenizer, device: torch.device
+) -> nn.Module | None:
+    """What the run under `options.checkpoint` was trained beside: the model in the folder that it names, else the one
+    that its training began with. None, and a warning, where it cannot be found again; None for a run without one."""
+    checkpoint = find_checkpoint(Path(options.checkpoint), verify=False) if options.checkpoint is not None else None
+    wanted = None if checkpoint is None else checkpoint.state.get("task", {}).get("reference")
+    if checkpoint is None or wanted is None:
+        return None
+    config = checkpoint.state["config"]
+    named, start = config.get("reference"), config["checkpoint"]
+    lost = next((each for each in (named or start,) if each is not None and not Path(each).is_dir()), None)
+    network: nn.Module | None = None
+    if named is not None and lost is None:
+        network = load_policy(Path(named), device, options.compile_level)
+    elif named is None and (lost is None or inputs.began_with is not None):
+        adapter = from_dict(AdapterOptions, config["adapter"])
+        begun = replace(options, checkpoint=start, model=config["model"], seed=config["seed"], adapter=adapter)
+        given = None if inputs.began_with is None else policy_of(inputs.began_with)
+        network = origin_of(begun, given, tokenizer, device).frozen(begun, device)
+    if network is not None and fingerprint(network) == wanted:
+        return network
+    got = f"{lost} is no folder" if lost else f"{named or start or 'the first weights under its seed'} holds others"
+    _log.warning("the reference of %s is not at hand (%s): name it with reference=FOLDER", checkpoint.folder, got)
+    return None
+
+
+def tokenizer_beside(folder: Path) -> Tokenizer | None:
+    """The tokenizer that lies with a model; None where there is none."""
+    try:
+        return find_tokenizer(folder)
+    except DataError:
+        return None
+
+
 def _base(
     given: nn.Module | None, config: FamilyConfig | None, options: StageOptions, device: torch.device
 ) -> nn.Module | None:
@@ -201,34 +238,32 @@ def _stored_policy(checkpoint: Checkpoint, prefix: str) -> StoredModel:
 
 
 def is_scalar(folder: Path) -> bool:
-    """Whether a run or a step holds a scalar model."""
-    checkpoint = find_checkpoint(folder)
-    return checkpoint is not None and _has(checkpoint, BACKBONE)
+    """Whether a run, a step or a Hugging Face folder holds a scalar model."""
+    checkpoint = find_checkpoint(folder, verify=False)
+    return model_folder.is_scorer(folder) if checkpoint is None else _has(checkpoint, BACKBONE)
+
+
+def open_scalar(folder: Path, open_run: OpenRun = find_checkpoint) -> StoredModel:
+    """The scalar model of a run of the task `reward`, of one of its steps or of a Hugging Face folder, of which no
+    weight is read yet; an adapter's part is in its weights. Raises ModelError where there is none."""
+    checkpoint = open_run(folder)
+    if checkpoint is None and model_folder.is_scorer(folder):
+        return model_folder.open_scorer(folder)
+    if checkpoint is None or not _has(checkpoint, BACKBONE):
+        expected = "a run of the task reward, or a *ForSequenceClassification of Hugging Face"
+        raise ModelError("there is no reward model here", got=folder, expected=expected)
+    names = {f"score.{name}": name for name in ("mean", "deviation")} | {name: name for name in HEAD}
+    head = {ours: checkpoint.tensor(name) for ours, name in names.items()}
+    return replace(_stored_policy(checkpoint, BACKBONE), head=head)
 
 
 def load_scalar(folder: Path, device: torch.device, level: CompileLevel = "O1") -> ScalarModel:
-    """The scalar model of a run of the task `reward`, or of one of its steps."""
-    checkpoint = find_checkpoint(folder)
-    if checkpoint is None or not _has(checkpoint, BACKBONE):
-        raise ModelError("there is no reward model here", got=folder, expected="a run of the task reward")
-    config = config_of(checkpoint.state["config"]["model"])
-    network = model_folder.build(config, device=device, level=level)
-    model = ScalarModel(network)
-    with _adapted(network, checkpoint):
-        load_tensors(model.state_dict(keep_vars=True), checkpoint.model(), what="model")
+    """The scalar model of a run of the task `reward`, of one of its steps or of a Hugging Face folder."""
+    stored = open_scalar(folder)
+    model = ScalarModel(model_folder.load_stored(stored, device=device, level=level))
+    model.load_head(stored.head)
+    model.pad_id = stored.pad_id
     return model
-
-
-@contextmanager
-def _adapted(network: Decoder, checkpoint: Checkpoint) -> Iterator[None]:
-    """Within it the network has the adapter that the checkpoint has; afterwards that is part of its weights."""
-    adapter = _adapter(checkpoint)
-    if adapter is not None:
-        attach(network, *adapter)
-    yield
-    if adapter is not None:
-        merge(network, adapter[0])
-        network.requires_grad_(True)
 
 
 def _adapter(checkpoint: Checkpoint) -> tuple[str, LoraConfig] | None:

@@ -25,14 +25,14 @@ from kitforge.kits.rlhf.algorithms.controllers import controller
 from kitforge.kits.rlhf.algorithms.divergence import divergence, divergence_loss
 from kitforge.kits.rlhf.algorithms.policy import policy_loss, value_loss
 from kitforge.kits.rlhf.collector import Collector, Roles
-from kitforge.kits.rlhf.config import RLOptions
+from kitforge.kits.rlhf.config import CriticOptions, RLOptions
 from kitforge.kits.rlhf.frozen import check_same
 from kitforge.kits.rlhf.judgement import judged
 from kitforge.kits.rlhf.order import Order
 from kitforge.kits.rlhf.pretraining import Pretraining, is_pretraining, pretraining_count, pretraining_loss
 from kitforge.kits.rlhf.rollouts import Round, Trajectory, token_log_probs, token_values
 from kitforge.kits.rlhf.rows import Rows
-from kitforge.kits.rlhf.weights import decoder_groups
+from kitforge.kits.rlhf.weights import actor_critic_groups
 from kitforge.trainer.task import Ending, Task
 
 
@@ -90,7 +90,7 @@ class RLTask(Task):
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Matrices decay; embeddings, heads, norms and biases do not."""
-        return decoder_groups(model, weight_decay)
+        return actor_critic_groups(model, weight_decay, self._options.critic)
 
     def num_steps(self, epochs: float) -> int | None:
         """Updates in that many passes over the prompts."""
@@ -156,15 +156,17 @@ class RLTask(Task):
         return {"loss": total, **sums}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """eval/reward, eval/kl in nats an answer, eval/length and eval/ended over the evaluation prompts; eval/loss is
-        minus the reward."""
+        """eval/reward, eval/length and eval/ended over the evaluation prompts, and eval/kl in nats an answer where
+        there is a reference; eval/loss is minus the reward."""
         limit, size = self._options.trainer.evaluate_batches, self._options.rl.prompts_per_step
         num_prompts = len(self._rows.eval) if limit is None else min(limit * size, len(self._rows.eval))
         if num_prompts == 0:
             return {}
         everyone = self.evaluated = self._collector.evaluation(model, num_prompts)
         figures = judged(everyone, single(self._options), 0.0, self._rows.pad_id).figures
-        kept = {f"eval/{name}": figures[name] for name in ("reward", "kl", "length", "ended")}
+        # Without a reference there is nothing that the policy could be away from.
+        names = ("reward", *(("kl",) if everyone[0].reference else ()), "length", "ended")
+        kept = {f"eval/{name}": figures[name] for name in names}
         return kept | {"eval/loss": -figures["reward"]}
 
     def state(self) -> dict[str, Any]:
@@ -240,7 +242,7 @@ def single(options: RLOptions) -> RLOptions:
     rl = replace(
         options.rl, samples_per_prompt=1, minibatches=1, advantage="reinforce", drop_equal_groups=False, critic_warmup=0
     )
-    return replace(options, rl=rl)
+    return replace(options, rl=rl, critic=CriticOptions())
 
 
 def _taken(whole: Round, rows: Tensor) -> dict[str, Tensor]:

@@ -30,6 +30,8 @@ class ScalarModel(nn.Module):
         super().__init__()
         network = cast(CausalLM, backbone)
         self.backbone = backbone
+        # The scores of such tokens at the end of a text do not count, as in transformers; None: all do.
+        self.pad_id: int | None = None
         if isinstance(backbone, Decoder) and backbone.output is not None:
             # Nothing reads it, and an optimizer would hold two more of it.
             backbone.output.requires_grad_(False)
@@ -67,6 +69,7 @@ class ScalarModel(nn.Module):
         defaults["score.deviation"].fill_(1.0)
         for name, own in self.head().items():
             found = tensors.get(name, defaults[name])
+            found = found.reshape(own.shape) if found.numel() == own.numel() == 1 else found
             if found.shape != own.shape:
                 raise ModelError("the head is of another size", got=list(found.shape), expected=list(own.shape))
             own.copy_(found)
@@ -83,7 +86,11 @@ class ScalarModel(nn.Module):
         return self._scores(hidden)
 
     def at(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Scores [B] of rows [B, T] after the tokens at places [B]."""
+        """Scores [B] of rows [B, T] after the tokens at places [B], or the last ones before that are not `pad_id`."""
+        if self.pad_id is not None:
+            order = torch.arange(tokens.shape[1], device=tokens.device)
+            counts = (tokens != self.pad_id) & (order <= places.unsqueeze(-1))
+            places = (order * counts).argmax(-1)
         hidden = cast(CausalLM, self.backbone).hidden(tokens)
         return self._scores(hidden[torch.arange(len(places), device=hidden.device), places])
 

@@ -31,7 +31,9 @@ from kitforge.kits.rlhf.networks import (
     load_policy,
     load_scalar,
     origin_of,
+    recorded_reference,
     sharding_of,
+    tokenizer_beside,
     tokenizer_of,
 )
 from kitforge.kits.rlhf.preference import PreferenceTask
@@ -40,7 +42,7 @@ from kitforge.kits.rlhf.reward import Normalisation, RewardTask
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.rows import Row, Rows, read_rows
 from kitforge.kits.rlhf.scalar_model import ScalarModel
-from kitforge.kits.rlhf.scoring import scorer_of
+from kitforge.kits.rlhf.scoring import RewardModel, scorer_of, several_of, weighed
 from kitforge.kits.rlhf.sft import SFTTask
 from kitforge.kits.rlhf.shown import ShownAnswers
 from kitforge.kits.rlhf.weights import continued, copied
@@ -83,18 +85,23 @@ class Parts:
         """What a language model is made from."""
         return origin_of(self.options, given, self.tokenizer, self.device)
 
-    def frozen(self, origin: Origin, reference: nn.Module | None = None, critics: Any = None) -> Frozen:
+    def frozen(self, origin: Origin, reference: nn.Module | None = None, critics: ScalarModel | None = None) -> Frozen:
         """What stays as it is beside what is trained; a critic's adapter begins beside the weights of a reward model,
         where it is a critic of one."""
-        bases = (origin.given, critics.backbone if isinstance(critics, ScalarModel) else None)
+        bases = (origin.given, None if critics is None else critics.backbone)
         return Frozen(reference, [each for each in bases if each is not None] if self.options.adapter.is_on else ())
 
-    def role(self, name: str) -> nn.Module | None:
-        """The language model in a role, if there is one: of a Run, in a folder, or in memory."""
-        given = self.inputs.roles.get(name)
-        if given is None or isinstance(given, (Run, nn.Module)):
-            return given.model if isinstance(given, Run) else given
-        return load_policy(Path(given), self.device, self.options.compile_level)
+    def reference(self, named: str | None) -> nn.Module | None:
+        """The language model in the role `reference`, or in the folder that is named: of a Run, in a folder, or in
+        memory. Without one a run that is evaluated has the one that it was trained beside; None where there is none."""
+        given = self.inputs.roles.get("reference", named)
+        if isinstance(given, (Run, nn.Module)):
+            return policy_of(given.model if isinstance(given, Run) else given)
+        if given is not None:
+            return load_policy(Path(given), self.device, self.options.compile_level)
+        return (
+            recorded_reference(self.options, self.inputs, self.tokenizer, self.device) if self.is_evaluation else None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +119,8 @@ def parts_of(
     """Find rows and tokenizer."""
     train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
     evaluation = options.data.eval if inputs.eval_dataset is None else inputs.eval_dataset
+    # Rows that are trained on are read in an evaluation only where some of them are kept for it.
+    train = None if is_evaluation and evaluation is not None else train
     tokenizer = tokenizer_of(options, inputs.tokenizer, train)
     return Parts(
         options=options,
@@ -172,7 +181,7 @@ def preference(parts: Parts) -> Prepared:
     """Pairs, a policy that is a copy of the one given, and the one given as its reference."""
     options = cast(PreferenceOptions, parts.options)
     rows, origin = _pairs(parts), parts.origin(parts.inputs.model)
-    reference = _reference(parts, origin) if options.preference.needs_reference else None
+    reference = _reference(parts, options.reference, origin) if options.preference.needs_reference else None
     frozen, build = parts.frozen(origin, reference), _policy(parts, origin)
     return Prepared(
         task=lambda world: (PreferenceTask(options, rows, build, world, frozen), ()),
@@ -186,7 +195,7 @@ def kto(parts: Parts) -> Prepared:
     options = cast(KTOOptions, parts.options)
     rows = parts.rows(parts.reader.judged, lambda row: len(row.response.tokens), "prompt, completion and label")
     origin = parts.origin(parts.inputs.model)
-    frozen, build = parts.frozen(origin, _reference(parts, origin)), _policy(parts, origin)
+    frozen, build = parts.frozen(origin, _reference(parts, options.reference, origin)), _policy(parts, origin)
     return Prepared(
         task=lambda world: (KTOTask(options, rows, build, world, frozen), ()),
         fingerprint=rows.fingerprint,
@@ -210,20 +219,23 @@ def reinforcement(parts: Parts) -> Prepared:
     origin = cache(lambda: parts.origin(policy_of(given) if given is not None else None))
     scores, has_critic = _rewards(parts), is_built and options.rl.has_critic
     judge = _judge(parts, scores, origin) if has_critic or "reward" in held else None
-    reference = (parts.role("reference") or origin().frozen(options, parts.device)) if "reference" in held else None
+    basis = _critic_basis(judge, parts.tokenizer) if has_critic else None
+    reference = parts.reference(options.reference) if "reference" in held else None
+    if reference is None and "reference" in held and not parts.is_evaluation:
+        reference = origin().frozen(options, parts.device)
 
     def build(world: World) -> nn.Module:
         network = origin().given
         if parts.is_evaluation and network is not None and not world.is_cut:
             return network
         policy = origin().twin(options, world.device)
-        model = ActorCritic(policy, _critic(judge, origin(), options, world)) if options.rl.has_critic else policy
+        model = ActorCritic(policy, _critic(basis, origin(), options, world)) if options.rl.has_critic else policy
         return _placed(model, options, world)
 
     def task(world: World) -> tuple[Task, Sequence[Callback]]:
         roles = Roles(
             scorer=scorer_of(judge, parts.tokenizer) if judge is not None and "reward" in held else None,
-            frozen=parts.frozen(origin(), reference, judge if has_critic else None) if is_built else Frozen(reference),
+            frozen=parts.frozen(origin(), reference, basis) if is_built else Frozen(reference),
             eos_ids=parts.tokenizer.eos_ids,
             playground=_playground(parts),
         )
@@ -259,13 +271,13 @@ def _pretraining(parts: Parts) -> Rows[Response] | None:
     )
 
 
-def _reference(parts: Parts, origin: Origin) -> nn.Module:
+def _reference(parts: Parts, named: str | None, origin: Origin) -> nn.Module:
     """What a policy is compared with: the one in that role, else the one that training begins with."""
-    given = parts.role("reference")
+    given = parts.reference(named)
     if given is None and parts.is_evaluation:
         raise ConfigError(
             f"{parts.options.task} is evaluated beside its reference",
-            fix='pass roles={"reference": MODEL}, the policy that training began with',
+            fix='add reference=FOLDER or pass roles={"reference": MODEL}, the policy that training began with',
         )
     return given or origin.frozen(parts.options, parts.device)
 
@@ -297,20 +309,32 @@ def _rewards(parts: Parts) -> Any:
     if given is None:
         raise ConfigError(
             f"{options.task} has nothing that scores answers",
-            fix='pass roles={"reward": RUN or FUNCTION}, or add reward=RUN_FOLDER, reward=exact or reward=gsm8k',
+            fix='pass roles={"reward": RUN or FUNCTION}, or add reward=RUN_FOLDER, reward=exact or '
+            "reward=package.module:function",
         )
     return given
 
 
 def _judge(parts: Parts, given: Any, origin: Callable[[], Origin]) -> Any:
-    """What gives the rewards: a scalar model, a function, a name, or several."""
-    if isinstance(given, Run):
-        return given.model
-    if not isinstance(given, (str, Path)) or not Path(given).is_dir():
+    """What gives the rewards: a scalar model with its tokenizer, a function, a name, or several."""
+    if several := several_of(given):
+        weights = {name: weighed(name, each) for name, each in several.items()}
+        return {name: (weight, _judge(parts, each, origin)) for name, (weight, each) in weights.items()}
+    if not isinstance(given, (str, Path)) or not Path(given).expanduser().is_dir():
         return given
-    if is_adapter(Path(given)):
-        return origin().scorer(Path(given), parts.options)
-    return load_scalar(Path(given), parts.device, parts.options.compile_level)
+    folder = Path(given).expanduser()
+    if is_adapter(folder):
+        return origin().scorer(folder, parts.options)
+    model = load_scalar(folder, parts.device, parts.options.compile_level)
+    return RewardModel(model=model, tokenizer=tokenizer_beside(folder))
+
+
+def _critic_basis(judge: Any, tokenizer: Tokenizer) -> ScalarModel | None:
+    """The reward model that a critic begins as; None where there is none that reads the policy's tokens."""
+    own = judge.tokenizer if isinstance(judge, (Run, RewardModel)) else None
+    model = judge.model if isinstance(judge, (Run, RewardModel)) else judge
+    reads_same = own is None or own.fingerprint == tokenizer.fingerprint
+    return model if isinstance(model, ScalarModel) and reads_same else None
 
 
 def _playground(parts: Parts) -> Playground | None:
@@ -331,11 +355,11 @@ def _playground(parts: Parts) -> Playground | None:
     )
 
 
-def _critic(judge: Any, origin: Origin, options: RLOptions, world: World) -> ScalarModel:
+def _critic(basis: ScalarModel | None, origin: Origin, options: RLOptions, world: World) -> ScalarModel:
     """A scalar model that expects what answers will score."""
-    if isinstance(judge, ScalarModel):
-        critic = ScalarModel(_judging(judge.backbone, options, world.device))
-        critic.start_from(judge)
+    if basis is not None:
+        critic = ScalarModel(_judging(basis.backbone, options, world.device))
+        critic.start_from(basis)
     else:
         critic = ScalarModel(origin.twin(options, world.device, "critic"))
         critic.reset_head(options.seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, config_of, copy_factors, deltas
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.apply import ParallelModel
+from kitforge.kits.rlhf.actor_critic import critic_of
+from kitforge.kits.rlhf.config import CriticOptions
 from kitforge.models.folder import build, outline
 
 # Where decoders keep what is looked up or read out rather than multiplied within; no such table decays.
@@ -25,6 +28,24 @@ def decoder_groups(model: nn.Module, weight_decay: float) -> list[ParameterGroup
     tables = [name for name in names if name.endswith(tuple(f".{table}" for table in _TABLES)) or name in _TABLES]
     heads = [name for name in names if name.endswith("score.weight")]
     return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=tables, heads=heads)
+
+
+def actor_critic_groups(model: nn.Module, weight_decay: float, options: CriticOptions) -> list[ParameterGroup]:
+    """The groups of a policy, and beside them those of a critic, which has a rate and a clip of its own."""
+    groups = decoder_groups(model, weight_decay)
+    if critic_of(model) is None:
+        return groups
+    found = []
+    for part, rate, norm in (("policy", None, None), ("critic", options.learning_rate, options.max_grad_norm)):
+        for group in groups:
+            members = [
+                pair for pair in zip(group.names, group.parameters, strict=True) if pair[0].startswith(f"{part}.")
+            ]
+            if members:
+                names, parameters = zip(*members, strict=True)
+                own = replace(group, names=names, parameters=parameters, part=part)
+                found.append(replace(own, learning_rate=rate, max_grad_norm=norm))
+    return found
 
 
 @torch.no_grad()
