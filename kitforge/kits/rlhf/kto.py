@@ -79,6 +79,7 @@ class KTOTask(RowTask[KTOOptions, Judged]):
         """log policy / reference of each answer [S]."""
         with torch.no_grad():
             reference, _ = response_log_probs(cast(nn.Module, self._frozen.reference), batch)
+        self._frozen.rest()
         return response_log_probs(model, batch)[0] - reference
 
     def _laid(self, rows: Sequence[Judged]) -> MicroBatch:

@@ -15,6 +15,27 @@ from kitforge.foundation import seed as seeds
 from kitforge.foundation.errors import ModelError
 
 
+def whole_head(tensors: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
+    """A head by the names of `ScalarModel.head`. What another program left out is 0, and the deviation 1. Raises
+    ModelError for a head of another size."""
+    shapes = {"score.weight": (1, dim), "score.bias": (1,), "score.mean": (), "score.deviation": ()}
+    found = {}
+    for name, shape in shapes.items():
+        own = torch.ones(shape) if name == "score.deviation" else torch.zeros(shape)
+        given = tensors.get(name, own)
+        given = given.reshape(shape) if given.numel() == own.numel() == 1 else given
+        if given.shape != own.shape:
+            raise ModelError("the head is of another size", got=list(given.shape), expected=list(shape))
+        found[name] = given
+    return found
+
+
+def first_head(dim: int, seed: int) -> dict[str, Tensor]:
+    """The head that a scalar model begins with, by the names of `ScalarModel.head`."""
+    noise = torch.randn((1, dim), generator=seeds.generator(seed, "init", "score.weight"))
+    return {"score.weight": noise / (dim + 1) ** 0.5}
+
+
 @final
 class ScalarModel(nn.Module):
     """`score(hidden)`, not bounded by anything, for tokens [B, T].
@@ -44,9 +65,8 @@ class ScalarModel(nn.Module):
     @torch.no_grad()
     def reset_head(self, seed: int) -> None:
         """Weights with deviation 1 / sqrt(dim + 1) and no bias (Stiennon et al., 2020)."""
-        shape = self.score.weight.shape
-        noise = torch.randn(shape, generator=seeds.generator(seed, "init", "score.weight"))
-        self.score.weight.copy_(noise / (shape[1] + 1) ** 0.5)
+        first = first_head(self.score.weight.shape[1], seed)
+        self.score.weight.copy_(first["score.weight"])
         self.score.bias.zero_()
 
     @torch.no_grad()
@@ -65,14 +85,9 @@ class ScalarModel(nn.Module):
     def load_head(self, tensors: Mapping[str, Tensor]) -> None:
         """Take back what `head` gave. What another program left out is 0, and the deviation 1. Raises ModelError for a
         head of another size."""
-        defaults = {name: torch.zeros_like(each) for name, each in self.head().items()}
-        defaults["score.deviation"].fill_(1.0)
+        whole = whole_head(tensors, self.score.weight.shape[1])
         for name, own in self.head().items():
-            found = tensors.get(name, defaults[name])
-            found = found.reshape(own.shape) if found.numel() == own.numel() == 1 else found
-            if found.shape != own.shape:
-                raise ModelError("the head is of another size", got=list(found.shape), expected=list(own.shape))
-            own.copy_(found)
+            own.copy_(whole[name])
 
     @torch.no_grad()
     def start_from(self, other: ScalarModel) -> None:

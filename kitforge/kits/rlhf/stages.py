@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -21,18 +21,28 @@ from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
 from kitforge.kits.rlhf.collector import Roles
-from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
+from kitforge.kits.rlhf.config import (
+    AdapterOptions,
+    KTOOptions,
+    PreferenceOptions,
+    RewardOptions,
+    RLOptions,
+    SFTOptions,
+    StageOptions,
+)
 from kitforge.kits.rlhf.environment import Playground
 from kitforge.kits.rlhf.frozen import Frozen
 from kitforge.kits.rlhf.kto import KTOTask
 from kitforge.kits.rlhf.networks import (
     Origin,
     is_scalar,
-    load_policy,
     load_scalar,
+    open_policy,
+    open_scalar,
     origin_of,
     recorded_reference,
     sharding_of,
+    stored_origin,
     tokenizer_beside,
     tokenizer_of,
 )
@@ -81,24 +91,31 @@ class Parts:
         options = self.options
         return read_rows(read, length, self.specs, options.data, seed=options.seed, pad_id=self.tokenizer.pad_id)
 
-    def origin(self, given: nn.Module | None) -> Origin:
-        """What a language model is made from."""
-        return origin_of(self.options, given, self.tokenizer, self.device)
+    def origin(self, given: nn.Module | None, *, is_shared: bool = False) -> Origin:
+        """What a language model is made from; `is_shared` where several are made from it at once."""
+        return origin_of(self.options, given, self.tokenizer, self.device, is_shared=is_shared)
 
-    def frozen(self, origin: Origin, reference: nn.Module | None = None, critics: ScalarModel | None = None) -> Frozen:
+    def frozen(
+        self,
+        origin: Origin,
+        reference: nn.Module | None = None,
+        critics: ScalarModel | None = None,
+        known: str | None = None,
+    ) -> Frozen:
         """What stays as it is beside what is trained; a critic's adapter begins beside the weights of a reward model,
         where it is a critic of one."""
         bases = (origin.given, None if critics is None else critics.backbone)
-        return Frozen(reference, [each for each in bases if each is not None] if self.options.adapter.is_on else ())
+        own = [each for each in bases if each is not None] if self.options.adapter.is_on else ()
+        return Frozen(reference, own, known)
 
-    def reference(self, named: str | None) -> nn.Module | None:
+    def reference(self, named: str | None) -> Origin | None:
         """The language model in the role `reference`, or in the folder that is named: of a Run, in a folder, or in
         memory. Without one a run that is evaluated has the one that it was trained beside; None where there is none."""
         given = self.inputs.roles.get("reference", named)
         if isinstance(given, (Run, nn.Module)):
-            return policy_of(given.model if isinstance(given, Run) else given)
+            return Origin(given=policy_of(given.model if isinstance(given, Run) else given), config=None)
         if given is not None:
-            return load_policy(Path(given), self.device, self.options.compile_level)
+            return stored_origin(self.options, self.tokenizer, partial(open_policy, Path(given)))
         return (
             recorded_reference(self.options, self.inputs, self.tokenizer, self.device) if self.is_evaluation else None
         )
@@ -155,12 +172,14 @@ def sft(parts: Parts) -> Prepared:
 def reward(parts: Parts) -> Prepared:
     """Pairs, and a scalar model over a copy of the policy that was given."""
     options = cast(RewardOptions, parts.options)
-    rows, trained = _pairs(parts), _trained_scalar(parts)
-    origin = parts.origin(parts.inputs.model if trained is None else trained.backbone)
+    rows, stored, trained = _pairs(parts), _stored_scalar(parts), _trained_scalar(parts)
+    origin = stored or parts.origin(parts.inputs.model if trained is None else trained.backbone)
 
     def build(world: World) -> nn.Module:
         if trained is not None and parts.is_evaluation:
             return trained
+        if origin.is_by_pieces:
+            return _ready(origin.scalar(options, world), options)
         model = ScalarModel(origin.twin(options, world.device, "reward"))
         if trained is not None:
             model.take_head(trained)
@@ -181,13 +200,13 @@ def preference(parts: Parts) -> Prepared:
     """Pairs, a policy that is a copy of the one given, and the one given as its reference."""
     options = cast(PreferenceOptions, parts.options)
     rows, origin = _pairs(parts), parts.origin(parts.inputs.model)
-    reference = _reference(parts, options.reference, origin) if options.preference.needs_reference else None
-    frozen, build = parts.frozen(origin, reference), _policy(parts, origin)
-    return Prepared(
-        task=lambda world: (PreferenceTask(options, rows, build, world, frozen), ()),
-        fingerprint=rows.fingerprint,
-        network=origin.described(),
-    )
+    has_reference, build = options.preference.needs_reference, _policy(parts, origin)
+    compared = _reference(parts, options.reference, origin) if has_reference else None
+
+    def task(world: World) -> tuple[Task, Sequence[Callback]]:
+        return PreferenceTask(options, rows, build, world, _beside(parts, origin, compared, world)), ()
+
+    return Prepared(task=task, fingerprint=rows.fingerprint, network=origin.described())
 
 
 def kto(parts: Parts) -> Prepared:
@@ -195,12 +214,20 @@ def kto(parts: Parts) -> Prepared:
     options = cast(KTOOptions, parts.options)
     rows = parts.rows(parts.reader.judged, lambda row: len(row.response.tokens), "prompt, completion and label")
     origin = parts.origin(parts.inputs.model)
-    frozen, build = parts.frozen(origin, _reference(parts, options.reference, origin)), _policy(parts, origin)
-    return Prepared(
-        task=lambda world: (KTOTask(options, rows, build, world, frozen), ()),
-        fingerprint=rows.fingerprint,
-        network=origin.described(),
-    )
+    compared, build = _reference(parts, options.reference, origin), _policy(parts, origin)
+
+    def task(world: World) -> tuple[Task, Sequence[Callback]]:
+        return KTOTask(options, rows, build, world, _beside(parts, origin, compared, world)), ()
+
+    return Prepared(task=task, fingerprint=rows.fingerprint, network=origin.described())
+
+
+def _beside(parts: Parts, origin: Origin, compared: Origin | None, world: World) -> Frozen:
+    """What stays as it is, the reference cut as what is trained is: all ranks of a replica pass the same rows."""
+    if compared is None:
+        return parts.frozen(origin)
+    network, known = compared.reference(_options_of(compared, origin, parts.options), world)
+    return parts.frozen(origin, network, known=known)
 
 
 def reinforcement(parts: Parts) -> Prepared:
@@ -216,13 +243,17 @@ def reinforcement(parts: Parts) -> Prepared:
     given, num_training = parts.inputs.model, options.parallel.world
     held = options.placement.held_by(parts.rank, num_training)
     is_built = parts.rank < num_training or "rollout" in held
-    origin = cache(lambda: parts.origin(policy_of(given) if given is not None else None))
+    origin = cache(lambda: parts.origin(policy_of(given) if given is not None else None, is_shared=True))
     scores, has_critic = _rewards(parts), is_built and options.rl.has_critic
     judge = _judge(parts, scores, origin) if has_critic or "reward" in held else None
     basis = _critic_basis(judge, parts.tokenizer) if has_critic else None
-    reference = parts.reference(options.reference) if "reference" in held else None
-    if reference is None and "reference" in held and not parts.is_evaluation:
-        reference = origin().frozen(options, parts.device)
+    compared = parts.reference(options.reference) if "reference" in held else None
+    if compared is None and "reference" in held and not parts.is_evaluation:
+        compared = origin()
+    reference = None
+    if compared is not None:
+        begun = None if parts.is_evaluation else origin()
+        reference = compared.frozen(_options_of(compared, begun, options), parts.device)
 
     def build(world: World) -> nn.Module:
         network = origin().given
@@ -249,6 +280,11 @@ def reinforcement(parts: Parts) -> Prepared:
     return Prepared(task=task, fingerprint=_together(rows, pretraining), network=network)
 
 
+def _options_of(compared: Origin, origin: Origin | None, options: StageOptions) -> StageOptions:
+    """By which a reference is made: an adapter that training begins with is of no other network than its own."""
+    return options if compared is origin else replace(options, adapter=AdapterOptions())
+
+
 def _together(rows: Rows[Any], pretraining: Rows[Any] | None) -> str:
     return rows.fingerprint if pretraining is None else f"{rows.fingerprint} beside {pretraining.fingerprint}"
 
@@ -271,7 +307,7 @@ def _pretraining(parts: Parts) -> Rows[Response] | None:
     )
 
 
-def _reference(parts: Parts, named: str | None, origin: Origin) -> nn.Module:
+def _reference(parts: Parts, named: str | None, origin: Origin) -> Origin:
     """What a policy is compared with: the one in that role, else the one that training begins with."""
     given = parts.reference(named)
     if given is None and parts.is_evaluation:
@@ -279,14 +315,14 @@ def _reference(parts: Parts, named: str | None, origin: Origin) -> nn.Module:
             f"{parts.options.task} is evaluated beside its reference",
             fix='add reference=FOLDER or pass roles={"reference": MODEL}, the policy that training began with',
         )
-    return given or origin.frozen(parts.options, parts.device)
+    return given or origin
 
 
 def _policy(parts: Parts, origin: Origin) -> Callable[[World], nn.Module]:
     """What makes a copy of the policy that was given, to be trained."""
 
     def build(world: World) -> nn.Module:
-        if parts.is_evaluation or origin.given is None:
+        if parts.is_evaluation or origin.is_by_pieces:
             return _ready(origin.policy(parts.options, world), parts.options)
         return _placed(origin.twin(parts.options, world.device), parts.options, world)
 
@@ -381,14 +417,24 @@ def _pairs(parts: Parts) -> Rows[Pair]:
     )
 
 
+def _stored_scalar(parts: Parts) -> Origin | None:
+    """The reward model in files that is gone on with, or looked at, piece by piece; None where there is none, and for
+    adapters, which stand on one that is whole."""
+    folder = parts.options.checkpoint
+    if parts.inputs.model is not None or folder is None or parts.options.adapter.is_on or not is_scalar(Path(folder)):
+        return None
+    return stored_origin(parts.options, parts.tokenizer, partial(open_scalar, Path(folder)))
+
+
 def _trained_scalar(parts: Parts) -> ScalarModel | None:
-    """The reward model that is gone on with, or looked at; None where one begins from a language model."""
+    """The reward model in memory that is gone on with, or looked at; None where one begins from a language model."""
     given, folder = parts.inputs.model, parts.options.checkpoint
     if isinstance(given, ScalarModel):
         return given
-    if given is None and folder is not None and is_scalar(Path(folder)):
+    is_there = given is None and folder is not None and is_scalar(Path(folder))
+    if is_there and folder is not None and parts.options.adapter.is_on:
         return load_scalar(Path(folder), parts.device, parts.options.compile_level)
-    if parts.is_evaluation:
+    if parts.is_evaluation and not is_there:
         raise ModelError("there is no reward model to evaluate", fix="add checkpoint=RUN, or train one first")
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -20,6 +21,9 @@ from kitforge.models.folder import build, outline
 
 # Where decoders keep what is looked up or read out rather than multiplied within; no such table decays.
 _TABLES = ("embedding.weight", "position.weight", "output")
+
+# Elements of a weight that are in memory at once while it is digested, as those in files are not.
+DIGESTED = 2**16
 
 
 def decoder_groups(model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
@@ -94,8 +98,20 @@ def whole_factors(network: Decoder, name: str, parallel: ParallelModel) -> dict[
 @torch.no_grad()
 def fingerprint(network: nn.Module) -> str:
     """Equal for equal weights, bit by bit."""
+    return fingerprint_of({name: weight_digest(each) for name, each in network.named_parameters()})
+
+
+def fingerprint_of(digests: Mapping[str, str]) -> str:
+    """The fingerprint of a network by the digests of its weights, which several processes may have found."""
     found = hashlib.blake2b(digest_size=16)
-    for name, parameter in network.named_parameters():
-        found.update(name.encode())
-        found.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    for name, digest in sorted(digests.items()):
+        found.update(f"{name} {digest}\n".encode())
+    return found.hexdigest()
+
+
+def weight_digest(weight: Tensor, dtype: torch.dtype | None = None) -> str:
+    """Equal for equal weights of a dtype, their own unless it is said, whatever memory they lie in."""
+    found = hashlib.blake2b(digest_size=16)
+    for piece in torch.split(weight.detach(), max(1, DIGESTED * len(weight) // weight.numel())):
+        found.update(piece.to(dtype or weight.dtype).cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
