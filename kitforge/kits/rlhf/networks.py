@@ -31,7 +31,7 @@ from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
 from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
 from kitforge.kits.rlhf.config import AdapterOptions, StageOptions
-from kitforge.kits.rlhf.scalar_model import ScalarModel, first_head, whole_head
+from kitforge.kits.rlhf.scalar_model import ScalarModel, first_head, plain_head, whole_head
 from kitforge.kits.rlhf.weights import continued, copied, fingerprint, fingerprint_of, sharing, weight_digest
 from kitforge.models import folder as model_folder
 from kitforge.models.adapters import load_adapter, read_head
@@ -48,6 +48,7 @@ _log = logger(__name__)
 
 # Puts values into a piece of a parameter, by the parameter's name and the region that the piece is.
 Network = TypeVar("Network", bound=nn.Module)
+Head: TypeAlias = dict[str, Tensor]
 Fill: TypeAlias = Callable[[str, Tensor, Region], None]
 
 
@@ -74,9 +75,19 @@ class Origin:
     def scalar(self, options: StageOptions, world: World) -> ScalarModel:
         """A scalar model with the head that lies with the network, else a first one, filled piece by piece."""
         model = ScalarModel(model_folder.outline(self.family, options.compile_level))
+        fill, head = self.scalar_source(options, world)
+        filled(model, world, fill)
+        model.mean.copy_(head["score.mean"])
+        model.deviation.copy_(head["score.deviation"])
+        return model
+
+    def scalar_source(self, options: StageOptions, world: World, *, is_plain: bool = False) -> tuple[Fill, Head]:
+        """What gives the pieces of a scalar model their values, and its whole head; `is_plain` for a critic, whose
+        plain scores are the normalised ones that lie there."""
         backbone, stored = self.source(options, world)
-        dim = model.score.weight.shape[1]
+        dim = model_folder.outline(self.family).geometry.dim
         head = whole_head((stored.head if stored is not None else {}) or first_head(dim, options.seed), dim)
+        head = plain_head(head) if is_plain else head
 
         def fill(name: str, piece: Tensor, region: Region) -> None:
             if name in HEAD:
@@ -84,9 +95,25 @@ class Origin:
             else:
                 backbone(name.removeprefix(BACKBONE), piece, region)
 
+        return fill, head
+
+    def actor_critic(self, critic: Origin, options: StageOptions, world: World) -> ActorCritic:
+        """A policy and a critic, which begins as the reward model that lies with its network or as a first one, each
+        filled piece by piece."""
+        level = options.compile_level
+        model = ActorCritic(
+            model_folder.outline(self.family, level), ScalarModel(model_folder.outline(critic.family, level))
+        )
+        policy, _ = self.source(options, world)
+        critical, _ = critic.scalar_source(options, world, is_plain=True)
+
+        def fill(name: str, piece: Tensor, region: Region) -> None:
+            part, _, own = name.partition(".")
+            (policy if part == "policy" else critical)(own, piece, region)
+
         filled(model, world, fill)
-        model.mean.copy_(head["score.mean"])
-        model.deviation.copy_(head["score.deviation"])
+        model.critic.mean.zero_()
+        model.critic.deviation.fill_(1.0)
         return model
 
     def source(self, options: StageOptions, world: World) -> tuple[Fill, StoredModel | None]:

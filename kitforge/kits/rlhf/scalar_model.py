@@ -30,6 +30,15 @@ def whole_head(tensors: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
     return found
 
 
+def plain_head(head: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A head whose plain scores are the normalised ones of another."""
+    deviation = head["score.deviation"]
+    bias = (head["score.bias"] - head["score.mean"]) / deviation
+    return whole_head(
+        {"score.weight": head["score.weight"] / deviation, "score.bias": bias}, head["score.weight"].shape[1]
+    )
+
+
 def first_head(dim: int, seed: int) -> dict[str, Tensor]:
     """The head that a scalar model begins with, by the names of `ScalarModel.head`."""
     noise = torch.randn((1, dim), generator=seeds.generator(seed, "init", "score.weight"))
@@ -92,8 +101,9 @@ class ScalarModel(nn.Module):
     @torch.no_grad()
     def start_from(self, other: ScalarModel) -> None:
         """Take the head of another model, so that this one's plain scores are the other's normalised ones."""
-        self.score.weight.copy_(other.score.weight / other.deviation)
-        self.score.bias.copy_((other.score.bias - other.mean) / other.deviation)
+        head = plain_head(other.head())
+        self.score.weight.copy_(head["score.weight"])
+        self.score.bias.copy_(head["score.bias"])
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """Scores [B, T], one after each token."""

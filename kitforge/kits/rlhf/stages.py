@@ -226,7 +226,10 @@ def _beside(parts: Parts, origin: Origin, compared: Origin | None, world: World)
     """What stays as it is, the reference cut as what is trained is: all ranks of a replica pass the same rows."""
     if compared is None:
         return parts.frozen(origin)
-    network, known = compared.reference(_options_of(compared, origin, parts.options), world)
+    options = parts.options
+    # An adapter that training begins with is of no other network than its own.
+    plain = options if compared is origin else replace(options, adapter=AdapterOptions())
+    network, known = compared.reference(plain, world)
     return parts.frozen(origin, network, known=known)
 
 
@@ -245,17 +248,17 @@ def reinforcement(parts: Parts) -> Prepared:
     is_built = parts.rank < num_training or "rollout" in held
     origin = cache(lambda: parts.origin(policy_of(given) if given is not None else None, is_shared=True))
     scores, has_critic = _rewards(parts), is_built and options.rl.has_critic
-    judge = _judge(parts, scores, origin) if has_critic or "reward" in held else None
+    pieces = _pieces(parts, scores) if is_built else None
+    is_whole = "reward" in held or (has_critic and (pieces is None or "rollout" in held))
+    judge = _judge(parts, scores, origin) if is_whole else None
     basis = _critic_basis(judge, parts.tokenizer) if has_critic else None
-    compared = parts.reference(options.reference) if "reference" in held else None
-    if compared is None and "reference" in held and not parts.is_evaluation:
-        compared = origin()
-    reference = None
-    if compared is not None:
-        begun = None if parts.is_evaluation else origin()
-        reference = compared.frozen(_options_of(compared, begun, options), parts.device)
+    reference = _whole_reference(parts, options.reference, origin) if "reference" in held else None
 
     def build(world: World) -> nn.Module:
+        if pieces is not None and world.is_cut:
+            is_pair, first = options.rl.has_critic and not parts.is_evaluation, pieces[0]
+            both = first.actor_critic(pieces[1], options, world) if is_pair else first.policy(options, world)
+            return _ready(both, options)
         network = origin().given
         if parts.is_evaluation and network is not None and not world.is_cut:
             return network
@@ -266,7 +269,7 @@ def reinforcement(parts: Parts) -> Prepared:
     def task(world: World) -> tuple[Task, Sequence[Callback]]:
         roles = Roles(
             scorer=scorer_of(judge, parts.tokenizer) if judge is not None and "reward" in held else None,
-            frozen=parts.frozen(origin(), reference, basis) if is_built else Frozen(reference),
+            frozen=parts.frozen(origin(), reference, basis) if is_built and pieces is None else Frozen(reference),
             eos_ids=parts.tokenizer.eos_ids,
             playground=_playground(parts),
         )
@@ -276,13 +279,35 @@ def reinforcement(parts: Parts) -> Prepared:
             KeptRounds(made, parts.tokenizer, options.rollout.kept_rounds),
         ]
 
-    network = origin().described() if is_built else None
+    network = (origin() if pieces is None else pieces[0]).described() if is_built else None
     return Prepared(task=task, fingerprint=_together(rows, pretraining), network=network)
 
 
-def _options_of(compared: Origin, origin: Origin | None, options: StageOptions) -> StageOptions:
-    """By which a reference is made: an adapter that training begins with is of no other network than its own."""
-    return options if compared is origin else replace(options, adapter=AdapterOptions())
+def _pieces(parts: Parts, scores: Any) -> tuple[Origin, Origin] | None:
+    """What a policy and its critic are filled from piece by piece, where no rank is to hold them whole; None where they
+    are in memory already, and for adapters, which stand on weights that are whole."""
+    options = cast(RLOptions, parts.options)
+    is_cut = max(options.parallel.shard, options.parallel.tensor) > 1
+    if not is_cut or parts.inputs.model is not None or options.adapter.is_on or isinstance(scores, (Run, ScalarModel)):
+        return None
+    policy = parts.origin(None)
+    folder = Path(scores).expanduser() if isinstance(scores, (str, Path)) else None
+    if folder is None or not folder.is_dir():
+        return policy, policy
+    if is_adapter(folder):
+        return None
+    own = tokenizer_beside(folder)
+    if own is not None and own.fingerprint != parts.tokenizer.fingerprint:
+        return policy, policy
+    return policy, stored_origin(options, parts.tokenizer, partial(open_scalar, folder))
+
+
+def _whole_reference(parts: Parts, named: str | None, origin: Callable[[], Origin]) -> nn.Module | None:
+    """What a policy is compared with, whole on this rank: its passes are over as many answers as each rank has."""
+    options, compared = parts.options, parts.reference(named)
+    if compared is not None:
+        return compared.frozen(replace(options, adapter=AdapterOptions()), parts.device)
+    return None if parts.is_evaluation else origin().frozen(options, parts.device)
 
 
 def _together(rows: Rows[Any], pretraining: Rows[Any] | None) -> str:

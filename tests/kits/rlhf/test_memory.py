@@ -116,6 +116,52 @@ def test_a_stage_reads_what_it_starts_from_by_pieces(
         assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-5)
 
 
+def play(rank: int, folder: Path, target: Path, case: tuple[str, str, Degrees]) -> dict[str, Any]:
+    """A run of rewards whose ranks that train hold what they train, and nothing else; rank 2 has all the rest."""
+    torch.set_num_threads(1)
+    stage, judge, degrees = case
+    values = runs.OPTIONS | runs.SHAPED[stage] | runs.ROUNDS | {"task": stage, "trainer.max_steps": 2}
+    values |= {"checkpoint": str(folder / "exported"), "output_dir": str(target / f"{degrees.world}")}
+    values |= {"reward": str(folder / judge) if judge == "judge" else judge, "trainer.micro_batch_size": 1}
+    values |= {"optimizer.name": "sgd", "data.validation": 0.0}
+    if degrees.world > 1:
+        values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence")}
+        values |= {f"placement.{name}": [2] for name in ("rollout", "reference", "reward")}
+    options = STAGES[stage].read_options(tiny.nested(values))
+    inputs, lobby = Inputs(train_dataset=runs.PROMPTS), cast(Any, TestLobby(degrees))
+    if lobby.rank >= degrees.world:
+        return {"metrics": STAGES[stage].attend(options, inputs, lobby).metrics}
+    with Allocations() as made:
+        begun: Any = STAGES[stage].assemble(options, inputs, lobby)
+    parallel = begun.loop.state.parallel
+    pieces = parallel.parameters()
+    limit = max(each.nbytes for each in pieces.values()) + 4 * cast(int, WIDE["dim"])
+    found = {
+        "largest": made.largest,
+        "limit": limit,
+        "weights": {name: parallel.whole(name).clone() for name in pieces},
+    }
+    found["metrics"] = train(begun.loop, begun.options, begun.folder, begun.config_text)
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [("ppo", "judge", SHARD), ("ppo", "judge", TENSOR), ("ppo", "lowercase", SHARD), ("grpo", "judge", TENSOR)],
+    ids=lambda case: f"{case[0]}-{case[1]}-{case[2].words()}",
+)
+def test_policy_and_critic_are_read_by_pieces(place: Path, tmp_path: Path, case: tuple[str, str, Degrees]) -> None:
+    alone = play(0, place, tmp_path, (*case[:2], ALONE))
+    for rank, found in enumerate(run_ranks(3, play, place, tmp_path, case)):
+        assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-3, abs=1e-4)
+        if rank < 2:
+            assert found["largest"] <= found["limit"], (
+                f"{found['largest']:,} bytes, at most {found['limit']:,} expected"
+            )
+            assert found["weights"].keys() == alone["weights"].keys()
+            assert all(torch.equal(each, alone["weights"][name]) for name, each in found["weights"].items())
+
+
 @pytest.mark.parametrize("source", ["exported", "run"])
 def test_the_fingerprint_of_a_reference_in_pieces_is_that_of_the_whole(
     place: Path, tmp_path: Path, source: str
@@ -125,3 +171,26 @@ def test_the_fingerprint_of_a_reference_in_pieces_is_that_of_the_whole(
     checkpoints = [find_checkpoint(tmp_path / name) for name in ("1", "2")]
     found = {each.state["task"]["reference"] for each in checkpoints if each is not None}
     assert found == {fingerprint(load_policy(place / source, CPU))}
+
+
+def measured(_rank: int, folder: Path, case: tuple[str, Path, Degrees]) -> dict[str, float]:
+    torch.set_num_threads(1)
+    stage, source, degrees = case
+    values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | (runs.ROUNDS if stage in runs.RL else {}) | {"task": stage}
+    values |= {"checkpoint": str(source), "reward": "lowercase"} if stage in runs.RL else {"checkpoint": str(source)}
+    values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence")}
+    options = STAGES[stage].read_options(tiny.nested(values))
+    rows = runs.ROWS.get(stage, runs.PROMPTS)
+    inputs = Inputs(eval_dataset=rows[:4], tokenizer=ByteTokenizer())
+    return STAGES[stage].evaluate(options, inputs, TestLobby(degrees))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", ["ppo", "grpo", "dpo", "reward"])
+def test_an_evaluation_in_pieces_is_that_of_the_whole(place: Path, tmp_path: Path, stage: str) -> None:
+    choices = {"checkpoint": str(place / "exported"), "trainer.max_steps": 2, "kl.controller.coefficient": 0.0}
+    choices = {name: each for name, each in choices.items() if name[:2] != "kl" or stage in runs.RL}
+    runs.finish(runs.begin(stage, tmp_path / stage, choices, model=None))
+    alone = measured(0, place, (stage, tmp_path / stage, ALONE))
+    assert stage not in runs.RL or alone["eval/kl"] > 1e-4
+    for found in run_ranks(2, measured, place, (stage, tmp_path / stage, SHARD)):
+        assert found == pytest.approx(alone, rel=1e-3, abs=1e-4)
