@@ -33,7 +33,7 @@ class Moment:
     state: Mapping[str, Tensor]
     share: tuple[int, int]
     part: str  # the name under which the rows go
-    counted: tuple[Tensor, Tensor] | None  # keys and counts of admission
+    counted: tuple[Tensor, Tensor] | None  # keys [n] and counts [n, 2] of admission
     removed: list[Tensor]
     yields: bool  # whether the rows here are this rank's to give, not another's as well
 
@@ -87,7 +87,7 @@ class Boundary:
         """See `RowSource`. Rows that never moved are left out: they are as they begin."""
         if part == ADMISSION and self._moment.counted is not None and self._moment.yields:
             keys, counts = self._moment.counted
-            yield from zip(torch.split(keys, CHUNK), torch.split(counts.unsqueeze(1), CHUNK), strict=True)
+            yield from zip(torch.split(keys, CHUNK), torch.split(counts, CHUNK), strict=True)
         elif part == self._moment.part and self._top is not None:
             yield from self._row_chunks(self._top)
 

@@ -12,6 +12,8 @@ from kitforge.foundation.config import check, check_name
 
 PolicyName = Literal["lru", "lfu", "lookahead"]
 AdmissionName = Literal["always", "count", "probability"]
+# Up to which admission counts.
+LARGEST_COUNT = 2**24 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +35,25 @@ class PolicyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionOptions:
-    """Which ids get a row of their own. One that has none is looked up as its initial row, and does not train."""
+    """Which ids get a row of their own. One that has none is looked up as its initial row, and does not train.
 
-    # always: all. count: those seen in at least `count` training lookups. probability: each lookup of an id that has no
-    # row admits it with that probability, drawn from (seed, table, id, how often it was seen).
+    A training step counts an id once, in however many lookups, features and micro-batches it is.
+    """
+
+    # always: all. count: those seen in at least `count` training steps. probability: each step that looks up an id that
+    # has no row admits it with that probability, drawn from (seed, table, id, how often it was seen).
     name: AdmissionName = "always"
     count: int = 2
     probability: float = 0.1
+    # Steps without an id that has no row yet after which its count begins anew, so that counts of ids that never come
+    # again take no memory; none: counts are kept for ever.
+    age: int | None = 10_000
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
         check_name("cache.admission.name", self.name, AdmissionName)
-        check(self.count >= 1, "cache.admission.count", self.count, "a whole number of at least 1")
+        check(1 <= self.count <= LARGEST_COUNT, "cache.admission.count", self.count, f"from 1 to {LARGEST_COUNT:,}")
+        check(self.age is None or self.age >= 1, "cache.admission.age", self.age, "a number of steps, or none")
         check(0 < self.probability <= 1, "cache.admission.probability", self.probability, "above 0, at most 1")
 
 

@@ -6,7 +6,6 @@ read only when it is computed, so no plan can make them stale.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -67,8 +66,8 @@ class CachedEmbedding(nn.Module):
         self.rows = RowCache(self.options, build_row_optimizer(config), ranks)
         self._spread = ranks
         self._gradients = RowGradients(self.rows.device, self.rows.initial.dim)
-        self._abandoned: deque[Ticket] = deque()
-        self._claims = Claims(self._abandon)
+        # Called at any moment, so it does no more than it must.
+        self._claims = Claims(lambda ticket: self.rows.register.close(ticket.number))
 
     @property
     def learning_rate(self) -> float | None:
@@ -87,8 +86,9 @@ class CachedEmbedding(nn.Module):
         The values are those after the last step. Raises DataError for ids that cannot be, and for unclear bags.
         """
         query = read_query(self.options, ids, offsets, weights)
-        is_counted = self.training and torch.is_grad_enabled()
-        ticket = self._claims.take(ids) or self.rows.plan(query.ids, ahead=False, is_counted=is_counted)
+        ticket = self._claims.take(ids) or self.rows.plan(query.ids, ahead=False)
+        # Whether it trains is known here, not where it was planned: batches ahead may be given up or looked at only.
+        self.rows.admit(ticket, is_counted=self.training and torch.is_grad_enabled())
         self.rows.catch_up(ticket.slots)
         answer = self._answer(ticket, query)
         return answer.reshape(*query.shape, self.options.dim)
@@ -108,13 +108,11 @@ class CachedEmbedding(nn.Module):
 
     def plan_ahead(self, ids: Tensor) -> None:
         """For the thread that runs ahead: have the rows in place for the next `forward` of this very tensor."""
-        self._take_back_abandoned()
-        self.rows.plan(flat_ids(ids), ahead=True, is_counted=self.training, keep=partial(self._claims.add, ids))
+        self.rows.plan(flat_ids(ids), ahead=True, keep=partial(self._claims.add, ids))
 
     def give_up_ahead(self) -> None:
         """Lookups that were planned ahead and not made will not be."""
         self._claims.drop()
-        self._take_back_abandoned()
         self.rows.planner.policy.expect_nothing()
 
     def squared_norm(self) -> Tensor:
@@ -140,6 +138,7 @@ class CachedEmbedding(nn.Module):
         self._gradients.clear()
         for ticket in tickets:
             self.rows.register.close(ticket.number)
+        self.rows.admission.end_step()
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -166,7 +165,6 @@ class CachedEmbedding(nn.Module):
         """See `core.optim.rows.RowTable`. A version is a number of steps."""
         rows, spread = self.rows, self._spread
         with rows.interrupt():
-            self._take_back_abandoned()
             rows.forgetting.trim(rows.num_steps if since is None else since)
             moment = Moment(
                 schema=self.schema,
@@ -175,7 +173,7 @@ class CachedEmbedding(nn.Module):
                 state=rows.state(),
                 share=self.share,
                 part=part_name(None if spread is None else spread.columns),
-                counted=None if rows.admission.admits_all else self._counted(),
+                counted=None if rows.admission.admits_all else rows.admission.counts(),
                 removed=[keys for _, keys in rows.forgetting.removed] if since is not None else [],
                 yields=spread is None or spread.gives_rows,
             )
@@ -212,14 +210,6 @@ class CachedEmbedding(nn.Module):
         """What `print` shows of the table."""
         return f"{self.options.num_embeddings}, {self.options.dim}, mode={self.options.mode}"
 
-    def _counted(self) -> tuple[Tensor, Tensor]:
-        """Keys and counts of admission without the lookups that were planned ahead and not made yet."""
-        keys, counts = self.rows.admission.counts()
-        for ticket in self._claims.outstanding():
-            if ticket.is_counted:
-                counts[torch.searchsorted(keys, ticket.keys)] -= 1
-        return keys[counts > 0], counts[counts > 0]
-
     def _answer(self, ticket: Ticket, query: Query) -> Tensor:
         deliver = Delivery(ticket, self._gradients, self.rows.register)
         route, device = ticket.route, self.rows.device
@@ -253,18 +243,8 @@ class CachedEmbedding(nn.Module):
         own = torch.empty(0, self.options.dim, device=tier.device) if part is None else part.gradients
         keys, gradients = self._spread.total(keys, own)
         # Rows of which this rank had no gradient have to be here as well.
-        ticket = self.rows.plan(keys, ahead=False, is_counted=False, is_told=True)
+        ticket = self.rows.plan(keys, ahead=False, is_told=True)
         self._gradients.set_total(ticket, Part(slots=ticket.slots, gradients=gradients))
-
-    def _abandon(self, ticket: Ticket) -> None:
-        """A ticket that nobody will use; called at any moment, so it does no more than it must."""
-        self.rows.register.close(ticket.number)
-        if ticket.is_counted:
-            self._abandoned.append(ticket)
-
-    def _take_back_abandoned(self) -> None:
-        while self._abandoned:
-            self.rows.retract(self._abandoned.popleft())
 
 
 @final
