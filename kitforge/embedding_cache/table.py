@@ -33,9 +33,11 @@ from kitforge.embedding_cache.store import RowStore
 from kitforge.embedding_cache.tickets import Ticket
 from kitforge.embedding_cache.tiers.remote import RemoteStore
 from kitforge.foundation.config import check, to_dict
-from kitforge.foundation.errors import DataError
+from kitforge.foundation.errors import DataError, ModelError
 
 Batch = TypeVar("Batch")
+# How the rows of tables are kept, for errors.
+CHECKPOINTS = "CheckpointWriter.attach and save, open_checkpoint(...).load_tables (docs/checkpoints.md)"
 
 
 @final
@@ -66,6 +68,8 @@ class CachedEmbedding(nn.Module):
         self.rows = RowCache(self.options, build_row_optimizer(config), ranks)
         self._spread = ranks
         self._gradients = RowGradients(self.rows.device, self.rows.initial.dim)
+        self.register_state_dict_pre_hook(_refuse_to_leave_rows_out)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_miss_rows)  # type: ignore[no-untyped-call]
         # Called at any moment, so it does no more than it must.
         self._claims = Claims(lambda ticket: self.rows.register.close(ticket.number))
 
@@ -206,6 +210,13 @@ class CachedEmbedding(nn.Module):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise ModelError: what `copy.deepcopy`, `torch.save` and `pickle` ask for."""
+        raise ModelError(
+            f"the table {self.options.name!r} cannot be copied or pickled: its rows may be in files or on a server",
+            fix=f"make a table with the same options and let it load a checkpoint: {CHECKPOINTS}",
+        )
+
     def extra_repr(self) -> str:
         """What `print` shows of the table."""
         return f"{self.options.num_embeddings}, {self.options.dim}, mode={self.options.mode}"
@@ -277,6 +288,23 @@ class _TableAdvance(Advance[Batch]):
             if not isinstance(ids, Tensor):
                 raise DataError("prefetch needs the ids of a batch", got=type(ids).__name__, expected="tensors of ids")
         return tensors
+
+
+def _refuse_to_leave_rows_out(_: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Raise ModelError for a `state_dict` to be kept: rows are no parameters, so it would hold none of them. One of
+    parameters as they live (`keep_vars`) is no copy of anything."""
+    if not keep_vars:
+        raise ModelError(
+            f"a state_dict holds no rows of the table {prefix.removesuffix('.') or 'that it is asked of'!r}",
+            fix=f"save a checkpoint: {CHECKPOINTS}; or take dict(module.named_parameters()) for the parameters alone",
+        )
+
+
+def _miss_rows(*given: Any) -> None:
+    """A hook before a state dict is loaded: it lacks the rows, which torch makes an error unless it is told
+    `strict=False`."""
+    _module, _state, prefix, _metadata, _strict, missing_keys, *_ = given
+    missing_keys.append(f"{prefix}rows (load a checkpoint: {CHECKPOINTS})")
 
 
 def _check_ranks(options: TableOptions, optimizer: SparseOptimizerConfig, ranks: Spread | None) -> None:
