@@ -16,6 +16,7 @@ from kitforge.core.kernels.threads import beside
 from kitforge.core.optim.sparse import RowOptimizer
 from kitforge.core.parallel.sharded_table import TableConfig
 from kitforge.embedding_cache.admission import Admission
+from kitforge.embedding_cache.delta_tracker import DeltaTracker
 from kitforge.embedding_cache.forgetting import Forgetting
 from kitforge.embedding_cache.gradients import Part
 from kitforge.embedding_cache.options import TableOptions
@@ -56,7 +57,8 @@ class RowCache:
         self.num_steps = 0
         self.rates = torch.zeros(FIRST_RATES if optimizer.moves_untouched_rows else 0, dtype=torch.float64)
         self.watchers = Watchers()
-        self.forgetting = Forgetting(options.forgetting, (self.device, self.ladder), self.initial, self.watchers)
+        self.deltas = DeltaTracker()
+        self.forgetting = Forgetting(options.forgetting, self.planner, self.initial, self.watchers)
         self._scratches = {True: Scratch(), False: Scratch()}
         # Where all ranks hold all rows, all are told of all lookups if more than gradients changes what is known of a
         # row: if admission counts, or if rows that move while they rest are forgotten by how far they have come.
@@ -165,7 +167,10 @@ class RowCache:
         """At the end of a step: let go of the rows that are to be forgotten, if it is time."""
         if self.forgetting.is_due(self.num_steps):
             with self.interrupt():
-                self.counts.events["forgotten"] += self.forgetting.run(self.num_steps)
+                gone = self.forgetting.run(self.num_steps)
+            self.deltas.remove(gone)
+            self.admission.forget(gone)
+            self.counts.events["forgotten"] += len(gone)
 
     def state(self) -> dict[str, Tensor]:
         """What belongs to no row: the number of steps, that of admission, and rates where rows that rest need them."""
@@ -179,7 +184,7 @@ class RowCache:
         self.ladder.clear()
         self.planner.clear()
         self.admission.clear()
-        self.forgetting.trim(self.num_steps)
+        self.deltas.restart(None)
 
     def lay_down(self, keys: Tensor, rows: Tensor) -> None:
         """Put rows in, in place of those that may be there, while nobody plans."""
@@ -209,8 +214,9 @@ class RowCache:
         self.ladder.close()
 
     def _before_change(self, slots: Tensor) -> None:
-        if self.watchers:
+        if self.watchers or self.deltas.is_on:
             keys = self.device.index.keys_at(slots)
+            self.deltas.change(keys)
             self.watchers.before_change(keys, lambda places: self.device.rows(slots[places]))
 
     def _keep_rate(self, rate: float) -> None:

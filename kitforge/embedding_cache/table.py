@@ -165,11 +165,12 @@ class CachedEmbedding(nn.Module):
         """See `core.optim.rows.RowTable`."""
         return (0, 1) if self._spread is None else self._spread.share
 
-    def begin_snapshot(self, since: int | None = None) -> Boundary:
+    def begin_snapshot(self, since: int | None = None, *, is_base: bool = True) -> Boundary:
         """See `core.optim.rows.RowTable`. A version is a number of steps."""
         rows, spread = self.rows, self._spread
         with rows.interrupt():
-            rows.forgetting.trim(rows.num_steps if since is None else since)
+            changed, removed = (None, None) if since is None else rows.deltas.changes(since)
+            rows.deltas.restart(rows.num_steps if is_base else None)
             moment = Moment(
                 schema=self.schema,
                 version=rows.num_steps,
@@ -178,7 +179,8 @@ class CachedEmbedding(nn.Module):
                 share=self.share,
                 part=part_name(None if spread is None else spread.columns),
                 counted=None if rows.admission.admits_all else rows.admission.counts(),
-                removed=[keys for _, keys in rows.forgetting.removed] if since is not None else [],
+                changed=changed,
+                removed=removed,
                 yields=spread is None or spread.gives_rows,
             )
             return Boundary(rows, moment)

@@ -262,3 +262,21 @@ def test_unseen_ids_of_an_evaluation_take_no_lasting_room() -> None:
         assert sum(table.stats().resident.values()) <= 120
         assert rows_of(table.begin_snapshot())[0].tolist() == list(range(20))
         table.close()
+
+
+@pytest.mark.parametrize("tiers", [{}, {"device_rows": 60}, {"device_rows": 60, "host_rows": 20, "path": "rows"}])
+def test_forgetting_gives_back_slots_and_counts(
+    tiers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {"admission": AdmissionOptions(name="count", count=1), "forgetting": ForgettingOptions(every=5, age=3)}
+    with CachedEmbedding(None, DIM, optimizer="lazy_adam", **tiers, **options) as table:
+        given = [torch.arange(20 * step, 20 * step + 20).view(-1, 1) for step in range(300)]
+        for ids in table.prefetch(given, 2):
+            table(ids).sum().backward()
+            table.step(RATE)
+        stats = table.stats()
+        assert stats.forgotten > 5000
+        assert sum(stats.resident.values()) <= 20 * (5 + 3 + 2 + 2)
+        assert len(table.rows.device.slab) <= 1024
+        assert len(table.rows.admission.counts()[0]) <= 20 * (5 + 3 + 1)

@@ -156,7 +156,7 @@ class Ladder:
     def num_rows(self) -> dict[str, int]:
         """Rows by tier; the lower may hold old copies of what is further up."""
         host = {"host": len(self._host)} if self._host is not None else {}
-        return host | ({self._store_name: len(self._store)} if self._store is not None else {})
+        return host | ({} if self._store is None else self._store.num_rows(self._store_name))
 
     def _put_below(self, keys: Tensor, rows: Tensor) -> None:
         if self._store is not None and len(keys):
