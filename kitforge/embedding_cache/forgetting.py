@@ -37,8 +37,9 @@ class Forgetting:
 
     def run(self, num_steps: int) -> Tensor:
         """Forget, while nobody plans; the keys of the rows that went."""
-        above, below = self._from_device(num_steps), self._from_below(num_steps)
-        gone = torch.cat([above, *below])
+        # Below first: what is there of rows that the device has are old copies, which do not count.
+        below = self._from_below(num_steps)
+        gone = torch.cat([*below, self._from_device(num_steps)])
         if len(gone):
             self._ladder.delete(gone)
         return gone
