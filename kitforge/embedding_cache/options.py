@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from typing import Literal
-from urllib.parse import urlsplit
 
 from kitforge.embedding_cache.store import RowStore
 from kitforge.foundation.config import check, check_name
@@ -85,7 +84,7 @@ class RemoteOptions:
 
     # redis://, rediss:// (TLS) or unix://, with user, host, port and database. A password that is not in it is that of
     # the environment, $KITFORGE_REMOTE_PASSWORD.
-    url: str
+    url: str = field(repr=False)
     prefix: str = "kitforge"  # what the names of all keys begin with; runs at the same time need different ones
     ca_file: str | None = None  # rediss: certificates that vouch for the server's; None: those of the system
     timeout: float = 10.0  # seconds to wait for one answer
@@ -96,8 +95,13 @@ class RemoteOptions:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
-        scheme = self.url.partition("://")[0]
-        check(scheme in ("redis", "rediss", "unix"), "cache.remote", scheme, "redis://, rediss:// or unix://")
+        scheme, mark, rest = self.url.partition("://")
+        is_known = bool(mark) and scheme in ("redis", "rediss", "unix")
+        check(is_known, "cache.remote", scheme if mark else "no scheme", "redis://, rediss:// or unix://")
+        user = rest.rpartition("@")[0]
+        is_readable = scheme == "unix" or not any(letter in user for letter in "/?#")
+        fix = "write them as %2F, %3F and %23, or give the password in $KITFORGE_REMOTE_PASSWORD"
+        check(is_readable, "cache.remote", "a user or password with /, ? or # in it", "none of them before the @", fix)
         is_vouched = self.ca_file is None or scheme == "rediss"
         check(is_vouched, "cache.remote_ca_file", self.ca_file, "none without rediss://")
         check(self.timeout > 0, "cache.remote.timeout", self.timeout, "seconds above 0")
@@ -109,8 +113,15 @@ class RemoteOptions:
     @property
     def place(self) -> str:
         """The URL without user and password, for messages and records."""
-        parts = urlsplit(self.url)
-        return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+        return place_of(self.url)
+
+
+def place_of(url: str) -> str:
+    """A URL of a server without user, password and query."""
+    scheme, _, rest = url.partition("://")
+    # The last @, whatever a password holds; a path of unix:// may hold one where no user comes before it.
+    rest = rest if rest.startswith("/") else rest.rpartition("@")[2]
+    return f"{scheme}://{rest.partition('?')[0].partition('#')[0]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +141,8 @@ class TableOptions:
     host_rows: int | None = None  # rows of the host tier; None: all where no lower tier is given, else none
     path: str | None = None  # folder of the file tier
     file_rows: int | None = None  # rows of the file tier above a remote one; None: all
-    remote: RowStore | RemoteOptions | str | None = None  # the last tier: a server or its URL, or a store of any kind
+    # The last tier: a server or its URL, which may hold a password, or a store of any kind.
+    remote: RowStore | RemoteOptions | str | None = field(default=None, repr=False)
     policy: PolicyOptions = field(default_factory=PolicyOptions)
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
     forgetting: ForgettingOptions = field(default_factory=ForgettingOptions)
