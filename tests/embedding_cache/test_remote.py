@@ -346,6 +346,17 @@ def test_a_server_whose_memory_is_full_stops_the_run_at_once(
     assert "HSET" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_command_that_is_refused_does_not_show_its_rows(server: RedisServer, is_whole: bool) -> None:
+    link = RemoteLink(options(server.url))
+    link.ask([("SET", "kitforge:no-hash", "1")])
+    with pytest.raises(TrainingError, match=r"refuses a command[\s\S]*wrong kind of value") as refusal:
+        link.ask([("HSET", "kitforge:no-hash", b"customer", b"customer")], is_whole=is_whole)
+    assert "customer" not in str(refusal.value)
+    assert "customer" not in str(refusal.value.__cause__)
+    link.close()
+
+
 @pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-random"])
 def test_a_server_without_config_is_asked_by_info(own_server: Callable[..., RedisServer], policy: str) -> None:
     closed = ("--rename-command", "CONFIG", "")
