@@ -7,11 +7,12 @@ spelt "\\n\\nHuman: ... \\n\\nAssistant: ...", as in hh-rlhf. Other names are ma
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, TypeGuard, TypeVar, final
 
 from kitforge.data.source import open_rows
 from kitforge.data.template import ChatTemplate, Message
@@ -23,10 +24,16 @@ from kitforge.foundation.log import logger
 Said = str | Sequence[Message] | Sequence[int]
 
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
-_ROLES = {"Human": "user", "Assistant": "assistant", "human": "user", "gpt": "assistant"}
+_ROLES = {"Human": "user", "Assistant": "assistant", "human": "user", "gpt": "assistant", "observation": "tool"}
+_CALL = "function_call"  # as ShareGPT has it, with JSON of name and arguments as its value
 _LEAVE_OUT = "leave such rows out, with data.unusable=drop"
 _log = logger(__name__)
 Row = TypeVar("Row")
+# Columns that chat templates read besides messages: what they hold, and how that is said.
+_INPUTS: tuple[tuple[str, type, str], ...] = (
+    ("tools", list, "a list of JSON schemas of functions"),
+    ("chat_template_kwargs", dict, "a mapping, such as {'enable_thinking': false}"),
+)
 # Columns in which something is said.
 _SAID = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 
@@ -84,6 +91,7 @@ class DialogueReader:
         self._template = template
         self._columns = dict(columns or {})
         self._drops = unusable == "drop"
+        self._has_told = False
 
     def demonstrations(self, spec: object) -> Iterator[Response]:
         """Texts, conversations, or completions of prompts."""
@@ -122,40 +130,77 @@ class DialogueReader:
             )
 
     def _demonstration(self, row: dict[str, Any], place: object) -> Response:
-        for name in ("messages", "text"):
-            if name in row:
-                return self._whole(self._said(row, name, place), place)
-        return self._response(self._prompt(row, place), self._said(row, "completion", place), place)
+        others = [name for name in ("messages", "text") if row.get(name) is not None]
+        if row.get("completion") is None and others:
+            said = self._said(row, others[0], place)
+            if not said:
+                raise DataError(f"{place} has an empty {others[0]}", expected="at least one token", fix=_LEAVE_OUT)
+            return self._whole(said, self._inputs(row, place), place)
+        if others and not self._has_told:
+            self._has_told = True
+            _log.warning("%s has prompt and completion, which are learnt, beside %s", place, " and ".join(others))
+        return self._completed(row, place)
 
     def _pair(self, row: dict[str, Any], place: object) -> Pair:
-        chosen, rejected = self._said(row, "chosen", place), self._said(row, "rejected", place)
+        prompt, chosen, rejected = self._compared(row, place)
         if chosen == rejected:
             raise DataError(f"{place} prefers a response to itself", fix=_LEAVE_OUT)
-        prompt: Said
-        if "prompt" in row:
-            prompt = self._prompt(row, place)
-        else:
-            prompt, chosen, rejected = _shared(chosen, rejected)
+        inputs = self._inputs(row, place)
         return Pair(
-            chosen=self._response(prompt, chosen, place),
-            rejected=self._response(prompt, rejected, place),
+            chosen=self._response(prompt, chosen, inputs, place),
+            rejected=self._response(prompt, rejected, inputs, place),
             margin=_number(row, "margin", place),
             source=str(row.get("source", "")),
         )
+
+    def _compared(self, row: Mapping[str, Any], place: object) -> tuple[Said, Said, Said]:
+        """The prompt of a pair and its responses."""
+        chosen, rejected = self._said(row, "chosen", place), self._said(row, "rejected", place)
+        if row.get("prompt") is None or (_is_conversation(chosen) and _is_conversation(rejected)):
+            prompt, chosen, rejected = _shared(chosen, rejected)
+            self._check_prompt(row, prompt, place)
+            return prompt, chosen, rejected
+        return self._prompt(row, place), chosen, rejected
 
     def _verdict(self, row: dict[str, Any], place: object) -> Judged:
         label = _required(row, "label", place)
         if label not in (True, False):
             raise DataError(f"{place} has no verdict", got=f"label {label!r}", expected="true or false")
-        completion = self._said(row, "completion", place)
-        return Judged(response=self._response(self._prompt(row, place), completion, place), is_desirable=bool(label))
+        return Judged(response=self._completed(row, place), is_desirable=bool(label))
+
+    def _completed(self, row: Mapping[str, Any], place: object) -> Response:
+        """The prompt of a row with its completion, which as in UltraFeedback may begin with the prompt's messages."""
+        completion, prompt = self._said(row, "completion", place), self._prompt(row, place)
+        if _is_conversation(completion):
+            replies = (number for number, each in enumerate(completion) if each["role"] == "assistant")
+            length = next(replies, len(completion))
+            prompt, completion = completion[:length], completion[length:]
+            self._check_prompt(row, prompt, place)
+        return self._response(prompt, completion, self._inputs(row, place), place)
+
+    def _check_prompt(self, row: Mapping[str, Any], opening: Said, place: object) -> None:
+        """Raise DataError where a row has a prompt that the messages before its responses do not hold."""
+        if row.get("prompt") is None:
+            return
+        prompt = self._prompt(row, place)
+        if isinstance(prompt, str):
+            is_held = any(
+                str(each["content"]).strip() == prompt.strip() for each in opening if isinstance(each, Mapping)
+            )
+        else:
+            is_held = list(opening[: len(prompt)]) == list(prompt)
+        if not is_held:
+            raise DataError(
+                f"{place} has responses to another prompt than its own",
+                got=f"{str(prompt)[:60]!r} beside {str(opening)[:60]!r}",
+                expected="responses without a prompt, or with that one",
+                fix=_LEAVE_OUT,
+            )
 
     def _question(self, row: dict[str, Any], place: object) -> Prompt:
-        if "prompt" not in row and "chosen" in row and "rejected" in row:
-            opening, _, _ = _shared(self._said(row, "chosen", place), self._said(row, "rejected", place))
-        else:
-            opening = self._prompt(row, place)
-        tokens = self._prompt_tokens(opening)
+        has_pair = row.get("chosen") is not None and row.get("rejected") is not None
+        opening = self._compared(row, place)[0] if has_pair else self._prompt(row, place)
+        tokens = self._prompt_tokens(opening, self._inputs(row, place))
         if not opening or not tokens:
             raise DataError(f"{place} has an empty prompt", expected="at least one token", fix=_LEAVE_OUT)
         return Prompt(tokens=tuple(tokens), columns=row)
@@ -167,10 +212,10 @@ class DialogueReader:
         value = _required(row, name, place)
         if isinstance(value, str):
             return messages_of(value) if _TURN.match(value) else value
-        items = list(value) if isinstance(value, (list, tuple)) else []
-        if items and all(isinstance(item, Mapping) for item in items):
+        items = list(value) if isinstance(value, (list, tuple)) else None
+        if items is not None and all(isinstance(item, Mapping) for item in items):
             return [_message(item, place) for item in items]
-        if items and all(isinstance(item, int) for item in items):
+        if items is not None and all(isinstance(item, int) for item in items):
             return items
         raise DataError(
             f"{place} cannot be read in column {name!r}",
@@ -178,40 +223,66 @@ class DialogueReader:
             expected="text, a list of messages with role and content, or a list of tokens",
         )
 
-    def _whole(self, said: Said, place: object) -> Response:
+    def _inputs(self, row: Mapping[str, Any], place: object) -> dict[str, Any]:
+        """What the chat template is given beside the messages: the columns tools and chat_template_kwargs, each of
+        which may be spelt as JSON."""
+        found: dict[str, Any] = {}
+        for name, kind, expected in _INPUTS:
+            value: Any = row.get(name)
+            if isinstance(value, str):
+                try:
+                    value = json.loads(value or "null")
+                except ValueError:
+                    value = row[name]
+            members: Any = value if kind is list and isinstance(value, list) else []
+            if not isinstance(value, kind | None) or not all(isinstance(each, dict) for each in members):
+                raise DataError(f"{place} cannot be read in column {name!r}", got=str(value)[:60], expected=expected)
+            # Tables fill in what other rows have.
+            if isinstance(value, dict):
+                value = {key: each for key, each in value.items() if each is not None}
+            found[name] = value or None
+        return found
+
+    def _whole(self, said: Said, inputs: Mapping[str, Any], place: object) -> Response:
         """All of a text is learnt; of a conversation the replies."""
         if not _is_chat(said):
             before, after = document_frame(self._tokenizer) if isinstance(said, str) else ([], [self._tokenizer.eos_id])
             tokens = (*before, *self._plain(said), *after)
             return Response(tokens=tokens, learnt=(True,) * len(tokens))
-        chat = self._template.training(said)  # type: ignore[arg-type]
+        chat = _with_contents(self._template.training, said, **inputs)
         learnt = chat.loss_mask()
         if not any(learnt):
             raise DataError(f"{place} has nothing to learn", got="no reply", expected="a message of the assistant")
         return Response(tokens=chat.tokens, learnt=learnt)
 
-    def _response(self, prompt: Said, completion: Said, place: object) -> Response:
+    def _response(self, prompt: Said, completion: Said, inputs: Mapping[str, Any], place: object) -> Response:
         if not completion:
             raise DataError(f"{place} has an empty response", expected="at least one token", fix=_LEAVE_OUT)
-        if not _is_chat(prompt):
-            opening = self._prompt_tokens(prompt)
+        if not _is_chat(prompt) and not _is_chat(completion):
+            opening = self._prompt_tokens(prompt, inputs)
             answer = [*self._plain(completion), self._tokenizer.eos_id]
             return Response(tokens=(*opening, *answer), learnt=(False,) * len(opening) + (True,) * len(answer))
+        if not isinstance(prompt, str) and not _is_chat(prompt):
+            raise DataError(f"{place} has messages beside tokens", expected="a prompt of text or messages")
+        # A text beside a chat is what its speaker says.
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         replies = completion if _is_chat(completion) else [{"role": "assistant", "content": completion}]
-        chat = self._template.training([*prompt, *replies])
+        if not isinstance(completion, str) and not _is_chat(completion):
+            raise DataError(f"{place} has tokens beside messages", expected="a response of text or messages")
+        chat = _with_contents(self._template.training, [*asked, *replies], **inputs)
         # Replies within the prompt are no answer to it.
-        learnt = chat.loss_mask(first_message=len(prompt))
+        learnt = chat.loss_mask(first_message=len(asked))
         if not any(learnt):
             raise DataError(f"{place}: the chat template leaves the response out", fix=_LEAVE_OUT)
         return Response(tokens=chat.tokens, learnt=learnt)
 
-    def _prompt_tokens(self, prompt: Said) -> list[int]:
+    def _prompt_tokens(self, prompt: Said, inputs: Mapping[str, Any]) -> list[int]:
         if _is_chat(prompt):
-            return self._template.tokens(prompt, opens_reply=True)  # type: ignore[arg-type]
+            return _with_contents(self._template.tokens, prompt, opens_reply=True, **inputs)
         return self._tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else self._plain(prompt)
 
     def _plain(self, said: Said) -> list[int]:
-        return self._tokenizer.encode(said) if isinstance(said, str) else list(said)  # type: ignore[arg-type]
+        return self._tokenizer.encode(said) if isinstance(said, str) else [int(token) for token in said]  # type: ignore[arg-type]
 
 
 def texts(spec: object, columns: Mapping[str, str] | None = None) -> Iterator[str]:
@@ -245,7 +316,8 @@ def imported(row: Mapping[str, Any]) -> dict[str, Any]:
     if "instruction" in found and "prompt" not in found:
         extra = found.get("input") or ""
         found["prompt"] = f"{found['instruction']}\n\n{extra}" if extra else found["instruction"]
-        found.setdefault("completion", found.get("output"))
+        if "output" in found:
+            found.setdefault("completion", found["output"])
     if "conversations" in found:
         # Beside a chosen and a rejected reply the conversation is what they answer.
         found.setdefault("prompt" if "chosen" in found else "messages", found.pop("conversations"))
@@ -264,13 +336,49 @@ def messages_of(text: str) -> list[Message]:
 
 def _message(item: Mapping[str, Any], place: object) -> Message:
     """A message under the names that templates know."""
+    if _CALL in (item.get("from"), item.get("role")):
+        return _called(item, place)
     role = item.get("role", _ROLES.get(str(item.get("from")), item.get("from")))
     content = item.get("content", item.get("value"))
     # A reply may be calls or thoughts alone, and a content a list of parts.
     has_more = any(item.get(name) for name in ("tool_calls", "reasoning_content", "thinking", "reasoning"))
     if not isinstance(role, str) or not (isinstance(content, (str, list, tuple)) or (content is None and has_more)):
         raise DataError(f"{place} holds a message without role or content", got=str(dict(item))[:80])
+    if not isinstance(content, str) and content and all(isinstance(part, Mapping) for part in content):
+        # Templates for text alone leave parts out, or write them as a list.
+        is_text = all(part.get("type", "text") == "text" and isinstance(part.get("text"), str) for part in content)
+        content = "".join(part["text"] for part in content) if is_text else content
     return {**item, "role": role, "content": content}
+
+
+def _called(item: Mapping[str, Any], place: object) -> Message:
+    """A call of a function, which is the assistant's."""
+    value = item.get("value", item.get("content"))
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        found = None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(each, Mapping) and "name" in each for each in calls):
+        expected = "JSON with name and arguments, or a list of these"
+        raise DataError(f"{place} has a {_CALL} that cannot be read", got=str(value)[:60], expected=expected)
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": dict(each)} for each in calls],
+    }
+
+
+def _with_contents(write: Callable[..., Row], messages: Sequence[Message], **inputs: Any) -> Row:
+    """What the template writes. Some read the content of every message; to them a null one is an empty text."""
+    try:
+        return write(messages, **inputs)
+    except DataError:
+        if all(each.get("content") is not None for each in messages):
+            raise
+        return write(
+            [each if each.get("content") is not None else {**each, "content": ""} for each in messages], **inputs
+        )
 
 
 def _shared(chosen: Said, rejected: Said) -> tuple[Said, Said, Said]:
@@ -286,12 +394,20 @@ def _shared(chosen: Said, rejected: Said) -> tuple[Said, Said, Said]:
     return chosen[:length], chosen[length:], rejected[length:]
 
 
-def _is_chat(said: Said) -> bool:
+def _is_chat(said: Said) -> TypeGuard[Sequence[Message]]:
     return not isinstance(said, str) and bool(said) and isinstance(said[0], Mapping)
 
 
+def _is_conversation(completion: Said) -> TypeGuard[Sequence[Message]]:
+    """Whether it is messages that hold the prompt too, and not what follows one."""
+    return _is_chat(completion) and completion[0]["role"] in ("system", "user")
+
+
 def _required(row: Mapping[str, Any], name: str, place: object) -> Any:
-    if row.get(name) is None:
+    if name in row and row[name] is None:
+        expected = "text, messages or tokens" if name in _SAID else "a value"
+        raise DataError(f"{place} has null in column {name!r}", expected=expected, fix=_LEAVE_OUT)
+    if name not in row:
         raise DataError(
             f"{place} has no column {name!r}",
             got=f"columns {', '.join(map(str, row))}",
@@ -302,7 +418,7 @@ def _required(row: Mapping[str, Any], name: str, place: object) -> Any:
 
 
 def _number(row: Mapping[str, Any], name: str, place: object) -> float:
-    value = row.get(name, 0.0)
+    value = 0.0 if row.get(name) is None else row[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise DataError(f"{place} has a {name} that is no number", got=repr(value), expected="a number")
     return float(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -27,6 +27,7 @@ from kitforge.kits.rlhf import stages
 from kitforge.kits.rlhf.actor_critic import policy_of
 from kitforge.kits.rlhf.agreement import NoDropout, check_readers
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
+from kitforge.kits.rlhf.inspection import loss_mask_lines
 from kitforge.kits.rlhf.networks import load_policy, load_scalar, open_policy, open_scalar, sharding_of
 from kitforge.kits.rlhf.pipeline import RewardPipeline
 from kitforge.kits.rlhf.replay import Replay, replay
@@ -141,6 +142,18 @@ class Stage:
         metrics = evaluated(task, parallel, world.device, options.precision)
         task.close(Ending(metrics=metrics))
         return metrics
+
+    def inspected(self, options: StageOptions) -> Iterator[str]:
+        """Which tokens of the first training rows are learnt, line by line."""
+        parts = parts_of(options, Inputs(), torch.device("cpu"))
+        readers: dict[type[StageOptions], Callable[[object], Iterator[Any]]] = {
+            SFTOptions: parts.reader.demonstrations,
+            KTOOptions: parts.reader.judged,
+            RLOptions: parts.reader.prompts,
+        }
+        read = readers.get(self.OPTIONS, parts.reader.pairs)
+        check(options.data.train is not None, "data.train", None, "a file of rows to inspect")
+        return loss_mask_lines(read(options.data.train), parts.tokenizer)
 
     def replay(self, folder: Path, step: int, options: StageOptions) -> Replay:
         """What a step of a run gives when it is trained once more; raises ConfigError where nothing was kept of it."""
