@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard, TypeVar, final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kitforge.data.shard import RowShard, digest
 from kitforge.data.source import open_rows
 from kitforge.data.template import ChatTemplate, Message
 from kitforge.data.tokens import Tokenizer, document_frame
@@ -29,6 +33,7 @@ _CALL = "function_call"  # as ShareGPT has it, with JSON of name and arguments a
 _LEAVE_OUT = "leave such rows out, with data.unusable=drop"
 _log = logger(__name__)
 Row = TypeVar("Row")
+RowKind = Literal["demonstrations", "pairs", "judged"]
 # Columns that chat templates read besides messages: what they hold, and how that is said.
 _INPUTS: tuple[tuple[str, type, str], ...] = (
     ("tools", list, "a list of JSON schemas of functions"),
@@ -41,10 +46,11 @@ _SAID = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """Tokens of a text; `learnt` marks those that a model is to write itself."""
+    """Tokens of a text; `learnt` marks those that a model is to write itself. Both are arrays where they come from a
+    cache."""
 
-    tokens: tuple[int, ...]
-    learnt: tuple[bool, ...]
+    tokens: Sequence[int] | NDArray[np.integer[Any]]
+    learnt: Sequence[bool] | NDArray[np.bool_]
 
 
 @final
@@ -77,6 +83,45 @@ class Prompt:
 
 
 @final
+@dataclass(slots=True, kw_only=True)
+class ReadReport:
+    """What became of rows: how many there are, how many were left out and the first reason, and the first row of which
+    a column was not read."""
+
+    num_rows: int = 0
+    num_refused: int = 0
+    first_refused: str = ""
+    unread: str = ""
+
+    def __add__(self, other: ReadReport) -> ReadReport:
+        return ReadReport(
+            num_rows=self.num_rows + other.num_rows,
+            num_refused=self.num_refused + other.num_refused,
+            first_refused=self.first_refused or other.first_refused,
+            unread=self.unread or other.unread,
+        )
+
+    def check(self, spec: object) -> None:
+        """Warn of what is left out. Raises DataError where nothing is left."""
+        if self.num_rows == 0:
+            name = spec if isinstance(spec, (str, os.PathLike)) else "the data"
+            raise DataError(f"there are no rows in {name}", expected="at least one")
+        if self.num_refused == self.num_rows:
+            raise DataError(self.first_refused)
+        if self.num_refused:
+            _log.warning(
+                "%d of %d rows cannot be used and are left out; the first: %s",
+                self.num_refused,
+                self.num_rows,
+                self.first_refused,
+            )
+        if self.unread:
+            _log.warning(
+                "%s beside prompt and completion: the completion is learnt, and the rest not read", self.unread
+            )
+
+
+@final
 class DialogueReader:
     """Reads rows into tokens. `columns` maps a name of ours to the one that the rows have."""
 
@@ -89,9 +134,8 @@ class DialogueReader:
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self._columns = dict(columns or {})
-        self._drops = unusable == "drop"
-        self._has_told = False
+        self.columns = dict(columns or {})
+        self.unusable = unusable
 
     def demonstrations(self, spec: object) -> Iterator[Response]:
         """Texts, conversations, or completions of prompts."""
@@ -109,25 +153,45 @@ class DialogueReader:
         """What is to be answered; of pairs without a prompt of their own, what both begin with."""
         return self._each(spec, self._question)
 
+    def shard(self, kind: RowKind, shard: RowShard) -> tuple[list[Response | Pair | Judged], ReadReport]:
+        """The rows of one shard, and what became of them."""
+        reads: dict[RowKind, Callable[[dict[str, Any], object], Response | Pair | Judged]] = {
+            "demonstrations": self._demonstration,
+            "pairs": self._pair,
+            "judged": self._verdict,
+        }
+        report = ReadReport()
+        return list(self._read(shard, reads[kind], report)), report
+
+    def fingerprint(self, kind: RowKind) -> str:
+        """Equal for readers that make the same of the same rows."""
+        tokens = (self._tokenizer.fingerprint, self._template.fingerprint)
+        return digest("dialogues", kind, *tokens, sorted(self.columns.items()), self.unusable)
+
     def _each(self, spec: object, read: Callable[[dict[str, Any], object], Row]) -> Iterator[Row]:
         """What is read of every row; those that mean nothing are refused, or left out and counted."""
-        num_rows, refused = 0, []
-        for place, row in _rows(spec, self._columns):
-            num_rows += 1
+        report = ReadReport()
+        for shard in open_rows(spec):
+            yield from self._read(shard, read, report)
+        report.check(spec)
+
+    def _read(
+        self, shard: RowShard, read: Callable[[dict[str, Any], object], Row], report: ReadReport
+    ) -> Iterator[Row]:
+        for place, row in _rows(shard, self.columns):
+            report.num_rows += 1
             try:
                 found = read(row, place)
             except DataError as error:
-                if not self._drops:
+                if self.unusable == "refuse":
                     raise
-                refused.append(error)
+                report.num_refused += 1
+                report.first_refused = report.first_refused or str(error)
                 continue
+            if not report.unread and row.get("completion") is not None:
+                others = [name for name in ("messages", "text") if row.get(name) is not None]
+                report.unread = f"{place} has {' and '.join(others)}" if others else ""
             yield found
-        if len(refused) == num_rows:
-            raise refused[0]
-        if refused:
-            _log.warning(
-                "%d of %d rows cannot be used and are left out; the first: %s", len(refused), num_rows, refused[0]
-            )
 
     def _demonstration(self, row: dict[str, Any], place: object) -> Response:
         others = [name for name in ("messages", "text") if row.get(name) is not None]
@@ -136,9 +200,6 @@ class DialogueReader:
             if not said:
                 raise DataError(f"{place} has an empty {others[0]}", expected="at least one token", fix=_LEAVE_OUT)
             return self._whole(said, self._inputs(row, place), place)
-        if others and not self._has_told:
-            self._has_told = True
-            _log.warning("%s has prompt and completion, which are learnt, beside %s", place, " and ".join(others))
         return self._completed(row, place)
 
     def _pair(self, row: dict[str, Any], place: object) -> Pair:
@@ -287,7 +348,7 @@ class DialogueReader:
 
 def texts(spec: object, columns: Mapping[str, str] | None = None) -> Iterator[str]:
     """Everything that is said in rows of any kind, messages one by one, for training a tokenizer."""
-    for _, row in _rows(spec, columns or {}):
+    for _, row in (each for shard in open_rows(spec) for each in _rows(shard, columns or {})):
         for value in (row.get(name) for name in _SAID):
             if isinstance(value, str):
                 yield value
@@ -296,18 +357,13 @@ def texts(spec: object, columns: Mapping[str, str] | None = None) -> Iterator[st
                 yield from (part for part in parts if isinstance(part, str))
 
 
-def _rows(spec: object, columns: Mapping[str, str]) -> Iterator[tuple[object, dict[str, Any]]]:
+def _rows(shard: RowShard, columns: Mapping[str, str]) -> Iterator[tuple[object, dict[str, Any]]]:
     """Every row under our names, with where it stands."""
-    is_empty = True
-    for place, row in open_rows(spec):
+    for place, row in shard.rows():
         if not isinstance(row, Mapping):
             raise DataError(f"{place} is no row", got=type(row).__name__, expected="a mapping of columns")
-        is_empty = False
         renamed = {name: row[own] for name, own in columns.items() if own in row}
         yield place, imported({**row, **renamed})
-    if is_empty:
-        name = spec if isinstance(spec, (str, os.PathLike)) else "the data"
-        raise DataError(f"there are no rows in {name}", expected="at least one")
 
 
 def imported(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from kitforge.data.chat_render import ChatRender, TemplateLanguage
 from kitforge.data.chat_replies import ReplySpan, find_replies
 from kitforge.data.huggingface_tokenizer import HuggingFaceTokenizer
 from kitforge.data.jinja_sandbox import sandboxed
+from kitforge.data.shard import digest
 from kitforge.data.tokens import AddedTokenSpan, Tokenizer
 from kitforge.foundation.errors import DataError
 
@@ -70,6 +71,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._named = dict(named_tokens)
         sources = {"default": source} if isinstance(source, str) else dict(source or {})
+        self.fingerprint = digest("chat template", sources, self._named)
         self._languages = {name: TemplateLanguage(sandboxed(each), self._find_added) for name, each in sources.items()}
 
     def tokens(

@@ -34,12 +34,17 @@ class DialogueOptions:
     validation: float = 0.05  # share of the training rows kept for evaluation where data.eval is not given
     columns: dict[str, str] = field(default_factory=dict)  # our name of a column to the rows' own
     overlong: Literal["refuse", "drop"] = "refuse"  # rows of more than sequence_length tokens
+    # Longer rows lose their first tokens (left) or their last ones (right); null: overlong says what becomes of them.
+    truncation: Literal["left", "right"] | None = None
     unusable: Literal["refuse", "drop"] = "refuse"  # rows that mean nothing: an empty response, one preferred to itself
     shuffle: bool = True
+    num_workers: int | None = None  # processes that tokenise; None: one per core
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "sequence_length"):
             check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
+        is_one = self.truncation is None or self.overlong == "refuse"
+        check(is_one, "data.truncation", self.truncation, "null with data.overlong=drop")
         check(0 <= self.validation < 1, "data.validation", self.validation, "at least 0, below 1")
 
 

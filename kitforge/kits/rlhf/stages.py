@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,8 +14,10 @@ from torch import nn
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.parallel.apply import parallel_of
 from kitforge.core.parallel.world import World
-from kitforge.data.dialogues import DialogueReader, Pair, Response
+from kitforge.data.dialogues import DialogueReader, Pair, Response, RowKind
+from kitforge.data.row_cache import build_rows
 from kitforge.data.template import template_of
+from kitforge.data.token_cache import default_root
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, ModelError
@@ -23,6 +25,7 @@ from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
 from kitforge.kits.rlhf.collector import Roles
 from kitforge.kits.rlhf.config import (
     AdapterOptions,
+    DialogueOptions,
     KTOOptions,
     PreferenceOptions,
     RewardOptions,
@@ -50,7 +53,7 @@ from kitforge.kits.rlhf.preference import PreferenceTask
 from kitforge.kits.rlhf.record import KeptRounds
 from kitforge.kits.rlhf.reward import Normalisation, RewardTask
 from kitforge.kits.rlhf.rl import RLTask
-from kitforge.kits.rlhf.rows import Row, Rows, read_rows
+from kitforge.kits.rlhf.rows import Rows, read_rows
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.scoring import RewardModel, scorer_of, several_of, weighed
 from kitforge.kits.rlhf.sft import SFTTask
@@ -78,8 +81,9 @@ class Parts:
     rank: int  # of this process
     is_evaluation: bool  # the model is looked at as it is, and not to be trained
 
-    def rows(self, read: Callable[[object], Iterable[Row]], length: Callable[[Row], int], columns: str) -> Rows[Row]:
-        """The rows of the stage, which have these columns. Raises ConfigError where there are none."""
+    def rows(self, kind: RowKind | None, columns: str, reserved: int = 0) -> Rows[Any]:
+        """The rows of the stage, which have these columns; prompts where there is no other kind. Raises ConfigError
+        where there are none."""
         purpose, name = ("evaluate", "eval") if self.is_evaluation else ("train", "train")
         if self.specs == (None, None):
             raise ConfigError(
@@ -88,8 +92,20 @@ class Parts:
                 expected=f"rows with the columns {columns}",
                 fix=f"add data.{name}=FILE or pass {name}_dataset=; kitforge train recipe=rlhf_tiny needs no file",
             )
-        options = self.options
-        return read_rows(read, length, self.specs, options.data, seed=options.seed, pad_id=self.tokenizer.pad_id)
+        return self.read(kind, self.specs, self.options.data, reserved)
+
+    def read(
+        self, kind: RowKind | None, specs: tuple[object, object], data: DialogueOptions, reserved: int = 0
+    ) -> Rows[Any]:
+        """Rows to train on and to evaluate on: from a cache of tokens, but for prompts."""
+
+        def read(spec: object) -> Sequence[Any]:
+            if kind is None:
+                return list(self.reader.prompts(spec))
+            return build_rows(self.reader, self.tokenizer, kind, spec, default_root(), num_workers=data.num_workers)
+
+        seed, pad_id = self.options.seed, self.tokenizer.pad_id
+        return read_rows(read, specs, data, seed=seed, pad_id=pad_id, reserved=reserved)
 
     def origin(self, given: nn.Module | None, *, is_shared: bool = False) -> Origin:
         """What a language model is made from; `is_shared` where several are made from it at once."""
@@ -155,7 +171,7 @@ def sft(parts: Parts) -> Prepared:
     """Demonstrations, and the network itself."""
     options = cast(SFTOptions, parts.options)
     origin = parts.origin(parts.inputs.model)
-    rows = parts.rows(parts.reader.demonstrations, lambda row: len(row.tokens), "prompt and completion, or text")
+    rows = parts.rows("demonstrations", "prompt and completion, or text")
 
     def build(world: World) -> nn.Module:
         if options.adapter.is_on and not parts.is_evaluation:
@@ -212,7 +228,7 @@ def preference(parts: Parts) -> Prepared:
 def kto(parts: Parts) -> Prepared:
     """Single answers with a verdict each, a policy that is a copy of the one given, and the one given beside it."""
     options = cast(KTOOptions, parts.options)
-    rows = parts.rows(parts.reader.judged, lambda row: len(row.response.tokens), "prompt, completion and label")
+    rows = parts.rows("judged", "prompt, completion and label")
     origin = parts.origin(parts.inputs.model)
     compared, build = _reference(parts, options.reference, origin), _policy(parts, origin)
 
@@ -237,11 +253,7 @@ def reinforcement(parts: Parts) -> Prepared:
     """Prompts, a policy that is a copy of the one given, the one given as its reference, a critic that begins as the
     reward model where there is one, and what scores answers; of these what the rank has a part in."""
     options = cast(RLOptions, parts.options)
-    rows = parts.rows(
-        parts.reader.prompts,
-        lambda row: len(row.tokens) + options.rollout.max_new_tokens,
-        "prompt, and those that rewards read",
-    )
+    rows = parts.rows(None, "prompt, and those that rewards read", options.rollout.max_new_tokens)
     pretraining = _pretraining(parts)
     given, num_training = parts.inputs.model, options.parallel.world
     held = options.placement.held_by(parts.rank, num_training)
@@ -322,14 +334,7 @@ def _pretraining(parts: Parts) -> Rows[Response] | None:
     if options.ptx.weight == 0 or parts.is_evaluation:
         return None
     check(source is not None, "ptx.data", None, 'rows for ptx.weight: a file, or roles={"ptx": ROWS}')
-    return read_rows(
-        parts.reader.demonstrations,
-        lambda row: len(row.tokens),
-        (source, None),
-        replace(options.data, validation=0.0),
-        seed=options.seed,
-        pad_id=parts.tokenizer.pad_id,
-    )
+    return parts.read("demonstrations", (source, None), replace(options.data, validation=0.0))
 
 
 def _reference(parts: Parts, named: str | None, origin: Origin) -> Origin:
@@ -435,11 +440,7 @@ def _judging(backbone: nn.Module, options: RLOptions, device: torch.device) -> n
 
 
 def _pairs(parts: Parts) -> Rows[Pair]:
-    return parts.rows(
-        parts.reader.pairs,
-        lambda pair: max(len(pair.chosen.tokens), len(pair.rejected.tokens)),
-        "chosen and rejected, and prompt unless both begin with it",
-    )
+    return parts.rows("pairs", "chosen and rejected, and prompt unless both begin with it")
 
 
 def _stored_scalar(parts: Parts) -> Origin | None:
