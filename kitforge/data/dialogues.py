@@ -153,15 +153,14 @@ class DialogueReader:
         """What is to be answered; of pairs without a prompt of their own, what both begin with."""
         return self._each(spec, self._question)
 
-    def shard(self, kind: RowKind, shard: RowShard) -> tuple[list[Response | Pair | Judged], ReadReport]:
-        """The rows of one shard, and what became of them."""
+    def shard(self, kind: RowKind, shard: RowShard, report: ReadReport) -> Iterator[Response | Pair | Judged]:
+        """The rows of one shard; what becomes of them is counted in `report`."""
         reads: dict[RowKind, Callable[[dict[str, Any], object], Response | Pair | Judged]] = {
             "demonstrations": self._demonstration,
             "pairs": self._pair,
             "judged": self._verdict,
         }
-        report = ReadReport()
-        return list(self._read(shard, reads[kind], report)), report
+        return self._read(shard, reads[kind], report)
 
     def fingerprint(self, kind: RowKind) -> str:
         """Equal for readers that make the same of the same rows."""

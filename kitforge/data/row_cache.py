@@ -53,19 +53,25 @@ class RowJob:
     def write(self, tokenizer: Tokenizer) -> None:
         """Read and tokenise the rows."""
         reader = DialogueReader(tokenizer, template_of(tokenizer), self.columns, cast(Any, self.unusable))
-        rows, report = reader.shard(self.kind, self.shard)
-        responses = [each for row in rows for each in _responses(row)]
-        names = {name: number for number, name in enumerate(dict.fromkeys(map(_source, rows)))}
-        dtype = token_dtype(tokenizer.vocab_size)
+        report, dtype = ReadReport(), token_dtype(tokenizer.vocab_size)
+        names: dict[str, int] = {}
+        tokens, masks = [np.zeros(0, dtype)], [np.zeros(0, np.bool_)]
+        values: list[float] = []
+        sources: list[int] = []
+        for row in reader.shard(self.kind, self.shard, report):
+            tokens += [np.array(each.tokens, dtype) for each in _responses(row)]
+            masks += [np.array(each.learnt, np.bool_) for each in _responses(row)]
+            values.append(_value(row))
+            sources.append(names.setdefault(_source(row), len(names)))
         told = json.dumps({"report": asdict(report), "names": list(names)}).encode()
         with atomic_file(self.path) as file:
             np.savez(
                 file,
-                lengths=np.array([len(each.tokens) for each in responses], np.int64),
-                tokens=_joined([np.array(each.tokens, dtype) for each in responses], dtype),
-                loss_mask=_joined([np.array(each.learnt, np.bool_) for each in responses], np.dtype(np.bool_)),
-                values=np.array([_value(row) for row in rows], np.float64),
-                sources=np.array([names[_source(row)] for row in rows], np.int32),
+                lengths=np.array([len(each) for each in tokens[1:]], np.int64),
+                tokens=np.concatenate(tokens),
+                loss_mask=np.concatenate(masks),
+                values=np.array(values, np.float64),
+                sources=np.array(sources, np.int32),
                 told=np.frombuffer(told, np.uint8),
             )
 
@@ -201,10 +207,6 @@ def _assemble(
         "names": list(names),
         "report": asdict(report),
     }
-
-
-def _joined(arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 
 def _responses(row: Response | Pair | Judged) -> tuple[Response, ...]:
