@@ -26,7 +26,7 @@ def read(kind: RowKind | None, rows: list[dict[str, Any]], folder: Path, reserve
     def rows_of(spec: object) -> Any:
         return list(READER.prompts(spec)) if kind is None else build_rows(READER, TOKENIZER, kind, spec, folder)
 
-    options = DialogueOptions(sequence_length=5, validation=0.0, **more)
+    options = DialogueOptions(**{"sequence_length": 5, "validation": 0.0, **more})
     return read_rows(rows_of, (rows, None), options, seed=0, pad_id=0, reserved=reserved)
 
 
@@ -40,9 +40,10 @@ def said(response: Any) -> tuple[str, str]:
 def test_demonstrations_are_cut_on_either_side(
     side: str, wanted: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = read("demonstrations", [SHORT, LONG], tmp_path, truncation=side)
-    assert [said(row) for row in rows.train] == [("ab|", "b|"), wanted]
-    assert f"1 of 2 rows have more than 5 tokens and are cut on the {side}" in caplog.text
+    fits = {"prompt": "cd", "completion": "ef"}
+    rows = read("demonstrations", [SHORT, LONG, fits], tmp_path, truncation=side)
+    assert [said(row) for row in rows.train] == [("ab|", "b|"), wanted, ("cdef|", "ef|")]
+    assert f"1 of 3 rows have more than 5 tokens and are cut on the {side}" in caplog.text
 
 
 def test_each_response_of_a_pair_is_cut_by_itself(tmp_path: Path) -> None:
@@ -70,6 +71,9 @@ def test_rows_of_which_nothing_is_left_to_learn_are_refused_or_counted(
     kept = read("demonstrations", rows, tmp_path, truncation="right", unusable="drop")
     assert [said(row) for row in kept.train] == [("pqrsu", "u")]
     assert "1 of 2 rows have nothing to learn" in caplog.text
+    # The first token of a row is not predicted from anything.
+    with pytest.raises(DataError, match="nothing to learn"):
+        read("demonstrations", [{"text": "abc"}], tmp_path, truncation="right", sequence_length=1)
     alike = [{"prompt": "pq", "chosen": "aaab", "rejected": "aaac"}, PAIR]
     with pytest.raises(DataError, match="nothing to learn"):
         read("pairs", alike, tmp_path, truncation="right")
