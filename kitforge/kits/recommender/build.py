@@ -245,6 +245,10 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
     if isinstance(config, SASRecConfig):
         # What is kept for evaluation are the last items of sequences, not whole ones.
         data = dataclasses.replace(data, validation=0.0)
+    if options.trainer.max_steps is not None:
+        # No stream is read further than it is trained on.
+        wanted = max(options.trainer.max_steps * data.step_size, 1)
+        data = dataclasses.replace(data, num_fit_rows=min(data.num_fit_rows, wanted))
     is_guessed = encoder is None and data.schema is None and train is not None and iter_of(train) is None
     if isinstance(config, TwoTowerConfig) and is_guessed:
         # Every item is to be found, however rare.

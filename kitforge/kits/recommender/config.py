@@ -43,11 +43,14 @@ class DataOptions:
     on_bad_row: OnBadRow = "error"  # skip: left out, counted and told
     shuffle: bool = True
     prefetch: int = 2  # batches made ready ahead
+    # Rows of a stream that its features are fitted on, and that are waited for before the first step; no more than the
+    # run trains on. They are trained on as well.
+    num_fit_rows: int = 10_000
     num_workers: int | None = None  # threads that parse files; None: one per core, up to four
     cache: str | None = None  # folder of column caches; None: $KITFORGE_CACHE or ~/.cache/kitforge
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "prefetch"):
+        for name in ("batch_size", "prefetch", "num_fit_rows"):
             value = getattr(self, name)
             check(value is None or value > 0, f"data.{name}", value, "a whole number of at least 1")
         check(0 <= self.validation < 1, "data.validation", self.validation, "at least 0, below 1")

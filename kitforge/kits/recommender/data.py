@@ -76,8 +76,8 @@ def load_dataset(
     if train is None and evaluation is not None and encoder is not None:
         return Dataset(train=None, eval=_all(evaluation, options, encoder), encoder=encoder)
     spec = CLICK_LOG if train is None else train
-    if iter_of(spec) is not None:
-        return _endless(spec, evaluation, options, encoder)
+    if (rows := iter_of(spec)) is not None:
+        return _endless(rows, evaluation, options, encoder)
     schema = schema_of(spec, options) if encoder is None else encoder.schema
     table = _table(spec, options, schema, progress)
     kept, held_out = split(
@@ -94,7 +94,7 @@ def iter_of(spec: Any) -> Iterator[Any] | None:
     return spec if isinstance(spec, Iterator) else None
 
 
-def _endless(spec: Any, evaluation: Any, options: DataOptions, encoder: Encoder | None) -> Dataset:
+def _endless(spec: Iterator[Any], evaluation: Any, options: DataOptions, encoder: Encoder | None) -> Dataset:
     """Rows that come once. What they hold cannot be found out beforehand."""
     if encoder is None and options.schema is None:
         raise ConfigError(
@@ -104,7 +104,7 @@ def _endless(spec: Any, evaluation: Any, options: DataOptions, encoder: Encoder 
         )
     schema = read_schema(options.schema) if encoder is None else encoder.schema
     bad = BadRows(policy=options.on_bad_row)
-    stream = Stream(open_table(spec, table_config(options)), schema, bad, encoder)
+    stream = Stream(spec, schema, bad, encoder, options.num_fit_rows)
     held_out = None if evaluation is None else _all(evaluation, options, stream.encoder)
     return Dataset(train=stream, eval=held_out, encoder=stream.encoder)
 
