@@ -13,7 +13,7 @@ from torch import nn
 
 from kitforge.core.checkpoint.load import Checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.core.nn.lookup import RecommenderConfig
+from kitforge.core.nn.lookup import RecommenderConfig, used_features
 from kitforge.core.parallel.apply import apply, parallel_of
 from kitforge.core.parallel.lobby import Lobby
 from kitforge.core.parallel.sharding import Sharding
@@ -39,7 +39,7 @@ from kitforge.kits.recommender.guess import with_rare_values
 from kitforge.kits.recommender.inspection import inspect
 from kitforge.kits.recommender.inspection_view import rendered
 from kitforge.kits.recommender.keeping import KeepFeatures, features_to_go_on_with, find_catalogue, find_features
-from kitforge.kits.recommender.model import Recommender
+from kitforge.kits.recommender.model import Recommender, sample_shape
 from kitforge.kits.recommender.objective import Objective
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
 from kitforge.kits.recommender.samples import Samples
@@ -100,7 +100,7 @@ def assemble(options: RecommendationOptions, inputs: Inputs, lobby: Lobby) -> As
         config=recorded,
         callbacks=[
             *inputs.callbacks,
-            KeepFeatures(dataset.encoder, dataset.catalogue),
+            KeepFeatures(dataset.encoder, dataset.catalogue, used_features(config, sample_shape(dataset.encoder))),
             CountTables(curves(config, options, dataset, objective)),
         ],
     )
