@@ -36,6 +36,9 @@ class DataOptions:
     schema: dict[str, Any] | str | None = None
     format: TableFormat = "auto"  # auto: by the suffix and the first line
     columns: tuple[str, ...] | None = None  # names for a csv or tsv file without a header
+    # Between the cells of a csv or tsv file; None: what cuts the first line of a csv file into most cells, of , ; | and
+    # tabs; a tab in a tsv file.
+    delimiter: str | None = None
     missing_values: tuple[str, ...] = ()  # texts that stand for no value, besides an empty cell
     batch_size: int | None = None  # samples of a step; None: a 256th of the rows, from 64 to 4096
     validation: float = 0.05  # share of the training rows kept for evaluation where data.eval is not given

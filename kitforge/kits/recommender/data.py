@@ -123,6 +123,7 @@ def table_config(options: DataOptions) -> TableConfig:
     return TableConfig(
         format=options.format,
         columns=options.columns,
+        delimiter=options.delimiter,
         missing_values=options.missing_values,
         on_bad_row=options.on_bad_row,
     )
