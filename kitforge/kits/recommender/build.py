@@ -35,7 +35,7 @@ from kitforge.kits.recommender.config import AUTO, RecommendationOptions, sized
 from kitforge.kits.recommender.counting import CountTables, curves, distinct_rows
 from kitforge.kits.recommender.data import Dataset, cache_root, iter_of, load_dataset, schema_of
 from kitforge.kits.recommender.features import Encoder
-from kitforge.kits.recommender.guess import with_rare_values
+from kitforge.kits.recommender.guess import with_own_items, with_rare_values
 from kitforge.kits.recommender.inspection import inspect
 from kitforge.kits.recommender.inspection_view import rendered
 from kitforge.kits.recommender.keeping import KeepFeatures, features_to_go_on_with, find_catalogue, find_features
@@ -250,9 +250,11 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
         wanted = max(options.trainer.max_steps * data.step_size, 1)
         data = dataclasses.replace(data, num_fit_rows=min(data.num_fit_rows, wanted))
     is_guessed = encoder is None and data.schema is None and train is not None and iter_of(train) is None
-    if isinstance(config, TwoTowerConfig) and is_guessed:
-        # Every item is to be found, however rare.
-        data = dataclasses.replace(data, schema=to_dict(with_rare_values(schema_of(train, data))))
+    if isinstance(config, (TwoTowerConfig, SASRecConfig)) and is_guessed:
+        # Every item is to be found, however rare and however many there are.
+        guessed = schema_of(train, data)
+        items = config.item[:1] if isinstance(config, TwoTowerConfig) else tuple(guessed.sequences)
+        data = dataclasses.replace(data, schema=to_dict(with_own_items(with_rare_values(guessed), items)))
     with show_progress("rows read", enabled=options.trainer.progress) as progress:
         dataset = load_dataset(train, evaluation, data, options.seed, encoder, progress)
     return with_items(dataclasses.replace(dataset, catalogue=catalogue), config, cache_root(data))

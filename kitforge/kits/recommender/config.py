@@ -144,9 +144,14 @@ class RetrievalOptions:
     num_negatives: int = 512  # sasrec: items drawn for a step, which all its samples are told apart from
     top: int = 10  # the k of the HR@k that says what is best; HR@k and NDCG@k of 1, 5, 10 and 20 are told besides
     index: str = "Flat"  # faiss's words for the index of item vectors; Flat is exact
+    nprobe: int | None = None  # of an index with clusters (IVF): how many are searched; None: faiss's 1
+    ef_search: int | None = None  # of an index that is a graph (HNSW): how many candidates are kept; None: faiss's 16
 
     def __post_init__(self) -> None:
         check(self.num_negatives >= 1, "retrieval.num_negatives", self.num_negatives, "a whole number of at least 1")
+        for name in ("nprobe", "ef_search"):
+            value = getattr(self, name)
+            check(value is None or value >= 1, f"retrieval.{name}", value, "a whole number of at least 1")
         check(self.top >= 1, "retrieval.top", self.top, "a whole number of at least 1")
 
 

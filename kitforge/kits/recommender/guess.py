@@ -126,6 +126,21 @@ def with_rare_values(schema: Schema) -> Schema:
     return replace(schema, categorical=features)
 
 
+def with_own_items(schema: Schema, items: Container[str]) -> Schema:
+    """The same with a vocabulary for these features, so that no two items are one, however many there are."""
+    return replace(
+        schema,
+        categorical={
+            name: replace(feature, encoding="vocabulary") if name in items else feature
+            for name, feature in schema.categorical.items()
+        },
+        sequences={
+            name: replace(feature, encoding="vocabulary") if name in items else feature
+            for name, feature in schema.sequences.items()
+        },
+    )
+
+
 def _useless(view: ColumnView, label: LabelColumn | None, num_rows: int) -> str | None:
     if label is not None and view.name == label.name:
         return "the label"
