@@ -108,8 +108,8 @@ def test_rows_needed_when_counts_are_scaled_down_are_scaled_with_them() -> None:
         # Of all rows in each batch but those that scale the counts down, where only the first row is needed.
         policy.needed(slots[:1] if number % (int(LARGEST_EXPONENT) + 1) == 0 else slots, number)
     # Then the others go on being needed.
-    for number in range(number + 1, number + 4):
-        policy.needed(slots[1:], number)
+    for later in range(number + 1, number + 4):
+        policy.needed(slots[1:], later)
     assert policy.victims(1, lambda slots: torch.ones(len(slots), dtype=torch.bool)).tolist() == slots[:1].tolist()
 
 
