@@ -20,6 +20,8 @@ INSPECTED_ROWS = 200_000
 _HEAD_ROWS = 5
 # A column with so many cells that are numbers is one of numbers; the others are likely to stand for no value.
 _SHARE_OF_NUMBERS = 0.95
+_LIST = r"^\d{1,18}( \d{1,18})*$"
+_DIGITS_IN_THREES = r"^\d{1,3}( \d{3})*$"
 _NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 
 
@@ -111,6 +113,10 @@ def _view(name: str, column: Any) -> ColumnView:
         )
     if types.is_string(column.type) or types.is_large_string(column.type):
         column = compute.if_else(compute.equal(compute.binary_length(column), 0), None, column)
+        if _holds_lists(column.drop_null()):
+            items = compute.list_flatten(compute.split_pattern(column.drop_null(), " "))
+            values, missing = compute.count_distinct(items).as_py(), column.null_count
+            return ColumnView(name=name, type="list", stored="list<int64>", num_values=values, num_missing=missing)
     counts = compute.value_counts(column.drop_null().combine_chunks())
     frequent = np.argsort(-np.asarray(counts.field("counts")), kind="stable")[:3]
     view = ColumnView(
@@ -122,6 +128,16 @@ def _view(name: str, column: Any) -> ColumnView:
         common=tuple((_cell(pair["values"]), pair["counts"]) for pair in counts.take(frequent).to_pylist()),
     )
     return _with_range(view, column)
+
+
+def _holds_lists(texts: Any) -> bool:
+    """Whether all texts are whole numbers with spaces between, several in most, but not digits in threes."""
+    compute = pyarrow("pyarrow.compute")
+
+    def share(pattern: str) -> float:
+        return compute.mean(compute.match_substring_regex(texts, pattern)).as_py() or 0.0
+
+    return len(texts) > 0 and share(_LIST) == 1.0 and share(" ") >= 0.5 and share(_DIGITS_IN_THREES) < 1.0
 
 
 def _with_range(view: ColumnView, column: Any) -> ColumnView:

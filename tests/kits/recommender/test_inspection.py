@@ -216,3 +216,14 @@ def test_minus_one_and_one_are_a_label() -> None:
     found = inspect({"x": [0.5, 1.5, 2.5], "click": [-1, 1, -1]})
     assert found.schema.label == LabelColumn(name="click", positive="1", negative="-1")
     assert found.label_rate == 1 / 3
+
+
+def test_texts_of_several_whole_numbers_are_lists(tmp_path: Path) -> None:
+    lines = [f"{n % 2},{n % 5} {n % 7 + 10} {n % 3},{n % 9} {n % 4},{n} 000,{n / 3}" for n in range(1, 60)]
+    (tmp_path / "a.csv").write_text("click,history,tags,price,x\n" + "\n".join(lines) + "\n")
+    found = inspect(tmp_path / "a.csv")
+    assert (list(found.schema.sequences), list(found.schema.bags)) == (["history"], ["tags"])
+    assert found.schema.sequences["history"].kind == "integer"
+    assert {view.name: view.type for view in found.columns}["price"] == "text"
+    assembly, _ = ready(tmp_path / "run", "wide_deep", {"data.schema": None}, str(tmp_path / "a.csv"))
+    assert [spec.num_ids for spec in assembly.tokenizer.tables() if spec.name == "history"] == [5 + 7 + 2]
