@@ -68,10 +68,7 @@ VERBS = {
     "export": Verb(words="for other programs: kitforge export checkpoint=RUN output_dir=FOLDER", run=export),
     "config": Verb(words="print the resolved configuration, run nothing", run=config),
     "report": Verb(words="draw one or more runs: kitforge report RUN [RUN ...]", run_plain=report),
-    "inspect": Verb(
-        words="a table and a schema for it: kitforge inspect FILE; or what is learnt: data.train=FILE checkpoint=RUN",
-        run_plain=inspect,
-    ),
+    "inspect": Verb(words="a table: inspect FILE; learnt tokens: data.train=FILE checkpoint=RUN", run_plain=inspect),
     "demo": Verb(words="all three kits in a few minutes, and one page about them", run_plain=demo),
     "replay": Verb(words="train a step again from its rollouts: kitforge replay RUN step=N", run_plain=replay),
     "list": Verb(words="tasks and presets with their sizes", run_plain=list_presets),
