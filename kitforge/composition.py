@@ -183,6 +183,7 @@ def compose(
             if "optimizer" not in named and not _chooses_optimizer(named.get("recipe")):
                 lora = "_lora" if values.get("adapter", {}).get("rank", 0) else ""
                 values, _ = _composed(task, named | {"optimizer": fine_tuning.optimizer + lora}, single)
+                _follow_learning_rate(values, read_yaml(presets("optimizer")[fine_tuning.optimizer + lora]))
             values["model"] = {}
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError("the configuration cannot be composed", got=_first_line(error)) from None
@@ -199,6 +200,16 @@ def _composed(task: str, named: Mapping[str, str], single: Mapping[str, Any]) ->
     _refuse_functions(config)
     # What was asked for counts, whatever task a recipe was made for.
     return plain(OmegaConf.merge(config, nested(single), {"task": task})), preset
+
+
+def _follow_learning_rate(values: dict[str, Any], preset: Mapping[str, Any]) -> None:
+    """Where another rate was asked for than the preset's, what the preset says of further ones, as of a critic's, no
+    longer belongs to it."""
+    further = [name for name in preset if name != "optimizer" and "optimizer" in preset]
+    for name in further:
+        is_own = values[name]["learning_rate"] == preset[name]["learning_rate"]
+        if is_own and values["optimizer"]["learning_rate"] != preset["optimizer"]["learning_rate"]:
+            values[name]["learning_rate"] = None
 
 
 def _chooses_optimizer(recipe: str | None) -> bool:

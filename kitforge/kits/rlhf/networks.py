@@ -188,7 +188,10 @@ class Origin:
             return shared
         if self.given is not None:
             return copied(self.given, device, options.compile_level)
-        return self.policy(options, World(device=device))
+        # Free of a world, as whoever asked for it places it.
+        if self.opened is not None:
+            return model_folder.load_stored(self.opened(find_checkpoint), device=device, level=options.compile_level)
+        return model_folder.build(self.family, device=device, level=options.compile_level, seed=options.seed)
 
     def scorer(self, folder: Path, options: StageOptions) -> ScalarModel:
         """The reward model that PEFT's folder makes of the weights that the policy starts from. Raises ModelError where

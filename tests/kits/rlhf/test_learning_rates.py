@@ -51,6 +51,10 @@ def test_what_was_asked_for_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
     assert rates("sft", checkpoint=folder, optimizer="muon")[0] == 3e-3
     assert rates("sft", checkpoint=folder, **{"optimizer.learning_rate": 0.5}) == (0.5, 0.0, None)
     assert rates("ppo", checkpoint=folder, **{"critic.learning_rate": 0.5}) == (1e-6, 0.0, 0.5)
+    # A rate that was asked for is the critic's too, unless that was given one.
+    assert rates("ppo", checkpoint=folder, **{"optimizer.learning_rate": 0.25}) == (0.25, 0.0, None)
+    both = {"optimizer.learning_rate": 0.25, "critic.learning_rate": 0.5}
+    assert rates("ppo", checkpoint=folder, **both) == (0.25, 0.0, 0.5)
     assert rates("grpo", checkpoint=folder, recipe="rlhf_tiny") == (3e-3, 0.0, None)
     monkeypatch.chdir(tmp_path)
     Path("configs/recipe").mkdir(parents=True)
