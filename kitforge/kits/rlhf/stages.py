@@ -210,7 +210,8 @@ def reinforcement(parts: Parts) -> Prepared:
     origin = cache(lambda: parts.origin(policy_of(given) if given is not None else None))
     scores, has_critic = _rewards(parts), is_built and options.rl.has_critic
     judge = _judge(parts, scores, origin) if has_critic or "reward" in held else None
-    reference = (parts.role("reference") or origin().frozen(options, parts.device)) if "reference" in held else None
+    is_compared = "reference" in held and (options.kl.needs_reference or "reference" in parts.inputs.roles)
+    reference = (parts.role("reference") or origin().frozen(options, parts.device)) if is_compared else None
 
     def build(world: World) -> nn.Module:
         network = origin().given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import final
 
@@ -54,7 +55,7 @@ class ProgressDisplay(Callback):
         record = event.record
         rate = record.get("time/tokens_per_second") or record.get("time/samples_per_second") or 0.0
         unit = "tokens/s" if "time/tokens_per_second" in record else "samples/s"
-        words = f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  {rate:,.0f} {unit}"
+        words = f"loss {record.get('loss', math.nan):.4f}  lr {record['learning_rate']:.2e}  {rate:,.0f} {unit}"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=record["step"], description=words)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or record["step"] == run.max_steps:

@@ -84,7 +84,11 @@ def test_what_an_older_policy_wrote_is_weighed_by_how_likely_it_is_now() -> None
     whole = task._round
     assert whole is not None and task.collected is not None
     for row, each in enumerate(task.collected[1]):
-        ratios = (torch.tensor(each.old, dtype=torch.float64) - torch.tensor(each.log_probs)).exp().clamp(max=1.5)
+        ratios = (
+            (torch.tensor(each.old, dtype=torch.float64) - torch.tensor(each.log_probs, dtype=torch.float64))
+            .exp()
+            .clamp(max=1.5)
+        )
         torch.testing.assert_close(whole.weights[row][whole.mask[row]], ratios)
     assert float((whole.weights[whole.mask] - 1).abs().max()) > 1e-4
 

@@ -88,7 +88,7 @@ def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_mute_one(
     assert float(explained_variance(wanted, torch.ones_like(wanted), MASK)) == 0.0
 
 
-@pytest.mark.parametrize("wrong", [{"low": 1.0}, {"low": -0.1}, {"high": -1.0}, {"dual": 1.0}])
+@pytest.mark.parametrize("wrong", [{"low": 1.1}, {"low": -0.1}, {"high": -1.0}, {"dual": 1.0}])
 def test_ranges_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="clip"):
         ClipOptions(**wrong)
