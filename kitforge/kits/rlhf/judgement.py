@@ -116,7 +116,7 @@ def shaped_scores(trajectories: Sequence[Trajectory], options: RLOptions, mask: 
     ended = torch.tensor([each.answer.has_ended for each in trajectories])
     costs = without_end(torch.zeros(len(trajectories), dtype=torch.float64), ended, rl.missing_end_penalty)
     if rl.overlong_soft:
-        costs = costs - overlong_penalty(mask.sum(-1), options.rollout.max_new_tokens, rl.overlong_soft)
+        costs = costs - overlong_penalty(mask.sum(-1).double(), options.rollout.max_new_tokens, rl.overlong_soft)
     if any(isinstance(each.score, tuple) for each in trajectories):
         rows = [each.score if isinstance(each.score, tuple) else _at_end(each) for each in trajectories]
         return grid(rows, mask) + torch.where(last_token(mask), costs.unsqueeze(-1), 0.0)
