@@ -27,7 +27,7 @@ PAIRS = [
     {"prompt": f"Q{n}: ", "chosen": "yes" * (n % 3 + 1), "rejected": "no" * (n % 2 + 1), "margin": n / 10}
     for n in range(6)
 ]
-JUDGED = [{"prompt": "Q" * (n + 1), "completion": "yes no "[: 7 - n], "label": n % 3 == 1} for n in range(6)]
+JUDGED = [{"prompt": "Q" * (n + 1), "completion": "yes no "[: 7 - n], "label": n % 3 != 1} for n in range(6)]
 COMMON: dict[str, Any] = {
     "data.validation": 0.0,
     "data.shuffle": False,
