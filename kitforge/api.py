@@ -17,9 +17,13 @@ from torch import nn
 
 from kitforge.composition import (
     Composition,
+    FineTuning,
     check_name,
     compose,
+    compose_over,
+    dotted,
     nested,
+    plain,
     presets,
     read_yaml,
     recipe_task,
@@ -31,6 +35,7 @@ from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
 from kitforge.foundation.dtype import EXPORT_DTYPES
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
+from kitforge.models.folder import is_scorer
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
@@ -87,13 +92,18 @@ def recorded_task(folder: Any) -> str | None:
     """The task that a run, or one of its steps, was trained for; None where nothing says so."""
     if not isinstance(folder, (str, Path)):
         return None
+    if (config := recorded_config(folder)) is None:
+        return "reward" if is_scorer(Path(folder).expanduser()) else None
+    task = read_yaml(config).get("task")
+    return task if isinstance(task, str) and task in KITS else None
+
+
+def recorded_config(folder: str | Path) -> Path | None:
+    """Where a run, or the one that a step is of, wrote down its options; None for another folder."""
     path = Path(folder).expanduser()
     # A step lies in RUN/checkpoints/.
-    for place in (path, path.resolve().parent.parent):
-        if (place / "config.yaml").is_file():
-            task = read_yaml(place / "config.yaml").get("task")
-            return task if isinstance(task, str) and task in KITS else None
-    return None
+    found = (place / "config.yaml" for place in (path, path.resolve().parent.parent))
+    return next((each for each in found if each.is_file()), None)
 
 
 def task_of(choices: Mapping[str, Any]) -> str:
@@ -114,9 +124,27 @@ def writer_of(choices: Mapping[str, Any]) -> str:
     return DEFAULT_TASK
 
 
-def composed(task: str, choices: Mapping[str, Any]) -> Composition:
-    """The configuration of a task: presets chosen by name, then single values over them."""
-    return compose(task, choices, kit_of(task).OPTIONS)
+def composed(
+    task: str, choices: Mapping[str, Any], unread: Sequence[str] = (), *, has_network: bool = False
+) -> Composition:
+    """The configuration of a task: presets chosen by name, then single values over them. Sections of options that are
+    `unread` have no part in what a short name means. A stage of alignment that starts from weights, of a checkpoint or
+    of a network that is handed over, has a preset of its own for the optimizer."""
+    kit = kit_of(task)
+    preset = getattr(kit, "FINE_TUNING", None)
+    fine_tuning = None if preset is None else FineTuning(optimizer=preset, has_network=has_network)
+    return compose(task, choices, kit.OPTIONS, unread, fine_tuning)
+
+
+def composed_for_evaluation(task: str, choices: Mapping[str, Any], unread: Sequence[str] = ()) -> Composition:
+    """The same for an evaluation: of a run of alignment it begins with the run's own options, so that its figures are
+    those of the run."""
+    flat, checkpoint = dotted(choices), choices.get("checkpoint")
+    config = recorded_config(checkpoint) if isinstance(checkpoint, (str, Path)) else None
+    if config is None or task not in ALIGNMENT or recorded_task(checkpoint) != task:
+        return composed(task, choices, unread)
+    kit = kit_of(task)
+    return compose_over(kit.evaluation_options(plain(read_yaml(config)), flat), choices, kit.OPTIONS, unread)
 
 
 @final
@@ -153,7 +181,9 @@ class Trainer:
             return
         _check_roles(self._roles, kit_of(task).ROLES)
         self._network, self._tokenizer, choices = _resolved(model, tokenizer)
-        composition = composed(task, choices | chosen)
+        self._model_folder = model.folder if isinstance(model, Run) else None
+        self._choices = choices | chosen
+        composition = composed(task, self._choices, has_network=self._network is not None)
         self._model_name = composition.model_name if self._network is None else type(self._network).__name__
         self.options = kit_of(task).read_options(composition.values)
 
@@ -182,7 +212,12 @@ class Trainer:
             raise ConfigError("finetune() loads the checkpoint's own network", fix="leave model= out, or call train()")
         folder = checkpoint.folder if isinstance(checkpoint, Run) else _folder(checkpoint)
         self._model_name = folder.resolve().name
-        self.options = dataclasses.replace(self.options, checkpoint=str(folder), model={})
+        given = {name: each for name, each in dotted(self._choices).items() if name.partition(".")[0] != "model"}
+        values = composed(self._task, given | {"checkpoint": str(folder)}).values
+        fresh, kept = kit_of(self._task).read_options(values), self.options
+        # Started from weights, it may learn at another rate.
+        rates = {name: getattr(fresh, name) for name in ("optimizer", "critic") if hasattr(fresh, name)}
+        self.options = dataclasses.replace(kept, checkpoint=str(folder), model={}, **rates)
         return self.train()
 
     def evaluate(self) -> dict[str, float]:
@@ -191,7 +226,11 @@ class Trainer:
             with _together(self.options) as lobby:
                 loop = self._own_loop(self._task, self.options, lobby)[0] if self._loop is None else self._loop
                 return loop.evaluate()
-        return evaluate(self.options, self._inputs(self._run))
+        options = self.options
+        if self._run is not None and options.task in ALIGNMENT:
+            # What it was trained beside is written down in its folder.
+            options = dataclasses.replace(options, checkpoint=str(self._run.folder))
+        return evaluate(options, self._inputs(self._run))
 
     def predict(self, inputs: Sequence[str]) -> list[dict[str, Any]]:
         """The task's answer to each input: for text_generation, `{"generated_text": ...}`."""
@@ -214,6 +253,8 @@ class Trainer:
             train_dataset=self._datasets[0],
             eval_dataset=self._datasets[1],
             model=self._network if run is None else run.model,
+            model_folder=self._model_folder if run is None else run.folder,
+            began_with=None if run is None else self._network,
             tokenizer=self._tokenizer if run is None else run.tokenizer,
             roles=self._roles,
             callbacks=self._callbacks,
@@ -338,18 +379,20 @@ def load_tokenizer(model: Any) -> Any:
 
 
 def save_model(model: Any, folder: str | Path, tokenizer: Any = None, dtype: str | None = None) -> None:
-    """Write a network, or that of a Run or a folder, for other programs: a language model as a Hugging Face folder, the
-    items that a recommender finds as an index of faiss. Weights are written as `dtype` (float32, bfloat16 or float16),
-    else as they were published, which is float32 for those trained from nothing. Of a language model in a folder, one
-    tensor at a time is in memory."""
+    """Write a network, or that of a Run or a folder, for other programs: a language model or a reward model as a
+    Hugging Face folder, the items that a recommender finds as an index of faiss. Weights are written as `dtype`
+    (float32, bfloat16 or float16), else as they were published, which is float32 for those trained from nothing. Of a
+    model in a folder, one tensor at a time is in memory."""
     words = ", ".join(EXPORT_DTYPES)
     check(dtype is None or dtype in EXPORT_DTYPES, "dtype", dtype, f"one of {words}, or null")
     if tokenizer is None and not isinstance(model, nn.Module):
         tokenizer = load_tokenizer(model)
     place = model.folder if isinstance(model, Run) else None if isinstance(model, nn.Module) else _folder(model)
     kit = _transformers() if place is None else _kit_of_folder(place)
-    if place is not None and not isinstance(model, Run) and hasattr(kit, "open_model"):
-        _transformers().export(kit.open_model(place), Path(folder), tokenizer, dtype)
+    is_scored = isinstance(model, Run) and model.folder.is_dir() and recorded_task(model.folder) == "reward"
+    if place is not None and (is_scored or not isinstance(model, Run)) and hasattr(kit, "open_model"):
+        opened = getattr(kit, "open_stored", kit.open_model)
+        _transformers().export(opened(place), Path(folder), tokenizer, dtype)
     else:
         getattr(kit, "save", _transformers().save)(load_model(model, "cpu"), Path(folder), tokenizer, dtype)
 

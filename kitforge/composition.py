@@ -11,7 +11,7 @@ import inspect
 import io
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from kitforge.foundation.errors import ConfigError, nearest
-from kitforge.foundation.untrusted import check_yaml
+from kitforge.foundation.untrusted import check_yaml, names_function
 
 CONFIGS = Path(__file__).parent / "configs"
 OWN_CONFIGS = Path("configs")
@@ -35,8 +35,100 @@ OWN_CONFIGS = Path("configs")
 FOLDERS = {"model": "checkpoint", "tokenizer": "tokenizer.name"}
 # Groups of which no preset need be chosen.
 OPTIONAL_GROUPS = ("data", "recipe")
+# Options that may name a function, which a file may not.
+CODE = ("reward",)
 # Options whose value is text for the model, in which neither a comma nor `${` means anything.
 TEXTS = ("prompt",)
+# Options that may be typed without their section where exactly one that the verb reads has this name.
+SHORT_NAMES = ("max_new_tokens", "temperature", "top_p", "num_generations")
+# What TRL, the Hugging Face Trainer, PEFT, verl, OpenRLHF and vLLM call our options, by the last part of the name. A
+# name of theirs is never accepted, as it may count otherwise (`per_device_train_batch_size`); the error names ours.
+PEER_NAMES: dict[str, tuple[str, ...]] = {
+    # the Hugging Face Trainer, PEFT
+    "per_device_train_batch_size": ("data.batch_size", "trainer.micro_batch_size"),
+    "gradient_accumulation_steps": ("trainer.micro_batch_size",),
+    "train_batch_size": ("rl.prompts_per_step", "data.batch_size"),
+    "num_train_epochs": ("trainer.epochs",),
+    "total_epochs": ("trainer.epochs",),
+    "lr": ("optimizer.learning_rate",),
+    "lr_scheduler_type": ("schedule.name",),
+    "warmup_ratio": ("schedule.warmup_fraction",),
+    "max_grad_norm": ("trainer.gradient_clip",),
+    "grad_clip": ("trainer.gradient_clip",),
+    "gradient_checkpointing": ("trainer.recompute",),
+    "enable_gradient_checkpointing": ("trainer.recompute",),
+    "logging_steps": ("trainer.log_every",),
+    "eval_steps": ("trainer.evaluate_every",),
+    "test_freq": ("trainer.evaluate_every",),
+    "save_steps": ("trainer.checkpoint_every",),
+    "save_freq": ("trainer.checkpoint_every",),
+    "save_total_limit": ("trainer.keep_checkpoints",),
+    "metric_for_best_model": ("trainer.monitor",),
+    "report_to": ("trainer.wandb",),
+    "bf16": ("precision",),
+    "fp16": ("precision",),
+    "torch_compile": ("compile_level",),
+    "model_name_or_path": ("checkpoint", "model"),
+    "resume_from_checkpoint": ("resume",),
+    "max_length": ("data.sequence_length",),
+    "max_seq_length": ("data.sequence_length",),
+    "max_prompt_length": ("data.sequence_length",),
+    "lora_r": ("adapter.rank",),
+    "lora_rank": ("adapter.rank",),
+    "lora_alpha": ("adapter.alpha",),
+    "lora_target_modules": ("adapter.targets",),
+    "target_modules": ("adapter.targets",),
+    # TRL, verl, OpenRLHF
+    "beta": ("preference.beta", "kto.beta", "kl.controller.coefficient"),
+    "kl_coef": ("kl.controller.coefficient",),
+    "init_kl_coef": ("kl.controller.coefficient",),
+    "kl_loss_coef": ("kl.controller.coefficient", "kl.used_as"),
+    "kl_loss_type": ("kl.estimator",),
+    "use_kl_loss": ("kl.used_as",),
+    "num_generations": ("rl.samples_per_prompt",),
+    "n_samples_per_prompt": ("rl.samples_per_prompt",),
+    "rollout_batch_size": ("rl.prompts_per_step",),
+    "ppo_mini_batch_size": ("rl.minibatches",),
+    "num_mini_batches": ("rl.minibatches",),
+    "ppo_max_token_len_per_gpu": ("rl.max_tokens_per_microbatch",),
+    "num_iterations": ("rl.epochs",),
+    "num_ppo_epochs": ("rl.epochs",),
+    "ppo_epochs": ("rl.epochs",),
+    "max_completion_length": ("rollout.max_new_tokens",),
+    "max_response_length": ("rollout.max_new_tokens",),
+    "response_length": ("rollout.max_new_tokens",),
+    "generate_max_len": ("rollout.max_new_tokens",),
+    "epsilon": ("rl.clip.low",),
+    "cliprange": ("rl.clip.low", "rl.clip.high"),
+    "clip_ratio": ("rl.clip.low", "rl.clip.high"),
+    "epsilon_high": ("rl.clip.high",),
+    "clip_ratio_high": ("rl.clip.high",),
+    "clip_ratio_low": ("rl.clip.low",),
+    "clip_ratio_c": ("rl.clip.dual",),
+    "cliprange_value": ("rl.value_clip",),
+    "vf_coef": ("rl.value_weight",),
+    "entropy_coeff": ("rl.entropy_weight",),
+    "entropy_coef": ("rl.entropy_weight",),
+    "gamma": ("rl.discount",),
+    "lam": ("rl.trace",),
+    "gae_lambda": ("rl.trace",),
+    "missing_eos_penalty": ("rl.missing_end_penalty",),
+    "loss_agg_mode": ("rl.aggregation",),
+    "adv_estimator": ("rl.advantage",),
+    "advantage_estimator": ("rl.advantage",),
+    "filter_groups": ("rl.drop_equal_groups",),
+    "reward_funcs": ("reward",),
+    "reward_model_path": ("reward",),
+    "simpo_gamma": ("preference.margin",),
+    # verl and vLLM
+    "tensor_parallel_size": ("parallel.tensor",),
+    "tensor_model_parallel_size": ("parallel.tensor",),
+    "max_num_seqs": ("inference.engine.max_sequences",),
+    "max_num_batched_tokens": ("inference.engine.max_step_tokens",),
+    "gpu_memory_utilization": ("inference.engine.memory",),
+    "enable_prefix_caching": ("inference.engine.prefix_cache",),
+    "max_tokens": ("inference.max_new_tokens", "rollout.max_new_tokens"),
+}
 FIELD = re.compile(r"^((?:    # .*\n)*)    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
@@ -63,24 +155,84 @@ class Composition:
     model_name: str
 
 
-def compose(task: str, choices: Mapping[str, Any], options: type[Any]) -> Composition:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuning:
+    """What changes where a run starts from weights."""
+
+    optimizer: str  # the preset in place of the task's; the one for adapters has `_lora` behind its name
+    has_network: bool  # handed over, as no checkpoint is named
+
+
+def compose(
+    task: str,
+    choices: Mapping[str, Any],
+    options: type[Any],
+    unread: Sequence[str] = (),
+    fine_tuning: FineTuning | None = None,
+) -> Composition:
     """Presets chosen by name, then single values over them. A choice is named `optimizer`, `optimizer.learning_rate`
-    or, as a nested mapping, both. Raises ConfigError, which names the nearest thing for one that is not known."""
-    named, single = _parted(choices)
-    for name in single:
-        check_name(name, options)
+    or, as a nested mapping, both. Raises ConfigError, which names the nearest thing for one that is not known; options
+    in the sections `unread`, which the verb has no use for, are named last."""
+    named, typed = _parted(choices)
+    single = _full_names(typed, options, unread)
     texts = {name: single.pop(name) for name in TEXTS if name in single}
     try:
-        config, preset = _compose_presets({"task": task, **named})
-        # What was asked for counts, whatever task a recipe was made for.
-        values = plain(OmegaConf.merge(config, nested(single), {"task": task}))
+        values, preset = _composed(task, named, single)
+        checkpoint = values.get("checkpoint")
+        if fine_tuning is not None and (checkpoint is not None or fine_tuning.has_network):
+            if "optimizer" not in named and not _chooses_optimizer(named.get("recipe")):
+                lora = "_lora" if values.get("adapter", {}).get("rank", 0) else ""
+                values, _ = _composed(task, named | {"optimizer": fine_tuning.optimizer + lora}, single)
+            values["model"] = {}
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError("the configuration cannot be composed", got=_first_line(error)) from None
-    if (checkpoint := values.get("checkpoint")) is not None:
+    if checkpoint is not None:
         _refuse_two_networks(str(checkpoint), named, single)
         values["model"] = {}
         preset = Path(str(checkpoint)).resolve().name
     return Composition(values=values | texts, model_name=preset)
+
+
+def _composed(task: str, named: Mapping[str, str], single: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The presets with single values over them, and the name of the model's preset."""
+    config, preset = _compose_presets({"task": task, **named})
+    _refuse_functions(config)
+    # What was asked for counts, whatever task a recipe was made for.
+    return plain(OmegaConf.merge(config, nested(single), {"task": task})), preset
+
+
+def _chooses_optimizer(recipe: str | None) -> bool:
+    """Whether a recipe names a preset of optimizers in the place of its task's."""
+    defaults = read_yaml(presets("recipe")[recipe]).get("defaults", []) if recipe is not None else []
+    return any(isinstance(each, DictConfig) and "override /optimizer" in each for each in defaults)
+
+
+def _full_names(typed: Mapping[str, Any], options: type[Any], unread: Sequence[str]) -> dict[str, Any]:
+    """Single values by the whole names of their options."""
+    single: dict[str, Any] = {}
+    for short, value in typed.items():
+        name = full_name(short, value, options, unread)
+        if name in typed and name != short:
+            raise ConfigError(f"option {name!r} is given twice", got=f"{short}={value} and {name}={typed[name]}")
+        single[name] = value
+    return single
+
+
+def compose_over(
+    base: Mapping[str, Any], choices: Mapping[str, Any], options: type[Any], unread: Sequence[str] = ()
+) -> Composition:
+    """Options that a run wrote down, with choices over them: single ones, or presets, but for whole recipes."""
+    named, typed = _parted(choices)
+    single = _full_names(typed, options, unread)
+    if "recipe" in named:
+        fix = "leave recipe= out, or name single options"
+        raise ConfigError("a run is evaluated by its own options", got=f"recipe={named['recipe']}", fix=fix)
+    checkpoint = str(single["checkpoint"])
+    _refuse_two_networks(checkpoint, named, single)
+    chosen = {group: read_yaml(presets(group)[name]) for group, name in named.items()}
+    texts = {name: single.pop(name) for name in TEXTS if name in single}
+    values = plain(OmegaConf.merge(dict(base), chosen, nested(single)))
+    return Composition(values=values | texts, model_name=Path(checkpoint).resolve().name)
 
 
 def recipe_task(name: Any) -> str | None:
@@ -117,6 +269,13 @@ def parse(argument: str) -> tuple[str, list[Any]]:
 
 def check_name(name: str, options: type[Any]) -> None:
     """Raise ConfigError unless the dotted name is an option, or lies below a free-form one."""
+    full_name(name, None, options)
+
+
+def full_name(name: str, value: Any, options: type[Any], unread: Sequence[str] = ()) -> str:
+    """The dotted name of the option that is meant: the name itself; for one of `SHORT_NAMES` the only option outside
+    the sections `unread` that ends so; `cache.policy.name` where `cache.policy` is given a text. Raises ConfigError
+    for a name that is no option, naming what was probably meant."""
     known = option_names(options)
     free = [
         option
@@ -124,14 +283,33 @@ def check_name(name: str, options: type[Any]) -> None:
         if any(typing.get_origin(each) is dict for each in (hint, *typing.get_args(hint)))
     ]
     if name in known or name.startswith(tuple(f"{option}." for option in free)):
-        return
+        return name
+    if isinstance(value, str) and f"{name}.name" in known:
+        return f"{name}.name"
     if below := [option for option in known if option.startswith(f"{name}.")]:
         raise ConfigError(f"{name!r} is a group of options", expected=", ".join(below))
-    same = [option for option in known if option.split(".")[-1] == name.split(".")[-1]]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.8) or same
-    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    read = [option for option in known if option.split(".")[0] not in unread]
+    meant = [option for option in read if option.split(".")[-1] == name]
+    if name in SHORT_NAMES and len(meant) == 1:
+        return meant[0]
+    last = name.split(".")[-1]
+    same = [[option for option in options if option.split(".")[-1] == last] for options in (read, known)]
+    ours = [option for option in PEER_NAMES.get(last, ()) if option in known or option in groups()]
+    if ours and not any(same):
+        words = " and ".join(map(repr, ours))
+        raise ConfigError(f"unknown option {name!r}", got="a name of another library", fix=f"here it is {words}")
+    close = next(filter(None, (*same, _spelt_like(name, read, 0.8), _spelt_like(name, known, 0.5))), [])
     fix = f"did you mean {' or '.join(map(repr, close))}?" if close else "kitforge train --help lists every option"
     raise ConfigError(f"unknown option {name!r}", fix=fix)
+
+
+def _spelt_like(name: str, known: Iterable[str], cutoff: float) -> list[str]:
+    """The option that is spelt most like the name; else those of which the last part is, nearly to the letter."""
+    if whole := difflib.get_close_matches(name, known, n=1, cutoff=cutoff):
+        return whole
+    last = {option: option.split(".")[-1] for option in known}
+    near = difflib.get_close_matches(name.split(".")[-1], set(last.values()), n=1, cutoff=0.85)
+    return [option for option in known if last[option] in near]
 
 
 def option_names(options: type[Any], path: str = "") -> dict[str, Any]:
@@ -265,6 +443,17 @@ def read_yaml(path: Path) -> Any:
 
 def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _refuse_functions(config: DictConfig) -> None:
+    for name in CODE:
+        value = config.get(name)
+        if names_function(OmegaConf.to_container(value) if isinstance(value, Container) else value):
+            raise ConfigError(
+                "configuration cannot name code to run",
+                got=f"{name}: {value} in a YAML file",
+                fix=f"name it on the command line, {name}=package.module:function",
+            )
 
 
 def _refuse_code(value: Any, path: str) -> None:

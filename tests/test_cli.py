@@ -72,6 +72,40 @@ def started(*arguments: str) -> subprocess.Popen[str]:
 # What goes well
 
 
+@pytest.mark.parametrize(
+    ("verb", "task", "short", "option"),
+    [
+        ("generate", "text_generation", "max_new_tokens", "inference.max_new_tokens"),
+        ("chat", "text_generation", "temperature", "inference.temperature"),
+        ("serve", "text_generation", "top_p", "inference.top_p"),
+        ("train", "text_generation", "max_new_tokens", "inference.max_new_tokens"),
+        ("train", "grpo", "max_new_tokens", "rollout.max_new_tokens"),
+        ("finetune", "ppo", "temperature", "rollout.temperature"),
+    ],
+)
+def test_a_short_name_is_the_one_option_that_the_verb_reads(verb: str, task: str, short: str, option: str) -> None:
+    [member] = members(cli.VERBS[verb], [f"task={task}", f"{short}=0.5"])
+    section, _, name = option.partition(".")
+    assert member.chosen.values[section] == {name: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("verb", "argument", "words"),
+    [
+        ("serve", "max_new_tokens=4", "'inference.max_new_tokens' or 'serve.max_new_tokens'"),
+        ("evaluate", "task=grpo temperature=1", "'inference.temperature' or 'rollout.temperature'"),
+        # It is read by no training of a stage, and still named.
+        ("train", "task=sft top_p=1", "did you mean 'inference.top_p'"),
+        ("generate", "max_new_token=4", "did you mean 'inference.max_new_tokens'"),
+        ("generate", "max_new_tokens=4 inference.max_new_tokens=5", "given twice"),
+    ],
+)
+def test_a_short_name_of_several_options_or_of_none_names_them(verb: str, argument: str, words: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        members(cli.VERBS[verb], argument.split())
+    assert words in str(told.value)
+
+
 def test_a_run_tells_where_everything_lies_and_what_to_try_next(capsys: Capture) -> None:
     assert train("output_dir=runs/a", "trainer.evaluate_first=true", 'prompt=["ROMEO:"]') == 0
     shown = capsys.readouterr().out
@@ -246,7 +280,7 @@ def test_a_policy_of_any_stage_is_served_and_what_only_scores_writes_no_text(tmp
         (tmp_path / task).mkdir()
         (tmp_path / task / "config.yaml").write_text(f"task: {task}\n")
     assert writer_of({"checkpoint": tmp_path / "ppo"}) == "text_generation"
-    [member] = members([f"checkpoint={tmp_path / 'ppo'}", "port=8000"], is_sweep=False, writes_text=True)
+    [member] = members(cli.VERBS["serve"], [f"checkpoint={tmp_path / 'ppo'}", "port=8000"])
     assert member.chosen.values["port"] == 8000
     for verb, task in (("serve", "reward"), ("generate", "recommendation"), ("chat", "reward")):
         with pytest.raises(ConfigError, match=f"a run of {task} gives scores and writes no text"):

@@ -11,7 +11,18 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
 from kitforge.api import KITS, kit_of, recorded_task, task_of
-from kitforge.composition import CONFIGS, compose, dotted, groups, nested, option_names, option_words, parse, presets
+from kitforge.composition import (
+    CONFIGS,
+    PEER_NAMES,
+    compose,
+    dotted,
+    groups,
+    nested,
+    option_names,
+    option_words,
+    parse,
+    presets,
+)
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.transformers.config import TextGenerationOptions
@@ -128,6 +139,38 @@ def test_an_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown option '{name}'") as told:
         composed({name: 1})
     assert nearest in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "ours"),
+    [
+        ("grpo", "num_generations", "here it is 'rl.samples_per_prompt'"),
+        ("grpo", "rl.num_generations", "here it is 'rl.samples_per_prompt'"),
+        ("ppo", "actor_rollout_ref.actor.clip_ratio_high", "here it is 'rl.clip.high'"),
+        ("dpo", "beta", "did you mean 'preference.beta'"),
+        ("grpo", "beta", "here it is 'kl.controller.coefficient'"),
+        ("text_generation", "per_device_train_batch_size", "'data.batch_size' and 'trainer.micro_batch_size'"),
+        ("text_generation", "report_to", "here it is 'trainer.wandb'"),
+    ],
+)
+def test_the_name_of_another_library_is_refused_and_ours_is_named(task: str, name: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match="unknown option") as told:
+        compose(task, {name: 1}, kit_of(task).OPTIONS)
+    assert ours in str(told.value)
+
+
+def test_what_stands_for_the_names_of_other_libraries_exists() -> None:
+    known = {name for task in KITS for name in option_names(kit_of(task).OPTIONS)} | set(groups())
+    assert {each for ours in PEER_NAMES.values() for each in ours} <= known
+    # A name that is an option of ours as well means ours, and the table would never be asked.
+    assert not PEER_NAMES.keys() & {name for name in known if "." not in name}
+
+
+def test_a_text_for_a_section_with_a_name_is_its_name() -> None:
+    found = compose("recommendation", {"cache.policy": "lfu"}, kit_of("recommendation").OPTIONS).values
+    assert found["cache"]["policy"] == {"name": "lfu"}
+    with pytest.raises(ConfigError, match="given twice"):
+        compose("recommendation", {"cache.policy": "lfu", "cache.policy.name": "lru"}, kit_of("recommendation").OPTIONS)
 
 
 def test_a_group_of_options_takes_no_single_value() -> None:

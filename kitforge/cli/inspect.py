@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from kitforge.api import kit_of
+from kitforge.api import ALIGNMENT, composed, kit_of, task_of
+from kitforge.cli.terminal import say
+from kitforge.composition import parse
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import console
 
 
 def inspect(arguments: list[str]) -> int:
-    """Show what a table holds, and the schema that it seems to ask for."""
+    """Show what a table holds, and the schema that it seems to ask for; or which tokens of rows are learnt."""
+    if arguments and all("=" in argument for argument in arguments):
+        return _inspect_rows({name: values[0] for name, values in map(parse, arguments)})
     if len(arguments) != 1:
         raise ConfigError(
-            "inspect looks at one table", got=" ".join(arguments) or "nothing", fix="kitforge inspect FILE"
+            "inspect looks at one table, or at the rows of an alignment task",
+            got=" ".join(arguments) or "nothing",
+            fix="kitforge inspect FILE, or kitforge inspect data.train=FILE checkpoint=FOLDER",
         )
     console.print(kit_of("recommendation").inspected(arguments[0]))
+    return 0
+
+
+def _inspect_rows(choices: dict[str, object]) -> int:
+    """The rows as the task of the checkpoint reads them, where that is one of alignment, else as `sft` does."""
+    task = task_of(choices)
+    if task not in ALIGNMENT:
+        if "task" in choices:
+            expected = f"one of {', '.join(ALIGNMENT)}"
+            raise ConfigError("inspect shows what alignment tasks learn", got=f"task={task}", expected=expected)
+        task = "sft"
+    kit = kit_of(task)
+    for line in kit.inspected(kit.read_options(composed(task, choices).values)):
+        say(line)
     return 0

@@ -24,33 +24,54 @@ from kitforge.composition import dotted, groups, option_words, parse, presets
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.log import console, errors, log_to_terminal
 
+TRAINING = ("trainer", "optimizer", "schedule", "parallel")
 VERBS = {
     "train": Verb(
         words="train: kitforge train model=llama_tiny data.train=corpus.txt",
         run=train,
         is_launched=True,
+        unread=("serve",),
         starts_run=True,
     ),
     "finetune": Verb(
         words="from weights: kitforge finetune checkpoint=FOLDER data.train=FILE",
         run=train,
         is_launched=True,
+        unread=("serve",),
         starts_run=True,
     ),
     "evaluate": Verb(
         words="metrics: kitforge evaluate checkpoint=RUN data.eval=FILE",
         run=evaluate,
         is_launched=True,
+        unread=("serve", "optimizer", "schedule"),
+        measures_run=True,
     ),
     "generate": Verb(
-        words='continue a text: kitforge generate checkpoint=RUN prompt="ROMEO:"', run=generate, writes_text=True
+        words='continue a text: kitforge generate checkpoint=RUN prompt="ROMEO:"',
+        run=generate,
+        writes_text=True,
+        unread=(*TRAINING, "serve"),
     ),
-    "chat": Verb(words="talk in the terminal: kitforge chat checkpoint=RUN", run=chat, writes_text=True),
-    "serve": Verb(words="answer over HTTP: kitforge serve checkpoint=RUN port=8000", run=serve, writes_text=True),
+    "chat": Verb(
+        words="talk in the terminal: kitforge chat checkpoint=RUN",
+        run=chat,
+        writes_text=True,
+        unread=(*TRAINING, "serve"),
+    ),
+    "serve": Verb(
+        words="answer over HTTP: kitforge serve checkpoint=RUN port=8000",
+        run=serve,
+        writes_text=True,
+        unread=TRAINING,
+    ),
     "export": Verb(words="for other programs: kitforge export checkpoint=RUN output_dir=FOLDER", run=export),
     "config": Verb(words="print the resolved configuration, run nothing", run=config),
     "report": Verb(words="draw one or more runs: kitforge report RUN [RUN ...]", run_plain=report),
-    "inspect": Verb(words="what a table holds, and a schema for it: kitforge inspect FILE", run_plain=inspect),
+    "inspect": Verb(
+        words="a table and a schema for it: kitforge inspect FILE; or what is learnt: data.train=FILE checkpoint=RUN",
+        run_plain=inspect,
+    ),
     "demo": Verb(words="all three kits in a few minutes, and one page about them", run_plain=demo),
     "replay": Verb(words="train a step again from its rollouts: kitforge replay RUN step=N", run_plain=replay),
     "list": Verb(words="tasks and presets with their sizes", run_plain=list_presets),
@@ -101,9 +122,7 @@ def run(arguments: Sequence[str]) -> int:
     if flags & {"-h", "--help"}:
         _help_options(name, overrides)
         return 0
-    return run_members(
-        name, verb, members(overrides, is_sweep=bool(flags & {"-m", "--multirun"}), writes_text=verb.writes_text)
-    )
+    return run_members(name, verb, members(verb, overrides, is_sweep=bool(flags & {"-m", "--multirun"})))
 
 
 def _help() -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kitforge.api import composed, kit_of, task_of, writer_of
+from kitforge.api import composed, composed_for_evaluation, kit_of, task_of, writer_of
 from kitforge.cli.terminal import tell
 from kitforge.cli.verb import INTERRUPTED, Verb
 from kitforge.composition import TEXTS, Composition, parse
@@ -28,8 +28,8 @@ class Member:
     arguments: tuple[str, ...]
 
 
-def members(overrides: Sequence[str], *, is_sweep: bool, writes_text: bool = False) -> list[Member]:
-    """What is to be run, composed and named as a whole before the first of it begins."""
+def members(verb: Verb, overrides: Sequence[str], *, is_sweep: bool = False) -> list[Member]:
+    """What a verb is to run, composed and named as a whole before the first of it begins."""
     axes = [(text, *parse(text)) for text in overrides]
     for _, name, values in axes:
         if len(values) > 1 and not is_sweep:
@@ -47,9 +47,11 @@ def members(overrides: Sequence[str], *, is_sweep: bool, writes_text: bool = Fal
             for (text, name, values), value in zip(axes, picked, strict=True)
         ]
         # Questions are put to whatever writes text, whichever stage trained it.
-        task = writer_of(choices) if writes_text or choices.get("tasks") else task_of(choices)
+        task = writer_of(choices) if verb.writes_text or choices.get("tasks") else task_of(choices)
         choices.pop("task", None)
-        found.append(Member(chosen=composed(task, choices), arguments=tuple(arguments)))
+        unread = verb.unread + (kit_of(task).OPTIONS.UNREAD_IN_TRAINING if verb.starts_run else ())
+        compose = composed_for_evaluation if verb.measures_run else composed
+        found.append(Member(chosen=compose(task, choices, unread), arguments=tuple(arguments)))
     folders = [folder for member in found if (folder := member.chosen.values.get("output_dir")) is not None]
     if len(folders) != len(set(folders)):
         raise ConfigError(

@@ -19,4 +19,6 @@ class Verb:
     run_plain: Callable[[list[str]], int] | None = None
     is_launched: bool = False  # several ranks can do it together
     writes_text: bool = False  # what it opens continues text, whichever stage trained it
+    unread: tuple[str, ...] = ()  # sections of options that it has no use for
+    measures_run: bool = False  # begins with the options that the run under checkpoint= wrote down
     starts_run: bool = False  # makes a run folder, whose name is decided once for all ranks

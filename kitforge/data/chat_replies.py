@@ -21,7 +21,7 @@ from kitforge.foundation.errors import DataError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplySpan:
     """A reply in characters [start, stop) of a text, its end token included. `message` is its number among the
-    messages; None where the template does not tell."""
+    messages; None where the template does not tell. `has_end`: it ends with a token, or the template marks where."""
 
     message: int | None
     start: int
@@ -77,7 +77,7 @@ class _Finder:
         stops = np.cumsum([len(part) for part in parts[::2]])
         numbers = self._render.replies if len(self._render.replies) == len(parts) // 4 else [None] * (len(parts) // 4)
         spans = zip(numbers, stops[::2], stops[1::2], strict=False)
-        return [self._span(message, int(start), int(stop)) for message, start, stop in spans]
+        return [ReplySpan(message=each, start=int(start), stop=int(stop), has_end=True) for each, start, stop in spans]
 
     def reply(self, message: int, after: int) -> ReplySpan:
         """The reply of a message behind that character."""
@@ -92,7 +92,9 @@ class _Finder:
         tail = (whole or "").rstrip()
         alike = max(closing, key=lambda each: self._alike(each, tail), default=None)
         if alike is not None and self._alike(alike, tail):
-            return ReplySpan(message=message, start=start, stop=alike.stop, has_end=True)
+            behind = (whole or "")[len(tail) :]
+            stop = alike.stop + len(behind) * self._text.startswith(behind, alike.stop)
+            return ReplySpan(message=message, start=start, stop=stop, has_end=True)
         contents = [each for each in self._contents(message, start) if each < limit]
         return self._until_token(message, start, contents[-1] + 1 if contents else start)
 
@@ -101,19 +103,31 @@ class _Finder:
         opened, closed = self._written(message, opens_reply=True), self._written(message)
         if opened is not None and self._text.startswith(opened):
             return max(len(opened), after)
-        # The template writes the prompt of this reply otherwise once it is answered.
-        contents = self._contents(message, after)
-        if not contents:
-            raise DataError(
-                "it cannot be told what the chat template writes for a reply",
-                got=f"message {message}, which is not where the prompt before it ends",
-            )
         if opened is not None and closed is not None and opened.startswith(closed):
-            header = opened[len(closed) :]
-            at = self._text.rfind(header, after, contents[0])
-            if header and at >= 0 and not self._said[at : contents[0]].any():
-                return at + len(header)
-        return contents[0]
+            # The template opens a reply otherwise than it writes one, as by an empty thought.
+            if self._text.startswith(closed):
+                return max(len(commonprefix([opened, self._text])), after)
+            # It writes the prompt of this reply otherwise once that is answered.
+            contents = self._contents(message, after)
+            start = self._behind_header(opened[len(closed) :], after, contents[0] if contents else after)
+            if start is not None:
+                return start
+        raise DataError(
+            "it cannot be told what the chat template writes for a reply",
+            got=f"message {message}, which does not begin where the prompt before it ends",
+            fix="enclose replies in {% generation %} in the template",
+        )
+
+    def _behind_header(self, header: str, after: int, limit: int) -> int | None:
+        """Where the last header of a reply before `limit` ends, or what is there of it: its first token at least."""
+        at = self._text.rfind(header, after, limit)
+        if header and at >= 0 and not self._said[at:limit].any():
+            return at + len(header)
+        for token in reversed([each for each in self._own if after <= each.start and each.stop <= limit]):
+            length = len(commonprefix([header, self._text[token.start :]]))
+            if length >= token.stop - token.start and not self._said[token.start : limit].any():
+                return token.start + length
+        return None
 
     def _contents(self, message: int, after: int) -> list[int]:
         """The characters behind that one that come from a message."""
@@ -133,12 +147,11 @@ class _Finder:
         except DataError:
             return None
 
-    def _span(self, message: int | None, start: int, stop: int) -> ReplySpan:
-        """The reply that the template writes in [start, stop), up to its end token there, or right behind it."""
+    def _span(self, message: int, start: int, stop: int) -> ReplySpan:
+        """The reply that the template writes in [start, stop), and the end token right behind it if none is there."""
         within = [each for each in self._own if start <= each.start and each.stop <= stop]
-        for each in reversed(within):
-            if each.token in self._ends or not self._text[each.stop : stop].strip():
-                return ReplySpan(message=message, start=start, stop=each.stop, has_end=True)
+        if any(each.token in self._ends or not self._text[each.stop : stop].strip() for each in within):
+            return ReplySpan(message=message, start=start, stop=stop, has_end=True)
         for each in self._own:
             if each.start >= stop and each.token in self._ends and not self._text[stop : each.start].strip():
                 return ReplySpan(message=message, start=start, stop=each.stop, has_end=True)

@@ -7,12 +7,17 @@ spelt "\\n\\nHuman: ... \\n\\nAssistant: ...", as in hh-rlhf. Other names are ma
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, TypeGuard, TypeVar, final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kitforge.data.shard import RowShard, digest
 from kitforge.data.source import open_rows
 from kitforge.data.template import ChatTemplate, Message
 from kitforge.data.tokens import Tokenizer, document_frame
@@ -23,10 +28,17 @@ from kitforge.foundation.log import logger
 Said = str | Sequence[Message] | Sequence[int]
 
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
-_ROLES = {"Human": "user", "Assistant": "assistant", "human": "user", "gpt": "assistant"}
+_ROLES = {"Human": "user", "Assistant": "assistant", "human": "user", "gpt": "assistant", "observation": "tool"}
+_CALL = "function_call"  # as ShareGPT has it, with JSON of name and arguments as its value
 _LEAVE_OUT = "leave such rows out, with data.unusable=drop"
 _log = logger(__name__)
 Row = TypeVar("Row")
+RowKind = Literal["demonstrations", "pairs", "judged"]
+# Columns that chat templates read besides messages: what they hold, and how that is said.
+_INPUTS: tuple[tuple[str, type, str], ...] = (
+    ("tools", list, "a list of JSON schemas of functions"),
+    ("chat_template_kwargs", dict, "a mapping, such as {'enable_thinking': false}"),
+)
 # Columns in which something is said.
 _SAID = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 
@@ -34,10 +46,11 @@ _SAID = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """Tokens of a text; `learnt` marks those that a model is to write itself."""
+    """Tokens of a text; `learnt` marks those that a model is to write itself. Both are arrays where they come from a
+    cache."""
 
-    tokens: tuple[int, ...]
-    learnt: tuple[bool, ...]
+    tokens: Sequence[int] | NDArray[np.integer[Any]]
+    learnt: Sequence[bool] | NDArray[np.bool_]
 
 
 @final
@@ -70,6 +83,45 @@ class Prompt:
 
 
 @final
+@dataclass(slots=True, kw_only=True)
+class ReadReport:
+    """What became of rows: how many there are, how many were left out and the first reason, and the first row of which
+    a column was not read."""
+
+    num_rows: int = 0
+    num_refused: int = 0
+    first_refused: str = ""
+    unread: str = ""
+
+    def __add__(self, other: ReadReport) -> ReadReport:
+        return ReadReport(
+            num_rows=self.num_rows + other.num_rows,
+            num_refused=self.num_refused + other.num_refused,
+            first_refused=self.first_refused or other.first_refused,
+            unread=self.unread or other.unread,
+        )
+
+    def check(self, spec: object) -> None:
+        """Warn of what is left out. Raises DataError where nothing is left."""
+        if self.num_rows == 0:
+            name = spec if isinstance(spec, (str, os.PathLike)) else "the data"
+            raise DataError(f"there are no rows in {name}", expected="at least one")
+        if self.num_refused == self.num_rows:
+            raise DataError(self.first_refused)
+        if self.num_refused:
+            _log.warning(
+                "%d of %d rows cannot be used and are left out; the first: %s",
+                self.num_refused,
+                self.num_rows,
+                self.first_refused,
+            )
+        if self.unread:
+            _log.warning(
+                "%s beside prompt and completion: the completion is learnt, and the rest not read", self.unread
+            )
+
+
+@final
 class DialogueReader:
     """Reads rows into tokens. `columns` maps a name of ours to the one that the rows have."""
 
@@ -82,8 +134,8 @@ class DialogueReader:
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self._columns = dict(columns or {})
-        self._drops = unusable == "drop"
+        self.columns = dict(columns or {})
+        self.unusable = unusable
 
     def demonstrations(self, spec: object) -> Iterator[Response]:
         """Texts, conversations, or completions of prompts."""
@@ -101,61 +153,114 @@ class DialogueReader:
         """What is to be answered; of pairs without a prompt of their own, what both begin with."""
         return self._each(spec, self._question)
 
+    def shard(self, kind: RowKind, shard: RowShard, report: ReadReport) -> Iterator[Response | Pair | Judged]:
+        """The rows of one shard; what becomes of them is counted in `report`."""
+        reads: dict[RowKind, Callable[[dict[str, Any], object], Response | Pair | Judged]] = {
+            "demonstrations": self._demonstration,
+            "pairs": self._pair,
+            "judged": self._verdict,
+        }
+        return self._read(shard, reads[kind], report)
+
+    def fingerprint(self, kind: RowKind) -> str:
+        """Equal for readers that make the same of the same rows."""
+        tokens = (self._tokenizer.fingerprint, self._template.fingerprint)
+        return digest("dialogues", kind, *tokens, sorted(self.columns.items()), self.unusable)
+
     def _each(self, spec: object, read: Callable[[dict[str, Any], object], Row]) -> Iterator[Row]:
         """What is read of every row; those that mean nothing are refused, or left out and counted."""
-        num_rows, refused = 0, []
-        for place, row in _rows(spec, self._columns):
-            num_rows += 1
+        report = ReadReport()
+        for shard in open_rows(spec):
+            yield from self._read(shard, read, report)
+        report.check(spec)
+
+    def _read(
+        self, shard: RowShard, read: Callable[[dict[str, Any], object], Row], report: ReadReport
+    ) -> Iterator[Row]:
+        for place, row in _rows(shard, self.columns):
+            report.num_rows += 1
             try:
                 found = read(row, place)
             except DataError as error:
-                if not self._drops:
+                if self.unusable == "refuse":
                     raise
-                refused.append(error)
+                report.num_refused += 1
+                report.first_refused = report.first_refused or str(error)
                 continue
+            if not report.unread and row.get("completion") is not None:
+                others = [name for name in ("messages", "text") if row.get(name) is not None]
+                report.unread = f"{place} has {' and '.join(others)}" if others else ""
             yield found
-        if len(refused) == num_rows:
-            raise refused[0]
-        if refused:
-            _log.warning(
-                "%d of %d rows cannot be used and are left out; the first: %s", len(refused), num_rows, refused[0]
-            )
 
     def _demonstration(self, row: dict[str, Any], place: object) -> Response:
-        for name in ("messages", "text"):
-            if name in row:
-                return self._whole(self._said(row, name, place), place)
-        return self._response(self._prompt(row, place), self._said(row, "completion", place), place)
+        others = [name for name in ("messages", "text") if row.get(name) is not None]
+        if row.get("completion") is None and others:
+            said = self._said(row, others[0], place)
+            if not said:
+                raise DataError(f"{place} has an empty {others[0]}", expected="at least one token", fix=_LEAVE_OUT)
+            return self._whole(said, self._inputs(row, place), place)
+        return self._completed(row, place)
 
     def _pair(self, row: dict[str, Any], place: object) -> Pair:
-        chosen, rejected = self._said(row, "chosen", place), self._said(row, "rejected", place)
+        prompt, chosen, rejected = self._compared(row, place)
         if chosen == rejected:
             raise DataError(f"{place} prefers a response to itself", fix=_LEAVE_OUT)
-        prompt: Said
-        if "prompt" in row:
-            prompt = self._prompt(row, place)
-        else:
-            prompt, chosen, rejected = _shared(chosen, rejected)
+        inputs = self._inputs(row, place)
         return Pair(
-            chosen=self._response(prompt, chosen, place),
-            rejected=self._response(prompt, rejected, place),
+            chosen=self._response(prompt, chosen, inputs, place),
+            rejected=self._response(prompt, rejected, inputs, place),
             margin=_number(row, "margin", place),
             source=str(row.get("source", "")),
         )
+
+    def _compared(self, row: Mapping[str, Any], place: object) -> tuple[Said, Said, Said]:
+        """The prompt of a pair and its responses."""
+        chosen, rejected = self._said(row, "chosen", place), self._said(row, "rejected", place)
+        if row.get("prompt") is None or (_is_conversation(chosen) and _is_conversation(rejected)):
+            prompt, chosen, rejected = _shared(chosen, rejected)
+            self._check_prompt(row, prompt, place)
+            return prompt, chosen, rejected
+        return self._prompt(row, place), chosen, rejected
 
     def _verdict(self, row: dict[str, Any], place: object) -> Judged:
         label = _required(row, "label", place)
         if label not in (True, False):
             raise DataError(f"{place} has no verdict", got=f"label {label!r}", expected="true or false")
-        completion = self._said(row, "completion", place)
-        return Judged(response=self._response(self._prompt(row, place), completion, place), is_desirable=bool(label))
+        return Judged(response=self._completed(row, place), is_desirable=bool(label))
+
+    def _completed(self, row: Mapping[str, Any], place: object) -> Response:
+        """The prompt of a row with its completion, which as in UltraFeedback may begin with the prompt's messages."""
+        completion, prompt = self._said(row, "completion", place), self._prompt(row, place)
+        if _is_conversation(completion):
+            replies = (number for number, each in enumerate(completion) if each["role"] == "assistant")
+            length = next(replies, len(completion))
+            prompt, completion = completion[:length], completion[length:]
+            self._check_prompt(row, prompt, place)
+        return self._response(prompt, completion, self._inputs(row, place), place)
+
+    def _check_prompt(self, row: Mapping[str, Any], opening: Said, place: object) -> None:
+        """Raise DataError where a row has a prompt that the messages before its responses do not hold."""
+        if row.get("prompt") is None:
+            return
+        prompt = self._prompt(row, place)
+        if isinstance(prompt, str):
+            is_held = any(
+                str(each["content"]).strip() == prompt.strip() for each in opening if isinstance(each, Mapping)
+            )
+        else:
+            is_held = list(opening[: len(prompt)]) == list(prompt)
+        if not is_held:
+            raise DataError(
+                f"{place} has responses to another prompt than its own",
+                got=f"{str(prompt)[:60]!r} beside {str(opening)[:60]!r}",
+                expected="responses without a prompt, or with that one",
+                fix=_LEAVE_OUT,
+            )
 
     def _question(self, row: dict[str, Any], place: object) -> Prompt:
-        if "prompt" not in row and "chosen" in row and "rejected" in row:
-            opening, _, _ = _shared(self._said(row, "chosen", place), self._said(row, "rejected", place))
-        else:
-            opening = self._prompt(row, place)
-        tokens = self._prompt_tokens(opening)
+        has_pair = row.get("chosen") is not None and row.get("rejected") is not None
+        opening = self._compared(row, place)[0] if has_pair else self._prompt(row, place)
+        tokens = self._prompt_tokens(opening, self._inputs(row, place))
         if not opening or not tokens:
             raise DataError(f"{place} has an empty prompt", expected="at least one token", fix=_LEAVE_OUT)
         return Prompt(tokens=tuple(tokens), columns=row)
@@ -167,10 +272,10 @@ class DialogueReader:
         value = _required(row, name, place)
         if isinstance(value, str):
             return messages_of(value) if _TURN.match(value) else value
-        items = list(value) if isinstance(value, (list, tuple)) else []
-        if items and all(isinstance(item, Mapping) for item in items):
+        items = list(value) if isinstance(value, (list, tuple)) else None
+        if items is not None and all(isinstance(item, Mapping) for item in items):
             return [_message(item, place) for item in items]
-        if items and all(isinstance(item, int) for item in items):
+        if items is not None and all(isinstance(item, int) for item in items):
             return items
         raise DataError(
             f"{place} cannot be read in column {name!r}",
@@ -178,45 +283,71 @@ class DialogueReader:
             expected="text, a list of messages with role and content, or a list of tokens",
         )
 
-    def _whole(self, said: Said, place: object) -> Response:
+    def _inputs(self, row: Mapping[str, Any], place: object) -> dict[str, Any]:
+        """What the chat template is given beside the messages: the columns tools and chat_template_kwargs, each of
+        which may be spelt as JSON."""
+        found: dict[str, Any] = {}
+        for name, kind, expected in _INPUTS:
+            value: Any = row.get(name)
+            if isinstance(value, str):
+                try:
+                    value = json.loads(value or "null")
+                except ValueError:
+                    value = row[name]
+            members: Any = value if kind is list and isinstance(value, list) else []
+            if not isinstance(value, kind | None) or not all(isinstance(each, dict) for each in members):
+                raise DataError(f"{place} cannot be read in column {name!r}", got=str(value)[:60], expected=expected)
+            # Tables fill in what other rows have.
+            if isinstance(value, dict):
+                value = {key: each for key, each in value.items() if each is not None}
+            found[name] = value or None
+        return found
+
+    def _whole(self, said: Said, inputs: Mapping[str, Any], place: object) -> Response:
         """All of a text is learnt; of a conversation the replies."""
         if not _is_chat(said):
             before, after = document_frame(self._tokenizer) if isinstance(said, str) else ([], [self._tokenizer.eos_id])
             tokens = (*before, *self._plain(said), *after)
             return Response(tokens=tokens, learnt=(True,) * len(tokens))
-        chat = self._template.training(said)  # type: ignore[arg-type]
+        chat = _with_contents(self._template.training, said, **inputs)
         learnt = chat.loss_mask()
         if not any(learnt):
             raise DataError(f"{place} has nothing to learn", got="no reply", expected="a message of the assistant")
         return Response(tokens=chat.tokens, learnt=learnt)
 
-    def _response(self, prompt: Said, completion: Said, place: object) -> Response:
+    def _response(self, prompt: Said, completion: Said, inputs: Mapping[str, Any], place: object) -> Response:
         if not completion:
             raise DataError(f"{place} has an empty response", expected="at least one token", fix=_LEAVE_OUT)
-        if not _is_chat(prompt):
-            opening = self._prompt_tokens(prompt)
+        if not _is_chat(prompt) and not _is_chat(completion):
+            opening = self._prompt_tokens(prompt, inputs)
             answer = [*self._plain(completion), self._tokenizer.eos_id]
             return Response(tokens=(*opening, *answer), learnt=(False,) * len(opening) + (True,) * len(answer))
+        if not isinstance(prompt, str) and not _is_chat(prompt):
+            raise DataError(f"{place} has messages beside tokens", expected="a prompt of text or messages")
+        # A text beside a chat is what its speaker says.
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         replies = completion if _is_chat(completion) else [{"role": "assistant", "content": completion}]
-        chat = self._template.training([*prompt, *replies])
+        if not isinstance(completion, str) and not _is_chat(completion):
+            raise DataError(f"{place} has tokens beside messages", expected="a response of text or messages")
+        chat = _with_contents(self._template.training, [*asked, *replies], **inputs)
         # Replies within the prompt are no answer to it.
-        learnt = chat.loss_mask(first_message=len(prompt))
+        learnt = chat.loss_mask(first_message=len(asked))
         if not any(learnt):
             raise DataError(f"{place}: the chat template leaves the response out", fix=_LEAVE_OUT)
         return Response(tokens=chat.tokens, learnt=learnt)
 
-    def _prompt_tokens(self, prompt: Said) -> list[int]:
+    def _prompt_tokens(self, prompt: Said, inputs: Mapping[str, Any]) -> list[int]:
         if _is_chat(prompt):
-            return self._template.tokens(prompt, opens_reply=True)  # type: ignore[arg-type]
+            return _with_contents(self._template.tokens, prompt, opens_reply=True, **inputs)
         return self._tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else self._plain(prompt)
 
     def _plain(self, said: Said) -> list[int]:
-        return self._tokenizer.encode(said) if isinstance(said, str) else list(said)  # type: ignore[arg-type]
+        return self._tokenizer.encode(said) if isinstance(said, str) else [int(token) for token in said]  # type: ignore[arg-type]
 
 
 def texts(spec: object, columns: Mapping[str, str] | None = None) -> Iterator[str]:
     """Everything that is said in rows of any kind, messages one by one, for training a tokenizer."""
-    for _, row in _rows(spec, columns or {}):
+    for _, row in (each for shard in open_rows(spec) for each in _rows(shard, columns or {})):
         for value in (row.get(name) for name in _SAID):
             if isinstance(value, str):
                 yield value
@@ -225,18 +356,13 @@ def texts(spec: object, columns: Mapping[str, str] | None = None) -> Iterator[st
                 yield from (part for part in parts if isinstance(part, str))
 
 
-def _rows(spec: object, columns: Mapping[str, str]) -> Iterator[tuple[object, dict[str, Any]]]:
+def _rows(shard: RowShard, columns: Mapping[str, str]) -> Iterator[tuple[object, dict[str, Any]]]:
     """Every row under our names, with where it stands."""
-    is_empty = True
-    for place, row in open_rows(spec):
+    for place, row in shard.rows():
         if not isinstance(row, Mapping):
             raise DataError(f"{place} is no row", got=type(row).__name__, expected="a mapping of columns")
-        is_empty = False
         renamed = {name: row[own] for name, own in columns.items() if own in row}
         yield place, imported({**row, **renamed})
-    if is_empty:
-        name = spec if isinstance(spec, (str, os.PathLike)) else "the data"
-        raise DataError(f"there are no rows in {name}", expected="at least one")
 
 
 def imported(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,7 +371,8 @@ def imported(row: Mapping[str, Any]) -> dict[str, Any]:
     if "instruction" in found and "prompt" not in found:
         extra = found.get("input") or ""
         found["prompt"] = f"{found['instruction']}\n\n{extra}" if extra else found["instruction"]
-        found.setdefault("completion", found.get("output"))
+        if "output" in found:
+            found.setdefault("completion", found["output"])
     if "conversations" in found:
         # Beside a chosen and a rejected reply the conversation is what they answer.
         found.setdefault("prompt" if "chosen" in found else "messages", found.pop("conversations"))
@@ -264,13 +391,49 @@ def messages_of(text: str) -> list[Message]:
 
 def _message(item: Mapping[str, Any], place: object) -> Message:
     """A message under the names that templates know."""
+    if _CALL in (item.get("from"), item.get("role")):
+        return _called(item, place)
     role = item.get("role", _ROLES.get(str(item.get("from")), item.get("from")))
     content = item.get("content", item.get("value"))
     # A reply may be calls or thoughts alone, and a content a list of parts.
     has_more = any(item.get(name) for name in ("tool_calls", "reasoning_content", "thinking", "reasoning"))
     if not isinstance(role, str) or not (isinstance(content, (str, list, tuple)) or (content is None and has_more)):
         raise DataError(f"{place} holds a message without role or content", got=str(dict(item))[:80])
+    if not isinstance(content, str) and content and all(isinstance(part, Mapping) for part in content):
+        # Templates for text alone leave parts out, or write them as a list.
+        is_text = all(part.get("type", "text") == "text" and isinstance(part.get("text"), str) for part in content)
+        content = "".join(part["text"] for part in content) if is_text else content
     return {**item, "role": role, "content": content}
+
+
+def _called(item: Mapping[str, Any], place: object) -> Message:
+    """A call of a function, which is the assistant's."""
+    value = item.get("value", item.get("content"))
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        found = None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(each, Mapping) and "name" in each for each in calls):
+        expected = "JSON with name and arguments, or a list of these"
+        raise DataError(f"{place} has a {_CALL} that cannot be read", got=str(value)[:60], expected=expected)
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": dict(each)} for each in calls],
+    }
+
+
+def _with_contents(write: Callable[..., Row], messages: Sequence[Message], **inputs: Any) -> Row:
+    """What the template writes. Some read the content of every message; to them a null one is an empty text."""
+    try:
+        return write(messages, **inputs)
+    except DataError:
+        if all(each.get("content") is not None for each in messages):
+            raise
+        return write(
+            [each if each.get("content") is not None else {**each, "content": ""} for each in messages], **inputs
+        )
 
 
 def _shared(chosen: Said, rejected: Said) -> tuple[Said, Said, Said]:
@@ -286,12 +449,20 @@ def _shared(chosen: Said, rejected: Said) -> tuple[Said, Said, Said]:
     return chosen[:length], chosen[length:], rejected[length:]
 
 
-def _is_chat(said: Said) -> bool:
+def _is_chat(said: Said) -> TypeGuard[Sequence[Message]]:
     return not isinstance(said, str) and bool(said) and isinstance(said[0], Mapping)
 
 
+def _is_conversation(completion: Said) -> TypeGuard[Sequence[Message]]:
+    """Whether it is messages that hold the prompt too, and not what follows one."""
+    return _is_chat(completion) and completion[0]["role"] in ("system", "user")
+
+
 def _required(row: Mapping[str, Any], name: str, place: object) -> Any:
-    if row.get(name) is None:
+    if name in row and row[name] is None:
+        expected = "text, messages or tokens" if name in _SAID else "a value"
+        raise DataError(f"{place} has null in column {name!r}", expected=expected, fix=_LEAVE_OUT)
+    if name not in row:
         raise DataError(
             f"{place} has no column {name!r}",
             got=f"columns {', '.join(map(str, row))}",
@@ -302,7 +473,7 @@ def _required(row: Mapping[str, Any], name: str, place: object) -> Any:
 
 
 def _number(row: Mapping[str, Any], name: str, place: object) -> float:
-    value = row.get(name, 0.0)
+    value = 0.0 if row.get(name) is None else row[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise DataError(f"{place} has a {name} that is no number", got=repr(value), expected="a number")
     return float(value)

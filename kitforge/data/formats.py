@@ -54,10 +54,18 @@ class FileShard:
 
     def documents(self) -> Iterator[str]:
         """Read the file. Raises DataError for whatever is wrong with it, by line or byte where there is one."""
+        self._check_unchanged()
+        yield from filter(None, _READERS[kind_of(self.path)](self))
+
+    def rows(self) -> Iterator[tuple[object, Any]]:
+        """Every row with where it stands, which becomes text only for a message."""
+        self._check_unchanged()
+        yield from _ROWS[kind_of(self.path)](self)
+
+    def _check_unchanged(self) -> None:
         # A new name or other rights change the entry and no byte.
         if _stamp(self.path)[:2] != self.stamp[:2]:
             raise DataError(f"{self.path} has changed since the corpus was opened", fix="run the command again")
-        yield from filter(None, _READERS[kind_of(self.path)](self))
 
 
 def kind_of(path: Path) -> str:
@@ -293,15 +301,14 @@ def _parquet_rows(shard: FileShard) -> Iterator[tuple[object, Any]]:
         raise DataError(f"cannot read {shard.path}", got=error, expected="a whole Parquet file") from None
 
 
-def file_rows(path: Path) -> Iterator[tuple[object, Any]]:
-    """Every row of a file of rows with where it stands, which becomes text only for a message."""
+def row_file_shards(path: Path) -> list[FileShard]:
+    """The shards of a file of rows. Raises DataError for a file of texts."""
     kind = kind_of(path)
     if kind not in _ROWS:
         raise DataError(
             f"{path} holds texts, not rows", got=f"suffix {kind!r}", expected=" ".join(_ROWS), fix="write rows as jsonl"
         )
-    for part in file_shards(path, column="", separator=None, encoding_errors="strict"):
-        yield from _ROWS[kind](part)
+    return file_shards(path, column="", separator=None, encoding_errors="strict")
 
 
 def _pyarrow() -> Any:

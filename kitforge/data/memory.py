@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 from kitforge.data.shard import SHARD_BYTES, EncodingErrors, digest, document_of, missing_column
 from kitforge.foundation.errors import DataError
 
 _DATASET_ROWS = 20_000
+_MEMORY_ROWS = 1_000
 
 
 @final
@@ -57,6 +59,74 @@ class DatasetShard:
                 text = document_of({self.column: value}, self.column, self.encoding_errors, place)
                 if text:
                     yield text
+
+
+@final
+class MemoryRows:
+    """Rows held in memory, from the one with number `start` on."""
+
+    def __init__(self, items: list[object], start: int) -> None:
+        self._items = items
+        self._start = start
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of what the rows look like."""
+        return digest("memory rows", *map(repr, self._items))
+
+    @cached_property
+    def size(self) -> int:
+        """Characters of what the rows look like."""
+        return sum(len(repr(row)) for row in self._items)
+
+    def rows(self) -> Iterator[tuple[object, Any]]:
+        """The rows as they are."""
+        return ((f"row {number} of the data", row) for number, row in enumerate(self._items, start=self._start))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetRows:
+    """A range of the rows of a datasets.Dataset, from the one with number `start` on."""
+
+    items: Any
+    start: int
+
+    @property
+    def fingerprint(self) -> str:
+        """The one that the dataset carries."""
+        return digest("dataset rows", self.items._fingerprint, self.start, len(self.items))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the range, as the dataset's own tables count them."""
+        return int(self.items.data.nbytes)
+
+    def rows(self) -> Iterator[tuple[object, Any]]:
+        """The rows as mappings."""
+        return ((f"row {number} of the data", row) for number, row in enumerate(self.items, start=self.start))
+
+
+def memory_rows(rows: Iterable[object]) -> Iterator[MemoryRows]:
+    """Read an iterable once, shard by shard."""
+    items: list[object] = []
+    start = 1
+    for row in rows:
+        items.append(row)
+        if len(items) == _MEMORY_ROWS:
+            yield MemoryRows(items, start)
+            items, start = [], start + len(items)
+    if items:
+        yield MemoryRows(items, start)
+
+
+def dataset_rows(dataset: Any) -> list[DatasetRows]:
+    """Ranges of a dataset's rows."""
+    starts = range(0, len(dataset), _DATASET_ROWS)
+    return [
+        DatasetRows(items=dataset.select(range(start, min(start + _DATASET_ROWS, len(dataset)))), start=start + 1)
+        for start in starts
+    ]
 
 
 def memory_shards(rows: Iterable[object], column: str, errors: EncodingErrors) -> list[MemoryShard]:

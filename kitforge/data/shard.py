@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from typing import Literal, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, Protocol
 
 from kitforge.foundation.errors import DataError, nearest
 
@@ -29,6 +29,24 @@ class Shard(Protocol):
 
     def documents(self) -> Iterable[str]:
         """The documents in a fixed order, without the empty ones."""
+        ...
+
+
+class RowShard(Protocol):
+    """A part of the rows of a data set that one process can read alone. Can be sent to another process."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the rows may have changed."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Roughly how many bytes are read."""
+        ...
+
+    def rows(self) -> Iterator[tuple[object, Any]]:
+        """Every row in a fixed order with where it stands, which becomes text only for a message."""
         ...
 
 

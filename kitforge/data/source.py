@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
-from kitforge.data.formats import file_rows, file_shards, is_known
-from kitforge.data.memory import dataset_shards, is_dataset, memory_shards
-from kitforge.data.shard import EncodingErrors, Shard, digest
+from kitforge.data.formats import file_shards, is_known, row_file_shards
+from kitforge.data.memory import dataset_rows, dataset_shards, is_dataset, memory_rows, memory_shards
+from kitforge.data.shard import EncodingErrors, RowShard, Shard, digest
 from kitforge.data.standard_library import standard_library_shards
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError
@@ -94,20 +94,19 @@ def open_source(spec: object, config: SourceConfig = _DEFAULT) -> Source:
     return Source("rows", shards)
 
 
-def open_rows(spec: object) -> Iterator[tuple[object, Any]]:
-    """Every row with where it stands, for messages: of a file of rows, a folder, a pattern, a list of these, a
-    datasets.Dataset, or an iterable of rows."""
+def open_rows(spec: object) -> Iterator[RowShard]:
+    """The shards of a file of rows, a folder, a pattern, a list of these, a datasets.Dataset, or an iterable of rows,
+    in order."""
     if isinstance(spec, (str, os.PathLike)):
         for file in _files(Path(spec).expanduser()):
-            yield from file_rows(file)
+            yield from row_file_shards(file)
     elif isinstance(spec, Mapping) or not isinstance(spec, Iterable):
         raise _unusable(spec)
     elif isinstance(spec, (list, tuple)) and spec and all(isinstance(item, (str, os.PathLike)) for item in spec):
         for item in spec:
             yield from open_rows(item)
     else:
-        for number, row in enumerate(spec, start=1):
-            yield f"row {number} of the data", row
+        yield from dataset_rows(spec) if is_dataset(spec) else memory_rows(spec)
 
 
 def _unusable(spec: object) -> DataError:

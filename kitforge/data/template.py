@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, final
@@ -19,6 +19,7 @@ from kitforge.data.chat_render import ChatRender, TemplateLanguage
 from kitforge.data.chat_replies import ReplySpan, find_replies
 from kitforge.data.huggingface_tokenizer import HuggingFaceTokenizer
 from kitforge.data.jinja_sandbox import sandboxed
+from kitforge.data.shard import digest
 from kitforge.data.tokens import AddedTokenSpan, Tokenizer
 from kitforge.foundation.errors import DataError
 
@@ -70,6 +71,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._named = dict(named_tokens)
         sources = {"default": source} if isinstance(source, str) else dict(source or {})
+        self.fingerprint = digest("chat template", sources, self._named)
         self._languages = {name: TemplateLanguage(sandboxed(each), self._find_added) for name, each in sources.items()}
 
     def tokens(
@@ -110,8 +112,8 @@ class ChatTemplate:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> TokenizedChat:
         """The conversation as tokens with its replies: what stands in `{% generation %}`, or what the template writes
-        for a reply more than for the prompt before it. Where no token of the template's ends the last reply, the
-        tokenizer's end token does. Raises DataError where it cannot be told what a reply is."""
+        for a reply more than for the prompt before it. Raises DataError where it cannot be told what a reply is, or
+        where no token ends one."""
         if not self._languages:
             return _plain_chat(self._tokenizer, messages)
         inputs = {"tools": tools, "documents": documents, **_checked(chat_template_kwargs)}
@@ -121,12 +123,15 @@ class ChatTemplate:
         own, foreign = language.parted(text, said)
         spans = find_replies(render, text, said, own, self._tokenizer.eos_ids)
         tokens, offsets = self._encode(text, own, foreign, spans)
-        replies = _replies(spans, offsets)
-        ends = bool(spans) and (spans[-1].has_end or any(each.start >= spans[-1].stop for each in own))
-        if replies and render.replies[-1] == len(messages) - 1 and not ends:
-            tokens.append(self._tokenizer.eos_id)
-            replies[-1] = replace(replies[-1], stop=len(tokens))
-        return TokenizedChat(tokens=tuple(tokens), replies=tuple(replies))
+        endless = next((each for each in spans if not each.has_end), None)
+        if endless is not None:
+            raise DataError(
+                "the chat template writes no end token behind a reply, so the model would not learn to stop",
+                got=f"message {endless.message}, which ends with {text[endless.start : endless.stop][-40:]!r}",
+                expected="a special token where a reply ends",
+                fix="end replies with {{ eos_token }} in the template, or enclose them in {% generation %}",
+            )
+        return TokenizedChat(tokens=tuple(tokens), replies=tuple(_replies(spans, offsets)))
 
     def _render(
         self, messages: Sequence[Message], inputs: Mapping[str, Any], *, is_training: bool = False

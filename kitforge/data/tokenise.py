@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import final
+from typing import Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,24 @@ from kitforge.foundation.files import atomic_file
 _WORTH_PROCESSES = 6 * 2**20
 
 
+class TokenJob(Protocol):
+    """A file of tokens to write. Can be sent to another process."""
+
+    @property
+    def path(self) -> Path:
+        """The file, which is there as soon as it is whole."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Roughly how many bytes are read for it."""
+        ...
+
+    def write(self, tokenizer: Tokenizer) -> None:
+        """Read and tokenise, and write the file."""
+        ...
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -41,25 +59,47 @@ class Job:
     shard: Shard
     path: Path
 
+    @property
+    def size(self) -> int:
+        """Bytes of the shard."""
+        return self.shard.size
+
+    def write(self, tokenizer: Tokenizer) -> None:
+        """Tokenise document by document."""
+        dtype = token_dtype(tokenizer.vocab_size)
+        before, after = (np.array(tokens, dtype) for tokens in document_frame(tokenizer))
+        parts: list[NDArray[np.unsignedinteger]] = []
+        lengths: list[int] = []
+        for text in self.shard.documents():
+            tokens = tokenizer.encode_array(text)
+            parts += (before, tokens.astype(dtype, copy=False), after)
+            lengths.append(len(before) + len(tokens) + len(after))
+        with atomic_file(self.path) as file:
+            file.write(np.array([len(lengths), *lengths], dtype=np.int64).tobytes())
+            for part in parts:
+                file.write(part.data)
+
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     """The smallest of uint16 and uint32 that holds every token."""
     return np.dtype(np.uint16) if vocab_size <= 2**16 else np.dtype(np.uint32)
 
 
-def tokenise(jobs: Sequence[Job], tokenizer: Tokenizer, num_workers: int | None, done: Callable[[int], None]) -> None:
+def tokenise(
+    jobs: Sequence[TokenJob], tokenizer: Tokenizer, num_workers: int | None, done: Callable[[int], None]
+) -> None:
     """Write the file of every job; `done` is told the bytes of each shard that is ready.
 
     With `num_workers` None there are as many processes as cores, or none where the text is too little to pay for them.
     """
     check(num_workers is None or num_workers >= 1, "data.num_workers", num_workers, "at least 1, or null to decide")
-    is_little = sum(job.shard.size for job in jobs) < _WORTH_PROCESSES
+    is_little = sum(job.size for job in jobs) < _WORTH_PROCESSES
     count = min(len(jobs), num_workers or (1 if is_little else _num_cores()))
     # A class of the user's script cannot reach another process, because the script is not run again there.
     if count <= 1 or multiprocessing.current_process().daemon or type(tokenizer).__module__ == "__main__":
         for job in jobs:
-            _run(job, tokenizer)
-            done(job.shard.size)
+            job.write(tokenizer)
+            done(job.size)
         return
     _run_in_processes(jobs, tokenizer, count, done)
 
@@ -79,24 +119,9 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _run(job: Job, tokenizer: Tokenizer) -> None:
-    dtype = token_dtype(tokenizer.vocab_size)
-    before, after = (np.array(tokens, dtype) for tokens in document_frame(tokenizer))
-    parts: list[NDArray[np.unsignedinteger]] = []
-    lengths: list[int] = []
-    for text in job.shard.documents():
-        tokens = tokenizer.encode_array(text)
-        parts += (before, tokens.astype(dtype, copy=False), after)
-        lengths.append(len(before) + len(tokens) + len(after))
-    with atomic_file(job.path) as file:
-        file.write(np.array([len(lengths), *lengths], dtype=np.int64).tobytes())
-        for part in parts:
-            file.write(part.data)
-
-
-def _run_in_processes(jobs: Sequence[Job], tokenizer: Tokenizer, count: int, done: Callable[[int], None]) -> None:
+def _run_in_processes(jobs: Sequence[TokenJob], tokenizer: Tokenizer, count: int, done: Callable[[int], None]) -> None:
     # The largest first and in turn, so that all workers have about as much to do.
-    by_size = sorted(jobs, key=lambda job: -job.shard.size)
+    by_size = sorted(jobs, key=lambda job: -job.size)
     workers = [_start(by_size[first::count], tokenizer) for first in range(count)]
     try:
         _follow(dict(workers), done)
@@ -133,7 +158,7 @@ def _check_ended_well(process: BaseProcess) -> None:
         )
 
 
-def _start(jobs: Sequence[Job], tokenizer: Tokenizer) -> tuple[Connection, BaseProcess]:
+def _start(jobs: Sequence[TokenJob], tokenizer: Tokenizer) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(jobs, tokenizer, writer), daemon=True)
@@ -154,14 +179,14 @@ def _script_hidden() -> Iterator[None]:
         sys.modules["__main__"] = script
 
 
-def _work(jobs: Sequence[Job], tokenizer: Tokenizer, reports: Connection) -> None:
+def _work(jobs: Sequence[TokenJob], tokenizer: Tokenizer, reports: Connection) -> None:
     # The terminal's Ctrl-C reaches every process, and the parent ends this one itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         for job in jobs:
-            _run(job, tokenizer)
-            reports.send(job.shard.size)
+            job.write(tokenizer)
+            reports.send(job.size)
     except KitforgeError as error:
         reports.send(error)
 

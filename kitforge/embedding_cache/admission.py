@@ -9,24 +9,31 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import NewHashMap
+from kitforge.core.kernels.places import where
 from kitforge.core.parallel.table import GAMMA, mix, shifted
-from kitforge.embedding_cache.options import AdmissionOptions
+from kitforge.embedding_cache.options import LARGEST_COUNT, AdmissionOptions
 from kitforge.foundation import seed as seeds
+
+# A count and the step in which it last rose, in one number of the map.
+COUNT_BITS = LARGEST_COUNT.bit_length()
+# Entries before the first sweep of counts that have expired.
+FIRST_SWEEP = 2**12
 
 
 @final
 class Admission:
-    """An id is admitted from its n-th training lookup on, where n is the same for all or drawn for each.
+    """An id is admitted from the n-th training step that looks it up on, where n is the same for all or drawn for each.
 
-    To admit with probability p at every lookup is to draw n from a geometric distribution; n is a pure function of
-    (seed, table, id), so it depends on no order.
+    A step counts an id once, in however many lookups and micro-batches it is. To admit with probability p in every step
+    is to draw n from a geometric distribution; n is a pure function of (seed, table, id), so it depends on no order.
+    The count of an id that is not admitted expires after `age` steps without it. Only the training thread calls this.
     """
 
     def __init__(self, options: AdmissionOptions, new_hash_map: NewHashMap, seed: int, table: str) -> None:
         self._options = options
         self._key = seeds.key(seed, "admission", table)
         self._new_hash_map = new_hash_map
-        self._seen = new_hash_map()
+        self.clear()
 
     @property
     def admits_all(self) -> bool:
@@ -34,35 +41,62 @@ class Admission:
         return self._options.name == "always"
 
     def observe(self, keys: Tensor) -> Tensor:
-        """Count one more training lookup of each of these distinct keys; which of them have a row by now."""
-        counts = self._counts(keys) + 1
-        self._seen.insert(keys, counts)
-        return counts >= self._thresholds(keys)
+        """Count the current step for each of these distinct keys; which of them are admitted by now."""
+        counts, last, thresholds = self._counts(keys)
+        counts += last != self.step
+        counts.clamp_(max=LARGEST_COUNT)
+        self._entries.insert(keys, self.step << COUNT_BITS | counts)
+        self._is_open = True
+        return counts >= thresholds
 
     def admitted(self, keys: Tensor) -> Tensor:
-        """Which of these keys have a row, without counting."""
-        return self._counts(keys) >= self._thresholds(keys)
+        """Which of these keys are admitted, without counting."""
+        counts, _, thresholds = self._counts(keys)
+        return counts >= thresholds
 
-    def retract(self, keys: Tensor) -> None:
-        """Undo one `observe` of these keys: the lookup did not take place."""
-        counts = self._counts(keys) - 1
-        self._seen.insert(keys[counts > 0], counts[counts > 0])
-        self._seen.remove(keys[counts <= 0])
+    def end_step(self) -> None:
+        """The lookups that follow belong to another step, if there were any in this one."""
+        self.step += self._is_open
+        self._is_open = False
+        if self._options.age is not None and len(self._entries) > 2 * self._num_swept + FIRST_SWEEP:
+            self._sweep()
+
+    def forget(self, keys: Tensor) -> None:
+        """The rows of these keys are gone for good: their ids begin anew."""
+        self._entries.remove(keys)
 
     def counts(self) -> tuple[Tensor, Tensor]:
-        """All keys that were ever counted, ascending, and their counts."""
-        return self._seen.items()
+        """All keys that are counted, ascending, and for each its count and the step in which that last rose [n, 2]."""
+        keys, _ = self._entries.items()
+        counts, last, _ = self._counts(keys)
+        kept = where(counts > 0)
+        return keys[kept], torch.stack([counts[kept], last[kept]], 1)
 
     def restore(self, keys: Tensor, counts: Tensor) -> None:
-        """Know of these keys besides those known."""
-        self._seen.insert(keys, counts)
+        """Know of these keys besides those known; `counts` [n, 2] as `counts` gives them."""
+        self._entries.insert(keys, counts[:, 1] << COUNT_BITS | counts[:, 0])
 
     def clear(self) -> None:
         """Have counted nothing."""
-        self._seen = self._new_hash_map()
+        self._entries = self._new_hash_map()
+        self._num_swept = 0
+        self.step = 1
+        self._is_open = False
 
-    def _counts(self, keys: Tensor) -> Tensor:
-        return self._seen.lookup(keys).clamp_(min=0)
+    def _counts(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each key [n] its count, the step in which it last rose (0: never), and the count that admits it."""
+        entries, thresholds = self._entries.lookup(keys).clamp_(min=0), self._thresholds(keys)
+        counts, last = entries & LARGEST_COUNT, entries >> COUNT_BITS
+        if self._options.age is not None:
+            counts[(self.step - last > self._options.age) & (counts < thresholds)] = 0
+        return counts, last, thresholds
+
+    def _sweep(self) -> None:
+        """Give back the memory of counts that have expired."""
+        keys, counts = self.counts()
+        self._entries = self._new_hash_map(len(keys))
+        self.restore(keys, counts)
+        self._num_swept = len(keys)
 
     def _thresholds(self, keys: Tensor) -> Tensor:
         if self._options.name == "count":
@@ -70,4 +104,4 @@ class Admission:
         if self._options.name == "always" or self._options.probability == 1.0:
             return torch.zeros(len(keys), dtype=torch.int64)
         unit = (shifted(mix(mix(keys + self._key) + GAMMA), 11).double() + 0.5) * 2.0**-53
-        return (unit.log() / math.log1p(-self._options.probability)).ceil().clamp(1, 2**62).long()
+        return (unit.log() / math.log1p(-self._options.probability)).ceil().clamp(1, LARGEST_COUNT).long()

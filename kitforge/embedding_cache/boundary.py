@@ -33,8 +33,9 @@ class Moment:
     state: Mapping[str, Tensor]
     share: tuple[int, int]
     part: str  # the name under which the rows go
-    counted: tuple[Tensor, Tensor] | None  # keys and counts of admission
-    removed: list[Tensor]
+    counted: tuple[Tensor, Tensor] | None  # keys [n] and counts [n, 2] of admission
+    changed: Tensor | None  # distinct keys that changed after `since`, some of which may be gone; None: all rows
+    removed: Tensor | None  # distinct keys that went after `since`
     yields: bool  # whether the rows here are this rank's to give, not another's as well
 
 
@@ -48,8 +49,14 @@ class Boundary:
         new_hash_map = select_table().hash_map
         self._read: HashMap = new_hash_map()
         self._kept = _KeptRows(new_hash_map(), rows.layout.width)
+        self._changed: HashMap | None = None
+        if moment.changed is not None:
+            self._changed = new_hash_map(len(moment.changed))
+            self._mark(self._changed, moment.changed)
         device = rows.device.index
-        self._top = torch.cat([device.keys_at(device.used()), *rows.ladder.host_keys()]) if moment.yields else None
+        self._top = moment.changed
+        if moment.changed is None and moment.yields:
+            self._top = torch.cat([device.keys_at(device.used()), *rows.ladder.host_keys()])
         if moment.yields:
             rows.watchers.add(self._keep)
 
@@ -87,13 +94,14 @@ class Boundary:
         """See `RowSource`. Rows that never moved are left out: they are as they begin."""
         if part == ADMISSION and self._moment.counted is not None and self._moment.yields:
             keys, counts = self._moment.counted
-            yield from zip(torch.split(keys, CHUNK), torch.split(counts.unsqueeze(1), CHUNK), strict=True)
-        elif part == self._moment.part and self._top is not None:
+            yield from zip(torch.split(keys, CHUNK), torch.split(counts, CHUNK), strict=True)
+        elif part == self._moment.part and self._top is not None and self._moment.yields:
             yield from self._row_chunks(self._top)
 
     def removed(self) -> Iterator[Tensor]:
         """See `RowSource`."""
-        return iter(self._moment.removed if self._moment.yields else [])
+        removed = self._moment.removed
+        return iter(() if removed is None or not self._moment.yields else (removed,))
 
     def close(self) -> None:
         """See `RowSource`."""
@@ -104,7 +112,8 @@ class Boundary:
     def _row_chunks(self, top: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for keys in torch.split(top, CHUNK):
             yield from self._chunk(keys)
-        for keys in self._rows.ladder.store_keys(CHUNK):
+        # Of changes all keys are known; of a whole table those below are asked for.
+        for keys in self._rows.ladder.store_keys(CHUNK) if self._changed is None else ():
             yield from self._chunk(keys)
         # Those that were below and have been forgotten since.
         with self._lock:
@@ -125,7 +134,7 @@ class Boundary:
             with self._lock:
                 # One that was fetched and has changed meanwhile was kept before that.
                 is_kept = self._kept.read(keys[missing], below)
-                self._mark(keys[missing])
+                self._mark(self._read, keys[missing])
             rows[missing] = below
             found[missing] = was_below | is_kept
         wanted = found & self._is_wanted(rows)
@@ -147,7 +156,7 @@ class Boundary:
                 in_host = cache.ladder.peek_host(keys[missing], below)
                 rows[missing[in_host]] = below[in_host]
                 found[missing[in_host]] = True
-            self._mark(keys[found])
+            self._mark(self._read, keys[found])
         return found
 
     def _is_wanted(self, rows: Tensor) -> Tensor:
@@ -160,12 +169,15 @@ class Boundary:
         since = self._moment.since - int(self._rows.optimizer.moves_untouched_rows)
         return has_moved & (counters[:, layout.last_step] > since)
 
-    def _mark(self, keys: Tensor) -> None:
-        self._read.insert(keys, torch.zeros(len(keys), dtype=torch.int64))
+    def _mark(self, marks: HashMap, keys: Tensor) -> None:
+        marks.insert(keys, torch.zeros(len(keys), dtype=torch.int64))
 
     def _keep(self, keys: Tensor, rows_at: RowsAt) -> None:
         with self._lock:
-            places = ((self._read.lookup(keys) < 0) & ~self._kept.has(keys)).nonzero().squeeze(1)
+            is_wanted = (self._read.lookup(keys) < 0) & ~self._kept.has(keys)
+            if self._changed is not None:
+                is_wanted &= self._changed.lookup(keys) >= 0
+            places = is_wanted.nonzero().squeeze(1)
             if len(places):
                 self._kept.add(keys[places], rows_at(places))
 

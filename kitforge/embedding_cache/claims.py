@@ -37,10 +37,11 @@ class Claims:
         self._claims.setdefault(id(ids), deque()).append(claim)
 
     def take(self, ids: Tensor) -> Ticket | None:
-        """The ticket for these ids, if there is one; a view of the whole tensor will do."""
-        key = id(ids)
-        if key not in self._claims and ids._base is not None and ids._base.numel() == ids.numel():
-            key = id(ids._base)
+        """The ticket for these ids, if there is one; a view of the whole tensor will do that keeps their order."""
+        key, base = id(ids), ids._base
+        if key not in self._claims and base is not None and base.numel() == ids.numel():
+            # Of as many numbers in the same memory, contiguous ones are in the same order; a transposed view is not.
+            key = id(base) if ids.is_contiguous() and base.is_contiguous() else key
         queue = self._claims.get(key)
         if not queue:
             return None

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import select_table
+from kitforge.data.scramble import scramble
 from kitforge.embedding_cache.options import TableOptions
 from kitforge.embedding_cache.query import flat_ids
 from kitforge.foundation.errors import DataError
@@ -28,7 +29,7 @@ class Estimate:
 
     row_bytes: int  # of one row with its state
     num_batches: int
-    num_needed: int  # distinct rows of each batch, summed
+    num_needed: int  # distinct rows of each batch that is counted, summed
     num_rows: int  # distinct rows of the whole sample
     largest_batch: int  # distinct rows of the batch that has most
     distances: NDArray[np.int64]  # ascending, of all needs of rows seen before: distinct rows needed since
@@ -61,25 +62,36 @@ class Estimate:
         return "\n".join(lines)
 
 
-def estimate(options: TableOptions, width: int, batches: Iterable[Tensor]) -> Estimate:
+def estimate(
+    options: TableOptions, width: int, batches: Iterable[Tensor], *, warm_up: int = 0, sample_rate: float = 1.0
+) -> Estimate:
     """What a table of these options, with rows of `width` numbers, would do with batches of ids.
 
-    Raises DataError for an empty sample.
+    The first `warm_up` batches fill the tier and are not counted. Of many ids a share is enough: at `sample_rate` only
+    those are followed whose hash is below it, each distance standing for 1 / sample_rate as many (SHARDS: Waldspurger,
+    Park, Garthwaite and Ahmad, 2015). Raises DataError for an empty sample.
     """
     unique = select_table().unique
-    needs = [unique(flat_ids(ids))[0].numpy() for ids in batches]
+    needs = [_sampled(unique(flat_ids(ids))[0].numpy(), sample_rate) for ids in batches]
     if not needs:
         raise DataError("there is nothing to estimate from", got="no batches", expected="at least one tensor of ids")
-    seen = len(np.unique(np.concatenate(needs)))
+    rows = round(len(np.unique(np.concatenate(needs))) / sample_rate)
     return Estimate(
         row_bytes=4 * width,
         num_batches=len(needs),
-        num_needed=sum(map(len, needs)),
-        num_rows=seen,
-        largest_batch=max(map(len, needs)),
-        distances=np.sort(stack_distances(needs)),
-        tier_bytes=tier_bytes(options, width, options.num_embeddings or seen),
+        num_needed=sum(map(len, needs[warm_up:])),
+        num_rows=rows,
+        largest_batch=round(max(map(len, needs)) / sample_rate),
+        distances=np.sort(np.rint(stack_distances(needs, warm_up) / sample_rate).astype(np.int64)),
+        tier_bytes=tier_bytes(options, width, options.num_embeddings or rows),
     )
+
+
+def _sampled(ids: NDArray[np.int64], rate: float) -> NDArray[np.int64]:
+    """The ids whose hash, as a number in [0, 1), is below the rate: the same ones in every batch."""
+    if rate >= 1.0:
+        return ids
+    return ids[scramble(ids.view(np.uint64), 0) < np.uint64(rate * 2**64)]
 
 
 def tier_bytes(options: TableOptions, width: int, num_rows: int) -> dict[str, int]:
@@ -100,8 +112,9 @@ def tier_bytes(options: TableOptions, width: int, num_rows: int) -> dict[str, in
     return sizes
 
 
-def stack_distances(needs: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """For each need of a row seen before, in order: how many distinct others were needed since, up to the batch before.
+def stack_distances(needs: list[NDArray[np.int64]], warm_up: int = 0) -> NDArray[np.int64]:
+    """For each need of a row seen before, from batch `warm_up` on, in order: how many distinct others were needed
+    since, up to the batch before.
 
     `needs` are the distinct rows of each batch; what a batch needs itself pushes nothing of it out. Between the need at
     i and its row's previous need p[i] lie the elements up to the start of the batch of i, of which those count that do
@@ -118,7 +131,8 @@ def stack_distances(needs: list[NDArray[np.int64]]) -> NDArray[np.int64]:
         batch = slice(start, start + len(rows))
         recurring[batch] -= larger_before(previous[batch])
     between = np.repeat(starts, list(map(len, needs))) - previous - 1 - recurring
-    return between[previous >= 0]
+    begin = sum(map(len, needs[:warm_up]))
+    return between[begin:][previous[begin:] >= 0]
 
 
 def larger_before(values: NDArray[np.int64]) -> NDArray[np.int64]:

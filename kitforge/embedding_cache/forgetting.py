@@ -9,9 +9,8 @@ from torch import Tensor
 
 from kitforge.core.optim.sparse import RowLayout
 from kitforge.embedding_cache.options import ForgettingOptions
+from kitforge.embedding_cache.planner import Planner
 from kitforge.embedding_cache.records import InitialRecords
-from kitforge.embedding_cache.tiers.device import DeviceTier
-from kitforge.embedding_cache.tiers.ladder import Ladder
 from kitforge.embedding_cache.watchers import RowsAt, Watchers
 
 # Rows looked at together.
@@ -22,48 +21,50 @@ CHUNK = 2**15
 class Forgetting:
     """Goes through all tiers at a step boundary. What it forgets depends on rows alone, not on where they are.
 
-    A row that a planned lookup already waits for begins anew where it stands.
+    A row that a planned lookup already waits for begins anew where it stands; the place of any other is free.
     """
 
     def __init__(
-        self, options: ForgettingOptions, tiers: tuple[DeviceTier, Ladder], initial: InitialRecords, watchers: Watchers
+        self, options: ForgettingOptions, planner: Planner, initial: InitialRecords, watchers: Watchers
     ) -> None:
         self._options, self._initial = options, initial
-        self._device, self._ladder = tiers
+        self._planner, self._device, self._ladder = planner, planner.device, planner.ladder
         self._watchers = watchers
-        # By step, in ascending order: the keys that went then.
-        self.removed: list[tuple[int, Tensor]] = []
 
     def is_due(self, num_steps: int) -> bool:
         """Whether rows are to be forgotten after that many steps."""
         return self._options.every > 0 and num_steps > 0 and num_steps % self._options.every == 0
 
-    def run(self, num_steps: int) -> int:
-        """Forget, while nobody plans; how many rows went."""
-        above, below = self._from_device(num_steps), self._from_below(num_steps)
-        gone = torch.cat([*above, *below, torch.empty(0, dtype=torch.int64)])
+    def run(self, num_steps: int) -> Tensor:
+        """Forget, while nobody plans; the keys of the rows that went."""
+        # Below first: what is there of rows that the device has are old copies, which do not count.
+        below = self._from_below(num_steps)
+        gone = torch.cat([*below, self._from_device(num_steps)])
         if len(gone):
             self._ladder.delete(gone)
-            self.removed.append((num_steps, gone))
-        return len(gone)
-
-    def trim(self, until: int) -> None:
-        """Keep no memory of what went up to that step."""
-        self.removed = [(step, keys) for step, keys in self.removed if step > until]
-
-    def _from_device(self, num_steps: int) -> list[Tensor]:
-        gone = []
-        for slots in torch.split(self._device.index.used(), CHUNK):
-            slots = slots[goes(self._options, self._initial.layout, self._device.rows(slots), num_steps)]
-            keys = self._device.index.keys_at(slots)
-            rows = torch.empty(len(keys), self._initial.layout.width)
-            self._initial.fill(keys, rows)
-            with self._device.using() as slab:
-                self._watchers.before_change(keys, _rows_of(self._device.rows(slots)))
-                slab[self._device.there(slots)] = rows.to(slab.device)
-                self._device.is_dirty[slots] = False
-            gone.append(keys)
         return gone
+
+    def _from_device(self, num_steps: int) -> Tensor:
+        device, layout = self._device, self._initial.layout
+        parts = [device.index.used()[:0]]
+        for slots in torch.split(device.index.used(), CHUNK):
+            parts.append(slots[goes(self._options, layout, device.rows(slots), num_steps)])
+            keys = device.index.keys_at(parts[-1])
+            self._watchers.before_change(keys, _rows_of(device.rows(parts[-1])))
+        slots = torch.cat(parts)
+        keys, is_needed = device.index.keys_at(slots), self._planner.needed(slots, slots[:0])
+        device.index.remove(slots[~is_needed])
+        self._begin_anew(slots[is_needed])
+        return keys
+
+    def _begin_anew(self, slots: Tensor) -> None:
+        keys = self._device.index.keys_at(slots)
+        rows = torch.empty(len(keys), self._initial.layout.width)
+        self._initial.fill(keys, rows)
+        with self._device.using() as slab:
+            slab[self._device.there(slots)] = rows.to(slab.device)
+            self._device.is_dirty[slots] = False
+        self._planner.begin_anew(slots)
 
     def _from_below(self, num_steps: int) -> list[Tensor]:
         gone = []

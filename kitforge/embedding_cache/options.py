@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from typing import Literal
-from urllib.parse import urlsplit
 
 from kitforge.embedding_cache.store import RowStore
 from kitforge.foundation.config import check, check_name
 
 PolicyName = Literal["lru", "lfu", "lookahead"]
 AdmissionName = Literal["always", "count", "probability"]
+# Up to which admission counts.
+LARGEST_COUNT = 2**24 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +34,25 @@ class PolicyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionOptions:
-    """Which ids get a row of their own. One that has none is looked up as its initial row, and does not train."""
+    """Which ids get a row of their own. One that has none is looked up as its initial row, and does not train.
 
-    # always: all. count: those seen in at least `count` training lookups. probability: each lookup of an id that has no
-    # row admits it with that probability, drawn from (seed, table, id, how often it was seen).
+    A training step counts an id once, in however many lookups, features and micro-batches it is.
+    """
+
+    # always: all. count: those seen in at least `count` training steps. probability: each step that looks up an id that
+    # has no row admits it with that probability, drawn from (seed, table, id, how often it was seen).
     name: AdmissionName = "always"
     count: int = 2
     probability: float = 0.1
+    # Steps without an id that has no row yet after which its count begins anew, so that counts of ids that never come
+    # again take no memory; none: counts are kept for ever.
+    age: int | None = 10_000
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
         check_name("cache.admission.name", self.name, AdmissionName)
-        check(self.count >= 1, "cache.admission.count", self.count, "a whole number of at least 1")
+        check(1 <= self.count <= LARGEST_COUNT, "cache.admission.count", self.count, f"from 1 to {LARGEST_COUNT:,}")
+        check(self.age is None or self.age >= 1, "cache.admission.age", self.age, "a number of steps, or none")
         check(0 < self.probability <= 1, "cache.admission.probability", self.probability, "above 0, at most 1")
 
 
@@ -76,7 +84,7 @@ class RemoteOptions:
 
     # redis://, rediss:// (TLS) or unix://, with user, host, port and database. A password that is not in it is that of
     # the environment, $KITFORGE_REMOTE_PASSWORD.
-    url: str
+    url: str = field(repr=False)
     prefix: str = "kitforge"  # what the names of all keys begin with; runs at the same time need different ones
     ca_file: str | None = None  # rediss: certificates that vouch for the server's; None: those of the system
     timeout: float = 10.0  # seconds to wait for one answer
@@ -87,8 +95,13 @@ class RemoteOptions:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
-        scheme = self.url.partition("://")[0]
-        check(scheme in ("redis", "rediss", "unix"), "cache.remote", scheme, "redis://, rediss:// or unix://")
+        scheme, mark, rest = self.url.partition("://")
+        is_known = bool(mark) and scheme in ("redis", "rediss", "unix")
+        check(is_known, "cache.remote", scheme if mark else "no scheme", "redis://, rediss:// or unix://")
+        user = rest.rpartition("@")[0]
+        is_readable = scheme == "unix" or not any(letter in user for letter in "/?#")
+        fix = "write them as %2F, %3F and %23, or give the password in $KITFORGE_REMOTE_PASSWORD"
+        check(is_readable, "cache.remote", "a user or password with /, ? or # in it", "none of them before the @", fix)
         is_vouched = self.ca_file is None or scheme == "rediss"
         check(is_vouched, "cache.remote_ca_file", self.ca_file, "none without rediss://")
         check(self.timeout > 0, "cache.remote.timeout", self.timeout, "seconds above 0")
@@ -100,8 +113,15 @@ class RemoteOptions:
     @property
     def place(self) -> str:
         """The URL without user and password, for messages and records."""
-        parts = urlsplit(self.url)
-        return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+        return place_of(self.url)
+
+
+def place_of(url: str) -> str:
+    """A URL of a server without user, password and query."""
+    scheme, _, rest = url.partition("://")
+    # The last @, whatever a password holds; a path of unix:// may hold one where no user comes before it.
+    rest = rest if rest.startswith("/") else rest.rpartition("@")[2]
+    return f"{scheme}://{rest.partition('?')[0].partition('#')[0]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +141,8 @@ class TableOptions:
     host_rows: int | None = None  # rows of the host tier; None: all where no lower tier is given, else none
     path: str | None = None  # folder of the file tier
     file_rows: int | None = None  # rows of the file tier above a remote one; None: all
-    remote: RowStore | RemoteOptions | str | None = None  # the last tier: a server or its URL, or a store of any kind
+    # The last tier: a server or its URL, which may hold a password, or a store of any kind.
+    remote: RowStore | RemoteOptions | str | None = field(default=None, repr=False)
     policy: PolicyOptions = field(default_factory=PolicyOptions)
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
     forgetting: ForgettingOptions = field(default_factory=ForgettingOptions)

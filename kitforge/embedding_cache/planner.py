@@ -9,12 +9,12 @@ import threading
 from functools import partial
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kitforge.core.kernels.places import at, put, where
 from kitforge.core.kernels.scratch import Scratch
-from kitforge.embedding_cache.admission import Admission
 from kitforge.embedding_cache.index import NEVER
 from kitforge.embedding_cache.keys import flipped
 from kitforge.embedding_cache.options import TableOptions
@@ -34,34 +34,49 @@ class Planner:
     when waiting would be in vain, the device tier grows for a while. No lookup is ever left without its rows.
     """
 
-    def __init__(
-        self, options: TableOptions, device: DeviceTier, ladder: Ladder, admission: Admission, counts: Counts
-    ) -> None:
+    def __init__(self, options: TableOptions, device: DeviceTier, ladder: Ladder, counts: Counts) -> None:
         self.lock = threading.RLock()
         self.register = Register()
-        self.device, self.ladder, self.admission = device, ladder, admission
+        self.device, self.ladder = device, ladder
         self.counts = counts
         self.policy: EvictionPolicy = build_policy(options.policy, device.index)
         self._is_strict = options.strict
-        # Where everything stays for good, there is nothing to pin.
-        self.is_whole = ladder.is_empty and admission.admits_all
+        # Where nothing has to leave, there is nothing to pin.
+        self.is_whole = ladder.is_empty
+        # Slots of rows that began here, some of which have moved since or are gone.
+        self._guests: list[Tensor] = []
+        self._needed = torch.zeros(0, dtype=torch.bool)  # by slot; false between calls
         self._width = device.width
         self._scratch = Scratch()
 
-    def place(self, number: int, keys: Tensor, counts_keys: bool) -> tuple[Tensor, Tensor | None]:
-        """Have the rows of distinct `keys` in the device tier until lookup `number` is closed.
-
-        Returns their slots [u], and the mask [u] of those that train, None for all. `counts_keys` says whether
-        admission counts this lookup.
-        """
+    def place(self, number: int, keys: Tensor) -> Tensor:
+        """Have the rows of distinct `keys` in the device tier until lookup `number` is closed; their slots [u]."""
         with self.lock:
             self.counts.events["lookups"] += 1
-            admitted = self._admit(keys, counts_keys)
-            slots = self._whole(keys) if self.is_whole else self._pinned(number, keys)
-            if admitted is not None:
-                put(self.device.is_guest, slots, ~admitted)
-                self.counts.events["guests"] += int((~admitted).sum())
-            return slots, admitted
+            return self._whole(keys) if self.is_whole else self._pinned(number, keys)
+
+    def needed(self, slots: Tensor, planned: Tensor) -> Tensor:
+        """Which of these slots [n] an open lookup needs, or that which is being planned, of the slots `planned`: a mask
+        [n]. Only under `lock`."""
+        if len(self._needed) < self.device.index.room:
+            self._needed = torch.zeros(self.device.index.room, dtype=torch.bool)
+        pinned = [planned, *(ticket.slots for ticket in self.register.open_tickets())]
+        for each in pinned:
+            put(self._needed, each, True)
+        found = at(self._needed, slots)
+        for each in pinned:
+            put(self._needed, each, False)
+        return found
+
+    def begin_anew(self, slots: Tensor) -> None:
+        """The rows at these slots are as rows begin, and go when nobody needs them unless they move before."""
+        put(self.device.is_guest, slots, True)
+        self._guests.append(slots)
+
+    def clear(self) -> None:
+        """Know of no row, when the tiers hold none."""
+        put(self.device.is_guest, torch.cat([*self._guests, torch.empty(0, dtype=torch.int64)]), False)
+        self._guests = []
 
     def require_idle(self) -> None:
         """Raise where lookups are still open, whose rows must stay."""
@@ -72,15 +87,11 @@ class Planner:
                 fix="end the loop over `prefetch` first, and call step or clear_gradients",
             )
 
-    def _admit(self, keys: Tensor, counts_keys: bool) -> Tensor | None:
-        if self.admission.admits_all:
-            return None
-        return self.admission.observe(keys) if counts_keys else self.admission.admitted(keys)
-
     def _whole(self, keys: Tensor) -> Tensor:
         slots = self.device.index.lookup(keys)
         missing = where(slots < 0)
         if len(missing):
+            self._drop_guests(at(slots, where(slots >= 0)))
             put(slots, missing, self._bring(at(keys, missing)))
         self.counts.hit("device", len(keys) - len(missing))
         return slots
@@ -97,7 +108,7 @@ class Planner:
         self.counts.hit("device", len(keys) - len(missing))
         if len(missing) or device.num_over:
             arriving = at(slots, missing)
-            self._make_room(number, arriving)
+            self._make_room(number, arriving, at(slots, where(slots >= 0)))
             left = where(arriving < 0)
             if len(left):
                 brought = self._bring(at(keys, at(missing, left)))
@@ -111,18 +122,21 @@ class Planner:
     def _bring(self, keys: Tensor) -> Tensor:
         self.device.make_room(len(keys))
         rows = self._scratch.take("coming", len(keys), self._width)
-        dirty = self.ladder.fetch(keys, rows)
-        return self.device.bring(keys, rows, dirty)
+        dirty, new = self.ladder.fetch(keys, rows)
+        slots = self.device.bring(keys, rows, dirty)
+        if len(new):
+            self.begin_anew(at(slots, new))
+        return slots
 
-    def _make_room(self, number: int, arriving: Tensor) -> None:
+    def _make_room(self, number: int, arriving: Tensor, planned: Tensor) -> None:
         """Let rows leave until those that arrive fit into the capacity, as far as that is possible.
 
         `arriving` [n] says where they are now (`SlotIndex.find`). One that is in the host tier takes the slot of one
-        that leaves, which is then written there.
+        that leaves, which is then written there. `planned`: slots of rows of this lookup that are here already.
         """
         device = self.device
         in_host, num_new = where(arriving < -1), len(arriving)
-        self._drop_guests()
+        self._drop_guests(planned)
         short = self._short(num_new)
         while short > 0:
             done = self.register.done
@@ -139,6 +153,7 @@ class Planner:
                     self.ladder.put(*device.leave(victims[len(coming) :]))
             if short > 0 and (not num_new or not self._wait_beyond(done)):
                 break
+            short -= self._drop_guests(planned)
         self.counts.events["overflow"] += min(short, num_new) if short > 0 else 0
 
     def _short(self, num_new: int) -> int:
@@ -155,14 +170,21 @@ class Planner:
         self.counts.events["waits"] += 1
         return self.register.wait_beyond(done)
 
-    def _drop_guests(self) -> None:
-        """Rows without admission are as they began, so they need no place when nobody needs them any more."""
-        if self.admission.admits_all:
-            return
-        slots = where(self.device.is_guest)
-        slots = at(slots, where(self._may_go(slots, self.register.done)))
-        put(self.device.is_guest, slots, False)
-        self.device.leave(slots)
+    def _drop_guests(self, planned: Tensor) -> int:
+        """Rows that began here and have not moved are as they would begin again, so they need no place when nobody
+        needs them: unseen ids of an evaluation, ids without admission. How many went."""
+        if not self._guests:
+            return 0
+        slots, device = torch.cat(self._guests), self.device
+        # Asked first: a lookup that is done by then has said which of its rows moved.
+        is_needed = self.needed(slots, planned)
+        is_guest = at(device.is_guest, slots)
+        going = torch.from_numpy(np.unique(at(slots, where(is_guest & ~is_needed)).numpy()))
+        kept = at(slots, where(is_guest & is_needed))
+        self._guests = [kept] if len(kept) else []
+        put(device.is_guest, going, False)
+        device.index.remove(going)
+        return len(going)
 
     def _refuse_if_strict(self, num_rows: int) -> None:
         capacity = self.device.capacity

@@ -92,7 +92,9 @@ class Lfu(EvictionPolicy):
 
     def needed(self, slots: Tensor, number: int) -> None:
         """See `EvictionPolicy`."""
-        put(self._counts, slots, at(self._counts, slots) + self._weight(number))
+        # First, since it may scale all counts down.
+        weight = self._weight(number)
+        put(self._counts, slots, at(self._counts, slots) + weight)
 
     def victims(self, num: int, may_go: MayGo) -> Tensor:
         """See `EvictionPolicy`."""

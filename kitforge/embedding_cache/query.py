@@ -26,8 +26,6 @@ class Query:
 
 def read_query(options: TableOptions, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Query:
     """What `CachedEmbedding.forward` was called with. Raises DataError for what cannot be asked."""
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise DataError("these cannot be ids", got=str(ids.dtype).removeprefix("torch."), expected="int64")
     flat = flat_ids(ids)
     if options.mode is None:
         if offsets is not None or weights is not None:
@@ -47,7 +45,14 @@ def read_query(options: TableOptions, ids: Tensor, offsets: Tensor | None, weigh
 
 
 def flat_ids(ids: Tensor) -> Tensor:
-    """Ids of any shape as [N] int64 on the CPU, where planning happens."""
+    """Ids of any shape as [N] int64 on the CPU, where planning happens. Raises DataError for others than integers."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise DataError(
+            "these cannot be ids",
+            got=str(ids.dtype).removeprefix("torch."),
+            expected="int64",
+            fix="where a batch holds more than ids, say which they are: prefetch(batches, ids=lambda batch: batch[0])",
+        )
     return ids.detach().reshape(-1).to("cpu", torch.int64).contiguous()
 
 

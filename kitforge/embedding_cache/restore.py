@@ -35,6 +35,8 @@ def restore(rows: RowCache, source: RowSource, columns: slice | None, owned: tup
         if "rates" in source.state:
             rates = source.state["rates"]
             rows.rates = torch.cat([rates, torch.zeros(len(rates) + 1, dtype=torch.float64)])
+        if "admission" in source.state:
+            rows.admission.step = int(source.state["admission"])
         pieces = [part for part in source.parts if part != ADMISSION]
         for part in pieces if owned is not None else []:
             for keys, records in source.chunks(part):
@@ -45,7 +47,7 @@ def restore(rows: RowCache, source: RowSource, columns: slice | None, owned: tup
                     _lay_pieces(rows, keys[mine], records[mine], (part, columns or slice(0, rows.config.dim)))
         for keys, counts in source.chunks(ADMISSION) if ADMISSION in source.parts and owned is not None else ():
             mine = _is_mine(keys, owned)
-            rows.admission.restore(keys[mine], counts[mine].squeeze(1))
+            rows.admission.restore(keys[mine], counts[mine])
 
 
 def _is_mine(keys: Tensor, owned: tuple[int, int] | None) -> Tensor:

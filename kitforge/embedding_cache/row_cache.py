@@ -16,6 +16,7 @@ from kitforge.core.kernels.threads import beside
 from kitforge.core.optim.sparse import RowOptimizer
 from kitforge.core.parallel.sharded_table import TableConfig
 from kitforge.embedding_cache.admission import Admission
+from kitforge.embedding_cache.delta_tracker import DeltaTracker
 from kitforge.embedding_cache.forgetting import Forgetting
 from kitforge.embedding_cache.gradients import Part
 from kitforge.embedding_cache.options import TableOptions
@@ -52,11 +53,12 @@ class RowCache:
         self.admission = Admission(options.admission, kernels.hash_map, options.seed, options.name)
         place = 0 if spread is None else spread.place
         self.ladder = build_ladder(options, self.initial, self.device, self.counts, place)
-        self.planner = Planner(options, self.device, self.ladder, self.admission, self.counts)
+        self.planner = Planner(options, self.device, self.ladder, self.counts)
         self.num_steps = 0
         self.rates = torch.zeros(FIRST_RATES if optimizer.moves_untouched_rows else 0, dtype=torch.float64)
         self.watchers = Watchers()
-        self.forgetting = Forgetting(options.forgetting, (self.device, self.ladder), self.initial, self.watchers)
+        self.deltas = DeltaTracker()
+        self.forgetting = Forgetting(options.forgetting, self.planner, self.initial, self.watchers)
         self._scratches = {True: Scratch(), False: Scratch()}
         # Where all ranks hold all rows, all are told of all lookups if more than gradients changes what is known of a
         # row: if admission counts, or if rows that move while they rest are forgotten by how far they have come.
@@ -73,21 +75,18 @@ class RowCache:
         ids: Tensor,
         *,
         ahead: bool,
-        is_counted: bool,
         is_told: bool = False,
         keep: Callable[[Ticket], None] | None = None,
     ) -> Ticket:
         """Have the rows of ids [N] in the device tier until the ticket is closed.
 
-        `ahead`: another thread than the training's asks for it; then `keep` gets the ticket before anybody can see its
-        ids counted. `is_told`: all ranks have these very ids. Raises DataError for an id that cannot be.
+        `ahead`: another thread than the training's asks for it; then `keep` gets the ticket before any row of it can
+        leave. `is_told`: all ranks have these very ids. Raises DataError for an id that cannot be.
         """
         with beside() if ahead else nullcontext():
-            return self._plan(ids, ahead, is_counted, is_told, keep)
+            return self._plan(ids, ahead, is_told, keep)
 
-    def _plan(
-        self, ids: Tensor, ahead: bool, is_counted: bool, is_told: bool, keep: Callable[[Ticket], None] | None
-    ) -> Ticket:
+    def _plan(self, ids: Tensor, ahead: bool, is_told: bool, keep: Callable[[Ticket], None] | None) -> Ticket:
         distinct, inverse = self._unique(ids, scratch=self._scratches[ahead])
         check_range(distinct, self.options.num_embeddings, self.options.name)
         if self._is_told and not is_told:
@@ -102,19 +101,11 @@ class RowCache:
             if ahead:
                 self.planner.policy.met()
             try:
-                slots, trains = self.planner.place(number, keys, is_counted)
+                slots = self.planner.place(number, keys)
             except BaseException:
                 self.register.close(number)
                 raise
-            ticket = Ticket(
-                number=number,
-                keys=keys,
-                slots=slots,
-                inverse=inverse,
-                trains=trains,
-                is_counted=is_counted and not self.admission.admits_all,
-                route=route,
-            )
+            ticket = Ticket(number=number, keys=keys, slots=slots, inverse=inverse, route=route)
             self.register.issue(ticket)
             if keep is not None:
                 keep(ticket)
@@ -129,12 +120,12 @@ class RowCache:
         """A lookup of these ids [N] will be planned ahead later."""
         self.planner.policy.expect(self._unique(ids, scratch=self._scratches[True])[0])
 
-    def retract(self, ticket: Ticket) -> None:
-        """The lookup will not take place: its rows may go, and admission has not counted it."""
-        self.register.close(ticket.number)
-        if ticket.is_counted:
-            with self.interrupt():
-                self.admission.retract(ticket.keys)
+    def admit(self, ticket: Ticket, *, is_counted: bool) -> None:
+        """When a lookup is computed: say which of its rows take gradients. `is_counted`: it is one of the training."""
+        if self.admission.admits_all:
+            return
+        ticket.trains = self.admission.observe(ticket.keys) if is_counted else self.admission.admitted(ticket.keys)
+        self.counts.events["guests"] += len(ticket.keys) - int(ticket.trains.sum())
 
     @contextmanager
     def interrupt(self) -> Iterator[None]:
@@ -169,25 +160,31 @@ class RowCache:
             there = self.device.there(part.slots)
             self.optimizer.update(slab, there, part.gradients, rate, self.num_steps)
             put(self.device.is_dirty, part.slots, True)
+            put(self.device.is_guest, part.slots, False)
 
     @torch.no_grad()
     def forget(self) -> None:
         """At the end of a step: let go of the rows that are to be forgotten, if it is time."""
         if self.forgetting.is_due(self.num_steps):
             with self.interrupt():
-                self.counts.events["forgotten"] += self.forgetting.run(self.num_steps)
+                gone = self.forgetting.run(self.num_steps)
+            self.deltas.remove(gone)
+            self.admission.forget(gone)
+            self.counts.events["forgotten"] += len(gone)
 
     def state(self) -> dict[str, Tensor]:
-        """What belongs to no row: the number of steps, and their rates where rows that rest need them."""
+        """What belongs to no row: the number of steps, that of admission, and rates where rows that rest need them."""
         state = {"steps": torch.tensor(self.num_steps)}
+        state |= {} if self.admission.admits_all else {"admission": torch.tensor(self.admission.step)}
         return state | ({"rates": self.rates[: self.num_steps].clone()} if self.optimizer.moves_untouched_rows else {})
 
     def clear(self) -> None:
         """Let go of all rows and counts, while nobody plans."""
         self.device.index.remove(self.device.index.used())
         self.ladder.clear()
+        self.planner.clear()
         self.admission.clear()
-        self.forgetting.trim(self.num_steps)
+        self.deltas.restart(None)
 
     def lay_down(self, keys: Tensor, rows: Tensor) -> None:
         """Put rows in, in place of those that may be there, while nobody plans."""
@@ -217,8 +214,9 @@ class RowCache:
         self.ladder.close()
 
     def _before_change(self, slots: Tensor) -> None:
-        if self.watchers:
+        if self.watchers or self.deltas.is_on:
             keys = self.device.index.keys_at(slots)
+            self.deltas.change(keys)
             self.watchers.before_change(keys, lambda places: self.device.rows(slots[places]))
 
     def _keep_rate(self, rate: float) -> None:

@@ -52,6 +52,11 @@ class RowStore(ABC):
     def __len__(self) -> int:
         """How many rows there are."""
 
+    def num_rows(self, name: str) -> dict[str, int]:
+        """How many rows each tier of the store has, without a look at any; `name` is the store's. A lower tier may have
+        old copies of rows that are further up."""
+        return {name: len(self)}
+
     @abstractmethod
     def flush(self) -> None:
         """Return when what was written would survive the end of this process, as far as the tier can promise it."""

@@ -6,7 +6,6 @@ read only when it is computed, so no plan can make them stale.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -34,9 +33,11 @@ from kitforge.embedding_cache.store import RowStore
 from kitforge.embedding_cache.tickets import Ticket
 from kitforge.embedding_cache.tiers.remote import RemoteStore
 from kitforge.foundation.config import check, to_dict
-from kitforge.foundation.errors import DataError
+from kitforge.foundation.errors import DataError, ModelError
 
 Batch = TypeVar("Batch")
+# How the rows of tables are kept, for errors.
+CHECKPOINTS = "CheckpointWriter.attach and save, open_checkpoint(...).load_tables (docs/checkpoints.md)"
 
 
 @final
@@ -67,8 +68,10 @@ class CachedEmbedding(nn.Module):
         self.rows = RowCache(self.options, build_row_optimizer(config), ranks)
         self._spread = ranks
         self._gradients = RowGradients(self.rows.device, self.rows.initial.dim)
-        self._abandoned: deque[Ticket] = deque()
-        self._claims = Claims(self._abandon)
+        self.register_state_dict_pre_hook(_refuse_to_leave_rows_out)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_miss_rows)  # type: ignore[no-untyped-call]
+        # Called at any moment, so it does no more than it must.
+        self._claims = Claims(lambda ticket: self.rows.register.close(ticket.number))
 
     @property
     def learning_rate(self) -> float | None:
@@ -87,8 +90,9 @@ class CachedEmbedding(nn.Module):
         The values are those after the last step. Raises DataError for ids that cannot be, and for unclear bags.
         """
         query = read_query(self.options, ids, offsets, weights)
-        is_counted = self.training and torch.is_grad_enabled()
-        ticket = self._claims.take(ids) or self.rows.plan(query.ids, ahead=False, is_counted=is_counted)
+        ticket = self._claims.take(ids) or self.rows.plan(query.ids, ahead=False)
+        # Whether it trains is known here, not where it was planned: batches ahead may be given up or looked at only.
+        self.rows.admit(ticket, is_counted=self.training and torch.is_grad_enabled())
         self.rows.catch_up(ticket.slots)
         answer = self._answer(ticket, query)
         return answer.reshape(*query.shape, self.options.dim)
@@ -108,13 +112,11 @@ class CachedEmbedding(nn.Module):
 
     def plan_ahead(self, ids: Tensor) -> None:
         """For the thread that runs ahead: have the rows in place for the next `forward` of this very tensor."""
-        self._take_back_abandoned()
-        self.rows.plan(flat_ids(ids), ahead=True, is_counted=self.training, keep=partial(self._claims.add, ids))
+        self.rows.plan(flat_ids(ids), ahead=True, keep=partial(self._claims.add, ids))
 
     def give_up_ahead(self) -> None:
         """Lookups that were planned ahead and not made will not be."""
         self._claims.drop()
-        self._take_back_abandoned()
         self.rows.planner.policy.expect_nothing()
 
     def squared_norm(self) -> Tensor:
@@ -140,6 +142,7 @@ class CachedEmbedding(nn.Module):
         self._gradients.clear()
         for ticket in tickets:
             self.rows.register.close(ticket.number)
+        self.rows.admission.end_step()
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -162,12 +165,12 @@ class CachedEmbedding(nn.Module):
         """See `core.optim.rows.RowTable`."""
         return (0, 1) if self._spread is None else self._spread.share
 
-    def begin_snapshot(self, since: int | None = None) -> Boundary:
+    def begin_snapshot(self, since: int | None = None, *, is_base: bool = True) -> Boundary:
         """See `core.optim.rows.RowTable`. A version is a number of steps."""
         rows, spread = self.rows, self._spread
         with rows.interrupt():
-            self._take_back_abandoned()
-            rows.forgetting.trim(rows.num_steps if since is None else since)
+            changed, removed = (None, None) if since is None else rows.deltas.changes(since)
+            rows.deltas.restart(rows.num_steps if is_base else None)
             moment = Moment(
                 schema=self.schema,
                 version=rows.num_steps,
@@ -175,8 +178,9 @@ class CachedEmbedding(nn.Module):
                 state=rows.state(),
                 share=self.share,
                 part=part_name(None if spread is None else spread.columns),
-                counted=None if rows.admission.admits_all else self._counted(),
-                removed=[keys for _, keys in rows.forgetting.removed] if since is not None else [],
+                counted=None if rows.admission.admits_all else rows.admission.counts(),
+                changed=changed,
+                removed=removed,
                 yields=spread is None or spread.gives_rows,
             )
             return Boundary(rows, moment)
@@ -208,17 +212,16 @@ class CachedEmbedding(nn.Module):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise ModelError: what `copy.deepcopy`, `torch.save` and `pickle` ask for."""
+        raise ModelError(
+            f"the table {self.options.name!r} cannot be copied or pickled: its rows may be in files or on a server",
+            fix=f"make a table with the same options and let it load a checkpoint: {CHECKPOINTS}",
+        )
+
     def extra_repr(self) -> str:
         """What `print` shows of the table."""
         return f"{self.options.num_embeddings}, {self.options.dim}, mode={self.options.mode}"
-
-    def _counted(self) -> tuple[Tensor, Tensor]:
-        """Keys and counts of admission without the lookups that were planned ahead and not made yet."""
-        keys, counts = self.rows.admission.counts()
-        for ticket in self._claims.outstanding():
-            if ticket.is_counted:
-                counts[torch.searchsorted(keys, ticket.keys)] -= 1
-        return keys[counts > 0], counts[counts > 0]
 
     def _answer(self, ticket: Ticket, query: Query) -> Tensor:
         deliver = Delivery(ticket, self._gradients, self.rows.register)
@@ -253,18 +256,8 @@ class CachedEmbedding(nn.Module):
         own = torch.empty(0, self.options.dim, device=tier.device) if part is None else part.gradients
         keys, gradients = self._spread.total(keys, own)
         # Rows of which this rank had no gradient have to be here as well.
-        ticket = self.rows.plan(keys, ahead=False, is_counted=False, is_told=True)
+        ticket = self.rows.plan(keys, ahead=False, is_told=True)
         self._gradients.set_total(ticket, Part(slots=ticket.slots, gradients=gradients))
-
-    def _abandon(self, ticket: Ticket) -> None:
-        """A ticket that nobody will use; called at any moment, so it does no more than it must."""
-        self.rows.register.close(ticket.number)
-        if ticket.is_counted:
-            self._abandoned.append(ticket)
-
-    def _take_back_abandoned(self) -> None:
-        while self._abandoned:
-            self.rows.retract(self._abandoned.popleft())
 
 
 @final
@@ -297,6 +290,23 @@ class _TableAdvance(Advance[Batch]):
             if not isinstance(ids, Tensor):
                 raise DataError("prefetch needs the ids of a batch", got=type(ids).__name__, expected="tensors of ids")
         return tensors
+
+
+def _refuse_to_leave_rows_out(_: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Raise ModelError for a `state_dict` to be kept: rows are no parameters, so it would hold none of them. One of
+    parameters as they live (`keep_vars`) is no copy of anything."""
+    if not keep_vars:
+        raise ModelError(
+            f"a state_dict holds no rows of the table {prefix.removesuffix('.') or 'that it is asked of'!r}",
+            fix=f"save a checkpoint: {CHECKPOINTS}; or take dict(module.named_parameters()) for the parameters alone",
+        )
+
+
+def _miss_rows(*given: Any) -> None:
+    """A hook before a state dict is loaded: it lacks the rows, which torch makes an error unless it is told
+    `strict=False`."""
+    _module, _state, prefix, _metadata, _strict, missing_keys, *_ = given
+    missing_keys.append(f"{prefix}rows (load a checkpoint: {CHECKPOINTS})")
 
 
 def _check_ranks(options: TableOptions, optimizer: SparseOptimizerConfig, ranks: Spread | None) -> None:

@@ -29,8 +29,7 @@ class Ticket:
     keys: Tensor  # [u]
     slots: Tensor  # [u] in the device tier
     inverse: Tensor  # [N] the place of each id among the u; with a route, among the distinct ids asked for here
-    trains: Tensor | None  # [u] the rows that take gradients; None: all
-    is_counted: bool  # whether admission has counted its keys
+    trains: Tensor | None = None  # [u] the rows that take gradients, known when it is computed; None: all
     route: Route | None = None  # where the ids of this rank live, when there are several ranks
     is_open: bool = field(default=True)
 

@@ -14,6 +14,7 @@ import yaml
 # Nodes of a YAML document with every alias written out, and how deep they may lie in one another.
 MAX_YAML_NODES = 100_000
 MAX_YAML_DEPTH = 100
+_FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
@@ -78,3 +79,12 @@ def _close(sizes: dict[str, int], anchor: str | None, size: int) -> None:
 
 def _not_yaml(error: yaml.YAMLError) -> ValueError:
     return ValueError(" ".join(str(error).split()))
+
+
+def names_function(value: object) -> bool:
+    """Whether a value is `package.module:function`, or holds one: code to run, which no file may name."""
+    if isinstance(value, dict):
+        return any(map(names_function, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(names_function, value))
+    return isinstance(value, str) and _FUNCTION.fullmatch(value) is not None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor
 
-from kitforge.core.checkpoint.hugging_face import read_folder, write_folder
+from kitforge.core.checkpoint.hugging_face import CONFIG, read_folder, write_folder
 from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpoint, load_tensors
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
@@ -22,7 +24,7 @@ from kitforge.foundation.errors import ModelError
 from kitforge.foundation.types import Region
 from kitforge.foundation.untrusted import parse_json
 from kitforge.models.catalog import FAMILIES, config_of, family_of_type
-from kitforge.models.mapping import export_order, export_tensors, held_shapes, import_tensors
+from kitforge.models.mapping import HEADS, export_order, export_tensors, held_shapes, import_tensors
 
 
 def build(
@@ -45,6 +47,10 @@ def outline(config: FamilyConfig, level: CompileLevel = "O1") -> Decoder:
         return Decoder(config, select(level))
 
 
+# What transformers calls models that give scores, and their head.
+_SCORER, _HEAD = "ForSequenceClassification", "score.weight"
+# Further numbers of a head of ours, after `score_` in config.json, which transformers passes over.
+SCORE_KEYS = ("bias", "mean", "deviation")
 # Finds the checkpoint of a folder, as ranks do together; None where there is none.
 OpenRun: TypeAlias = Callable[[Path], Checkpoint | None]
 
@@ -58,6 +64,9 @@ class StoredModel:
     names: tuple[str, ...]  # of all weights, ours
     # The weight of that name, or the part of it that the region is; in the dtype in which it is stored.
     read: Callable[[str, Region | None], Tensor]
+    # Of a model that gives scores the head that does, `score.weight` [1, dim] and what else there is by such names.
+    head: Mapping[str, Tensor] = field(default_factory=dict)
+    pad_id: int | None = None  # a token after the text whose scores do not count; None: all count
 
     def tensors(self, regions: Mapping[str, Region]) -> Iterator[tuple[str, Tensor]]:
         """All weights; of those in the regions that are given, these parts."""
@@ -127,15 +136,48 @@ def _open_step(checkpoint: Checkpoint) -> StoredModel:
     return StoredModel(config=config, names=tuple(shapes), read=read)
 
 
-def _open_hugging_face(folder: Path) -> StoredModel:
+def is_scorer(folder: Path) -> bool:
+    """Whether the folder is one of Hugging Face's, of a model that gives scores (`*ForSequenceClassification`)."""
+    try:
+        architectures = parse_json((folder / CONFIG).read_bytes()).get("architectures")
+    except (OSError, ValueError, AttributeError):
+        return False
+    names = architectures if isinstance(architectures, list) else []
+    return any(isinstance(each, str) and each.endswith(_SCORER) for each in names)
+
+
+def open_scorer(folder: Path) -> StoredModel:
+    """The network and the head of a Hugging Face folder of a model that gives one score; no weight is read yet. Raises
+    ModelError for one that gives several."""
+    source = read_folder(folder)
+    shape = source.shapes().get(_HEAD)
+    if shape is None or shape[0] != 1:
+        raise ModelError(
+            f"{folder} does not hold a reward model",
+            got="no score.weight" if shape is None else f"{shape[0]} scores a text",
+            expected="one score a text (num_labels=1)",
+        )
+    # Nothing multiplies with a language model's head, so there is none.
+    stored = _open_hugging_face(folder, {"tie_word_embeddings": True}, (_HEAD, "score.bias", *HEADS))
+    head = {name: source.tensor(name) for name in (_HEAD, "score.bias") if name in source.shapes()}
+    ours = {name: source.config.get(f"score_{name}") for name in SCORE_KEYS}
+    numbers = {f"score.{name}": torch.tensor(value) for name, value in ours.items() if isinstance(value, (int, float))}
+    pad_id = source.config.get("pad_token_id")
+    return replace(stored, head=numbers | head, pad_id=pad_id if isinstance(pad_id, int) else None)
+
+
+def _open_hugging_face(
+    folder: Path, changes: Mapping[str, Any] = MappingProxyType({}), left_out: tuple[str, ...] = ()
+) -> StoredModel:
+    """The language model of a folder, with changes to its config.json, and without the tensors that are left out."""
     source = read_folder(folder)
     model_type = str(source.config.get("model_type"))
     family = family_of_type(model_type)
     try:
-        config = family.read_config(source.config)
+        config = family.read_config({**source.config, **changes})
     except KeyError as error:
         raise ModelError("config.json lacks a key", got=folder / "config.json", expected=f"the key {error}") from None
-    shapes = source.shapes()
+    shapes = {name: shape for name, shape in source.shapes().items() if name not in left_out}
     check_count(config, len(shapes), folder)
     pieces = family.pieces(config, model_type)
     expected = dict(export_tensors(pieces, dict(outline(config).named_parameters())))
@@ -146,7 +188,7 @@ def _open_hugging_face(folder: Path) -> StoredModel:
     @cache
     def mapped() -> dict[str, Tensor]:
         """All weights, which are views of the files and take no memory."""
-        return dict(import_tensors(family, pieces, source.names(), source.tensor))
+        return dict(import_tensors(family, pieces, shapes, source.tensor))
 
     def read(name: str, region: Region | None) -> Tensor:
         return mapped()[name] if region is None else region.of(mapped()[name])
@@ -186,9 +228,30 @@ def save(
 def export(
     stored: StoredModel, folder: Path, *, extra: Mapping[str, Any] | None = None, dtype: ExportDtype | None = None
 ) -> None:
-    """`save` of a model on disk, from file to file: one tensor at a time is in memory, in the dtype of the export."""
+    """`save` of a model on disk, from file to file: one tensor at a time is in memory, in the dtype of the export. One
+    that gives scores becomes a `*ForSequenceClassification`, whose heads have no bias: ours stands in config.json, with
+    mean and deviation of the scores."""
     chosen = dtype or stored.config.dtype
-    _write(stored.config, _Exported(stored, EXPORT_DTYPES[chosen]), folder, extra, chosen)
+    if not stored.head:
+        _write(stored.config, _Exported(stored, EXPORT_DTYPES[chosen]), folder, extra, chosen)
+        return
+    # Every family's options are a dataclass with this field.
+    config = replace(cast(Any, stored.config), tie_embeddings=True)
+    own = {
+        f"score_{name}": float(stored.head[f"score.{name}"]) for name in SCORE_KEYS if f"score.{name}" in stored.head
+    }
+    page = own | {"architectures": [_scorer_name(config)], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    weights = _Exported(replace(stored, config=config), EXPORT_DTYPES[chosen])
+    _write(config, weights, folder, {**(extra or {}), **page}, chosen, stored.head[_HEAD])
+
+
+def _scorer_name(config: FamilyConfig) -> str:
+    """What transformers calls the model that gives scores. Raises ModelError for a family that it has none of."""
+    (name,) = _written_config(config)["architectures"]
+    stem = next((name.removesuffix(end) for end in ("ForCausalLM", "LMHeadModel") if name.endswith(end)), None)
+    if stem is None:
+        raise ModelError("Hugging Face has no such model that gives scores", got=name, expected="a *ForCausalLM")
+    return f"{stem}{_SCORER}"
 
 
 def _write(
@@ -197,14 +260,16 @@ def _write(
     folder: Path,
     extra: Mapping[str, Any] | None,
     dtype: ExportDtype,
+    head: Tensor | None = None,
 ) -> None:
     page = _written_config(config) | {"dtype": dtype} | dict(extra or {})
     pieces = FAMILIES[config.family].pieces(config, page["model_type"])
     meta = dict(outline(config).named_parameters())
-    announced = ((name, each.to(EXPORT_DTYPES[dtype])) for name, each in export_tensors(pieces, meta))
+    heads = [] if head is None else [(_HEAD, head)]
+    announced = chain(export_tensors(pieces, meta), heads)
     # `map` keeps no tensor that it has given, as a loop does until the next is there.
-    tensors = map(partial(_cast, dtype), export_tensors(pieces, weights))
-    write_folder(folder, page, tensors, outline=announced)
+    tensors = map(partial(_cast, dtype), chain(export_tensors(pieces, weights), heads))
+    write_folder(folder, page, tensors, outline=((name, each.to(EXPORT_DTYPES[dtype])) for name, each in announced))
 
 
 def exported_names(config: FamilyConfig) -> list[str]:

@@ -56,6 +56,7 @@ class Chart:
     lines: tuple[Line, ...]
     marks: tuple[Mark, ...] = ()
     is_wide: bool = False
+    axis: str = "step"  # what is counted from left to right
     may_be_log: bool = False
 
 
@@ -69,7 +70,8 @@ def draw(chart: Chart, steps: Scale, key: str) -> str:
     note = f" <small>{escape(unit)}</small>" if unit else ""
     legend = "".join(line.legend(has_key=len(drawn) > 1 or line.line.is_evaluation) for line in drawn)
     return (
-        f'<figure class="chart{" wide" if chart.is_wide else ""}" data-low="{steps.low}" data-high="{steps.high}">'
+        f'<figure class="chart{" wide" if chart.is_wide else ""}" data-low="{steps.low}" data-high="{steps.high}" '
+        f'data-axis="{escape(chart.axis)}"{" data-log" if steps.is_log else ""}>'
         f'<figcaption><h3>{escape(chart.title)}{note}</h3><ul class="legend">{legend}</ul></figcaption>'
         f'<div class="plot"><div class="y" aria-hidden="true">{_labels(scale, 5, "bottom")}</div><div class="area">'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
@@ -184,19 +186,20 @@ def _marks(marks: Iterable[Mark], steps: Scale) -> str:
 
 def _description(chart: Chart) -> str:
     """The curves in sentences, for who does not see them."""
-    return " ".join(_sentence(line) for line in chart.lines)
+    return " ".join(_sentence(line, chart.axis) for line in chart.lines)
 
 
-def _sentence(line: Line) -> str:
+def _sentence(line: Line, axis: str) -> str:
     points = line.series.finite()
     num_gaps = len(line.series.values) - len(points)
     gaps = f", {num_gaps:,} values not finite" if num_gaps else ""
     if not points:
         return f"{line.label}: no finite value{gaps}."
     lowest, highest = min(points, key=_value), max(points, key=_value)
-    ends = " to ".join(f"{number(value)} at step {step:,}" for step, value in (points[0], points[-1]))
+    ends = " to ".join(f"{number(value)} at {axis} {step:,}" for step, value in (points[0], points[-1]))
     extremes = ", ".join(
-        f"{word} {number(value)} at step {step:,}" for word, (step, value) in (("lowest", lowest), ("highest", highest))
+        f"{word} {number(value)} at {axis} {step:,}"
+        for word, (step, value) in (("lowest", lowest), ("highest", highest))
     )
     return f"{line.label}: from {ends}, {extremes}{gaps}."
 

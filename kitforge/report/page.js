@@ -11,7 +11,8 @@ const plots = [...document.querySelectorAll(".chart")].map((chart) => {
       return [Number(point.slice(0, cut)), point.slice(cut + 1)];
     }),
   }));
-  return { low, high, curves, area: chart.querySelector(".area"), cursor: chart.querySelector(".cursor") };
+  const { axis, log } = chart.dataset;
+  return { low, high, isLog: log !== undefined, axis, curves, area: chart.querySelector(".area"), cursor: chart.querySelector(".cursor") };
 });
 
 // Steps go back where a run did, so the nearest point is looked for among all of them; the later one wins.
@@ -19,11 +20,11 @@ const nearest = (points, step) =>
   points.reduce((best, point) => (Math.abs(point[0] - step) <= Math.abs(best[0] - step) ? point : best));
 
 function show(share) {
-  for (const { low, high, curves, cursor } of plots) {
-    const step = low + share * (high - low);
+  for (const { low, high, isLog, axis, curves, cursor } of plots) {
+    const step = isLog ? low * (high / low) ** share : low + share * (high - low);
     cursor.hidden = false;
     cursor.style.left = `${share * 100}%`;
-    cursor.dataset.step = Math.round(step).toLocaleString("en");
+    cursor.dataset.step = Math.round(step).toLocaleString("en") + (axis === "step" ? "" : ` ${axis}`);
     cursor.classList.toggle("late", share > 0.5);
     for (const { points, readout } of curves) readout.textContent = nearest(points, step)[1];
   }

@@ -57,6 +57,12 @@ def step_scale(steps: Iterable[int]) -> Scale:
     return Scale(low=low, high=high) if high > low else Scale(low=low - 0.5, high=high + 0.5)
 
 
+def size_scale(sizes: Sequence[int]) -> Scale:
+    """The axis of sizes: logarithmic where they span more than a power of ten."""
+    even = step_scale(sizes)
+    return Scale(low=even.low, high=even.high, is_log=True) if 0 < 10 * even.low < even.high else even
+
+
 def value_scale(values: Sequence[float], *, may_be_log: bool) -> Scale:
     """The axis that holds all of the finite `values`, up to 1e300, with a little air around them."""
     low, high = _held(min(values, default=0.0)), _held(max(values, default=1.0))

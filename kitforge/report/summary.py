@@ -24,13 +24,18 @@ _TITLES = {
     "approximate_kl": "Divergence within a round",
     "ended": "Answers that ended",
     "coefficient": "Cost of a nat",
+    "time/input_tokens_per_second": "Throughput",
     "time/tokens_per_second": "Throughput",
     "time/samples_per_second": "Throughput",
     "time/memory_bytes": "Memory",
     "time/step_seconds": "Step time",
     "time/evaluation_seconds": "Evaluation time",
 }
-_THROUGHPUTS = (("time/tokens_per_second", "tokens/s"), ("time/samples_per_second", "samples/s"))
+_THROUGHPUTS = (
+    ("time/input_tokens_per_second", "tokens/s read"),
+    ("time/tokens_per_second", "tokens/s"),
+    ("time/samples_per_second", "samples/s"),
+)
 _LOWER = frozenset({"loss", "nll", "perplexity", "ppl", "error", "rmse", "mse", "mae", "bytes", "seconds"})
 _HIGHER = frozenset(
     {

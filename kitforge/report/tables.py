@@ -1,7 +1,7 @@
 """The panel about embedding tables: where their rows were found over time, what moved, and what other sizes would do.
 
-It reads tables.jsonl of a run: a line of kind "curve" (rows and hit rate of a device tier of that size, from the
-first batches), and lines of kind "tables" with counts since the line before.
+It reads tables.jsonl of a run: a line of kind "curve" (rows and hit rate of a device tier of that size, from a sample
+of the ids of the first steps), and lines of kind "tables" with counts since the line before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kitforge.foundation.untrusted import parse_json
 from kitforge.report.curves import Chart, Line, draw
 from kitforge.report.metrics import RunRecord, Series
 from kitforge.report.panels import Panel
-from kitforge.report.scales import step_scale
+from kitforge.report.scales import size_scale, step_scale
 
 TABLES_FILE = "tables.jsonl"
 
@@ -65,12 +65,14 @@ def _charts(name: str, counts: list[tuple[int, dict[str, Any]]], place: str) -> 
     )
 
 
-def _chart(title: str, unit: str, steps: tuple[int, ...], values: dict[str, tuple[float, ...]]) -> Chart:
+def _chart(
+    title: str, unit: str, steps: tuple[int, ...], values: dict[str, tuple[float, ...]], axis: str = "step"
+) -> Chart:
     lines = tuple(
         Line(label=label, series=Series(steps=steps, values=each), run=0, tone=tone)
         for tone, (label, each) in enumerate(values.items())
     )
-    return Chart(title=title, unit=unit, lines=lines)
+    return Chart(title=title, unit=unit, lines=lines, axis=axis)
 
 
 def _curve(record: dict[str, Any], place: str) -> str:
@@ -78,7 +80,8 @@ def _curve(record: dict[str, Any], place: str) -> str:
     sizes = tuple(int(rows) for rows, _ in record["points"])
     values = tuple(float(rate) for _, rate in record["points"])
     title = f"{record['table']}: hit rate by rows of the device tier"
-    return draw(_chart(title, "share", sizes, {"of the first batches": values}), step_scale(sizes), place)
+    chart = _chart(title, "share", sizes, {"under lru, once the tier is warm": values}, axis="rows")
+    return draw(chart, size_scale(sizes), place)
 
 
 def _read(folder: Path) -> list[dict[str, Any]]:

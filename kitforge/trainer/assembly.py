@@ -31,6 +31,8 @@ class RunInputs(Generic[Reader]):
     train_dataset: Any = None
     eval_dataset: Any = None
     model: nn.Module | None = None
+    model_folder: Path | None = None  # of the run that the model came of, if it came of one
+    began_with: nn.Module | None = None  # of a trained model that is evaluated: what was handed over to be trained
     # Opens the model under the checkpoint, where the kit that goes on with it is not the one that trained it.
     open_model: Callable[..., Any] | None = None
     tokenizer: Reader | None = None

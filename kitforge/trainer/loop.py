@@ -80,6 +80,7 @@ class Loop:
             scaler=LossScaler(options.precision),
             plateau=Plateau(options.schedule),
             world=world,
+            groups=groups,
         )
 
     @property
@@ -219,15 +220,18 @@ class Loop:
         self._agree_to_stop()
         rate = scale(self._run_options.schedule, state.updates, self.max_steps) * state.plateau.factor
         learning_rate, is_empty = self._run_options.optimizer.learning_rate, float(counts["loss"]) == 0
-        norm = update(state, rate, learning_rate, self.options.gradient_clip, is_empty=is_empty)
+        norms = update(state, rate, learning_rate, self.options.gradient_clip, is_empty=is_empty)
+        own = {group.part: group.learning_rate for group in state.groups if group.learning_rate is not None}
         samples, tokens = int(counts.get("samples", 0)), int(counts.get("tokens", 0))
         state.cursor = state.cursor.advance(samples=samples, tokens=tokens)
         return {
             "sums": sums,
             "counts": counts,
-            "grad_norm": norm,
-            "learning_rate": rate * learning_rate,
+            "grad_norm": norms["grad_norm"],
             "is_empty": is_empty,
+            "last": {"learning_rate": rate * learning_rate}
+            | {f"learning_rate/{part}": rate * each for part, each in own.items()}
+            | norms,
         }
 
     def _accumulate(self, step: Sequence[MicroBatch], counts: Sums) -> Sums:
@@ -275,13 +279,13 @@ class Loop:
             count = record["counts"].get(name, record["counts"]["loss"])
             window[name] = window.get(name, 0.0) + float(value)
             window[f"{name}/count"] = window.get(f"{name}/count", 0.0) + float(count)
-        for name in ("samples", "tokens"):
+        for name in ("samples", "tokens", "input_tokens"):
             if name in record["counts"]:
                 window[f"time/{name}"] = window.get(f"time/{name}", 0.0) + float(record["counts"][name])
         window["time/seconds"] = window.get("time/seconds", 0.0) + elapsed
         window["steps"] = window.get("steps", 0.0) + 1
-        for name in ("learning_rate", "grad_norm"):
-            window[f"last/{name}"] = record[name]
+        for name, value in record["last"].items():
+            window[f"last/{name}"] = value
 
     def _log(self) -> dict[str, float]:
         """Emit a line of means over the window, then empty it."""
@@ -296,14 +300,13 @@ class Loop:
             **({} if (per_epoch := self.task.num_steps(1.0)) is None else {"epoch": state.cursor.step / per_epoch}),
             **({"tokens": state.cursor.tokens} if state.cursor.tokens else {"samples": state.cursor.samples}),
             **means,
-            "learning_rate": window["last/learning_rate"],
-            "grad_norm": window["last/grad_norm"],
+            **{name.removeprefix("last/"): value for name, value in window.items() if name.startswith("last/")},
             "skipped": state.skipped,
             "time/seconds": state.seconds,
             "time/step_seconds": seconds / window["steps"],
             "time/memory_bytes": devices.peak_memory(self.world.device),
         }
-        for name in ("tokens", "samples"):
+        for name in ("input_tokens", "tokens", "samples"):
             if f"time/{name}" in window:
                 line[f"time/{name}_per_second"] = window[f"time/{name}"] / seconds
         state.window = {}

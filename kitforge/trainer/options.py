@@ -20,7 +20,7 @@ class TrainerOptions:
     max_steps: int | None = None  # optimizer steps, skipped ones included; None: from epochs
     epochs: float | None = None  # passes over the data; None: from max_steps
     micro_batch_size: int | None = None  # samples of one forward pass; None: the whole batch
-    gradient_clip: float = 1.0  # largest global norm of the gradients; 0: no clipping
+    gradient_clip: float = 1.0  # largest global norm of the gradients, of a policy without its critic's; 0: no clipping
     recompute: bool = False  # keep no activations within a block, compute them again in the backward pass
     log_every: int = 1
     evaluate_every: int | None = None  # steps; None: at the end only
@@ -65,6 +65,9 @@ class TrainerOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """The options at the top level of every task; a kit's own options extend them."""
+
+    # Sections that count only once the run is trained. Not a field.
+    UNREAD_IN_TRAINING = tuple[str, ...]()
 
     task: str = "custom"
     seed: int = 0

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kitforge.core.checkpoint.load import Checkpoint, load_tensors
 from kitforge.core.checkpoint.tables import tables_of
 from kitforge.core.optim.build import Optimizer
+from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.optim.rows import RowTable
 from kitforge.core.optim.schedules import Plateau
 from kitforge.core.parallel.apply import ParallelModel, layouts_with_states
@@ -48,6 +49,7 @@ class TrainingState:
     scaler: LossScaler
     plateau: Plateau
     world: World
+    groups: Sequence[ParameterGroup] = ()  # of the optimizer
     cursor: Cursor = field(default_factory=Cursor)
     updates: int = 0  # steps that changed the weights; the schedule counts these
     skipped: int = 0  # steps whose gradients were not finite, or in which nothing was counted

@@ -44,7 +44,8 @@ class Task(ABC):
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """Denominators of the step. "loss" divides every sum without one of its own; "samples" and "tokens" move the
-        cursor. Default: the loss is a mean over the samples, the first dim of the first tensor of a micro-batch."""
+        cursor; "input_tokens", where more is read than learnt, is what throughput is about. Default: the loss is a mean
+        over the samples, the first dim of the first tensor of a micro-batch."""
         samples = sum(len(next(iter(micro_batch.values()))) for micro_batch in step)
         return {"loss": torch.tensor(samples), "samples": torch.tensor(samples)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 
@@ -11,21 +12,29 @@ from kitforge.trainer.state import TrainingState
 
 def update(
     state: TrainingState, rate: float, learning_rate: float, largest_norm: float, *, is_empty: bool = False
-) -> float:
-    """Move parameters and table rows at `rate` times their learning rates, and return the norm of all gradients.
+) -> dict[str, float]:
+    """Move parameters and table rows at `rate` times their learning rates, and return `grad_norm`, the norm of all
+    gradients, and `grad_norm/PART` for each of several parts.
 
-    A norm above `largest_norm` (0: any) is scaled down to it. One that is not finite, which all ranks see alike, leaves
-    everything as it was, and so does a step that `is_empty`, in which nothing was counted: there is no gradient to
-    follow, and moments and weight decay would move the weights all the same. The gradients are gone afterwards.
+    The norm of each part, or of all where there is one, is scaled down to `largest_norm` (0: any) or to the part's own
+    bound. A norm that is not finite, which all ranks see alike, leaves everything as it was, and so does a step that
+    `is_empty`, in which nothing was counted: moments and weight decay would move the weights all the same. The
+    gradients are gone afterwards.
     """
     tables = state.parallel.tables
     if state.scaler.scale != 1.0:
         _multiply(state, 1.0 / state.scaler.scale)
-    norm = float(state.parallel.norm())
+    parts = _parts(state)
+    norms = {part: float(state.parallel.norm(names)) for part, (names, _) in parts.items()}
+    norm = math.hypot(*norms.values()) if parts else float(state.parallel.norm())
     is_finite = math.isfinite(norm)
     if is_finite and not is_empty:
-        if 0 < largest_norm < norm:
+        if not parts and 0 < largest_norm < norm:
             _multiply(state, largest_norm / norm)
+        for part, (names, own) in parts.items():
+            bound = largest_norm if own is None else own
+            if 0 < bound < norms[part]:
+                _multiply(state, bound / norms[part], names)
         state.optimizer.step(rate)
         for table in tables:
             table.step(rate * (learning_rate if table.learning_rate is None else table.learning_rate))
@@ -39,11 +48,22 @@ def update(
         state.consecutive_skips += not is_finite
     state.optimizer.zero_grad()
     state.scaler.update(is_finite)
-    return norm
+    return {"grad_norm": norm} | {f"grad_norm/{part}": each for part, each in norms.items()}
 
 
-def _multiply(state: TrainingState, factor: float) -> None:
-    gradients = [parameter.grad for parameter in state.optimizer.parameters() if parameter.grad is not None]
-    torch._foreach_mul_(gradients, factor)
-    for table in state.parallel.tables:
+def _parts(state: TrainingState) -> dict[str, tuple[set[str], float | None]]:
+    """The names of each part's parameters and the bound of its norm; nothing where all are of one part."""
+    found: dict[str, tuple[set[str], float | None]] = {}
+    for group in state.groups:
+        names, _ = found.setdefault(group.part, (set(), group.max_grad_norm))
+        names.update(group.names)
+    return found if len(found) > 1 else {}
+
+
+def _multiply(state: TrainingState, factor: float, names: Collection[str] | None = None) -> None:
+    """All gradients, or those of the parameters of these names."""
+    chosen = state.parallel.parameters() if names is not None else {}
+    parameters = state.optimizer.parameters() if names is None else (chosen[name] for name in names)
+    torch._foreach_mul_([each.grad for each in parameters if each.grad is not None], factor)
+    for table in state.parallel.tables if names is None else ():
         table.scale_gradients_(factor)

@@ -77,6 +77,26 @@ THINKING = """
     {{- '<|im_start|>assistant\n' }}{% if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
 {%- endif %}
 """
+# The form of templates to train from: they mark what a reply is, and keep all thoughts.
+TRAINING = (
+    THINKING.replace("{%- if loop.index0 > ns.last %}{{ ", "{{ ")
+    .replace("'\n</think>\n\n' }}{% endif %}", "'\n</think>\n\n' }}")
+    .replace(
+        "{{- '<|im_start|>assistant\n' }}\n        {", "{{- '<|im_start|>assistant\n' }}{% generation %}\n        {"
+    )
+    .replace("{{- '<|im_end|>\n' }}", "{{- '<|im_end|>\n' }}{% endgeneration %}")
+)
+# The prompt of a reply opens a thought, and a reply without one has an empty one, spelt otherwise.
+OPENS_THOUGHTS = (
+    "{%- set ns = namespace(last=-1) %}"
+    "{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n' }}"
+    "{% else %}<think></think>{% endif %}{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+    "{{ '<tool_call>\n<function=' + call.function.name + '>\n</function>\n</tool_call>\n' }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
 # A date, macros, parts, JSON with all its arguments, an end that differs within a conversation, a space that is eaten.
 HARMONY = """
 {%- macro said(m) -%}
@@ -173,6 +193,14 @@ TALKS: dict[str, list[dict[str, Any]]] = {
         assistant("Four", thinking="so"),
     ],
     "a call": [user("2+2?"), assistant(None, tool_calls=[CALL]), TOOL, assistant("It is 4."), user("ok")],
+    "a thoughtful call": [
+        user("2+2?"),
+        assistant(None, tool_calls=[CALL], reasoning_content="hm"),
+        TOOL,
+        assistant("It is 4.", reasoning_content="so"),
+        user("ok"),
+        assistant("Yes"),
+    ],
     "a call at the end": [user("2+2?"), assistant("", tool_calls=[CALL])],
     "a told result": [user("2+2?"), assistant("hm"), user("<tool_response>4</tool_response>"), assistant("4")],
     "empty": [user(""), assistant(""), user("x")],

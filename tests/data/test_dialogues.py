@@ -14,7 +14,7 @@ from kitforge.data.dialogues import DialogueReader, Response, messages_of, texts
 from kitforge.data.template import template_of
 from kitforge.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from kitforge.foundation.errors import DataError
-from tests.data.chat_cases import CALL, CHATML, THINKING, save_tokenizer
+from tests.data.chat_cases import CALL, CHATML, THINKING, TOOLS, save_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 TOKENIZER = ByteTokenizer()
@@ -42,11 +42,33 @@ DEMONSTRATIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "prompt and completion": ({"prompt": "ab", "completion": "cd"}, "ab", "cd|"),
     "tokens": ({"prompt": [97, 98], "completion": [99]}, "ab", "c|"),
     "messages": ({"messages": CHAT + REPLY}, "\n\nHuman: Hi\n\nAssistant: ", "Hello|"),
+    "parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
+                *REPLY,
+            ]
+        },
+        "\n\nHuman: Hi\n\nAssistant: ",
+        "Hello|",
+    ),
     "chat prompt": ({"prompt": CHAT, "completion": REPLY}, "\n\nHuman: Hi\n\nAssistant: ", "Hello|"),
     "alpaca": ({"instruction": "Add", "input": "1 2", "output": "3"}, "Add\n\n1 2", "3|"),
     "alpaca without input": ({"instruction": "Say", "input": "", "output": "so"}, "Say", "so|"),
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        "\n\nHuman: Hi\n\nAssistant: ",
+        "Hello|",
+    ),
+    "alpaca as on the hub": (
+        {"instruction": "Say", "input": "", "output": "so", "text": "### Instruction:\nSay\n### Response:\nso"},
+        "Say",
+        "so|",
+    ),
+    "null beside text": ({"prompt": None, "completion": None, "text": "abc"}, "", "abc|"),
+    "a text and a chat": ({"prompt": "Hi", "completion": REPLY}, "\n\nHuman: Hi\n\nAssistant: ", "Hello|"),
+    "a text and a whole chat": (
+        {"prompt": "Hi", "completion": [*CHAT, *REPLY]},
         "\n\nHuman: Hi\n\nAssistant: ",
         "Hello|",
     ),
@@ -80,6 +102,15 @@ PAIRS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "chat prompt and text": ({"prompt": CHAT, "chosen": "Hello", "rejected": "No"}, OPENED, "Hello|", "No|"),
     "hh": ({"chosen": f"{OPENED}Hello", "rejected": f"{OPENED}No"}, OPENED, "Hello|", "No|"),
     "sharegpt": (SHAREGPT, OPENED, "Hello|", "No|"),
+    "ultrafeedback": ({"prompt": "Hi", "chosen": [*CHAT, *REPLY], "rejected": [*CHAT, *NO]}, OPENED, "Hello|", "No|"),
+    "a text and chats": ({"prompt": "Hi", "chosen": REPLY, "rejected": NO}, OPENED, "Hello|", "No|"),
+    "a chat and whole chats": (
+        {"prompt": CHAT, "chosen": [*CHAT, *REPLY], "rejected": [*CHAT, *NO]},
+        OPENED,
+        "Hello|",
+        "No|",
+    ),
+    "a null prompt": ({"prompt": None, "chosen": [*CHAT, *REPLY], "rejected": [*CHAT, *NO]}, OPENED, "Hello|", "No|"),
 }
 
 
@@ -113,6 +144,46 @@ def test_the_prompt_of_a_pair_is_what_both_begin_with() -> None:
     assert prompt.columns["answer"] == "4"
 
 
+def test_the_prompt_of_ultrafeedback_is_the_chat_that_both_begin_with() -> None:
+    (prompt,) = reader().prompts([{"prompt": "Hi", "chosen": [*CHAT, *REPLY], "rejected": [*CHAT, *NO]}])
+    assert TOKENIZER.decode(prompt.tokens) == OPENED
+
+
+def test_what_is_not_read_beside_prompt_and_completion_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    row = {"prompt": "a", "completion": "b", "text": "zzz", "messages": CHAT}
+    assert len(list(reader().demonstrations([row, row]))) == 2
+    assert caplog.text.count("messages and text beside") == 1
+
+
+def test_a_call_in_sharegpt_is_the_assistants(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", THINKING))
+    call = json.dumps(CALL["function"])
+    talk = [{"from": "human", "value": "2+2?"}, {"from": "function_call", "value": call}]
+    row = {"conversations": [*talk, {"from": "observation", "value": "4"}, {"from": "gpt", "value": "Four"}]}
+    (response,) = DialogueReader(tokenizer, template_of(tokenizer)).demonstrations([row])
+    kept = [token for token, is_learnt in zip(response.tokens, response.learnt, strict=True) if is_learnt]
+    assert '"arguments": {"a": 1' in tokenizer.decode(kept) and "Four" in tokenizer.decode(kept)
+    assert "<tool_response>4" in tokenizer.decode(response.tokens) and "<tool_response>" not in tokenizer.decode(kept)
+
+
+def test_tools_and_what_else_a_template_reads_are_columns(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", THINKING))
+    template = template_of(tokenizer)
+    chats = DialogueReader(tokenizer, template, {"tools": "functions"})
+    kwargs = {"enable_thinking": False}
+    for tools, more in ((TOOLS, kwargs), (json.dumps(TOOLS), json.dumps({**kwargs, "of_another_row": None}))):
+        row = {"functions": tools, "chat_template_kwargs": more}
+        (response,) = chats.demonstrations([{"messages": CHAT + REPLY, **row}])
+        assert list(response.tokens) == template.tokens(CHAT + REPLY, tools=TOOLS, chat_template_kwargs=kwargs)
+        (prompt,) = chats.prompts([{"prompt": CHAT, **row}])
+        wanted = template.tokens(CHAT, opens_reply=True, tools=TOOLS, chat_template_kwargs=kwargs)
+        assert list(prompt.tokens) == wanted and "<think>\n\n</think>" in tokenizer.decode(wanted)
+        (pair,) = chats.pairs([{"prompt": CHAT, "chosen": REPLY, "rejected": NO, **row}])
+        assert '"name": "add"' in tokenizer.decode(pair.rejected.tokens)
+
+
 TEXTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "text": ({"text": "abc", "other": "x"}, ["abc"]),
     "messages": ({"messages": CHAT + REPLY}, ["Hi", "Hello"]),
@@ -142,6 +213,22 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "no reply": ("demonstrations", {"messages": CHAT}, "nothing to learn"),
     "a message without a role": ("demonstrations", {"messages": [{"content": "x"}]}, "role"),
     "no verdict": ("judged", {"prompt": "a", "completion": "b", "label": "good"}, "verdict"),
+    "an empty text": ("demonstrations", {"text": ""}, "empty text"),
+    "no messages": ("demonstrations", {"messages": []}, "empty messages"),
+    "a null completion": ("demonstrations", {"prompt": "a", "completion": None}, "null in column 'completion'"),
+    "an empty completion": ("demonstrations", {"prompt": "a", "completion": ""}, "empty response"),
+    "no replies": ("demonstrations", {"prompt": CHAT, "completion": []}, "empty response"),
+    "another prompt": ("pairs", {"prompt": "a", "chosen": CHAT + REPLY, "rejected": CHAT + NO}, "another prompt"),
+    "tokens beside a chat": ("demonstrations", {"prompt": [1, 2], "completion": REPLY}, "beside tokens"),
+    "a chat beside tokens": ("demonstrations", {"prompt": CHAT, "completion": [1, 2]}, "beside messages"),
+    "tools that are none": ("demonstrations", {"messages": CHAT + REPLY, "tools": "add"}, "column 'tools'"),
+    "a tool that is none": ("demonstrations", {"messages": CHAT + REPLY, "tools": ["add"]}, "column 'tools'"),
+    "kwargs in a list": ("prompts", {"prompt": CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    "a call in words": (
+        "demonstrations",
+        {"messages": [*CHAT, {"role": "function_call", "content": "add"}]},
+        "function_call",
+    ),
     "an empty prompt": ("prompts", {"prompt": ""}, "empty prompt"),
     "a margin in words": ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "big"}, "margin"),
 }
@@ -216,8 +303,32 @@ def test_thoughts_and_calls_are_learnt_and_a_null_content_is_none(tmp_path: Path
     for row, wanted in (({"messages": call}, '"arguments": {"a": 1'), (thought, "<think>\na\n</think>\n\n b")):
         (response,) = chats.demonstrations([row])
         kept = [token for token, is_learnt in zip(response.tokens, response.learnt, strict=True) if is_learnt]
-        assert wanted in tokenizer.decode(kept) and kept[-1] == tokenizer.special_tokens["<|im_end|>"]
+        assert wanted in tokenizer.decode(kept) and kept.count(tokenizer.special_tokens["<|im_end|>"]) == 1
         assert "Hi" not in tokenizer.decode(kept)
+
+
+def test_a_template_for_texts_is_given_the_text_of_parts(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    source = THINKING.replace(
+        "{{- '<|im_start|>' + m.role", "{{- '' if m.content is not string else '<|im_start|>' + m.role"
+    )
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", source))
+    asked: list[Any] = [{"role": "user", "content": content} for content in ("Hi", [{"type": "text", "text": "Hi"}])]
+    first, second = DialogueReader(tokenizer, template_of(tokenizer)).demonstrations(
+        [{"messages": [each, *REPLY]} for each in asked]
+    )
+    assert first == second and "Hi" in tokenizer.decode(first.tokens)
+
+
+def test_a_null_content_is_an_empty_one_to_a_template_that_reads_it(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    source = THINKING.replace("m.content or ''", "m.content + ''")
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", source))
+    found = [
+        next(DialogueReader(tokenizer, template_of(tokenizer)).demonstrations([{"messages": [*CHAT, reply]}]))
+        for reply in ({"role": "assistant", "content": content, "tool_calls": [CALL]} for content in (None, ""))
+    ]
+    assert found[0] == found[1]
 
 
 def test_a_response_that_begins_with_white_space_is_learnt_whole(tmp_path: Path) -> None:
@@ -228,7 +339,7 @@ def test_a_response_that_begins_with_white_space_is_learnt_whole(tmp_path: Path)
         [{"prompt": CHAT, "chosen": "\n b", "rejected": "c"}]
     )
     kept = [token for token, is_learnt in zip(pair.chosen.tokens, pair.chosen.learnt, strict=True) if is_learnt]
-    assert tokenizer.decode(kept) == "\n\n b"
+    assert tokenizer.decode(kept) == "\n\n b\n"
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the data sets are not here")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kitforge.cli import main as cli
 from kitforge.data.template import template_of
 from kitforge.data.tokenizer import HuggingFaceTokenizer
 from tests.data.chat_cases import HARMONY, TALKS
@@ -69,3 +70,23 @@ def test_a_published_template_gives_the_tokens_of_transformers(model: str) -> No
             assert written(template, talk, asked) == wanted, (title, asked)
             num_written += wanted is not None
     assert num_written > 2 * len(TALKS)
+
+
+@pytest.mark.slow
+def test_what_qwen_3_learns_of_a_call_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    talk = [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": None, "reasoning_content": "I must add.", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+    ]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk, "tools": [call]}))
+    assert cli.run(["inspect", f"data.train={tmp_path}/rows.jsonl", f"checkpoint={published('qwen3')}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    learnt = [line.removeprefix("  learnt  ") for line in lines if line.startswith("  learnt")]
+    called = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>\n'
+    assert learnt == [
+        repr("<think>\nI must add.\n</think>\n\n" + called),
+        repr("<think>\n\n</think>\n\nIt is 3.<|im_end|>\n"),
+    ]

@@ -16,11 +16,13 @@ from tests.data.chat_cases import (
     HARMONY,
     LLAMA_2,
     MISTRAL,
+    OPENS_THOUGHTS,
     TALKS,
     TEMPLATES,
     THINKING,
     TOOL,
     TOOLS,
+    TRAINING,
     assistant,
     save_tokenizer,
     user,
@@ -183,22 +185,43 @@ def replies(tokenizer: HuggingFaceTokenizer, chat: TokenizedChat) -> dict[int | 
 
 
 FINAL = "<|channel|>final<|message|>"
+FUNCTION = "<tool_call>\n<function=add>\n</function>\n</tool_call>\n<|im_end|>\n"
 LEARNT: dict[str, tuple[str, str, dict[int, str]]] = {
     "Llama 2": (LLAMA_2, "three turns", {1: " Yes </s>", 3: " No. </s>"}),
     "Mistral": (MISTRAL, "three turns", {1: " Yes</s>", 3: " No.</s>"}),
-    "ChatML": (CHATML, "three turns", {1: "Yes<|im_end|>", 3: "No.<|im_end|>"}),
+    "ChatML": (CHATML, "three turns", {1: "Yes<|im_end|>\n", 3: "No.<|im_end|>\n"}),
     # A token that lies across the beginning of a reply is of the reply.
-    "ChatML, white space": (CHATML, "white space", {1: "\n\n Yes\n <|im_end|>"}),
-    "ChatML, empty": (CHATML, "empty", {1: "<|im_end|>"}),
-    "thoughts": (THINKING, "thoughts", {1: "Yes<|im_end|>", 3: "<think>\nx\n</think>\n\nFour<|im_end|>"}),
-    "thoughts apart": (THINKING, "thoughts apart", {1: "Yes<|im_end|>", 3: "<think>\nso\n</think>\n\nFour<|im_end|>"}),
+    "ChatML, white space": (CHATML, "white space", {1: "\n\n Yes\n <|im_end|>\n"}),
+    "ChatML, empty": (CHATML, "empty", {1: "<|im_end|>\n"}),
+    "thoughts": (THINKING, "thoughts", {1: "Yes<|im_end|>\n", 3: "<think>\nx\n</think>\n\nFour<|im_end|>\n"}),
+    "thoughts apart": (
+        THINKING,
+        "thoughts apart",
+        {1: "Yes<|im_end|>\n", 3: "<think>\nso\n</think>\n\nFour<|im_end|>\n"},
+    ),
     "a call": (
         THINKING,
         "a call",
         {
-            1: '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "zwei ü"}}\n</tool_call><|im_end|>',
-            3: "It is 4.<|im_end|>",
+            1: '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "zwei ü"}}\n</tool_call><|im_end|>\n',
+            3: "It is 4.<|im_end|>\n",
         },
+    ),
+    # What the prompt of a reply and the reply both begin with is the prompt's.
+    "a prompt that opens a thought": (
+        OPENS_THOUGHTS,
+        "thoughts apart",
+        {1: "</think>Yes<|im_end|>\n", 3: "so\n</think>\nFour<|im_end|>\n"},
+    ),
+    "a call behind an opened thought": (
+        OPENS_THOUGHTS,
+        "a call",
+        {1: f"</think>{FUNCTION}", 3: "</think>It is 4.<|im_end|>\n"},
+    ),
+    "a thought that the next question takes out": (
+        OPENS_THOUGHTS,
+        "a thoughtful call",
+        {1: f"</think>{FUNCTION}", 3: "</think>It is 4.<|im_end|>\n", 5: "</think>Yes<|im_end|>\n"},
     ),
     "an end of another kind": (HARMONY, "three turns", {1: f"{FINAL}Yes<|end|>", 3: f"{FINAL}No.<|end|>"}),
     "an end and thoughts": (
@@ -233,15 +256,15 @@ MARKED = (
 )
 
 
-def test_an_end_token_is_added_to_learn_from_where_the_template_has_none_and_never_to_a_prompt(
+def test_a_reply_without_an_end_token_is_refused_and_none_is_put_there(
     tokenizers: dict[str, HuggingFaceTokenizer], peers: dict[str, Any]
 ) -> None:
     tokenizer, talk = tokenizers["bytes"], TALKS["three turns"][:4]
     template = templated(tokenizer, NO_END)
     assert template.tokens(talk) == peers["bytes"].apply_chat_template(talk, chat_template=NO_END, return_dict=False)
-    chat = template.training(talk)
-    assert list(chat.tokens) == [*template.tokens(talk), tokenizer.eos_id]
-    assert replies(tokenizer, chat) == {1: "Yes\n", 3: "No.\n</s>"}
+    with pytest.raises(DataError, match="no end token") as error:
+        template.training(talk)
+    assert "message 1" in str(error.value) and "Yes" in str(error.value) and "{% generation %}" in str(error.value)
 
 
 def test_a_template_that_marks_its_replies_is_believed(
@@ -257,17 +280,44 @@ def test_a_template_that_marks_its_replies_is_believed(
         assert [reply.message for reply in chat.replies] == [1, 3][: len(chat.replies)]
 
 
-def test_the_end_behind_a_marked_reply_belongs_to_it(tokenizers: dict[str, HuggingFaceTokenizer]) -> None:
-    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}</s>\n{% endfor %}"
-    chat = templated(tokenizers["bytes"], source).training([assistant("Yes"), assistant("No.")])
-    assert replies(tokenizers["bytes"], chat) == {0: "Yes</s>", 1: "No.</s>"}
+def test_the_masks_of_a_training_template_are_those_of_transformers(
+    tokenizers: dict[str, HuggingFaceTokenizer], peers: dict[str, Any]
+) -> None:
+    # TRL learns from these masks (assistant_only_loss).
+    assert TRAINING.count("generation %}") == 2 and "ns.last %}{{" not in TRAINING
+    for title, talk in ((title, talk) for title, talk in TALKS.items() if title != "parts"):
+        more = {"tools": TOOLS} if "call" in title else {}
+        found = peers["bytes"].apply_chat_template(
+            talk, chat_template=TRAINING, return_dict=True, return_assistant_tokens_mask=True, **more
+        )
+        chat = templated(tokenizers["bytes"], TRAINING).training(talk, **more)
+        assert list(chat.tokens) == found["input_ids"]
+        assert list(chat.loss_mask()) == [bool(each) for each in found["assistant_masks"]], title
+
+
+def test_of_a_marked_reply_just_what_is_marked_is_learnt(
+    tokenizers: dict[str, HuggingFaceTokenizer], peers: dict[str, Any]
+) -> None:
+    # The masks of training templates reach behind the end token or stop before it; both are their authors' choice.
+    for form in ("{%% generation %%}%s</s>\n{%% endgeneration %%}", "{%% generation %%}%s{%% endgeneration %%}</s>\n"):
+        source = "{% for m in messages %}" + form % "{{ m.content }}" + "{% endfor %}"
+        talk = [assistant("Yes"), assistant("No.")]
+        found = peers["bytes"].apply_chat_template(
+            talk, chat_template=source, return_dict=True, return_assistant_tokens_mask=True
+        )
+        chat = templated(tokenizers["bytes"], source).training(talk)
+        assert list(chat.tokens) == found["input_ids"]
+        assert list(chat.loss_mask()) == [bool(each) for each in found["assistant_masks"]], source
 
 
 def test_a_user_who_speaks_for_the_end_of_a_reply_is_its_end(tokenizers: dict[str, HuggingFaceTokenizer]) -> None:
     # As in GLM 4, where a reply ends with the mark of the next speaker.
     source = "{% for m in messages %}{{ '</s>' if m.role == 'user' else '<s>' }}{{ m.content }}{% endfor %}"
-    chat = templated(tokenizers["bytes"], source).training([user("a"), assistant("Yes"), user("b"), assistant("No")])
-    assert replies(tokenizers["bytes"], chat) == {1: "<s>Yes</s>", 3: "<s>No</s>"}
+    template = templated(tokenizers["bytes"], source)
+    talk = [user("a"), assistant("Yes"), user("b")]
+    assert replies(tokenizers["bytes"], template.training(talk)) == {1: "<s>Yes</s>"}
+    with pytest.raises(DataError, match="no end token"):
+        template.training([*talk, assistant("No")])
 
 
 def test_a_reply_that_cannot_be_found_is_refused(tokenizers: dict[str, HuggingFaceTokenizer]) -> None:
@@ -337,7 +387,7 @@ def test_a_prompt_is_how_its_answered_conversation_begins(tokenizers: dict[str, 
 
 def test_a_template_without_special_tokens_needs_no_vocabulary_of_hugging_face() -> None:
     tokenizer = ByteTokenizer()
-    chat = ChatTemplate(tokenizer, NO_END, {}).training(PLAIN)
+    chat = ChatTemplate(tokenizer, MARKED, {}).training(PLAIN)
     (reply,) = chat.replies
-    assert tokenizer.decode(chat.tokens[reply.start : reply.stop]) == "Four.\n"
-    assert chat.tokens[-1] == tokenizer.eos_id and chat.tokens.count(tokenizer.eos_id) == 1
+    assert tokenizer.decode(chat.tokens[reply.start : reply.stop]) == "Four.<|im_end|>"
+    assert tokenizer.eos_id not in chat.tokens

@@ -146,7 +146,7 @@ def test_progress_counts_bytes_up_to_all_of_them(tmp_path: Path) -> None:
 
 def test_shards_that_are_done_are_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = folder_of_files(tmp_path / "corpus")
-    run, done = tokenise._run, []
+    run, done = Job.write, []
 
     def fail_at_third(job: Job, tokenizer: ByteTokenizer) -> None:
         if len(done) == 3:
@@ -154,11 +154,11 @@ def test_shards_that_are_done_are_not_done_again(tmp_path: Path, monkeypatch: py
         done.append(job.path.name)
         run(job, tokenizer)
 
-    monkeypatch.setattr(tokenise, "_run", fail_at_third)
+    monkeypatch.setattr(Job, "write", fail_at_third)
     with pytest.raises(KeyboardInterrupt):
         build(source, ByteTokenizer(), tmp_path)
     again: list[str] = []
-    monkeypatch.setattr(tokenise, "_run", lambda job, tokenizer: (again.append(job.path.name), run(job, tokenizer)))
+    monkeypatch.setattr(Job, "write", lambda job, tokenizer: (again.append(job.path.name), run(job, tokenizer)))
     build(source, ByteTokenizer(), tmp_path)
     assert len(done) == len(again) == 3
     assert not set(done) & set(again)
@@ -259,14 +259,14 @@ def test_two_processes_that_build_at_once_share_one_cache(tmp_path: Path) -> Non
 
 
 def test_one_who_waits_for_the_lock_finds_the_cache_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, run, calls = open_source(TEXTS), tokenise._run, []
+    source, run, calls = open_source(TEXTS), Job.write, []
 
     def slow_run(job: Job, tokenizer: ByteTokenizer) -> None:
         calls.append(job)
         time.sleep(0.2)
         run(job, tokenizer)
 
-    monkeypatch.setattr(tokenise, "_run", slow_run)
+    monkeypatch.setattr(Job, "write", slow_run)
     threads = [threading.Thread(target=build, args=(source, ByteTokenizer(), tmp_path)) for _ in range(3)]
     for thread in threads:
         thread.start()

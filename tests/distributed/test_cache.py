@@ -79,7 +79,8 @@ def train(table: CachedEmbedding, depth: int, *, looks: bool = False) -> list[Te
         outputs.append(answer.detach().clone())
         if looks:
             with torch.no_grad():
-                table(given[5 * step % NUM_STEPS].clone())
+                table.eval()(given[5 * step % NUM_STEPS].clone())
+            table.train()
     assert table.rows.register.num_open == 0
     return outputs
 
@@ -177,7 +178,7 @@ def ruled(name: str, case: Case, folder: Path, ranks: Spread | None) -> Result:
     with build(case, folder, ranks=ranks, admission=admission, forgetting=forgetting) as table:
         outputs = train(table, case.depth, looks=True)
         assert forgetting.every == 0 or table.stats().forgotten > 0
-        keys, counts = table._counted()
+        keys, counts = table.rows.admission.counts()
         return result_of(table, outputs) | {"counted keys": keys, "counts": counts}
 
 

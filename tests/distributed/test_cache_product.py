@@ -33,9 +33,11 @@ def on_ranks(rank: int, way: Way, optimizer: str, cases: list[Case], folder: str
     groups, results = (dist.group.WORLD, dist.new_group()), []
     for number, each in enumerate([Case(tiers="whole", depth=0), *cases]):
         case = Case(optimizer=optimizer, policy=each.policy, depth=each.depth, tiers=each.tiers, spare=each.spare)
-        # Every other case with random delays in all threads.
+        # Every other case with random delays in all threads, and with evaluations in between. Rows that move while they
+        # rest are told of it when they are looked at, which shows in their records.
+        looks = number % 2 == 1 and optimizer != "adam"
         with sleeping(number % 2 * number), new_table(way, case, Path(folder), groups) as table:
-            results.append(result_of(table, train(table, case.depth)))
+            results.append(result_of(table, train(table, case.depth, looks=looks)))
     return results
 
 

@@ -350,6 +350,8 @@ def test_the_watch_says_who_failed_before_a_watchdog_may_abort_and_ends_the_rank
     assert process.exitcode == code
     said = json.loads((tmp_path / "error.json").read_text())["kitforge"]
     assert (said["words"], said["is_cause"]) == ("rank 3 failed: no room", False)
+    # This rank itself has no error, and none is made up.
+    assert "NoneType" not in (tmp_path / "error.json").read_text()
 
 
 def test_what_a_rank_says_of_itself_is_not_replaced_by_what_another_did(

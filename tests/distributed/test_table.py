@@ -239,8 +239,9 @@ def make_eager(each: ShardedTable) -> None:
 @pytest.mark.parametrize("fault", ["single_dedup", "applied_in_backward"])
 def test_a_planted_fault_is_seen(fault: str, rule: str) -> None:
     job = ("uneven", rule, False)
-    results = [answer[0] for answer in run_ranks(2, train_on_rank, [job], fault)]
-    with pytest.raises(AssertionError):
+    # A row that moves twice in a step may be refused, which is to be seen as well.
+    with pytest.raises((AssertionError, ModelError)):
+        results = [answer[0] for answer in run_ranks(2, train_on_rank, [job], fault)]
         assert_equal(joined(results), train_densely(*job), to_the_bit=False)
 
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from kitforge.embedding_cache.boundary import Boundary
+from kitforge.embedding_cache.delta_tracker import DeltaTracker
 from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions
 from kitforge.embedding_cache.table import CachedEmbedding
+from kitforge.embedding_cache.tiers.file import FileStore
 from kitforge.embedding_cache.watchers import Watchers
-from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.errors import CheckpointError, ConfigError
 from tests.embedding_cache.training import (
     NUM_STEPS,
     Case,
@@ -144,14 +146,59 @@ def test_a_delta_holds_only_what_changed(tmp_path: Path) -> None:
         assert rows_of(table.begin_snapshot(version))[0].tolist() == [5, 9]
 
 
-def test_what_was_removed_is_remembered_only_until_a_snapshot_has_it(tmp_path: Path) -> None:
+def test_what_changed_is_remembered_only_for_a_snapshot_that_builds_on_another(tmp_path: Path) -> None:
     with build(Case(tiers="whole"), tmp_path, forgetting=ForgettingOptions(every=1, age=1)) as table:
         train(table, Case())
-        assert table.rows.forgetting.removed
-        version = table.begin_snapshot(0).version
-        assert table.rows.forgetting.removed
-        table.begin_snapshot(version).close()
-        assert not table.rows.forgetting.removed
+        assert all(len(keys) == 0 for keys in (table.rows.deltas._changed._parts, table.rows.deltas._removed._parts))
+        version = table.begin_snapshot().version
+        with pytest.raises(CheckpointError, match=r"since version 3 of a table is not known[\s\S]*all rows first"):
+            table.begin_snapshot(3)
+        train(table, Case())
+        source = table.begin_snapshot(version, is_base=False)
+        [removed] = source.removed()
+        assert len(removed) == len(torch.unique(removed)) > 0
+        train(table, Case())
+        assert not table.rows.deltas.is_on
+        with pytest.raises(CheckpointError, match="no snapshot to build on"):
+            table.begin_snapshot(source.version)
+
+
+def test_changed_keys_are_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kitforge.embedding_cache.delta_tracker.FIRST_KEYS", 8)
+    deltas = DeltaTracker()
+    deltas.restart(4)
+    for number in range(100):
+        deltas.change(torch.tensor([number % 5, -number % 5 - 7]).unique())
+        deltas.remove(torch.tensor([3]))
+        assert deltas._changed._num <= 22
+    changed, removed = deltas.changes(4)
+    assert changed.tolist() == [-7, -6, -5, -4, -3, 0, 1, 2, 3, 4]
+    assert removed.tolist() == [3]
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_a_delta_reads_no_row_that_did_not_change(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(optimizer=optimizer, tiers="file", depth=0)
+    with build(case, tmp_path) as table:
+        train(table, case)
+        version = table.begin_snapshot().version
+        steps(table, case, 0, 2)
+        asked, read = [], FileStore.read
+
+        def counting(store: FileStore, keys: Tensor, out: Tensor) -> Tensor:
+            asked.append(keys)
+            return read(store, keys, out)
+
+        monkeypatch.setattr(FileStore, "read", counting)
+        monkeypatch.setattr(FileStore, "keys", None)
+        source = table.begin_snapshot(version)
+        changed = torch.unique(torch.cat(batches()[:2])).tolist()
+        asked.clear()
+        ids, _ = rows_of(source)
+        assert ids.tolist() == changed
+        assert set(torch.cat(asked).tolist()) <= set(changed)
 
 
 def test_rows_that_never_moved_are_in_no_snapshot(tmp_path: Path) -> None:

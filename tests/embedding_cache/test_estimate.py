@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kitforge.embedding_cache.estimate import larger_before, stack_distances
+from kitforge.embedding_cache.estimate import estimate, larger_before, stack_distances
+from kitforge.embedding_cache.options import TableOptions
 from kitforge.embedding_cache.placement import Placement, PlacementOptions, TableLoad, choose, step_bytes
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.errors import ConfigError, DataError
@@ -72,6 +73,34 @@ def test_the_answers_of_an_estimate_agree_with_one_another() -> None:
     assert told.row_bytes == 4 * (3 * 4 + 3)
     assert set(told.tier_bytes) == {"device", "host"}
     assert f"{told.num_rows:,} distinct" in str(told)
+
+
+def test_batches_that_warm_the_tier_up_are_not_counted() -> None:
+    given = [ids for ids in batches(80) if len(ids)]
+    whole, warm = (estimate(TableOptions(num_embeddings=None, dim=4), 4, given, warm_up=first) for first in (0, 40))
+    assert warm.num_needed == sum(len(torch.unique(ids)) for ids in given[40:])
+    assert warm.num_rows == whole.num_rows
+    rows = whole.num_rows
+    # By hand: a need of the second half hits in a tier of all rows where its row was needed in any batch before.
+    before, hits = set[int](), 0
+    for number, ids in enumerate(given):
+        now = set(ids.flatten().tolist())
+        hits += len(now & before) * (number >= 40)
+        before |= now
+    assert warm.hit_rate(rows) == pytest.approx(hits / warm.num_needed)
+    assert warm.hit_rate(rows) > whole.hit_rate(rows)
+
+
+def test_a_sample_of_the_ids_gives_nearly_the_curve_of_all() -> None:
+    chance = np.random.default_rng(3)
+    given = [torch.from_numpy(chance.zipf(1.2, 2000) % 100_000) for _ in range(60)]
+    whole, sample = (
+        estimate(TableOptions(num_embeddings=None, dim=4), 4, given, warm_up=30, sample_rate=rate)
+        for rate in (1.0, 0.25)
+    )
+    assert sample.num_needed < 0.4 * whole.num_needed
+    for rows in (2000, 5000, 10_000, 20_000):
+        assert sample.hit_rate(rows) == pytest.approx(whole.hit_rate(rows), abs=0.04)
 
 
 def test_nothing_cannot_be_estimated_from() -> None:

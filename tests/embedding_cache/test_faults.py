@@ -174,10 +174,10 @@ def plan_reads_values(patch: pytest.MonkeyPatch) -> None:
     place = Planner.place
     stale: dict[int, Tensor] = {}
 
-    def copying(planner: Planner, number: int, keys: Tensor, counts: bool) -> Any:
-        slots, trains = place(planner, number, keys, counts)
+    def copying(planner: Planner, number: int, keys: Tensor) -> Any:
+        slots = place(planner, number, keys)
         stale[id(slots)] = planner.device.slab[slots].clone()
-        return slots, trains
+        return slots
 
     patch.setattr(Planner, "place", copying)
     training_falls_behind(patch)

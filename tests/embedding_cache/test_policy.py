@@ -99,6 +99,20 @@ def test_counts_that_would_leave_their_range_are_scaled_down_together() -> None:
     assert index.keys_at(policy.victims(3, lambda slots: index.is_used[slots])).tolist() == [7, 8, 9]
 
 
+def test_rows_needed_when_counts_are_scaled_down_are_scaled_with_them() -> None:
+    index = SlotIndex(OwnKeys(TABLE_REFERENCE.hash_map, 4), 4)
+    policy = build_policy(PolicyOptions(name="lfu", half_life=1.0), index)
+    slots = index.add(torch.arange(4))
+    for number in range(2 * int(LARGEST_EXPONENT) + 3):
+        index.touch(slots, number)
+        # Of all rows in each batch but those that scale the counts down, where only the first row is needed.
+        policy.needed(slots[:1] if number % (int(LARGEST_EXPONENT) + 1) == 0 else slots, number)
+    # Then the others go on being needed.
+    for later in range(number + 1, number + 4):
+        policy.needed(slots[1:], later)
+    assert policy.victims(1, lambda slots: torch.ones(len(slots), dtype=torch.bool)).tolist() == slots[:1].tolist()
+
+
 def test_lookahead_gives_up_what_is_needed_last() -> None:
     index = SlotIndex(OwnKeys(TABLE_REFERENCE.hash_map, 5), 5)
     policy = build_policy(PolicyOptions(name="lookahead", window=3), index)

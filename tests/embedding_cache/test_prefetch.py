@@ -147,6 +147,28 @@ def test_a_view_of_the_ids_is_known_and_changed_ids_are_planned_anew() -> None:
     assert_idle(table)
 
 
+@pytest.mark.parametrize("mode", ["sum", None])
+def test_a_view_in_another_order_is_planned_anew(mode: str | None) -> None:
+    ahead, plain = (table_of(64, mode=mode) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randint(200, (4, 4), generator=generator) for _ in range(6)]
+    views = (Tensor.t, lambda ids: ids.t().contiguous().view(4, 4), lambda ids: ids.view(2, 8), lambda ids: ids.flip(0))
+    for number, ids in enumerate(ahead.prefetch([ids.clone() for ids in given], 2)):
+        asked, wanted = (views[number % len(views)](each) for each in (ids, given[number]))
+        assert torch.equal(bits(step(ahead, asked)), bits(step(plain, wanted)))
+    del ids, asked
+    assert_idle(ahead)
+
+
+def test_labels_are_not_taken_for_ids() -> None:
+    table = table_of(40)
+    batch = [torch.tensor([[1, 2]]), torch.tensor([0.5])]
+    with pytest.raises(DataError, match=r"got: +float32[\s\S]*prefetch\(batches, ids="):
+        next(table.prefetch([batch], 1))
+    [ids, _] = next(table.prefetch([batch], 1, ids=lambda batch: batch[0]))
+    assert ids is batch[0]
+
+
 def test_planning_waits_for_training_when_the_tier_is_full() -> None:
     table = table_of(largest_batch() + 1)
     for ids in table.prefetch(batches(), 4):

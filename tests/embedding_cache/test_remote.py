@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import redis
 import torch
 from torch import Tensor
 
-from kitforge.embedding_cache.options import RemoteOptions
+from kitforge.embedding_cache.options import RemoteOptions, TableOptions, place_of
 from kitforge.embedding_cache.tiers.remote import RemoteStore
 from kitforge.embedding_cache.tiers.remote_link import RemoteLink
 from kitforge.foundation.errors import ConfigError, TrainingError
@@ -248,10 +249,18 @@ def let_another_run_in(server: RedisServer, _: RemoteStore) -> None:
     store_of(server).close()
 
 
+def lose_its_rows(server: RedisServer, store: RemoteStore) -> None:
+    """What a server does that drops keys when its memory is full."""
+    with redis.Redis.from_url(server.url) as client:
+        assert client.keys("*") == [store._rows.encode()], "whatever tells that rows are gone is in the key of the rows"
+        client.delete(store._rows)
+
+
 @pytest.mark.parametrize(
     ("accident", "words"),
     [
         (come_back_empty, "came back without the rows that it had"),
+        (lose_its_rows, "came back without the rows that it had"),
         (come_back_older, "came back with rows older than those that it had"),
         (let_another_run_in, r"was written to by another run[\s\S]*a prefix of its own"),
     ],
@@ -319,22 +328,60 @@ def test_a_server_that_may_drop_rows_is_refused(own_server: Callable[..., RedisS
         store_of(server)
 
 
-def test_a_server_whose_memory_is_full_stops_the_run_at_once(own_server: Callable[..., RedisServer]) -> None:
+def test_a_server_whose_memory_is_full_stops_the_run_at_once(
+    own_server: Callable[..., RedisServer], caplog: pytest.LogCaptureFixture
+) -> None:
     server = own_server("--maxmemory", "1100kb")
     keys = torch.arange(50_000)
+    # A row whose bytes can be told from whatever else an error says.
+    rows = torch.frombuffer(bytearray(b"customer" * 3 * len(keys)), dtype=torch.float32).view(-1, 6)[:, :WIDTH]
     with (
         store_of(server, batch_rows=5000, first_wait=60.0) as store,
-        pytest.raises(TrainingError, match="no memory left for rows"),
+        pytest.raises(TrainingError, match="no memory left for rows") as refusal,
     ):
-        store.write(keys, rows_of(keys))
+        store.write(keys, rows)
+    words = "".join(traceback.format_exception(refusal.value)) + caplog.text
+    assert "when used memory > 'maxmemory'" in words
+    assert "customer" not in words
+    assert "HSET" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_command_that_is_refused_does_not_show_its_rows(server: RedisServer, is_whole: bool) -> None:
+    link = RemoteLink(options(server.url))
+    link.ask([("SET", "kitforge:no-hash", "1")])
+    with pytest.raises(TrainingError, match=r"refuses a command[\s\S]*wrong kind of value") as refusal:
+        link.ask([("HSET", "kitforge:no-hash", b"customer", b"customer")], is_whole=is_whole)
+    assert "customer" not in str(refusal.value)
+    assert "customer" not in str(refusal.value.__cause__)
+    link.close()
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-random"])
+def test_a_server_without_config_is_asked_by_info(own_server: Callable[..., RedisServer], policy: str) -> None:
+    closed = ("--rename-command", "CONFIG", "")
+    server = own_server("--maxmemory", "50mb", "--maxmemory-policy", policy, *closed)
+    with pytest.raises(ConfigError, match=rf"drops rows when its memory is full[\s\S]*{policy}[\s\S]*noeviction"):
+        store_of(server)
+    with store_of(own_server("--maxmemory", "50mb", *closed)) as store:
+        assert_holds(store, {})
 
 
 def test_a_server_that_may_not_be_asked_for_its_policy_is_used(
     own_server: Callable[..., RedisServer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = own_server("--rename-command", "CONFIG", "")
+    server = own_server("--rename-command", "CONFIG", "", "--rename-command", "INFO", "")
     with store_of(server) as store:
         assert_holds(store, {})
+
+
+def test_rows_that_do_not_say_what_they_are_are_not_kept(server: RedisServer) -> None:
+    with store_of(server) as store:
+        store.write(keys_of(1), rows_of(keys_of(1)))
+        redis.Redis.from_url(server.url).hdel(store._rows, "about")
+    with pytest.raises(ConfigError, match="another table"):
+        store_of(server, keep=True)
+    store_of(server).close()
 
 
 def test_a_row_that_somebody_cut_short_is_named(server: RedisServer) -> None:
@@ -359,6 +406,45 @@ def test_a_row_that_somebody_cut_short_is_named(server: RedisServer) -> None:
 def test_options_that_cannot_be_are_refused(choices: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         RemoteOptions(**({"url": "redis://here"} | choices))
+
+
+SECRETS = ("my#secret", "my/secret", "my?secret", "@my:secret", "my%23secret")
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+@pytest.mark.parametrize("place", ["127.0.0.1:1/0", "127.0.0.1:port", "127.0.0.1:1/0?password=my-secret"])
+def test_no_part_of_a_password_is_printed(secret: str, place: str, caplog: pytest.LogCaptureFixture) -> None:
+    for url in (f"redis://:{secret}@{place}", f"redis:{secret}@{place}", f"http://me:{secret}@{place}"):
+        with pytest.raises((ConfigError, TrainingError)) as refusal:
+            RemoteLink(options(url, attempts=1)).ask([("PING",)])
+        assert "secret" not in "".join(traceback.format_exception_only(refusal.value)) + caplog.text
+        assert refusal.value.__cause__ is None or "secret" not in str(refusal.value.__cause__)
+
+
+@pytest.mark.parametrize("secret", SECRETS[:3])
+def test_a_password_that_cannot_be_told_from_the_address_says_how_to_write_it(secret: str) -> None:
+    with pytest.raises(ConfigError, match=r"%2F, %3F and %23[\s\S]*KITFORGE_REMOTE_PASSWORD"):
+        RemoteOptions(url=f"redis://:{secret}@127.0.0.1:6379/0")
+
+
+def test_options_do_not_show_their_password() -> None:
+    url = "redis://:secret@127.0.0.1:6379/0"
+    for shown in (RemoteOptions(url=url), TableOptions(num_embeddings=None, dim=2, device_rows=1, remote=url)):
+        assert "secret" not in repr(shown)
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("redis://here", "redis://here"),
+        ("rediss://me:pa@ss@here:1/2?x=secret", "rediss://here:1/2"),
+        ("redis://:my#secret@here:1", "redis://here:1"),
+        ("unix:///tmp/a@b.sock?db=1", "unix:///tmp/a@b.sock"),
+        ("unix://me:secret@/tmp/a.sock", "unix:///tmp/a.sock"),
+    ],
+)
+def test_a_place_is_a_url_without_its_secrets(url: str, place: str) -> None:
+    assert place_of(url) == place
 
 
 def test_an_address_that_is_none_is_refused() -> None:

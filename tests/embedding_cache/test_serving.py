@@ -219,7 +219,7 @@ class Given:
     def __init__(self, source: HeldRows) -> None:
         self.schema, self.share, self._source = source.schema, source.share, source
 
-    def begin_snapshot(self, since: int | None = None) -> RowSource:
+    def begin_snapshot(self, since: int | None = None, *, is_base: bool = True) -> RowSource:
         return self._source
 
     def load_rows(self, source: RowSource) -> None:

@@ -137,6 +137,22 @@ def test_rows_in_the_page_cache_are_told_from_cold_ones(
         assert store._is_cached(torch.arange(100)) == is_cached
 
 
+def test_rows_are_counted_by_tier_and_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = WriteBehind(BoundedStore(file_store(tmp_path), 3, host_store()))
+    keys = torch.arange(8)
+    store.write(keys, torch.ones(8, store.width))
+    # A row that comes back to the file leaves its old copy below.
+    store.write(keys[:1], torch.zeros(1, store.width))
+    store.settle()
+    for each in (FileStore, HostStore):
+        for name in ("scan", "read", "keys"):
+            monkeypatch.setattr(each, name, None)
+    assert store.num_rows("file") == {"file": 3, "remote": 6}
+    monkeypatch.undo()
+    assert len(store) == 8
+    store.close()
+
+
 def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path) -> None:
     with file_store(tmp_path) as store:
         store.write(torch.arange(10), torch.ones(10, WIDTH))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -242,3 +245,25 @@ def test_a_table_leaves_no_file(tmp_path: Path) -> None:
         # Not even while it is open: a process that is killed leaves none either.
         assert not list(tmp_path.iterdir())
     table.close()
+
+
+def test_a_state_dict_does_not_pretend_to_hold_rows() -> None:
+    table, dense = CachedEmbedding(None, 4, name="users"), nn.Linear(4, 1)
+    network = nn.Sequential(table, dense)
+    for save in (network.state_dict, table.state_dict):
+        with pytest.raises(ModelError, match=r"holds no rows of the table[\s\S]*CheckpointWriter[\s\S]*parameters"):
+            save()
+    parameters = dict(network.named_parameters())
+    with pytest.raises(RuntimeError, match=r"Missing key[\s\S]*0.rows \(load a checkpoint[\s\S]*load_tables"):
+        network.load_state_dict(parameters)
+    assert len(network.load_state_dict(parameters, strict=False).missing_keys) == 1
+    # What holds no table is not concerned, and the live parameters are no copy that anybody would keep.
+    assert dense.state_dict().keys() == {"weight", "bias"}
+    assert network.state_dict(keep_vars=True)["1.weight"] is dense.weight
+
+
+def test_a_table_is_not_copied_or_pickled() -> None:
+    network = nn.Sequential(CachedEmbedding(None, 4, name="users"), nn.Linear(4, 1))
+    for copying in (copy.deepcopy, copy.copy, lambda module: torch.save(module, io.BytesIO()), pickle.dumps):
+        with pytest.raises(ModelError, match=r"'users' cannot be copied or pickled[\s\S]*CheckpointWriter"):
+            copying(network if copying is not copy.copy else network[0])

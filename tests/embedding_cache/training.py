@@ -19,7 +19,7 @@ from torch import Tensor
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE
 from kitforge.core.optim.sparse import SparseOptimizerConfig, build_row_optimizer
 from kitforge.core.parallel.sharded_table import TableConfig, initial_rows
-from kitforge.embedding_cache.options import PolicyOptions
+from kitforge.embedding_cache.options import AdmissionOptions, PolicyOptions
 from kitforge.embedding_cache.planner import Planner
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.embedding_cache.tiers.device import DeviceTier
@@ -28,6 +28,7 @@ from kitforge.embedding_cache.tiers.host import HostStore
 from kitforge.embedding_cache.tiers.ladder import Ladder
 
 DIM, NUM_IDS, NUM_STEPS, BAG = 4, 300, 24, 4
+COUNT = 2  # of admission, in mixed cases
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "lazy_adam", "ftrl")
 POLICIES = ("lru", "lfu", "lookahead")
 DEPTHS = (0, 1, 2, 4)
@@ -44,9 +45,16 @@ class Case:
     tiers: str = "host_file"
     spare: float = 0.05  # rows of the device tier above the largest batch, as a share of that
     sleeps: int = 0  # a seed for random sleeps in all threads; 0: none
+    # Admission by count, steps of two micro-batches, and in between evaluations and passes without gradients.
+    is_mixed: bool = False
 
     def __str__(self) -> str:
-        return f"{self.optimizer}-{self.policy}-{self.depth}-{self.tiers}-{self.spare}-{self.sleeps}"
+        words = f"{self.optimizer}-{self.policy}-{self.depth}-{self.tiers}-{self.spare}-{self.sleeps}"
+        return f"{words}-mixed" if self.is_mixed else words
+
+    def parts(self, ids: Tensor) -> list[Tensor]:
+        """The micro-batches of a step. Where there are two, the second has ids of the first."""
+        return [ids[: len(ids) // 2], ids[len(ids) // 2 :]] if self.is_mixed else [ids]
 
 
 def optimizer_config(name: str) -> SparseOptimizerConfig:
@@ -103,26 +111,34 @@ def bits(values: Tensor) -> Tensor:
 
 
 @functools.cache
-def uncached(optimizer: str) -> Outcome:
+def uncached(optimizer: str, is_mixed: bool = False) -> Outcome:
     """One matrix of all rows and plain indexing: no cache, no plan, no thread, the reference kernels."""
+    case = Case(is_mixed=is_mixed)
     known = torch.unique(torch.cat([ids.flatten() for ids in batches()]))
     rule = build_row_optimizer(optimizer_config(optimizer), TABLE_REFERENCE)
     records = rule.initial(initial_rows(TableConfig(name="table", dim=DIM, seed=3, spread=0.5), known))
     rates = torch.tensor([rate(step) for step in range(NUM_STEPS)], dtype=torch.float64)
-    outputs = []
-    for step, ids in enumerate(batches()):
-        distinct, inverse = TABLE_REFERENCE.unique(ids.flatten())
-        slots = torch.searchsorted(known, distinct)
+    outputs, seen = [], torch.zeros(len(known), dtype=torch.int64)
+    for step, batch in enumerate(batches()):
+        slots = torch.searchsorted(known, torch.unique(batch))
+        seen[slots] += 1
         rule.catch_up(records, slots, step, rates)
-        vectors = records[slots, :DIM][inverse].view(*ids.shape, DIM).requires_grad_()
-        answer = torch.zeros(len(ids), DIM)
-        for place in range(BAG):
-            answer = answer + vectors[:, place]
-        loss_of(answer, step).backward()
-        summed = torch.zeros(len(slots), DIM).index_add_(0, inverse, vectors.grad.reshape(-1, DIM))
+        total, answers = torch.zeros(len(known), DIM), []
+        for ids in case.parts(batch):
+            places = torch.searchsorted(known, ids)
+            vectors = records[places, :DIM].requires_grad_()
+            answer = torch.zeros(len(ids), DIM)
+            for place in range(BAG):
+                answer = answer + vectors[:, place]
+            loss_of(answer, step).backward()
+            total += torch.zeros(len(known), DIM).index_add_(0, places.flatten(), vectors.grad.reshape(-1, DIM))
+            answers.append(answer.detach())
+        slots = slots[seen[slots] >= COUNT] if is_mixed else slots
         if len(slots):
-            rule.update(records, slots, summed, rate(step), step + 1)
-        outputs.append(answer.detach())
+            rule.update(records, slots, total[slots], rate(step), step + 1)
+        outputs.append(torch.cat(answers))
+    if is_mixed:
+        rule.catch_up(records, torch.arange(len(known)), NUM_STEPS, rates)
     moved = rule.layout(DIM).whole(records)[:, rule.layout(DIM).updates] > 0
     return Outcome(outputs=outputs, ids=known[moved], records=records[moved])
 
@@ -136,18 +152,38 @@ def build(case: Case, folder: Path, **changes: Any) -> CachedEmbedding:
         "file": {"device_rows": capacity, "host_rows": 0, "path": str(folder)},
     }[case.tiers]
     options: dict[str, Any] = {"seed": 3, "spread": 0.5, "policy": PolicyOptions(name=case.policy, window=3)}
+    if case.is_mixed:
+        options["admission"] = AdmissionOptions(name="count", count=COUNT)
     return CachedEmbedding(None, DIM, optimizer=optimizer_config(case.optimizer), **(options | tiers | changes))
 
 
 def train(table: CachedEmbedding, case: Case, num_steps: int = NUM_STEPS) -> list[Tensor]:
     """The outputs of all steps."""
     outputs = []
-    for step, ids in enumerate(table.prefetch(batches(num_steps), case.depth)):
-        answer = table(ids)
-        loss_of(answer, step).backward()
+    given = [case.parts(ids) for ids in batches(num_steps)]
+    for step, parts in enumerate(table.prefetch(given, case.depth, ids=lambda parts: parts)):
+        answers = []
+        for ids in parts:
+            answers.append(table(ids))
+            loss_of(answers[-1], step).backward()
+            if case.is_mixed:
+                look(table, step)
         table.step(rate(step))
-        outputs.append(answer.detach().clone())
+        outputs.append(torch.cat(answers).detach())
+    if case.is_mixed:
+        # Rows that move while they rest are told of it when they are looked at, and not all have been.
+        with torch.no_grad():
+            table(torch.unique(torch.cat(batches())).view(-1, 1))
     return outputs
+
+
+def look(table: CachedEmbedding, step: int) -> None:
+    """What is no training in the middle of it: an evaluation, also of ids that are nowhere, and a pass without
+    gradients."""
+    with torch.no_grad():
+        table(batches()[7 * step % NUM_STEPS])
+        table.eval()(torch.cat([batches()[5 * step % NUM_STEPS], torch.arange(900, 900 + BAG).unsqueeze(0)]))
+    table.train()
 
 
 def outcome(table: CachedEmbedding, outputs: list[Tensor]) -> Outcome:
@@ -171,7 +207,8 @@ def run(case: Case, folder: Path) -> Outcome:
     with sleeping(case.sleeps), nobody_leaves_too_early(), build(case, folder) as table:
         outputs = train(table, case)
         assert table.rows.register.num_open == 0, "pins are left"
-        assert_counts(table)
+        if not case.is_mixed:
+            assert_counts(table)
         assert_one_place(table)
         return outcome(table, outputs)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +37,13 @@ def test_peak_memory_counts_bytes() -> None:
     block = torch.ones(64 * 2**20)
     assert device.peak_memory(torch.device("cpu")) >= before
     assert device.peak_memory(torch.device("cpu")) > block.nbytes
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_peak_memory_knows_the_unit_of_each_system(platform: str, unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.sys, "platform", platform)
+    monkeypatch.setattr(device.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=5000))
+    assert device.peak_memory(torch.device("cpu")) == 5000 * unit
 
 
 def test_a_stand_in_for_an_npu_is_found_and_picked() -> None:

@@ -7,6 +7,7 @@ import json
 import pytest
 import yaml
 
+from kitforge.foundation import untrusted
 from kitforge.foundation.untrusted import MAX_YAML_DEPTH, check_yaml, load_yaml, parse_json
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -60,6 +61,13 @@ def test_a_value_that_contains_itself_is_refused(text: str) -> None:
 def test_many_values_without_aliases_are_refused_as_well() -> None:
     with pytest.raises(ValueError, match="values"):
         check_yaml("a: [" + "1," * 100_001 + "]")
+
+
+def test_the_last_value_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(untrusted, "MAX_YAML_NODES", 5)
+    check_yaml("[1, 2, 3]")
+    with pytest.raises(ValueError, match="values"):
+        check_yaml("[1, 2, 3, 4]")
 
 
 @pytest.mark.parametrize("depth", [MAX_YAML_DEPTH, MAX_YAML_DEPTH + 1, 50_000])

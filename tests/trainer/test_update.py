@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kitforge.core.optim.build import OptimizerConfig, build_optimizer
-from kitforge.core.optim.groups import decay_groups
+from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.optim.schedules import Plateau, ScheduleConfig
 from kitforge.core.optim.sparse import SparseOptimizerConfig, build_row_optimizer
 from kitforge.core.parallel.apply import parallel_of
@@ -55,7 +55,7 @@ def moved(largest_norm: float, precision: str = "fp32") -> tuple[torch.Tensor, f
     state = state_of(model, precision)
     before = weights(model)
     backward(model, state.scaler.scale)
-    norm = update(state, 1.0, RATE, largest_norm)
+    norm = update(state, 1.0, RATE, largest_norm)["grad_norm"]
     assert (state.updates, state.skipped) == (1, 0)
     return weights(model) - before, norm
 
@@ -95,7 +95,78 @@ def test_a_norm_that_is_not_finite_changes_nothing_and_leaves_no_gradient(bad: f
     else:
         assert model.linear.weight.grad is not None
         model.linear.weight.grad.mul_(bad)
-    assert not math.isfinite(update(state, 1.0, RATE, 1.0))
+    assert not math.isfinite(update(state, 1.0, RATE, 1.0)["grad_norm"])
     assert torch.equal(weights(model), before)
     assert (state.updates, state.skipped, state.consecutive_skips) == (0, 1, 1)
     assert float(model.table.squared_norm()) == 0.0 and model.linear.weight.grad is None
+
+
+class Twins(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.critic = nn.Linear(3, 1), nn.Linear(3, 1)
+
+
+@pytest.mark.parametrize("own", [None, 0.0, 0.25])
+def test_each_part_is_clipped_by_its_own_norm_and_moves_at_its_own_rate(own: float | None) -> None:
+    torch.manual_seed(0)
+    model = Twins()
+    groups = [
+        ParameterGroup(
+            names=tuple(name for name, _ in model.named_parameters() if name.startswith(part)),
+            parameters=tuple(getattr(model, part).parameters()),
+            weight_decay=0.0,
+            matrix=False,
+            part=part,
+            learning_rate=rate,
+            max_grad_norm=bound,
+        )
+        for part, rate, bound in (("policy", None, None), ("critic", 2.0, own))
+    ]
+    config = OptimizerConfig(name="sgd", learning_rate=RATE, momentum=0.0)
+    state = TrainingState(
+        model=model,
+        parallel=parallel_of(model, ALONE),
+        optimizer=build_optimizer(groups, config),
+        scaler=LossScaler("fp32"),
+        plateau=Plateau(ScheduleConfig()),
+        world=ALONE,
+        groups=groups,
+    )
+    before = {part: nn.utils.parameters_to_vector(getattr(model, part).parameters()).detach() for part in PARTS}
+    (model.policy(torch.ones(3)).sum() * 30 + model.critic(torch.ones(3)).sum() * 2).backward()  # norms of 60 and 4
+    norms = update(state, 1.0, RATE, 5.0)
+    moved = {
+        part: float((nn.utils.parameters_to_vector(getattr(model, part).parameters()) - before[part]).norm().detach())
+        for part in PARTS
+    }
+    expected = {"grad_norm/policy": 60.0, "grad_norm/critic": 4.0, "grad_norm": math.hypot(60, 4)}
+    assert norms == pytest.approx(expected, rel=1e-5)
+    # Without a bound of its own a part has the run's, 5; 0 is none.
+    assert moved == pytest.approx({"policy": RATE * 5, "critic": 2.0 * (4 if own in (None, 0.0) else 0.25)}, rel=1e-4)
+
+
+PARTS = ("policy", "critic")
+
+
+def test_one_part_that_is_not_finite_holds_back_all() -> None:
+    torch.manual_seed(0)
+    model = Twins()
+    groups = [
+        ParameterGroup(names=(name,), parameters=(each,), weight_decay=0.0, matrix=False, part=name.split(".")[0])
+        for name, each in model.named_parameters()
+    ]
+    state = TrainingState(
+        model=model,
+        parallel=parallel_of(model, ALONE),
+        optimizer=build_optimizer(groups, OptimizerConfig(name="sgd", learning_rate=RATE)),
+        scaler=LossScaler("fp32"),
+        plateau=Plateau(ScheduleConfig()),
+        world=ALONE,
+        groups=groups,
+    )
+    before = nn.utils.parameters_to_vector(model.parameters()).detach()
+    (model.policy(torch.ones(3)).sum() + model.critic(torch.ones(3)).sum() * math.inf).backward()
+    norms = update(state, 1.0, RATE, 1.0)
+    assert math.isfinite(norms["grad_norm/policy"]) and not math.isfinite(norms["grad_norm"])
+    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before) and state.skipped == 1

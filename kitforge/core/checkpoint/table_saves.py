@@ -42,7 +42,8 @@ class TableSaves:
         self.base, self._last = self._last if can_build else None, None
         try:
             for name, table in self._tables.items():
-                self._sources[name] = table.begin_snapshot(None if self.base is None else self._versions[name])
+                since = None if self.base is None else self._versions[name]
+                self._sources[name] = table.begin_snapshot(since, is_base=self._num_deltas > 0)
         except BaseException:
             self.close()
             raise

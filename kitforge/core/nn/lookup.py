@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.foundation.config import check
 
-# each: [B, F, dim], a bag counts as the sum or mean of its rows. sum: [B, dim] over all features.
-# sequence: [B, L, dim] of one feature, in order, padded at the end.
+# each: [B, F, dim], a bag counts as the sum or mean of its rows, a sequence as their mean. sum: [B, dim] over all
+# features. sequence: [B, L, dim] of one feature, in order, padded at the end.
 Pooling = Literal["each", "sum", "sequence"]
 # wide rows begin at zero and are moved by the wide optimizer; deep rows begin at random and are moved by the deep one.
 TableKind = Literal["wide", "deep"]
@@ -28,7 +28,7 @@ class SampleShape:
 
     numeric: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()  # one id or a bag of them
-    crosses: tuple[str, ...] = ()  # categorical too, made of others; for wide parts alone
+    crosses: tuple[str, ...] = ()  # categorical too, made of others; for wide parts, or as one more vector
     sequences: tuple[str, ...] = ()
     # The tables of features that share one, such as a history and the item that it is a history of.
     tables: Mapping[str, str] = field(default_factory=dict)
@@ -62,15 +62,43 @@ class RecommenderConfig(Protocol):
         """What the network wants looked up of samples of that shape; raises ConfigError for a feature it lacks."""
         ...
 
+    def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
+        """The numbers that the network reads."""
+        ...
+
     def network(self, shape: SampleShape, kernels: Kernels) -> nn.Module:
         """The network, its tables left out. Most are called `network(dense [B, d], vectors, noise) -> logits [B]`."""
         ...
 
 
-def deep_lookups(shape: SampleShape, dim: int) -> tuple[Lookup, ...]:
-    """The rows of all categorical features, one lookup for each width: `dim` where the shape says nothing else."""
+def used_features(config: RecommenderConfig, shape: SampleShape) -> str:
+    """Which features a network uses, how sequences enter, and which it does not use: for the log and the report."""
+    lookups = config.lookups(shape)
+    looked_up = {name for lookup in lookups for name in lookup.features}
+    as_mean = {name for lookup in lookups if lookup.pooling != "sequence" for name in lookup.features}
+    kinds = {
+        "numeric": (shape.numeric, set(config.dense_features(shape))),
+        "categorical": (shape.categorical, looked_up),
+        "crosses": (shape.crosses, looked_up),
+        "sequences": (shape.sequences, looked_up),
+    }
+    parts = []
+    for kind, (names, used) in kinds.items():
+        found = [
+            f"{name} (mean of its vectors)" if name in shape.sequences and name in as_mean else name
+            for name in names
+            if name in used
+        ]
+        parts += [f"{kind} {', '.join(found)}"] if found else []
+    unused = [name for names, used in kinds.values() for name in names if name not in used]
+    end = f"; not used: {', '.join(unused)}" if unused else ""
+    return f"{config.family} uses {'; '.join(parts)}{end}"
+
+
+def deep_lookups(shape: SampleShape, dim: int, features: Sequence[str]) -> tuple[Lookup, ...]:
+    """The rows of these features, one lookup for each width: `dim` where the shape says nothing else."""
     widths: dict[int, list[str]] = {dim: []}
-    for name in shape.categorical:
+    for name in features:
         widths.setdefault(shape.dims.get(name, dim), []).append(name)
     return tuple(
         Lookup(name="deep" if width == dim else f"deep_{width}", features=tuple(names), dim=width)

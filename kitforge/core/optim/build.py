@@ -138,7 +138,11 @@ class Optimizer:
 
 
 def _as_torch(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
-    return [{"params": list(group.parameters), "weight_decay": group.weight_decay} for group in groups]
+    return [
+        {"params": list(group.parameters), "weight_decay": group.weight_decay}
+        | ({} if group.learning_rate is None else {"lr": group.learning_rate})
+        for group in groups
+    ]
 
 
 def _torch_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -18,6 +18,10 @@ class ParameterGroup:
     parameters: tuple[nn.Parameter, ...]
     weight_decay: float
     matrix: bool  # hidden 2-D weights, which Muon may take
+    # Groups of one part, such as a policy and its critic, have a norm of their own, by which they are clipped.
+    part: str = ""
+    learning_rate: float | None = None  # the peak; None: the optimizer's
+    max_grad_norm: float | None = None  # of the part's gradients; None: the run's
 
 
 def decay_groups(

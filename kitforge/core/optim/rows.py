@@ -89,11 +89,11 @@ class RowTable(Protocol):
         """That of its snapshots."""
         ...
 
-    def begin_snapshot(self, since: int | None = None) -> RowSource:
+    def begin_snapshot(self, since: int | None = None, *, is_base: bool = True) -> RowSource:
         """The table as it is now, to be read by another thread while the table goes on.
 
-        With a version, which is that of the snapshot before, only what changed after it. What went away is told once:
-        after this call the table may forget what was removed before it.
+        With a version, which is that of the snapshot before, only what changed after it. `is_base`: the next snapshot
+        may ask for what changed after this one, so the table has to keep account of that.
         """
         ...
 

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import SparseUpdate, TableKernels, select_table
 from kitforge.core.kernels.places import require
+from kitforge.core.kernels.sparse_update.powers import Powers
 from kitforge.core.kernels.sparse_update.reference import LAST_STEP, NUM_COUNTERS, UPDATES, VISITS, whole
 from kitforge.foundation.config import check, check_name
 from kitforge.foundation.errors import ModelError
 
 SparseOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "lazy_adam", "ftrl"]
-# How many powers of Adam's betas are laid down at first; there are twice as many whenever they run out.
-FIRST_POWERS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +135,7 @@ class RowOptimizer:
     def __init__(self, config: SparseOptimizerConfig, kernels: TableKernels | None = None) -> None:
         self.config = config
         self._kernels = kernels
-        self._powers = _powers(config.betas, FIRST_POWERS)
+        self._powers = Powers(config.betas)
 
     def layout(self, dim: int) -> RowLayout:
         """How a record of a row of that many numbers is laid out."""
@@ -180,9 +179,9 @@ class RowOptimizer:
             case "rowwise_adagrad":
                 kernels.rowwise_adagrad(*move, decay=decay, eps=config.eps)
             case "lazy_adam":
-                kernels.lazy_adam(*move, decay=decay, eps=config.eps, powers=self._powers_to(step))
+                kernels.lazy_adam(*move, decay=decay, eps=config.eps, powers=self._powers)
             case "adam":
-                kernels.adam(*move, eps=config.eps, powers=self._powers_to(step))
+                kernels.adam(*move, eps=config.eps, powers=self._powers)
             case "ftrl":
                 kernels.ftrl(*move, l1=config.l1, l2=config.l2, beta=config.beta)
 
@@ -201,7 +200,7 @@ class RowOptimizer:
             )
         require(slots, len(slab), "slots of the slab")
         dim = (slab.shape[1] - NUM_COUNTERS - 1) // 3
-        self._rules(slab).catch_up(slab, slots, dim, step, rates, eps=self.config.eps, powers=self._powers_to(step))
+        self._rules(slab).catch_up(slab, slots, dim, step, rates, eps=self.config.eps, powers=self._powers)
 
     def _require_caught_up(self, slab: Tensor, slots: Tensor, step: int) -> None:
         if not self.moves_untouched_rows:
@@ -216,17 +215,7 @@ class RowOptimizer:
     def _rules(self, slab: Tensor) -> SparseUpdate:
         return (self._kernels or select_table(slab.device.type)).sparse_update
 
-    def _powers_to(self, step: int) -> Tensor:
-        if step >= self._powers.shape[1]:
-            self._powers = _powers(self.config.betas, 2 * step)
-        return self._powers
-
 
 def build_row_optimizer(config: SparseOptimizerConfig, kernels: TableKernels | None = None) -> RowOptimizer:
     """The rule that `config` names, on the fastest kernels there are."""
     return RowOptimizer(config, kernels)
-
-
-def _powers(betas: tuple[float, ...], count: int) -> Tensor:
-    """beta^t [2, count + 1] float64 from t = 0, by Python's power: torch's depends on the place within a vector."""
-    return torch.tensor([[beta**power for power in range(count + 1)] for beta in betas], dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -152,9 +152,17 @@ class ParallelModel:
         if self._split is not None:
             _sum_parts([pieces[name] for name in self._split.partial_gradients()], self._mesh.group(TENSOR))
 
-    def norm(self) -> Tensor:
-        """The norm of all gradients, over all ranks."""
-        gradients = {name: each.grad for name, each in self.parameters().items() if each.grad is not None}
+    def norm(self, names: Collection[str] | None = None) -> Tensor:
+        """The norm, over all ranks, of all gradients, or of those of the parameters of these names."""
+        gradients = {
+            name: each.grad
+            for name, each in self.parameters().items()
+            if each.grad is not None and (names is None or name in names)
+        }
+        if names is not None and self._mesh is None:
+            return global_norm(list(gradients.values()))
+        if names is not None and self._mesh is not None:
+            return norm_over_ranks(gradients, self.layouts, torch.zeros(()), self._mesh)
         rows = sum((table.squared_norm() for table in self.tables), torch.zeros((), dtype=torch.float64))
         if self._mesh is not None:
             return norm_over_ranks(gradients, self.layouts, rows, self._mesh)

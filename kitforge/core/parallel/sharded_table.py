@@ -161,7 +161,7 @@ class ShardedTable(nn.Module):
         """See `core.optim.rows.RowTable`."""
         return collectives.index(self._group), collectives.size(self._group)
 
-    def begin_snapshot(self, since: int | None = None) -> HeldRows:
+    def begin_snapshot(self, since: int | None = None, *, is_base: bool = True) -> HeldRows:
         """See `core.optim.rows.RowTable`. The rows are copied at once; none ever goes away."""
         ids, slots = self._slots.items()
         if since is not None:

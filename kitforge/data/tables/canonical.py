@@ -115,7 +115,8 @@ def _numbers(array: Any, name: str) -> tuple[NDArray[np.float64], list[Found]]:
         values, problems = _one_by_one(array.to_pylist(), _number, np.nan, "holds no number", "a number")
     infinite = np.flatnonzero(np.isinf(values))
     for row in infinite:
-        problem = Problem(reason="holds no finite number", got=array[int(row)], expected="a finite number")
+        got = str(array[int(row)])
+        problem = Problem(reason="holds no finite number", got=got, expected="a finite number", fix=_missing_fix(got))
         problems.append((int(row), problem))
     return values, problems
 
@@ -208,9 +209,16 @@ def _one_by_one(
             parsed.append(nothing if value is None else parse(value))
         except ValueError:
             parsed.append(nothing)
-            fix = "read the column as text (kind: text)" if expected.startswith("a whole") else None
+            is_id = expected.startswith("a whole")
+            fix = "read the column as text (kind: text)" if is_id else _missing_fix(str(value))
             problems.append((row, Problem(reason=reason, got=repr(value)[:60], expected=expected, fix=fix)))
     return np.array(parsed, dtype=np.float64 if isinstance(nothing, float) else np.int64), problems
+
+
+def _missing_fix(text: str) -> str:
+    """What to do where such a cell is meant to be empty, in quotes that the shell and Hydra take off."""
+    words = f'["{text[:60]}"]'
+    return f"if it means that there is no value, data.missing_values='{words}', else repair the row"
 
 
 def _lists(array: Any, column: ListColumn) -> tuple[Lists, list[Found]]:

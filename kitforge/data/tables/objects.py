@@ -33,7 +33,7 @@ class RowObjects:
         """Chunks in order."""
         rows, start = iter(self.rows), 0
         while part := list(islice(rows, _CHUNK_ROWS)):
-            yield partial(_chunk, part, start, tuple(columns))
+            yield partial(chunk_of, part, start, columns)
             start += len(part)
 
 
@@ -69,7 +69,8 @@ def open_rows(rows: Iterable[object]) -> RowObjects:
     return RowObjects(rows=again, names=tuple(map(str, first)))
 
 
-def _chunk(rows: list[object], start: int, columns: tuple[str, ...]) -> Chunk:
+def chunk_of(rows: Sequence[object], start: int, columns: Sequence[str]) -> Chunk:
+    """These columns of rows, of which the first is number `start`; what is no such row is a bad one."""
     good: list[Mapping[str, Any]] = []
     numbers: list[int] = []
     bad: list[BadRow] = []
@@ -86,7 +87,7 @@ def _chunk(rows: list[object], start: int, columns: tuple[str, ...]) -> Chunk:
     return Chunk(table=table, place=partial(_place, numbers), bad=tuple(bad))
 
 
-def _problem(row: object, columns: tuple[str, ...]) -> Problem | None:
+def _problem(row: object, columns: Sequence[str]) -> Problem | None:
     if not isinstance(row, Mapping):
         return Problem(reason="is no row", got=type(row).__name__, expected="a mapping from column to value")
     missing = [name for name in columns if name not in row]

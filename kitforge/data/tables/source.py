@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import glob
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, final
 
@@ -14,14 +15,17 @@ from kitforge.data.memory import is_dataset
 from kitforge.data.shard import digest
 from kitforge.data.tables.chunk import OnBadRow
 from kitforge.data.tables.csv_files import CRITEO_COLUMNS, Job, TextFile, first_line
+from kitforge.data.tables.frames import as_missing, is_frame, open_frame
 from kitforge.data.tables.interactions import InteractionFile
 from kitforge.data.tables.objects import DatasetRows, open_rows
 from kitforge.data.tables.parquet_files import open_parquet
+from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, nearest
 from kitforge.foundation.files import missing
 
 TableFormat = Literal["auto", "criteo", "csv", "tsv", "parquet", "interactions"]
 _SUFFIXES = (".csv", ".tsv", ".txt", ".parquet")
+_DELIMITERS = (",", ";", "\t", "|")
 
 
 @final
@@ -32,9 +36,16 @@ class TableConfig:
     format: TableFormat = "auto"  # auto: by the suffix and the first line
     # Names of the columns of a csv or tsv file without a header.
     columns: tuple[str, ...] | None = None
+    # Between the cells of a csv or tsv file; None: what cuts the first line of a csv file into most cells, of , ; | and
+    # tabs; a tab in a tsv file.
+    delimiter: str | None = None
     # Texts that stand for no value, besides an empty cell.
     missing_values: tuple[str, ...] = ()
     on_bad_row: OnBadRow = "error"
+
+    def __post_init__(self) -> None:
+        is_one = self.delimiter is None or (len(self.delimiter) == 1 and self.delimiter not in '"\r\n')
+        check(is_one, "data.delimiter", self.delimiter, "one character, and no quote or line break")
 
 
 _DEFAULT = TableConfig()
@@ -70,6 +81,7 @@ class TableSource:
     is_once: bool = False  # an iterator, which cannot be read a second time and may have no end
     # Of files: path, size in bytes and time of change in nanoseconds when the table was opened.
     stamps: tuple[tuple[Path, int, int], ...] = ()
+    missing_values: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -93,32 +105,44 @@ class TableSource:
                         expected=f"a column {column!r}",
                         fix=nearest(column, part.names),
                     )
-            yield from part.jobs(columns)
+            for job in part.jobs(columns):
+                yield partial(as_missing, job, self.missing_values) if self.missing_values else job
 
 
 def open_table(spec: object, config: TableConfig = _DEFAULT) -> TableSource:
     """The rows that `spec` names.
 
     A spec is a file (.tsv of Criteo or with a header, .csv, .parquet, .txt of interactions; all but Parquet also as
-    .gz), a folder or a pattern of such files, a list of these, a datasets.Dataset, or an iterable of mappings; an
-    iterator is read once. Raises DataError for what is missing, empty or unreadable.
+    .gz), a folder or a pattern of such files, a list of these, a datasets.Dataset, a DataFrame of pandas or polars or
+    another table of Arrow, a mapping from column to array, or an iterable of mappings; an iterator is read once.
+    Raises DataError for what is missing, empty or unreadable.
     """
     if isinstance(spec, (str, os.PathLike)):
         return _of_files(str(spec), _files(Path(spec).expanduser()), config)
     if is_dataset(spec):
         names = tuple(spec.column_names)  # type: ignore[attr-defined]
         mark = digest("dataset", spec._fingerprint)  # type: ignore[attr-defined]
-        return TableSource(name="the dataset", parts=(DatasetRows(dataset=spec, names=names),), fingerprint=mark)
+        part = DatasetRows(dataset=spec, names=names)
+        mark, missing = digest(mark, config.missing_values), config.missing_values
+        return TableSource(name="the dataset", parts=(part,), fingerprint=mark, missing_values=missing)
+    if is_frame(spec) or isinstance(spec, Mapping):
+        frame, missing = open_frame(spec), config.missing_values
+        return TableSource(name="the data", parts=(frame,), fingerprint=None, missing_values=missing)
     if isinstance(spec, (list, tuple)) and spec and all(isinstance(item, (str, os.PathLike)) for item in spec):
         files = [file for item in spec for file in _files(Path(item).expanduser())]
         return _of_files(", ".join(map(str, spec)), files, config)
-    if isinstance(spec, Iterable) and not isinstance(spec, (bytes, bytearray, dict)):
-        is_once = iter(spec) is spec
-        return TableSource(name="the rows", parts=(open_rows(spec),), fingerprint=None, is_once=is_once)
+    if isinstance(spec, Iterable) and not isinstance(spec, (bytes, bytearray)):
+        return TableSource(
+            name="the rows",
+            parts=(open_rows(spec),),
+            fingerprint=None,
+            is_once=iter(spec) is spec,
+            missing_values=config.missing_values,
+        )
     raise DataError(
         "this is no table",
         got=type(spec).__name__,
-        expected="click_log, a file, a folder, a pattern, a list of these, a datasets.Dataset, or rows as mappings",
+        expected="click_log, files, a folder, a pattern, a DataFrame, arrays by column, or rows as mappings",
     )
 
 
@@ -127,8 +151,9 @@ def _of_files(name: str, files: Sequence[Path], config: TableConfig) -> TableSou
     parts = tuple(_open_file(file.absolute(), config) for file in files)
     # The last time is the system's own, which changes with the bytes though the other be put back.
     mark = digest("table", [(str(path), size, time, path.stat().st_ctime_ns) for path, size, time in stamps])
-    fingerprint = digest(mark, config.format, config.columns, config.missing_values)
-    return TableSource(name=name, parts=parts, fingerprint=fingerprint, stamps=stamps)
+    fingerprint = digest(mark, config.format, config.columns, config.delimiter, config.missing_values)
+    missing = config.missing_values
+    return TableSource(name=name, parts=parts, fingerprint=fingerprint, stamps=stamps, missing_values=missing)
 
 
 def _stamp(path: Path) -> tuple[Path, int, int]:
@@ -170,7 +195,7 @@ def _open_file(path: Path, config: TableConfig) -> TablePart:
         return TextFile(
             path=path, names=CRITEO_COLUMNS, delimiter="\t", has_header=False, has_quotes=False, missing=missing
         )
-    delimiter = "\t" if form == "tsv" else ","
+    delimiter = config.delimiter or ("\t" if form == "tsv" else _guessed_delimiter(line))
     names = tuple(next(csv.reader([line], delimiter=delimiter))) if config.columns is None else config.columns
     _check_header(path, names)
     return TextFile(
@@ -204,6 +229,11 @@ def _format(path: Path) -> TableFormat:
         expected="a .tsv as Criteo has it or with a header, .csv, .parquet, or a .txt of lines `user item`",
         fix="rename the file, or name its format: data.format=criteo, csv, tsv, parquet or interactions",
     )
+
+
+def _guessed_delimiter(line: str) -> str:
+    """Whatever cuts the first line of a file into most cells, quotes heeded; a comma where all do alike."""
+    return max(_DELIMITERS, key=lambda delimiter: len(next(csv.reader([line], delimiter=delimiter))))
 
 
 def _check_header(path: Path, names: Sequence[str]) -> None:

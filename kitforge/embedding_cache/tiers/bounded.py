@@ -23,6 +23,10 @@ class BoundedStore(RowStore):
     def __len__(self) -> int:
         return sum(len(keys) for keys, _ in self.scan(2**16))
 
+    def num_rows(self, name: str) -> dict[str, int]:
+        """See `RowStore`."""
+        return self._upper.num_rows(name) | self._lower.num_rows("remote")
+
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
         """See `RowStore`."""
         found = self._upper.read(keys, out)

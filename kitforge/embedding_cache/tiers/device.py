@@ -43,7 +43,7 @@ class DeviceTier:
         self.index = SlotIndex(keys, room)
         self.slab = torch.empty(room, width, device=self.device)
         self.is_dirty = torch.zeros(room, dtype=torch.bool)
-        self.is_guest = torch.zeros(room, dtype=torch.bool)
+        self.is_guest = torch.zeros(room, dtype=torch.bool)  # rows that began here and have not moved
         self._growing = threading.RLock()
         self._scratch = Scratch()
 
@@ -78,8 +78,7 @@ class DeviceTier:
             slab = torch.empty(room, self.width, device=self.device)
             slab[:before] = self.slab
             self.slab = slab
-            self.is_dirty = grown(self.is_dirty, room)
-        self.is_guest = grown(self.is_guest, room)
+            self.is_dirty, self.is_guest = grown(self.is_dirty, room), grown(self.is_guest, room)
         self.index.grow(room)
 
     def bring(self, keys: Tensor, rows: Tensor, dirty: Tensor) -> Tensor:
@@ -98,6 +97,7 @@ class DeviceTier:
         else:
             rows = self.rows(slots)
         dirty = at(self.is_dirty, slots)
+        put(self.is_guest, slots, False)
         return self.index.remove(slots), rows, dirty
 
     def updates(self, slots: Tensor) -> Tensor:

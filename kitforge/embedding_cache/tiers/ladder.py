@@ -56,10 +56,10 @@ class Ladder:
         """Whether there is no tier here at all."""
         return self._host is None and self._store is None
 
-    def fetch(self, keys: Tensor, out: Tensor) -> Tensor:
+    def fetch(self, keys: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         """Fill `out` [n, width] with the rows of `keys` [n]; one that no tier has begins here.
 
-        Returns the mask [n] of those that are nowhere else as they are.
+        Returns the mask [n] of those that are nowhere else as they are, and the places of those that begin.
         """
         is_missing, dirty = torch.ones(len(keys), dtype=torch.bool), torch.zeros(len(keys), dtype=torch.bool)
         if self._host is not None:
@@ -78,7 +78,7 @@ class Ladder:
             self._initial.fill(at(keys, missing), rows)
             self._move_rows(rows, out, to=missing)
         self._counts.hit("new", len(missing))
-        return dirty
+        return dirty, missing
 
     def exchange(self, device: DeviceTier, slots: Tensor, places: Tensor) -> None:
         """Rows at `slots` [n] of the device and at `places` [n] of the host tier change places."""
@@ -156,7 +156,7 @@ class Ladder:
     def num_rows(self) -> dict[str, int]:
         """Rows by tier; the lower may hold old copies of what is further up."""
         host = {"host": len(self._host)} if self._host is not None else {}
-        return host | ({self._store_name: len(self._store)} if self._store is not None else {})
+        return host | ({} if self._store is None else self._store.num_rows(self._store_name))
 
     def _put_below(self, keys: Tensor, rows: Tensor) -> None:
         if self._store is not None and len(keys):

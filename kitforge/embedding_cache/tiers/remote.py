@@ -1,8 +1,9 @@
 """Rows on a Redis server (or any that speaks RESP): the tier for tables that no machine of the run can hold.
 
-A table is one hash on the server, from the eight bytes of an id to the bytes of its row. Beside it stand what the table
-is, and a stamp that says who wrote last and how often. A server that comes back with other rows than it was given, or
-that another run writes to, is thereby noticed: an absent row would begin anew, and nobody would know.
+A table is one hash on the server, from the eight bytes of an id to the bytes of its row. Two more fields say what the
+table is, and who wrote last and how often: a stamp. They are in the same hash, so that a server which drops keys
+drops them with the rows. One that comes back with other rows than it was given, or that another run writes to, is
+thereby noticed: an absent row would begin anew, and nobody would know.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from kitforge.foundation.log import logger
 
 _log = logger(__name__)
 KEY_BYTES = 8
+# The fields that are no rows; no id has as few bytes.
+ABOUT, STAMP = b"about", b"stamp"
 FLOAT_BYTES = 4
 
 
@@ -54,7 +57,7 @@ class RemoteStore(RowStore):
         self._options = options
         self._schema: dict[str, Any] = json.loads(json.dumps({**schema, "width": width}))
         name = f"{options.prefix}:{schema['name']}:{share[0]}-of-{share[1]}"
-        self._rows, self._about, self._stamp = f"{name}:rows", f"{name}:about", f"{name}:stamp"
+        self._rows = f"{name}:rows"
         self._who = secrets.token_hex(8)
         self._num_writes = 0
         # What the server's stamp may be. There are two while it is not known whether a write has happened.
@@ -69,7 +72,7 @@ class RemoteStore(RowStore):
         found = torch.zeros(len(keys), dtype=torch.bool)
         with self._lock:
             for part in self._batches(keys):
-                stamp, values = self._link.ask([("GET", self._stamp), ("HMGET", self._rows, *_fields(keys[part]))])
+                [[stamp, *values]] = self._link.ask([("HMGET", self._rows, STAMP, *_fields(keys[part]))])
                 self._check_stamp(stamp)
                 found[part] = torch.tensor([value is not None for value in values])
                 out[part][found[part]] = self._decoded([value for value in values if value is not None])
@@ -105,9 +108,11 @@ class RemoteStore(RowStore):
         while True:
             with self._lock:
                 stamp, (cursor, found) = self._link.ask(
-                    [("GET", self._stamp), ("HSCAN", self._rows, cursor, "COUNT", chunk)]
+                    [("HGET", self._rows, STAMP), ("HSCAN", self._rows, cursor, "COUNT", chunk)]
                 )
                 self._check_stamp(stamp)
+            for field in (ABOUT, STAMP):
+                found.pop(field, None)
             keys = torch.from_numpy(np.frombuffer(b"".join(found), dtype="<i8").astype(np.int64))
             rows = self._decoded(list(found.values()))
             is_new = seen.lookup(keys) < 0
@@ -120,13 +125,13 @@ class RemoteStore(RowStore):
 
     def clear(self) -> None:
         """Let go of all rows."""
-        self._change(("UNLINK", self._rows))
+        self._change(("UNLINK", self._rows), self._says_what_it_is())
 
     def __len__(self) -> int:
         with self._lock:
-            stamp, num_rows = self._link.ask([("GET", self._stamp), ("HLEN", self._rows)])
+            stamp, num_fields = self._link.ask([("HGET", self._rows, STAMP), ("HLEN", self._rows)])
             self._check_stamp(stamp)
-            return int(num_rows)
+            return int(num_fields) - len((ABOUT, STAMP))
 
     def flush(self) -> None:
         """Nothing waits: what `write` returned from is on the server."""
@@ -137,8 +142,9 @@ class RemoteStore(RowStore):
 
     def _open(self, keep: bool) -> None:
         self._link.refuse_forgetful_server()
-        about, stamp, num_rows = self._link.ask([("GET", self._about), ("GET", self._stamp), ("HLEN", self._rows)])
-        there = self._schema if about is None else json.loads(about)
+        (about, stamp), num_fields = self._link.ask([("HMGET", self._rows, ABOUT, STAMP), ("HLEN", self._rows)])
+        num_rows = num_fields - (about is not None) - (stamp is not None)
+        there = json.loads(about or b"{}") if about is not None or (keep and num_rows) else self._schema
         if there != self._schema:
             different = [key for key in sorted({*there, *self._schema}) if there.get(key) != self._schema.get(key)]
             raise ConfigError(
@@ -151,7 +157,10 @@ class RemoteStore(RowStore):
             _log.warning("%s rows that an earlier run left in %s are deleted", f"{num_rows:,}", self._rows)
         # Whoever wrote last has lost these rows from now on, and will notice.
         self._stamps = {stamp} if stamp is not None else {None}  # type: ignore[arg-type]
-        self._change(("SET", self._about, json.dumps(self._schema)), *([] if keep else [("UNLINK", self._rows)]))
+        self._change(*([] if keep else [("UNLINK", self._rows)]), self._says_what_it_is())
+
+    def _says_what_it_is(self) -> tuple[Any, ...]:
+        return "HSET", self._rows, ABOUT, json.dumps(self._schema)
 
     def _change(self, *commands: tuple[Any, ...]) -> None:
         """Do it all or nothing of it, with a new stamp. Done twice it would be the same."""
@@ -160,7 +169,8 @@ class RemoteStore(RowStore):
             after = f"{self._who}:{self._num_writes}".encode()
             before = self._stamps
             self._stamps = {*before, after}
-            answers = self._link.ask([("GET", self._stamp), *commands, ("SET", self._stamp, after)], is_whole=True)
+            stamps = ("HGET", self._rows, STAMP), ("HSET", self._rows, STAMP, after)
+            answers = self._link.ask([stamps[0], *commands, stamps[1]], is_whole=True)
             self._check_stamp(answers[0])
             self._stamps = {after}
 
@@ -176,7 +186,7 @@ class RemoteStore(RowStore):
             problem = "was written to by another run"
         raise TrainingError(
             f"{self._options.place} {problem}",
-            got=f"{self._stamp} = {stamp!r}",
+            got=f"stamp of {self._rows}: {stamp!r}",
             expected=" or ".join(map(repr, self._stamps)),
             fix="resume from the last checkpoint"
             + ("; give every run a prefix of its own (cache.remote_prefix)" if who not in ("", self._who) else ""),

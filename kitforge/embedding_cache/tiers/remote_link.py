@@ -19,6 +19,9 @@ _log = logger(__name__)
 T = TypeVar("T")
 # Where a password is that the URL does not have: what is in neither is not written to any run either.
 PASSWORD = "KITFORGE_REMOTE_PASSWORD"
+# Where redis-py ends what it says of the command that failed.
+COMMAND_END = " of pipeline caused error: "
+ADDRESS = "write redis://HOST:PORT/DATABASE"
 
 
 @final
@@ -45,8 +48,9 @@ class RemoteLink:
                 retry=Retry(NoBackoff(), 0),
                 **extra,
             )
-        except (ValueError, TypeError) as cause:
-            raise ConfigError(f"{options.place} is no address of a server", got=cause) from cause
+        except (ValueError, TypeError):
+            # What the library says of a URL may hold a part of its password.
+            raise ConfigError(f"{options.place} is no address of a server", fix=ADDRESS) from None
 
     def ask(self, commands: Sequence[tuple[Any, ...]], *, is_whole: bool = False) -> list[Any]:
         """The answers to commands that are sent at once; `is_whole`: all of them happen or none."""
@@ -63,21 +67,29 @@ class RemoteLink:
 
     def refuse_forgetful_server(self) -> None:
         """Raise ConfigError for a server that would drop rows when its memory is full."""
-        try:
-            found = self._patiently(lambda: self._client.config_get("maxmemory*"))
-        except TrainingError as refusal:
-            if isinstance(refusal.__cause__, self._errors.ResponseError):
-                _log.warning("%s does not say whether it may drop rows when its memory is full", self._options.place)
-                return
-            raise
-        policy = found.get("maxmemory-policy", "noeviction")
-        if int(found.get("maxmemory") or 0) and policy != "noeviction":
+        # Servers that others look after mostly refuse CONFIG, and say the same in INFO.
+        found = self._if_allowed(lambda: self._client.config_get("maxmemory*"))
+        found = found or self._if_allowed(lambda: self._client.info("memory"))
+        policy = found.get("maxmemory-policy") or found.get("maxmemory_policy")
+        if policy is None:
+            _log.warning("%s does not say whether it may drop rows when its memory is full", self._options.place)
+        elif int(found.get("maxmemory") or 0) and policy != "noeviction":
             raise ConfigError(
                 f"{self._options.place} drops rows when its memory is full",
                 got=f"maxmemory-policy {policy}",
                 expected="noeviction",
                 fix="set it on the server, or give rows a server of their own",
             )
+
+    def _if_allowed(self, call: Callable[[], Any]) -> dict[str, Any]:
+        """The answer to a question that the server may refuse; nothing where it does."""
+        try:
+            answer: dict[str, Any] = self._patiently(call)
+            return answer
+        except TrainingError as refusal:
+            if isinstance(refusal.__cause__, self._errors.ResponseError):
+                return {}
+            raise
 
     def close(self) -> None:
         """Let go of the connection."""
@@ -89,6 +101,8 @@ class RemoteLink:
             try:
                 return call()
             except (self._errors.RedisError, OSError) as cause:
+                # The library puts the command that failed into its words, and so the bytes of rows.
+                cause.args = tuple(_without_command(each) for each in cause.args)
                 if not self._may_pass(cause):
                     raise self._refusal(cause) from cause
                 if attempt == options.attempts:
@@ -118,6 +132,10 @@ class RemoteLink:
             fix = "name its certificates in cache.remote_ca_file"
             return ConfigError(f"nobody vouches for {place}", got=cause, fix=fix)
         return TrainingError(f"{place} refuses a command", got=cause)
+
+
+def _without_command(word: Any) -> Any:
+    return word.rpartition(COMMAND_END)[2] if isinstance(word, str) else word
 
 
 def _root(error: BaseException) -> BaseException:

@@ -45,6 +45,11 @@ class WriteBehind(RowStore):
         self.settle()
         return len(self._below)
 
+    def num_rows(self, name: str) -> dict[str, int]:
+        """See `RowStore`."""
+        self.settle()
+        return self._below.num_rows(name)
+
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
         """See `RowStore`."""
         # What is pending is looked at first: what is no longer pending by then is in the store below.

@@ -13,12 +13,13 @@ from kitforge.core.nn.lookup import RecommenderConfig
 from kitforge.core.parallel.world import World
 from kitforge.data.tables.names import names_of
 from kitforge.foundation.config import from_dict
-from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.recommender.catalogue import Catalogue, catalogue_of
 from kitforge.kits.recommender.clicks import Clicks
 from kitforge.kits.recommender.config import TASK, DataOptions, RecommendationOptions
 from kitforge.kits.recommender.data import Dataset
 from kitforge.kits.recommender.features import Encoder
+from kitforge.kits.recommender.inspection import inspect
 from kitforge.kits.recommender.matching import Matching
 from kitforge.kits.recommender.model import Recommender, initialise, make_tables, plan_of, sample_shape
 from kitforge.kits.recommender.next_item import HELD_OUT, NextItem
@@ -67,7 +68,17 @@ def restored(
 def objective_of(config: RecommenderConfig, options: RecommendationOptions, dataset: Dataset) -> Objective[Any]:
     """What a network of that family is trained for. Raises ConfigError for rows that it cannot be trained on."""
     found = finding_of(config, options, dataset.encoder, dataset.catalogue)
-    return Clicks(plan_of(config, dataset.encoder), options.seed) if found is None else found
+    if found is not None:
+        return found
+    if dataset.encoder.schema.label is None:
+        is_guessed = options.data.schema is None and dataset.source is not None
+        raise DataError(
+            "these rows have no label",
+            got=inspect(dataset.source).no_label if is_guessed else "a data.schema without a label",
+            expected="a column of 0 and 1, of two texts, or of -1 and 1",
+            fix="name it in data.schema: `label: {name: COLUMN}`, with `positive: TEXT` where it is not 0 and 1",
+        )
+    return Clicks(plan_of(config, dataset.encoder), options.seed)
 
 
 def finding_of(

@@ -13,13 +13,14 @@ from torch import nn
 
 from kitforge.core.checkpoint.load import Checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.core.nn.lookup import RecommenderConfig
+from kitforge.core.nn.lookup import RecommenderConfig, used_features
 from kitforge.core.parallel.apply import apply, parallel_of
 from kitforge.core.parallel.lobby import Lobby
 from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import World
 from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.progress import show_progress
 from kitforge.kits.recommender.assembling import (
     checkpoint_of,
     data_of,
@@ -34,11 +35,11 @@ from kitforge.kits.recommender.config import AUTO, RecommendationOptions, sized
 from kitforge.kits.recommender.counting import CountTables, curves, distinct_rows
 from kitforge.kits.recommender.data import Dataset, cache_root, iter_of, load_dataset, schema_of
 from kitforge.kits.recommender.features import Encoder
-from kitforge.kits.recommender.guess import with_rare_values
+from kitforge.kits.recommender.guess import with_own_items, with_rare_values
 from kitforge.kits.recommender.inspection import inspect
 from kitforge.kits.recommender.inspection_view import rendered
 from kitforge.kits.recommender.keeping import KeepFeatures, features_to_go_on_with, find_catalogue, find_features
-from kitforge.kits.recommender.model import Recommender
+from kitforge.kits.recommender.model import Recommender, sample_shape
 from kitforge.kits.recommender.objective import Objective
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
 from kitforge.kits.recommender.samples import Samples
@@ -99,7 +100,7 @@ def assemble(options: RecommendationOptions, inputs: Inputs, lobby: Lobby) -> As
         config=recorded,
         callbacks=[
             *inputs.callbacks,
-            KeepFeatures(dataset.encoder, dataset.catalogue),
+            KeepFeatures(dataset.encoder, dataset.catalogue, used_features(config, sample_shape(dataset.encoder))),
             CountTables(curves(config, options, dataset, objective)),
         ],
     )
@@ -244,11 +245,18 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
     if isinstance(config, SASRecConfig):
         # What is kept for evaluation are the last items of sequences, not whole ones.
         data = dataclasses.replace(data, validation=0.0)
+    if options.trainer.max_steps is not None:
+        # No stream is read further than it is trained on.
+        wanted = max(options.trainer.max_steps * data.step_size, 1)
+        data = dataclasses.replace(data, num_fit_rows=min(data.num_fit_rows, wanted))
     is_guessed = encoder is None and data.schema is None and train is not None and iter_of(train) is None
-    if isinstance(config, TwoTowerConfig) and is_guessed:
-        # Every item is to be found, however rare.
-        data = dataclasses.replace(data, schema=to_dict(with_rare_values(schema_of(train, data))))
-    dataset = load_dataset(train, evaluation, data, options.seed, encoder)
+    if isinstance(config, (TwoTowerConfig, SASRecConfig)) and is_guessed:
+        # Every item is to be found, however rare and however many there are.
+        guessed = schema_of(train, data)
+        items = config.item[:1] if isinstance(config, TwoTowerConfig) else tuple(guessed.sequences)
+        data = dataclasses.replace(data, schema=to_dict(with_own_items(with_rare_values(guessed), items)))
+    with show_progress("rows read", enabled=options.trainer.progress) as progress:
+        dataset = load_dataset(train, evaluation, data, options.seed, encoder, progress)
     return with_items(dataclasses.replace(dataset, catalogue=catalogue), config, cache_root(data))
 
 

@@ -13,9 +13,12 @@ from numpy.typing import NDArray
 
 from kitforge.core.checkpoint.tensor_file import TensorFile, write
 from kitforge.data.tables.names import Texts
+from kitforge.foundation.config import check
 from kitforge.foundation.errors import ModelError
 from kitforge.kits.recommender.batch import Bag, FeatureBatch
+from kitforge.kits.recommender.ids import UNKNOWN
 from kitforge.kits.recommender.samples import Samples
+from kitforge.kits.recommender.schema import Encoding
 
 _CHUNK_ROWS = 65_536
 
@@ -44,6 +47,12 @@ class Catalogue:
         found = np.minimum(np.searchsorted(self.ids, wanted), max(len(self.ids) - 1, 0))
         return np.where(self.ids[found] == wanted, found, -1) if len(self.ids) else np.full(len(wanted), -1)
 
+    def popularity_ranks(self) -> NDArray[np.int64]:
+        """The rank [I] of each item by how often it was taken, 0 for the most popular one."""
+        ranks = np.empty(len(self), np.int64)
+        ranks[np.argsort(-self.counts, kind="stable")] = np.arange(len(self))
+        return ranks
+
     def log_shares(self, ids: torch.Tensor) -> torch.Tensor:
         """The logarithm of each item's share of all that was taken [n]; one that was never taken counts as once."""
         places = self.places(ids)
@@ -65,10 +74,30 @@ def catalogue_of(rows: Samples, feature: str, held_out: int = 0) -> Catalogue:
     keys, owners, counts = (np.concatenate(parts) for parts in zip(*found, strict=True))
     keys, firsts, inverse = np.unique(keys, return_index=True, return_inverse=True)
     totals = np.bincount(inverse, weights=counts, minlength=len(keys)).astype(np.int64)
-    # Items that share an id, as those of a hash may, are one item to the model.
-    ids, order = np.unique(rows.encoder.ids_of(feature, keys), return_index=True)
+    ids = rows.encoder.ids_of(feature, keys)
+    if _encoding(rows, feature) == "vocabulary":
+        # What is left out of a vocabulary cannot be told apart, and so not be found.
+        known = ids != UNKNOWN
+        keys, ids, firsts, totals = keys[known], ids[known], firsts[known], totals[known]
+    order = np.argsort(ids)
+    ids = ids[order]
     samples = None if is_sequence else rows.batch(owners[firsts][order])
     return Catalogue(ids=ids, keys=keys[order], counts=totals[order], samples=samples)
+
+
+def _encoding(rows: Samples, feature: str) -> Encoding:
+    """How the items become ids; raises ConfigError where several might become one."""
+    schema = rows.encoder.schema
+    found = (schema.categorical.get(feature) or schema.sequences[feature]).encoding
+    check(
+        found != "hash",
+        f"data.schema {feature}.encoding",
+        found,
+        "exact or vocabulary: items that share a bucket could not be told apart",
+        f"under {feature} and under all features of its table: `encoding: vocabulary` keeps the items of the training "
+        "rows, `encoding: exact` any 64-bit id",
+    )
+    return found
 
 
 def save_catalogue(path: Path, catalogue: Catalogue) -> None:

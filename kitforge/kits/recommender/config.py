@@ -36,6 +36,9 @@ class DataOptions:
     schema: dict[str, Any] | str | None = None
     format: TableFormat = "auto"  # auto: by the suffix and the first line
     columns: tuple[str, ...] | None = None  # names for a csv or tsv file without a header
+    # Between the cells of a csv or tsv file; None: what cuts the first line of a csv file into most cells, of , ; | and
+    # tabs; a tab in a tsv file.
+    delimiter: str | None = None
     missing_values: tuple[str, ...] = ()  # texts that stand for no value, besides an empty cell
     batch_size: int | None = None  # samples of a step; None: a 256th of the rows, from 64 to 4096
     validation: float = 0.05  # share of the training rows kept for evaluation where data.eval is not given
@@ -43,11 +46,14 @@ class DataOptions:
     on_bad_row: OnBadRow = "error"  # skip: left out, counted and told
     shuffle: bool = True
     prefetch: int = 2  # batches made ready ahead
+    # Rows of a stream that its features are fitted on, and that are waited for before the first step; no more than the
+    # run trains on. They are trained on as well.
+    num_fit_rows: int = 10_000
     num_workers: int | None = None  # threads that parse files; None: one per core, up to four
     cache: str | None = None  # folder of column caches; None: $KITFORGE_CACHE or ~/.cache/kitforge
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "prefetch"):
+        for name in ("batch_size", "prefetch", "num_fit_rows"):
             value = getattr(self, name)
             check(value is None or value > 0, f"data.{name}", value, "a whole number of at least 1")
         check(0 <= self.validation < 1, "data.validation", self.validation, "at least 0, below 1")
@@ -138,9 +144,14 @@ class RetrievalOptions:
     num_negatives: int = 512  # sasrec: items drawn for a step, which all its samples are told apart from
     top: int = 10  # the k of the HR@k that says what is best; HR@k and NDCG@k of 1, 5, 10 and 20 are told besides
     index: str = "Flat"  # faiss's words for the index of item vectors; Flat is exact
+    nprobe: int | None = None  # of an index with clusters (IVF): how many are searched; None: faiss's 1
+    ef_search: int | None = None  # of an index that is a graph (HNSW): how many candidates are kept; None: faiss's 16
 
     def __post_init__(self) -> None:
         check(self.num_negatives >= 1, "retrieval.num_negatives", self.num_negatives, "a whole number of at least 1")
+        for name in ("nprobe", "ef_search"):
+            value = getattr(self, name)
+            check(value is None or value >= 1, f"retrieval.{name}", value, "a whole number of at least 1")
         check(self.top >= 1, "retrieval.top", self.top, "a whole number of at least 1")
 
 

@@ -28,8 +28,8 @@ from kitforge.kits.recommender.samples import Samples
 from kitforge.report.tables import TABLES_FILE
 from kitforge.trainer.callbacks.callback import Callback, Event, Run
 
-# Batches that a curve is drawn from.
-_SAMPLED_STEPS = 8
+# A curve is drawn from at most so many steps, the first half of which fill the tier, and from so many needs of a row.
+_MOST_STEPS, _SAMPLED_NEEDS = 256, 2**17
 
 
 @final
@@ -72,11 +72,14 @@ def curves(
         if not isinstance(dataset.train, Samples):
             return []
         plan, size = plan_of(config, dataset.encoder), options.data.step_size
+        steps = min(options.trainer.max_steps or _MOST_STEPS, _MOST_STEPS)
         found = []
-        for name, batches in first_lookups(plan, options, dataset.train, objective, size, _SAMPLED_STEPS).items():
+        for name, batches in first_lookups(plan, options, dataset.train, objective, size, steps).items():
             table = plan.tables[name]
             width = build_row_optimizer(options.tables.rule(table.kind)).layout(table.dim).width
-            points = estimate(Tiers(num_embeddings=table.num_rows, dim=table.dim), width, batches).curve()
+            tiers = Tiers(num_embeddings=table.num_rows, dim=table.dim)
+            rate = min(1.0, _SAMPLED_NEEDS / sum(ids.numel() for ids in batches))
+            points = estimate(tiers, width, batches, warm_up=len(batches) // 2, sample_rate=rate).curve()
             found.append({"kind": "curve", "table": name, "points": np.array(points).tolist()})
         return found
 

@@ -16,6 +16,7 @@ from kitforge.data.tables.source import TableConfig, TableSource, open_table
 from kitforge.data.tables.split import RowRange, split
 from kitforge.data.token_cache import default_root
 from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.progress import Advance
 from kitforge.kits.recommender.catalogue import Catalogue
 from kitforge.kits.recommender.config import DataOptions
 from kitforge.kits.recommender.features import Encoder
@@ -60,7 +61,14 @@ class Dataset:
         return self.train
 
 
-def load_dataset(train: Any, evaluation: Any, options: DataOptions, seed: int, encoder: Encoder | None) -> Dataset:
+def load_dataset(
+    train: Any,
+    evaluation: Any,
+    options: DataOptions,
+    seed: int,
+    encoder: Encoder | None,
+    progress: Advance | None = None,
+) -> Dataset:
     """Open, split, and fit what features need to know of the training rows.
 
     An `encoder` that is given is kept: new rows are read as those were that it was fitted on.
@@ -68,10 +76,10 @@ def load_dataset(train: Any, evaluation: Any, options: DataOptions, seed: int, e
     if train is None and evaluation is not None and encoder is not None:
         return Dataset(train=None, eval=_all(evaluation, options, encoder), encoder=encoder)
     spec = CLICK_LOG if train is None else train
-    if iter_of(spec) is not None:
-        return _endless(spec, evaluation, options, encoder)
+    if (rows := iter_of(spec)) is not None:
+        return _endless(rows, evaluation, options, encoder)
     schema = schema_of(spec, options) if encoder is None else encoder.schema
-    table = _table(spec, options, schema)
+    table = _table(spec, options, schema, progress)
     kept, held_out = split(
         table, options.split, 0.0 if evaluation is not None else options.validation, seed, schema.group
     )
@@ -86,7 +94,7 @@ def iter_of(spec: Any) -> Iterator[Any] | None:
     return spec if isinstance(spec, Iterator) else None
 
 
-def _endless(spec: Any, evaluation: Any, options: DataOptions, encoder: Encoder | None) -> Dataset:
+def _endless(spec: Iterator[Any], evaluation: Any, options: DataOptions, encoder: Encoder | None) -> Dataset:
     """Rows that come once. What they hold cannot be found out beforehand."""
     if encoder is None and options.schema is None:
         raise ConfigError(
@@ -96,7 +104,7 @@ def _endless(spec: Any, evaluation: Any, options: DataOptions, encoder: Encoder 
         )
     schema = read_schema(options.schema) if encoder is None else encoder.schema
     bad = BadRows(policy=options.on_bad_row)
-    stream = Stream(open_table(spec, table_config(options)), schema, bad, encoder)
+    stream = Stream(spec, schema, bad, encoder, options.num_fit_rows)
     held_out = None if evaluation is None else _all(evaluation, options, stream.encoder)
     return Dataset(train=stream, eval=held_out, encoder=stream.encoder)
 
@@ -115,6 +123,7 @@ def table_config(options: DataOptions) -> TableConfig:
     return TableConfig(
         format=options.format,
         columns=options.columns,
+        delimiter=options.delimiter,
         missing_values=options.missing_values,
         on_bad_row=options.on_bad_row,
     )
@@ -155,11 +164,12 @@ def _all(spec: Any, options: DataOptions, encoder: Encoder) -> Samples:
     return Samples(table, RowRange(0, table.num_rows), encoder)
 
 
-def _table(spec: Any, options: DataOptions, schema: Schema) -> Table:
+def _table(spec: Any, options: DataOptions, schema: Schema, progress: Advance | None = None) -> Table:
     if (log := click_log(spec)) is not None:
         return log
     source, bad = open_table(spec, table_config(options)), BadRows(policy=options.on_bad_row)
-    return load_table(source, schema.layout(), cache_root(options), bad, num_workers=options.num_workers)
+    layout, root = schema.layout(), cache_root(options)
+    return load_table(source, layout, root, bad, num_workers=options.num_workers, progress=progress)
 
 
 def cache_root(options: DataOptions) -> Path:

@@ -48,6 +48,8 @@ class ColumnView:
     largest: float | None = None
     median: float | None = None
     common: tuple[tuple[str, int], ...] = ()  # the most frequent values, with their counts
+    # Of numbers: the few texts that are none, with their counts. They are not read as missing until somebody says so.
+    no_numbers: tuple[tuple[str, int], ...] = ()
 
 
 def guess_label(columns: Sequence[ColumnView]) -> LabelColumn | None:
@@ -59,11 +61,29 @@ def guess_label(columns: Sequence[ColumnView]) -> LabelColumn | None:
         values = sorted(value for value, _ in view.common)
         if values in (["0", "1"], ["False", "True"]):
             return LabelColumn(name=view.name)
+        if values == ["-1", "1"] and view.type == "integer":
+            return LabelColumn(name=view.name, positive="1", negative="-1")
         if view.type == "text":
             # The rarer one is what people look for.
             (negative, _), (positive, _) = view.common[:2]
             return LabelColumn(name=view.name, positive=positive, negative=negative)
     return None
+
+
+def why_no_label(columns: Sequence[ColumnView], num_rows: int) -> str:
+    """Which column might have been the label, and why it is none."""
+    named = [view for view in columns if view.name.lower() in _LABELS]
+    for view in named or [columns[0], columns[-1]]:
+        values = ", ".join(value for value, _ in view.common)
+        if view.type != "list" and view.num_missing and view.num_values <= 2:
+            return f"{view.name!r} has no value in {view.num_missing:,} of {num_rows:,} rows"
+        if named and view.num_values == 1:
+            return f"{view.name!r} is {values} in every row"
+        if named:
+            return f"{view.name!r} holds {view.num_values:,} different values ({values}...), a label has two: 0 and 1"
+    two = [view.name for view in columns if view.num_values == 2 and view.num_missing == 0 and view.type != "list"]
+    found = f"of those with two values ({', '.join(two)}) none is first or last" if two else "none has two values"
+    return f"no column is called {', '.join(_LABELS)}, and {found}"
 
 
 def guess_schema(
@@ -104,6 +124,21 @@ def with_rare_values(schema: Schema) -> Schema:
     """The same with an id for each value, however rare, where a vocabulary keeps them apart."""
     features = {name: replace(feature, min_count=1) for name, feature in schema.categorical.items()}
     return replace(schema, categorical=features)
+
+
+def with_own_items(schema: Schema, items: Container[str]) -> Schema:
+    """The same with a vocabulary for these features, so that no two items are one, however many there are."""
+    return replace(
+        schema,
+        categorical={
+            name: replace(feature, encoding="vocabulary") if name in items else feature
+            for name, feature in schema.categorical.items()
+        },
+        sequences={
+            name: replace(feature, encoding="vocabulary") if name in items else feature
+            for name, feature in schema.sequences.items()
+        },
+    )
 
 
 def _useless(view: ColumnView, label: LabelColumn | None, num_rows: int) -> str | None:

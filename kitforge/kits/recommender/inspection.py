@@ -13,11 +13,14 @@ from kitforge.data.tables.chunk import BadRows
 from kitforge.data.tables.columns import LabelColumn
 from kitforge.data.tables.source import TableConfig, TableSource, open_table
 from kitforge.foundation.errors import DataError
-from kitforge.kits.recommender.guess import ColumnView, guess_label, guess_schema
+from kitforge.kits.recommender.guess import ColumnView, guess_label, guess_schema, why_no_label
 from kitforge.kits.recommender.schema import Schema, schema_yaml
 
 INSPECTED_ROWS = 200_000
 _HEAD_ROWS = 5
+# A column with so many cells that are numbers is one of numbers; the others are likely to stand for no value.
+_SHARE_OF_NUMBERS = 0.95
+_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 
 
 @final
@@ -34,6 +37,12 @@ class Inspection:
     left_out: Mapping[str, str]  # columns that the schema does not use, and why
     label_rate: float | None
     bad_rows: Mapping[str, int]  # rows that could not be read, by reason
+    no_label: str | None = None  # why no column is the label, where none is
+
+    @property
+    def missing_values(self) -> tuple[str, ...]:
+        """Texts in columns of numbers that may stand for no value: what to name in data.missing_values."""
+        return tuple(dict.fromkeys(text for view in self.columns for text, _ in view.no_numbers))
 
     @property
     def yaml(self) -> str:
@@ -44,7 +53,7 @@ class Inspection:
 def inspect(spec: object, config: TableConfig | None = None, num_rows: int = INSPECTED_ROWS) -> Inspection:
     """Look at the first rows of a table. Bad rows are counted, whatever the policy about them is. DataError for a table
     without rows or features, and for an iterator, whose rows would be lost."""
-    source = open_table(spec, config or TableConfig())
+    source = spec if isinstance(spec, TableSource) else open_table(spec, config or TableConfig())
     if source.is_once:
         raise DataError(
             "rows that can be read only once cannot be looked at first",
@@ -69,6 +78,7 @@ def inspect(spec: object, config: TableConfig | None = None, num_rows: int = INS
         left_out=left_out,
         label_rate=None if label is None else _label_rate(table, label),
         bad_rows=dict(bad.counts),
+        no_label=why_no_label(columns, table.num_rows) if label is None else None,
     )
 
 
@@ -115,14 +125,24 @@ def _view(name: str, column: Any) -> ColumnView:
 
 
 def _with_range(view: ColumnView, column: Any) -> ColumnView:
-    """The view of a column of numbers, where all its values are numbers."""
+    """The view of a column of numbers, where nearly all its values are finite numbers; the others are named."""
     arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
+    values, odd = column.drop_null(), None
+    if arrow.types.is_string(values.type) or arrow.types.is_large_string(values.type):
+        is_number = compute.match_substring_regex(values, _NUMBER)
+        values, odd = values.filter(is_number), values.filter(compute.invert(is_number))
     try:
-        numbers = np.asarray(compute.cast(column.drop_null(), arrow.float64(), safe=False))
+        numbers = np.asarray(compute.cast(values, arrow.float64(), safe=False))
     except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError):
         return view
-    if len(numbers) == 0 or not np.isfinite(numbers).all():
+    if odd is None:
+        odd = values.filter(arrow.array(np.isinf(numbers)))
+        view = replace(view, num_missing=view.num_missing + int(np.isnan(numbers).sum()))
+        numbers = numbers[np.isfinite(numbers)]
+    if len(numbers) == 0 or len(numbers) < _SHARE_OF_NUMBERS * (len(numbers) + len(odd)):
         return view
+    texts = compute.value_counts(odd.combine_chunks()).to_pylist()
+    texts = sorted(((_cell(pair["values"]), pair["counts"]) for pair in texts), key=lambda pair: -pair[1])
     is_whole = bool((numbers == np.floor(numbers)).all())
     return replace(
         view,
@@ -130,6 +150,7 @@ def _with_range(view: ColumnView, column: Any) -> ColumnView:
         smallest=float(numbers.min()),
         largest=float(numbers.max()),
         median=float(np.median(numbers)),
+        no_numbers=tuple(texts),
     )
 
 

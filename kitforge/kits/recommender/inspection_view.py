@@ -28,6 +28,15 @@ def _summary(inspection: Inspection) -> Text:
     lines = [f"{inspection.name}: {extent}{inspection.num_rows:,} rows, {len(inspection.columns)} columns"]
     if inspection.label_rate is not None and inspection.schema.label is not None:
         lines.append(f"label {inspection.schema.label.name}: {inspection.label_rate:.2%} positive")
+    if inspection.no_label is not None:
+        lines.append(f"no label: {inspection.no_label}")
+    for view in inspection.columns:
+        if view.no_numbers:
+            odd = ", ".join(f"{text} ({count:,})" for text, count in view.no_numbers[:8])
+            lines.append(f"{view.name} is a number but for {odd}")
+    if inspection.missing_values:
+        texts = ",".join(f'"{text}"' for text in inspection.missing_values[:8])
+        lines.append(f"to read such cells as missing: data.missing_values='[{texts}]'")
     lines += [f"bad rows: {count:,} {reason}" for reason, count in inspection.bad_rows.items()]
     return Text("\n".join(lines))
 

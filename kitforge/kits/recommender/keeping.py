@@ -18,15 +18,18 @@ ITEMS = "items.safetensors"
 
 @final
 class KeepFeatures(Callback):
-    """Writes features.json when the run starts, and items.safetensors where items are to be found; tells once which
-    values the features can no longer tell apart."""
+    """Writes features.json when the run starts, and items.safetensors where items are to be found; logs once which
+    features the network uses, and which values they can no longer tell apart."""
 
-    def __init__(self, encoder: Encoder, catalogue: Catalogue | None) -> None:
+    def __init__(self, encoder: Encoder, catalogue: Catalogue | None, used: str) -> None:
         self._encoder = encoder
+        self._used = used
         self._catalogue = catalogue
 
     def on_event(self, event: Event, run: Run) -> None:
         """Save at the start; tell when others have begun to write."""
+        if event.kind == "step" and run.state.cursor.step == 1:
+            run.note("features", self._used)
         if event.kind == "step" and run.state.cursor.step == 1 and (words := self._encoder.statistics.collisions()):
             run.note("collisions", words)
         if event.kind == "start" and run.folder is not None and run.world.rank == 0:

@@ -83,7 +83,12 @@ class LookupPlan:
         made are left out."""
         vectors = {}
         for lookup in (each for each in self.lookups if self._parts[each.name][0].key in found):
-            parts = [found[part.key] for part in self._parts[lookup.name]]
+            parts = [
+                _mean_of(found[part.key], lengths[part.features[0]])
+                if self._is_pooled(part, lookup)
+                else found[part.key]
+                for part in self._parts[lookup.name]
+            ]
             if lookup.pooling == "sum":
                 vectors[lookup.name] = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
             elif lookup.pooling == "each":
@@ -126,7 +131,7 @@ class LookupPlan:
         """Single ids of one table go together; a bag is a call of its own."""
         together: dict[tuple[str, str], list[str]] = {}
         for feature in lookup.features:
-            own = feature if feature in self._bags or lookup.pooling == "sequence" else ""
+            own = feature if feature in self._bags or feature in self._shape.sequences else ""
             together.setdefault((self._table(lookup, feature).name, own), []).append(feature)
         return [
             _Part(
@@ -138,6 +143,10 @@ class LookupPlan:
             for (table, own), features in together.items()
         ]
 
+    def _is_pooled(self, part: _Part, lookup: Lookup) -> bool:
+        """Whether it is a sequence for whose order the lookup has no place."""
+        return lookup.pooling != "sequence" and part.features[0] in self._shape.sequences
+
     def _table(self, lookup: Lookup, feature: str) -> StackedTable:
         name = self._shape.table_of(feature)
         return next(
@@ -148,7 +157,7 @@ class LookupPlan:
 
 
 def _request(part: _Part, lookup: Lookup, batch: FeatureBatch, *, is_bag: bool) -> Request:
-    if lookup.pooling == "sequence":
+    if part.features[0] in batch.sequences:
         sequence = batch.sequences[part.features[0]]
         places = torch.arange(sequence.ids.shape[1]) < sequence.lengths.unsqueeze(1)
         return (sequence.ids[places] + part.starts).unsqueeze(1)
@@ -157,6 +166,14 @@ def _request(part: _Part, lookup: Lookup, batch: FeatureBatch, *, is_bag: bool) 
         return bag.ids + part.starts, bag.offsets
     ids = torch.stack([batch.ids[name] for name in part.features], dim=1) + part.starts
     return ids if lookup.pooling == "sum" else ids.view(-1, 1)
+
+
+def _mean_of(rows: Tensor, lengths: Tensor) -> Tensor:
+    """The means [B, dim] of rows [sum of lengths, dim] that belong together; zero where there are none."""
+    lengths = lengths.to(rows.device)
+    owners = torch.repeat_interleave(torch.arange(len(lengths), device=rows.device), lengths)
+    total = rows.new_zeros(len(lengths), rows.shape[1]).index_add(0, owners, rows)
+    return total / lengths.clamp(min=1).unsqueeze(1)
 
 
 def padded(rows: Tensor, lengths: Tensor, length: int | None = None) -> Tensor:

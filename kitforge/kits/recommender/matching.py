@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, final
 
 import numpy as np
@@ -26,7 +27,7 @@ from kitforge.kits.recommender.config import RetrievalOptions
 from kitforge.kits.recommender.lookups import LookupPlan
 from kitforge.kits.recommender.model import Recommender, inputs_of
 from kitforge.kits.recommender.objective import Finding
-from kitforge.kits.recommender.ranking import RankingMetrics, ranking_metrics, target_ranks
+from kitforge.kits.recommender.ranking import RankingMetrics, rank_users, ranking_metrics
 from kitforge.kits.recommender.samples import Samples
 from kitforge.models.two_tower.model import TwoTower, TwoTowerConfig
 
@@ -54,6 +55,7 @@ class Matching(Finding[Pool]):
         self, config: TwoTowerConfig, plan: LookupPlan, catalogue: Catalogue, retrieval: RetrievalOptions, seed: int
     ) -> None:
         self._item = config.item[0]
+        self.user_features = config.user
         sequences = [name for name in config.item if any(name in each.features for each in plan.sequences())]
         check(not sequences, "model.item", sequences, "features of one value or a bag: an item has no history")
         sides = {side: set(getattr(config, side)) | {side} for side in ("user", "item")}
@@ -113,20 +115,27 @@ class Matching(Finding[Pool]):
     def evaluate(
         self, model: Recommender, rows: Samples, batches: Iterable[NDArray[np.int64]], world: World
     ) -> dict[str, float]:
-        """hr@k, ndcg@k and mrr of the item among all items of the training rows, and the loss over them."""
+        """hr@k, ndcg@k and mrr of the item among all items of the training rows, the share of items that are not among
+        them (misses all), popularity's hr@k, and the loss over the others."""
         items = model(lambda: self.item_vectors(model))
-        metrics, total = ranking_metrics(self._top), 0.0
+        metrics, popular, total = ranking_metrics(self._top), ranking_metrics(self._top), 0.0
+        popularity = self._catalogue.popularity_ranks()
         for indices in batches:
             batch = rows.batch(indices)
             users = model(lambda batch=batch: self.user_vectors(model, batch))
             places = self._catalogue.places(batch.ids[self._item])
-            # An item that was never seen in training cannot be found, nor can a row without a click look for one.
-            asks = places >= 0 if batch.labels is None else (places >= 0) & (batch.labels.numpy() > 0)
-            scores = network_of(model).scores(users[torch.from_numpy(asks)], items).double().cpu()
-            targets = places[asks]
-            total += float((scores.logsumexp(1) - scores[torch.arange(len(targets)), targets]).sum())
-            metrics.add(target_ranks(scores.numpy(), targets))
-        return over_ranks(metrics, total, world)
+            # A row without a click looks for no item; one that was never seen in training cannot be found.
+            wants = np.ones(len(batch), bool) if batch.labels is None else batch.labels.numpy() > 0
+            asks = wants & (places >= 0)
+            asking, targets = users[torch.from_numpy(asks)], places[asks]
+            scores_of = partial(_block_scores, network_of(model), asking, items)
+            ranks, loss = rank_users(scores_of, targets, len(items))
+            total += loss
+            for counted, found in ((metrics, ranks), (popular, popularity[targets])):
+                counted.add(found)
+                counted.num_cold += int((wants & (places < 0)).sum())
+        beside = {f"popularity_hr@{self._top}": over_ranks(popular, 0.0, world)[f"hr@{self._top}"]}
+        return over_ranks(metrics, total, world) | beside
 
     def user_vectors(self, model: Recommender, batch: FeatureBatch) -> Tensor:
         """See `Finding`."""
@@ -140,6 +149,10 @@ class Matching(Finding[Pool]):
             batch = samples.narrow(start, min(start + ITEMS_AT_ONCE, len(samples)))
             found.append(side_vectors(model, "item", inputs_of(batch, self._plan, self._lookups["item"]), None))
         return torch.cat(found)
+
+
+def _block_scores(network: TwoTower, users: Tensor, items: Tensor, block: slice) -> Tensor:
+    return network.scores(users[block], items)
 
 
 def network_of(model: Recommender) -> TwoTower:
@@ -172,7 +185,7 @@ def in_batch_loss(scores: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
 def over_ranks(metrics: RankingMetrics, loss: float, world: World) -> dict[str, float]:
     """The metrics of all ranks' rows, the same on each."""
     whole, total = metrics.empty(), 0.0
-    for counts, share in world.agree((metrics.counts, loss)):
-        whole.merge(counts)
+    for counts, num_cold, share in world.agree((metrics.counts, metrics.num_cold, loss)):
+        whole.merge(counts, num_cold)
         total += share
     return {"loss": total / max(int(whole.counts.sum()), 1), **whole.result()}

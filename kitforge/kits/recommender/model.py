@@ -24,6 +24,9 @@ from kitforge.kits.recommender.config import CacheOptions, TableOptions
 from kitforge.kits.recommender.features import Encoder
 from kitforge.kits.recommender.lookups import LookupPlan, Request
 
+# Of the number that says where another one is missing.
+MISSING_SUFFIX = " is missing"
+
 
 @final
 class Recommender(nn.Module):
@@ -87,7 +90,7 @@ def sample_shape(encoder: Encoder) -> SampleShape:
     schema = encoder.schema
     numeric = []
     for name, feature in schema.numeric.items():
-        numeric += [name, f"{name} is missing"] if feature.indicator else [name]
+        numeric += [name, f"{name}{MISSING_SUFFIX}"] if feature.indicator else [name]
     specs = encoder.tables()
     return SampleShape(
         numeric=tuple(numeric),

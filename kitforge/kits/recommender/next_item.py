@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, final
 
 import numpy as np
@@ -24,7 +25,7 @@ from kitforge.kits.recommender.lookups import LookupPlan, padded
 from kitforge.kits.recommender.matching import ITEMS_AT_ONCE, over_ranks
 from kitforge.kits.recommender.model import Recommender
 from kitforge.kits.recommender.objective import Finding
-from kitforge.kits.recommender.ranking import ranking_metrics, target_ranks
+from kitforge.kits.recommender.ranking import rank_users, ranking_metrics
 from kitforge.kits.recommender.samples import Samples
 from kitforge.models.sasrec.model import SASRec
 
@@ -51,6 +52,7 @@ class NextItem(Finding[Draw]):
         self, feature: str, plan: LookupPlan, catalogue: Catalogue, retrieval: RetrievalOptions, seed: int
     ) -> None:
         self._feature = feature
+        self.user_features = (feature,)
         self._plan = plan
         self._catalogue = catalogue
         self._num_negatives = min(retrieval.num_negatives, len(catalogue))
@@ -94,9 +96,11 @@ class NextItem(Finding[Draw]):
     def evaluate(
         self, model: Recommender, rows: Samples, batches: Iterable[NDArray[np.int64]], world: World
     ) -> dict[str, float]:
-        """hr@k, ndcg@k and mrr of the last item of every sequence among all items, and the loss over them."""
+        """hr@k, ndcg@k and mrr of the last item of every sequence among all items, the share of last items that are not
+        among them (misses all), popularity's hr@k, and the loss over the others."""
         items = model(lambda: self.item_vectors(model))
-        metrics, total = ranking_metrics(self._top), 0.0
+        metrics, popular, total = ranking_metrics(self._top), ranking_metrics(self._top), 0.0
+        popularity = self._catalogue.popularity_ranks()
         for indices in batches:
             sequences = rows.batch(indices).sequences[self._feature]
             lengths = (sequences.lengths - HELD_OUT).clamp(min=0)
@@ -104,12 +108,16 @@ class NextItem(Finding[Draw]):
             states = model(lambda ids=histories, lengths=lengths: self.states(model, ids, lengths))
             last = sequences.ids.gather(1, (sequences.lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
             places = self._catalogue.places(last)
-            asks = (places >= 0) & (lengths.numpy() > 0)
-            scores = (states[torch.from_numpy(asks)] @ items.t()).double().cpu()
-            targets = places[asks]
-            total += float((scores.logsumexp(1) - scores[torch.arange(len(targets)), targets]).sum())
-            metrics.add(target_ranks(scores.numpy(), targets))
-        return over_ranks(metrics, total, world)
+            wants = lengths.numpy() > 0
+            asks = wants & (places >= 0)
+            asking, targets = states[torch.from_numpy(asks)], places[asks]
+            ranks, loss = rank_users(partial(_block_scores, asking, items), targets, len(items))
+            total += loss
+            for counted, found in ((metrics, ranks), (popular, popularity[targets])):
+                counted.add(found)
+                counted.num_cold += int((wants & (places < 0)).sum())
+        beside = {f"popularity_hr@{self._top}": over_ranks(popular, 0.0, world)[f"hr@{self._top}"]}
+        return over_ranks(metrics, total, world) | beside
 
     def states(self, model: Recommender, ids: Tensor, lengths: Tensor) -> Tensor:
         """What stands at the end of histories ids [B, L] of these lengths [B], to be compared with items: [B, dim]."""
@@ -145,8 +153,8 @@ class NextItem(Finding[Draw]):
             return unused * 0.0
         states = network_of(model)(vectors[:, :-1], before, noise)[asks]
         wanted = (states * vectors[:, 1:][asks]).sum(1, keepdim=True)
-        # The K that are drawn stand for all items but the wanted one.
-        others = states @ negatives.t() + math.log(max(len(self._catalogue) - 1, 1) / len(negatives))
+        # The K are drawn from all I items, and the wanted one is left out where it is drawn: each stands for I / K.
+        others = states @ negatives.t() + math.log(len(self._catalogue) / len(negatives))
         is_wanted = ids[:, 1:][asks].unsqueeze(1) == micro_batch["negative_ids"]
         others = others.masked_fill(is_wanted.to(others.device), -math.inf)
         scores = torch.cat([wanted, others], dim=1)
@@ -162,6 +170,10 @@ class NextItem(Finding[Draw]):
 
     def _ids_request(self, ids: Tensor) -> dict[str, Any]:
         return self._plan.request_of(LOOKUP, self._feature, ids)
+
+
+def _block_scores(states: Tensor, items: Tensor, block: slice) -> Tensor:
+    return states[block] @ items.t()
 
 
 def network_of(model: Recommender) -> SASRec:

@@ -51,6 +51,8 @@ class Objective(ABC, Generic[Batch]):
 class Finding(Objective[Batch]):
     """An objective of a family that finds items: vectors of users and items whose products say what goes together."""
 
+    user_features: tuple[str, ...]  # what a user's vector is made of
+
     @abstractmethod
     def item_vectors(self, model: Recommender) -> Tensor:
         """The vectors [I, dim] of the catalogue's items, in its order."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, final
 
@@ -23,11 +25,11 @@ from kitforge.foundation.log import logger
 from kitforge.kits.recommender.assembling import finding_of
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.catalogue import Catalogue, save_catalogue
-from kitforge.kits.recommender.config import RecommendationOptions
+from kitforge.kits.recommender.config import RecommendationOptions, RetrievalOptions
 from kitforge.kits.recommender.data import table_config
 from kitforge.kits.recommender.features import Encoder
 from kitforge.kits.recommender.keeping import ITEMS
-from kitforge.kits.recommender.model import Recommender, inputs_of
+from kitforge.kits.recommender.model import MISSING_SUFFIX, Recommender, inputs_of
 from kitforge.kits.recommender.objective import Finding
 from kitforge.kits.recommender.serving import faiss, keep_index, kept_index, serving_folder
 from kitforge.models.sasrec.model import SASRec
@@ -83,7 +85,7 @@ class RecommendationPipeline:
             return []
         finding, catalogue, index = self._ready()
         answers: list[list[dict[str, Any]]] = []
-        for batch in self._batches(list(users)):
+        for batch in self._user_batches(list(users), finding.user_features):
             vectors = finding.user_vectors(self.model, batch).float().cpu().numpy()
             scores, places = index.search(np.ascontiguousarray(vectors), min(k, len(catalogue)))
             answers += [_named(catalogue, row, row_scores) for row, row_scores in zip(places, scores, strict=True)]
@@ -111,24 +113,56 @@ class RecommendationPipeline:
     def _kept_or_new(self, finding: Finding[Any], kind: str) -> Any:
         """The index of the items, kept beside the run so that the next pipeline has it at once."""
         if self.model.origin is None:
-            return index_of(finding.item_vectors(self.model), kind)
+            return self._built(finding)
         mark = digest("index", kind, self.options.tables.served, getattr(faiss(), "__version__", ""))[:12]
         path = serving_folder(self.model.origin) / f"items-{mark}.faiss"
         if (index := kept_index(path)) is None:
-            index = index_of(finding.item_vectors(self.model), kind)
+            index = self._built(finding)
             try:
                 keep_index(path, index)
             except OSError as error:
                 _log.warning("the index of items is not kept: %s", error)
+        set_search(index, self.options.retrieval)
         return index
 
-    def _batches(self, rows: Any) -> list[FeatureBatch]:
+    def _built(self, finding: Finding[Any]) -> Any:
+        """A new index. Where it is not exact, its recall is measured and logged."""
+        vectors, options = finding.item_vectors(self.model), self.options.retrieval
+        index = index_of(vectors, options.index)
+        set_search(index, options)
+        if options.index != "Flat":
+            found = index_recall(index, vectors, options.top)
+            words = "recall@%d of the index %s is %.3f of an exact search, over item vectors as queries%s"
+            more = (
+                "; raise retrieval.nprobe or retrieval.ef_search, or take retrieval.index=Flat" if found < 0.9 else ""
+            )
+            _log.log(WARNING if more else INFO, words, options.top, options.index, found, more)
+        return index
+
+    def _user_batches(self, users: list[Row], features: Sequence[str]) -> list[FeatureBatch]:
+        """Batches of users, whose rows need the columns of these features and no others."""
+        names = {name.removesuffix(MISSING_SUFFIX) for name in features}
+        schema = self.encoder.schema
+        layout = schema.layout(with_label=False)
+        wanted = {schema.source_column(name) for name in names}
+        others = dict.fromkeys(name for name in layout.names if name not in wanted)
+        rows = [{name: value for name, value in user.items() if name in wanted} | others for user in users]
+        # What is not the user's is missing in all rows, and that is no mistake.
+        optional = {
+            name: item if name in names else dataclasses.replace(item, missing="own")
+            for name, item in schema.categorical.items()
+        }
+        asked = dataclasses.replace(schema, categorical=optional, group=None)
+        return self._batches(rows, Encoder(asked, self.encoder.statistics))
+
+    def _batches(self, rows: Any, encoder: Encoder | None = None) -> list[FeatureBatch]:
+        encoder = encoder or self.encoder
         source = open_table(rows, table_config(self.options.data))
-        layout = self.encoder.schema.layout(with_label=False)
+        layout = encoder.schema.layout(with_label=False)
         table = load_table(source, layout, default_root(), BadRows(policy=self.options.data.on_bad_row))
         starts = range(0, table.num_rows, _ROWS_AT_ONCE)
         parts = (np.arange(start, min(start + _ROWS_AT_ONCE, table.num_rows)) for start in starts)
-        return [self.encoder.encode(NamedColumns(table.rows(part), layout)) for part in parts]
+        return [encoder.encode(NamedColumns(table.rows(part), layout)) for part in parts]
 
 
 def index_of(vectors: Tensor, kind: str) -> Any:
@@ -148,6 +182,39 @@ def index_of(vectors: Tensor, kind: str) -> Any:
             fix="retrieval.index=Flat is exact and needs nothing",
         ) from error
     return index
+
+
+def set_search(index: Any, options: RetrievalOptions) -> None:
+    """How thoroughly an index is searched; raises ConfigError for an option that this index does not have."""
+    for name, words in (("nprobe", "nprobe"), ("ef_search", "efSearch")):
+        value = getattr(options, name)
+        if value is None:
+            continue
+        try:
+            faiss().ParameterSpace().set_index_parameter(index, words, value)
+        except RuntimeError as error:
+            expected = (
+                "an index with clusters (IVF64,Flat)" if name == "nprobe" else "an index that is a graph (HNSW32)"
+            )
+            raise ConfigError(
+                f"the index {options.index!r} has no {words}",
+                got=f"retrieval.{name}={value}",
+                expected=expected,
+                fix=f"leave retrieval.{name} out, or name another retrieval.index",
+            ) from error
+
+
+def index_recall(index: Any, vectors: Tensor, k: int, num_queries: int = 256) -> float:
+    """Which share of the k items with the largest products an index over vectors [I, dim] finds; the queries are items,
+    evenly spaced."""
+    values = np.ascontiguousarray(vectors.float().cpu().numpy())
+    queries = values[np.linspace(0, len(values) - 1, min(num_queries, len(values))).astype(np.int64)]
+    k = min(k, len(values))
+    _, found = index.search(queries, k)
+    products = queries @ values.T
+    exact = np.argpartition(-products, k - 1, axis=1)[:, :k]
+    hits = sum(len(np.intersect1d(one, other)) for one, other in zip(found, exact, strict=True))
+    return hits / (k * len(queries))
 
 
 def _named(catalogue: Catalogue, places: NDArray[np.int64], scores: NDArray[np.float32]) -> list[dict[str, Any]]:

@@ -1,17 +1,39 @@
-"""How high the wanted item stands among all: hit rate, NDCG and mean reciprocal rank, the same on any ranks."""
+"""How high the wanted item stands among all: hit rate, NDCG and mean reciprocal rank, the same on any ranks.
+
+A wanted item that was never seen in training stands nowhere: it is a miss, and counted as cold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kitforge.foundation.config import check
 from kitforge.kits.recommender.auc import Floats
 
 CUTS = (1, 5, 10, 20)
+# Scores that are held at once, in float32 and in float64: of as many users as have so many with all items.
+_SCORES_AT_ONCE = 2**24
+
+
+def rank_users(
+    scores_of: Callable[[slice], Tensor], targets: NDArray[np.int64], num_items: int
+) -> tuple[NDArray[np.int64], float]:
+    """The ranks of the targets [n], and the sum of the cross entropies over all items. `scores_of` gives the scores
+    [users, num_items] of some of the n users; they are asked for in blocks, so that memory does not grow with n."""
+    size, total = max(_SCORES_AT_ONCE // max(num_items, 1), 1), 0.0
+    ranks = [np.zeros(0, np.int64)]
+    for start in range(0, len(targets), size):
+        block = slice(start, min(start + size, len(targets)))
+        scores, wanted = scores_of(block).double().cpu(), targets[block]
+        total += float((scores.logsumexp(1) - scores[torch.arange(len(wanted)), torch.from_numpy(wanted)]).sum())
+        ranks.append(target_ranks(scores.numpy(), wanted))
+    return np.concatenate(ranks), total
 
 
 def target_ranks(scores: Floats, targets: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -36,6 +58,7 @@ class RankingMetrics:
             check(cut >= 1, "cuts", cut, "at least 1")
         self._cuts = tuple(cuts)
         self.counts = np.zeros(0, np.int64)  # [ranks]
+        self.num_cold = 0  # targets that training has never seen
 
     def empty(self) -> RankingMetrics:
         """The same, of nothing yet."""
@@ -45,17 +68,20 @@ class RankingMetrics:
         """Count targets by rank [n], 0 for the first place."""
         self.merge(np.bincount(ranks, minlength=1))
 
-    def merge(self, counts: NDArray[np.int64]) -> None:
+    def merge(self, counts: NDArray[np.int64], num_cold: int = 0) -> None:
         """Count the targets of another one's counts as well."""
+        self.num_cold += num_cold
         size = max(len(self.counts), len(counts))
         self.counts = np.pad(self.counts, (0, size - len(self.counts))) + np.pad(counts, (0, size - len(counts)))
 
     def result(self) -> dict[str, float]:
-        """hr@k, ndcg@k (one wanted item: 1 / log2(place + 1) within k) and mrr by name; NaN without targets."""
-        total = int(self.counts.sum())
+        """hr@k, ndcg@k (one wanted item: 1 / log2(place + 1) within k), mrr and the share of targets that are cold, by
+        name; NaN without targets."""
+        total = int(self.counts.sum()) + self.num_cold
         places = np.arange(1, len(self.counts) + 1)
         gains = self.counts / np.log2(places + 1)
         found = {"mrr": float((self.counts / places).sum()) / total if total else float("nan")}
+        found["cold_share"] = self.num_cold / total if total else float("nan")
         for cut in self._cuts:
             found[f"hr@{cut}"] = float(self.counts[:cut].sum()) / total if total else float("nan")
             found[f"ndcg@{cut}"] = float(gains[:cut].sum()) / total if total else float("nan")

@@ -145,6 +145,17 @@ class Schema:
         item = self.sequences[name]
         return ListColumn(name=item.column or name, kind=item.kind, separator=item.separator)
 
+    def source_column(self, name: str) -> str:
+        """The column that a feature is read from."""
+        features: dict[str, Any] = {
+            **self.numeric,
+            **self.bucketed,
+            **self.categorical,
+            **self.bags,
+            **self.sequences,
+        }
+        return features[name].column or name
+
     def layout(self, *, with_label: bool = True) -> Layout:
         """What has to be read of a table; without the label where rows are only scored."""
         keys: dict[str, KeyColumn] = {}

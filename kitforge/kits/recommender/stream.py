@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
-from typing import final
+from collections.abc import Iterator, Mapping
+from typing import Any, final
 
 from kitforge.data.shard import digest
 from kitforge.data.tables.chunk import BadRows
 from kitforge.data.tables.columns import Columns, MemoryTable
-from kitforge.data.tables.reading import blocks, read
-from kitforge.data.tables.source import TableSource
+from kitforge.data.tables.row_stream import RowStream
 from kitforge.data.tables.split import RowRange
-from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.log import logger
 from kitforge.kits.recommender.features import Encoder, id_features
 from kitforge.kits.recommender.fitting import fit
 from kitforge.kits.recommender.samples import Samples
 from kitforge.kits.recommender.schema import Schema
 
-# Rows that features are fitted on where no run before has done it. They are trained on as well.
-FITTED_ROWS = 10_000
+_log = logger(__name__)
 
 
 @final
 class Stream:
-    """Batches of rows in the order in which they come. What is not taken yet is not read.
+    """Batches of rows in the order in which they come. A source is read no further than the batches that are asked for.
 
-    It has no number of rows and no place to go back to: a run that resumes goes on with what comes next.
+    It has no number of rows. Rows that were read but not trained on are in its state, and come first in the run that
+    goes on; a `SeekableSource` is sent back to the first of them instead.
     """
 
-    def __init__(self, source: TableSource, schema: Schema, bad: BadRows, encoder: Encoder | None = None) -> None:
+    def __init__(
+        self, source: Iterator[Any], schema: Schema, bad: BadRows, encoder: Encoder | None, num_fit_rows: int
+    ) -> None:
         self._layout = schema.layout()
-        parts = read(source, self._layout, bad, num_workers=1)
-        if encoder is None:
-            parts, encoder = self._fitted(parts, schema)
-        self.encoder = encoder
-        self._parts = parts
+        self._rows = RowStream(source, self._layout)
+        self._bad = bad
+        self.encoder = self._fitted(schema, num_fit_rows) if encoder is None else encoder
 
     @property
     def fingerprint(self) -> str:
@@ -44,21 +43,46 @@ class Stream:
 
     def batches(self, size: int) -> Iterator[Samples]:
         """The next rows, `size` at a time; the last ones may be fewer."""
-        for columns in blocks(self._parts, size):
-            yield self._samples(columns, self.encoder)
+        is_empty = True
+        while (columns := self._rows.read(size, self._bad)) is not None:
+            yield Samples(MemoryTable(self._layout, columns, ""), RowRange(0, len(columns)), self.encoder)
+            is_empty = False
+        if is_empty:
+            raise self._no_rows()
 
-    def _samples(self, columns: Columns, encoder: Encoder) -> Samples:
-        return Samples(MemoryTable(self._layout, columns, ""), RowRange(0, len(columns)), encoder)
+    def mark_trained(self) -> None:
+        """The oldest batch that was handed out is trained on."""
+        self._rows.mark_trained()
 
-    def _fitted(self, parts: Iterator[Columns], schema: Schema) -> tuple[Iterator[Columns], Encoder]:
-        """The parts as they were, and an encoder fitted on the first rows of them."""
+    def close(self) -> None:
+        """Take no more rows of the source."""
+        self._rows.close()
+
+    def state(self) -> dict[str, Any]:
+        """Where a run goes on that resumes."""
+        return self._rows.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on there."""
+        self._rows.load_state(state)
+
+    def _fitted(self, schema: Schema, num_rows: int) -> Encoder:
+        """An encoder fitted on the first rows, which are then read again to be trained on."""
         if any(feature.encoding == "vocabulary" for _, feature in id_features(schema)):
             raise ConfigError(
                 "a stream has no vocabulary, since its values are not known beforehand",
                 got="encoding: vocabulary",
                 fix="encoding: hash or exact, or go on from a run: checkpoint=RUN",
             )
-        first = next(blocks(parts, FITTED_ROWS))
-        table = MemoryTable(self._layout, first, "")
-        encoder = Encoder(schema, fit(schema, table, RowRange(0, len(first))))
-        return chain([first], parts), encoder
+        _log.info("features are fitted on the first %s rows of the stream (data.num_fit_rows)", f"{num_rows:,}")
+        # Bad rows are counted when they are read to be trained on.
+        first: Columns | None = self._rows.read(num_rows, BadRows(policy=self._bad.policy))
+        if first is None:
+            raise self._no_rows()
+        encoder = Encoder(schema, fit(schema, MemoryTable(self._layout, first, ""), RowRange(0, len(first))))
+        self._rows.rewind()
+        return encoder
+
+    def _no_rows(self) -> DataError:
+        left_out = f", {self._bad.total} bad ones left out" if self._bad.total else ""
+        return DataError("there are no rows in the stream", got=f"no rows{left_out}", expected="at least one")

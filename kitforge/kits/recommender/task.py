@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from itertools import islice
 from typing import Any, cast, final
 
 import numpy as np
@@ -66,10 +67,10 @@ class RecommendationTask(Task):
         tables = cast(EmbeddingCollection, cast(Recommender, model).tables)
         with Prefetcher(self._batches(cursor), depth=self._options.data.prefetch) as batches:
             if depth == 0:
-                yield from batches
+                yield from self._marked(batches)
                 return
             with closing(tables.prefetch(batches, depth, ids=_requests)) as fetched:  # type: ignore[type-var]
-                yield from fetched
+                yield from self._marked(fetched)
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """What this rank's part of the step is divided by."""
@@ -91,8 +92,10 @@ class RecommendationTask(Task):
         return {f"eval/{name}": value for name, value in found.items()}
 
     def state(self) -> dict[str, Any]:
-        """Which rows the cursor counts."""
-        return {"rows": self._dataset.fingerprint}
+        """Which rows the cursor counts, and where a stream goes on."""
+        train = self._dataset.train
+        place = {"stream": train.state()} if isinstance(train, Stream) else {}
+        return {"rows": self._dataset.fingerprint, **place}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Refuse to go on over other rows than those the run began with."""
@@ -103,6 +106,22 @@ class RecommendationTask(Task):
                 expected=f"rows {state['rows'][:12]}",
                 fix="put the files back, or add trainer.allow_data_changes=true to go on all the same",
             )
+        if isinstance(self._dataset.train, Stream) and "stream" in state:
+            self._dataset.train.load_state(state["stream"])
+
+    def _marked(self, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+        """The steps as they are. Those that were handed out count as trained in the checkpoints that follow, since
+        these are only made between steps."""
+        stream = self._dataset.train
+        if not isinstance(stream, Stream):
+            yield from steps
+            return
+        try:
+            for step in steps:
+                stream.mark_trained()
+                yield step
+        finally:
+            stream.close()
 
     def _num_samples(self, epochs: float) -> int:
         return math.ceil(self._dataset.train_rows().num_rows * epochs)
@@ -125,8 +144,10 @@ class RecommendationTask(Task):
             step += 1
 
     def _streamed(self, stream: Stream, cursor: Cursor) -> Iterator[list[MicroBatch]]:
-        sample, step = cursor.samples, cursor.step
-        for rows in stream.batches(self._options.data.step_size):
+        sample, step, last = cursor.samples, cursor.step, self._options.trainer.max_steps
+        # Rows behind the last step are not read: another run may take them.
+        left = None if last is None else max(last - step, 0)
+        for rows in islice(stream.batches(self._options.data.step_size), left):
             yield self._micro_batches(rows, np.arange(rows.num_rows), sample, step)
             sample += rows.num_rows
             step += 1

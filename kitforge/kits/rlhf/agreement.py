@@ -11,11 +11,13 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import Decoder
-from kitforge.data.tokenizer import Tokenizer, find_tokenizer
+from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import to_dict
-from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.kits.rlhf.config import RLOptions, StageOptions
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.rlhf.config import StageOptions
+from kitforge.kits.rlhf.networks import tokenizer_beside
 from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.kits.rlhf.scoring import several_of
 from kitforge.trainer.callbacks.callback import Callback, Event
 from kitforge.trainer.callbacks.callback import Run as Running
 from kitforge.trainer.run import Run
@@ -25,44 +27,41 @@ READERS = ("reward", "reference")
 
 
 def check_readers(options: StageOptions, roles: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Raise ConfigError for a role, handed over or named by the options, that would read the policy's tokens as others
-    than they are."""
-    named = {"reward": options.reward} if isinstance(options, RLOptions) else {}
+    """Raise ConfigError for a reference, handed over or named by the options, that would read the policy's tokens as
+    others than they are, and for a role whose network knows fewer tokens than it is to read."""
+    named = {name: getattr(options, name) for name in READERS if isinstance(getattr(options, name, None), (str, list))}
     roles = {**named, **roles}
     for name, given in ((each, one) for each in READERS for one in _each(roles.get(each))):
         own = _tokenizer_of(given)
-        if own is not None and own.fingerprint != tokenizer.fingerprint:
+        # A reward model that has a tokenizer of its own reads text.
+        if own is not None and own.fingerprint != tokenizer.fingerprint and name == "reference":
             raise ConfigError(
                 f"the role {name} reads other tokens than the policy writes",
                 got=_described(own),
                 expected=_described(tokenizer),
                 fix="train it with the policy's tokenizer, as when it starts from the policy's run",
             )
-        known = _vocabulary(given.model if isinstance(given, Run) else given)
-        if known is not None and known < tokenizer.vocab_size:
+        known, wanted = _vocabulary(given.model if isinstance(given, Run) else given), own or tokenizer
+        if known is not None and known < wanted.vocab_size:
             raise ConfigError(
-                f"the role {name} does not know all tokens that the policy writes",
+                f"the role {name} does not know all tokens that it is to read",
                 got=f"a vocabulary of {known}",
-                expected=f"at least the tokenizer's {tokenizer.vocab_size}",
+                expected=f"at least the tokenizer's {wanted.vocab_size}",
             )
 
 
 def _each(given: Any) -> list[Any]:
-    """What is in a role: one, or several by name, some of them behind a weight."""
-    several = given.values() if isinstance(given, Mapping) else [given]
-    return [each[-1] if isinstance(each, tuple) and each else each for each in several]
+    """What is in a role: one, or several, some of them behind a weight."""
+    several = list(several_of(given).values()) or [given]
+    return [each[-1] if isinstance(each, (tuple, list)) and each else each for each in several]
 
 
 def _tokenizer_of(given: Any) -> Tokenizer | None:
     """That of a run; None for what is in memory or has none beside it."""
     if isinstance(given, Run):
         return cast(Tokenizer, given.tokenizer)
-    if not isinstance(given, (str, Path)) or not Path(given).is_dir():
-        return None
-    try:
-        return find_tokenizer(Path(given))
-    except DataError:
-        return None
+    folder = Path(given).expanduser() if isinstance(given, (str, Path)) else None
+    return None if folder is None or not folder.is_dir() else tokenizer_beside(folder)
 
 
 def _described(tokenizer: Tokenizer) -> str:

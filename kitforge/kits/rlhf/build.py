@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -21,16 +21,19 @@ from kitforge.data.tokenizer import TOKENIZER_FOLDER, ByteTokenizer, Tokenizer, 
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.untrusted import load_yaml, names_function
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.kits.rlhf import stages
 from kitforge.kits.rlhf.actor_critic import policy_of
 from kitforge.kits.rlhf.agreement import NoDropout, check_readers
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
-from kitforge.kits.rlhf.networks import load_policy, load_scalar, open_policy, sharding_of
+from kitforge.kits.rlhf.inspection import loss_mask_lines
+from kitforge.kits.rlhf.networks import load_policy, load_scalar, open_policy, open_scalar, sharding_of
 from kitforge.kits.rlhf.pipeline import RewardPipeline
 from kitforge.kits.rlhf.replay import Replay, replay
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.kits.rlhf.scoring import named_reward
 from kitforge.kits.rlhf.stages import Inputs, Parts, Prepared, parts_of
 from kitforge.kits.rlhf.weights import whole_factors
 from kitforge.models.adapters import save_adapter
@@ -43,6 +46,10 @@ from kitforge.trainer.run import default_folder, make_loop
 from kitforge.trainer.signals import signals
 from kitforge.trainer.task import Ending, Task
 
+# Options of a run that say where it ran, or what it began with; its evaluation does not begin with them.
+NOT_EVALUATED = frozenset(
+    ("checkpoint", "model", "adapter", "reference", "resume", "output_dir", "prompt", "device", "parallel", "placement")
+)
 Assembly: TypeAlias = RunAssembly[StageOptions, Tokenizer]
 
 
@@ -51,9 +58,15 @@ class Stage:
     """One task behind the face that the front door knows of a kit."""
 
     def __init__(
-        self, options: type[StageOptions], prepare: Callable[[Parts], Prepared], roles: tuple[str, ...] = ()
+        self,
+        options: type[StageOptions],
+        prepare: Callable[[Parts], Prepared],
+        roles: tuple[str, ...] = (),
+        fine_tuning: str = "finetune_policy",
     ) -> None:
         self.OPTIONS = options
+        # The preset of the optimizer for runs that start from weights.
+        self.FINE_TUNING = fine_tuning
         self.ROLES = roles
         self.Inputs = Inputs
         self.prepare = prepare
@@ -66,7 +79,7 @@ class Stage:
         """Everything that a run needs, in the order in which mistakes are cheapest to find."""
         parts = _parts(options, inputs, lobby)
         prepared = self.prepare(parts)
-        recorded = to_dict(options) | {"model": prepared.network}
+        recorded = _recorded(options, inputs, prepared.network)
         world, folder = _met(options, inputs, lobby, prepared)
         task, watching = prepared.task(world)
         quiet = [] if isinstance(options, SFTOptions) else [NoDropout()]
@@ -105,6 +118,18 @@ class Stage:
         expected, fix = "false for rows of any length", "add parallel.sequence=false"
         check(is_whole, "parallel.sequence", degrees.sequence, expected, fix)
 
+    def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the options that a run wrote down, those that its evaluation begins with. Raises ConfigError for a
+        function that nobody but config.yaml names: what comes with data is not run."""
+        if "reward" not in chosen and names_function(recorded.get("reward")):
+            raise ConfigError(
+                "a file cannot name code to run",
+                got=f"reward={recorded['reward']} in the run's config.yaml",
+                expected="the function that scores answers, named by you",
+                fix=f"add {_reward_argument(recorded['reward'])} if you trust it",
+            )
+        return {name: value for name, value in recorded.items() if name not in NOT_EVALUATED}
+
     def evaluate(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> dict[str, float]:
         """The metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
         prepared = self.prepare(_parts(options, inputs, lobby, is_evaluation=True))
@@ -117,6 +142,18 @@ class Stage:
         metrics = evaluated(task, parallel, world.device, options.precision)
         task.close(Ending(metrics=metrics))
         return metrics
+
+    def inspected(self, options: StageOptions) -> Iterator[str]:
+        """Which tokens of the first training rows are learnt, line by line."""
+        parts = parts_of(options, Inputs(), torch.device("cpu"))
+        readers: dict[type[StageOptions], Callable[[object], Iterator[Any]]] = {
+            SFTOptions: parts.reader.demonstrations,
+            KTOOptions: parts.reader.judged,
+            RLOptions: parts.reader.prompts,
+        }
+        read = readers.get(self.OPTIONS, parts.reader.pairs)
+        check(options.data.train is not None, "data.train", None, "a file of rows to inspect")
+        return loss_mask_lines(read(options.data.train), parts.tokenizer)
 
     def replay(self, folder: Path, step: int, options: StageOptions) -> Replay:
         """What a step of a run gives when it is trained once more; raises ConfigError where nothing was kept of it."""
@@ -138,6 +175,10 @@ class Stage:
         """The network of a run of this stage, or of one of its steps."""
         read = load_scalar if self.OPTIONS is RewardOptions else load_policy
         return read(folder, device, level)
+
+    def open_stored(self, folder: Path) -> StoredModel:
+        """What `export` writes of a run of this stage: a language model, or one that gives scores."""
+        return open_scalar(folder) if self.OPTIONS is RewardOptions else open_policy(folder)
 
     def open_model(self, folder: Path, open_run: OpenRun = find_checkpoint) -> StoredModel:
         """The language model of a run of this stage, or of one of its steps, of which no weight is read yet. Raises
@@ -169,7 +210,15 @@ class Stage:
 
     def next_steps(self, folder: Path) -> list[str]:
         """Commands to try after a run."""
-        return [f"kitforge evaluate checkpoint={folder} data.eval=FILE", f"kitforge report {folder}"]
+        reward = load_yaml((folder / "config.yaml").read_text()).get("reward")
+        named = f" {_reward_argument(reward)}" if names_function(reward) else ""
+        return [f"kitforge evaluate checkpoint={folder} data.eval=FILE{named}", f"kitforge report {folder}"]
+
+
+def _reward_argument(reward: Any) -> str:
+    """How a reward is named on the command line: one, or a list of them."""
+    several = [each[1] for each in reward.values()] if isinstance(reward, Mapping) else reward
+    return f"reward=[{','.join(map(str, several))}]" if isinstance(several, list) else f"reward={several}"
 
 
 def _parts(options: StageOptions, inputs: Inputs, lobby: Lobby, *, is_evaluation: bool = False) -> Parts:
@@ -184,9 +233,20 @@ def _met(options: StageOptions, inputs: Inputs, lobby: Lobby, prepared: Prepared
     world = lobby.join().with_precision(options.precision)
     # A rank that holds no policy does not know what it looks like, and takes the others' word.
     network = world.first(prepared.network)
-    recorded = to_dict(options) | {"model": network if prepared.network is None else prepared.network}
+    recorded = _recorded(options, inputs, network if prepared.network is None else prepared.network)
     lobby.check_same({"configuration": to_yaml(recorded), "training rows": prepared.fingerprint})
     return world, world.first(default_folder(options, inputs.model_name))
+
+
+def _recorded(options: StageOptions, inputs: Inputs, network: dict[str, Any] | None) -> dict[str, Any]:
+    """The options as a run writes them down: roles that were handed over by what names them, where anything does."""
+    recorded = to_dict(options) | {"model": network}
+    if inputs.model_folder is not None:
+        recorded["checkpoint"] = str(inputs.model_folder)
+    for role in ("reward", "reference"):
+        if inputs.roles.get(role) is not None and role in recorded:
+            recorded[role] = named_reward(inputs.roles[role])
+    return recorded
 
 
 def _attended(task: Task, options: StageOptions) -> Ending:
@@ -242,12 +302,14 @@ class KeepAdapter(Callback):
             run.note("adapter", f"not written for PEFT: {error}")
 
 
+_ROLES = ("reward", "reference", "environment", "ptx")
 STAGES: dict[str, Stage] = {
-    "sft": Stage(SFTOptions, stages.sft),
-    "reward": Stage(RewardOptions, stages.reward),
+    "sft": Stage(SFTOptions, stages.sft, fine_tuning="finetune_sft"),
+    "reward": Stage(RewardOptions, stages.reward, fine_tuning="finetune_reward"),
+    "ppo": Stage(RLOptions, stages.reinforcement, _ROLES, fine_tuning="finetune_ppo"),
     **{
-        name: Stage(RLOptions, stages.reinforcement, ("reward", "reference", "environment", "ptx"))
-        for name in ("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")
+        name: Stage(RLOptions, stages.reinforcement, _ROLES)
+        for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")
     },
     **{name: Stage(PreferenceOptions, stages.preference, ("reference",)) for name in ("dpo", "ipo", "orpo", "simpo")},
     "kto": Stage(KTOOptions, stages.kto, ("reference",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,10 +56,9 @@ def packed(responses: Sequence[Response], pad_id: int, *, together: bool = True)
 def _lay(tokens: Tensor, targets: Tensor, response: Response, start: int) -> None:
     """Write a response into a row [T]. The token at i is predicted at i - 1."""
     size = len(response.tokens)
-    tokens[start : start + size] = torch.tensor(response.tokens)
-    learnt = torch.tensor(response.learnt)[1:]
-    following = torch.tensor(response.tokens)[1:]
-    targets[start : start + size - 1] = torch.where(learnt, following, IGNORED)
+    written = np.asarray(response.tokens, dtype=np.int64)
+    tokens[start : start + size] = torch.from_numpy(written)
+    targets[start : start + size - 1] = torch.from_numpy(np.where(response.learnt[1:], written[1:], IGNORED))
 
 
 def _fitted(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -33,12 +34,17 @@ class DialogueOptions:
     validation: float = 0.05  # share of the training rows kept for evaluation where data.eval is not given
     columns: dict[str, str] = field(default_factory=dict)  # our name of a column to the rows' own
     overlong: Literal["refuse", "drop"] = "refuse"  # rows of more than sequence_length tokens
+    # Longer rows lose their first tokens (left) or their last ones (right); null: overlong says what becomes of them.
+    truncation: Literal["left", "right"] | None = None
     unusable: Literal["refuse", "drop"] = "refuse"  # rows that mean nothing: an empty response, one preferred to itself
     shuffle: bool = True
+    num_workers: int | None = None  # processes that tokenise; None: one per core
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "sequence_length"):
             check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
+        is_one = self.truncation is None or self.overlong == "refuse"
+        check(is_one, "data.truncation", self.truncation, "null with data.overlong=drop")
         check(0 <= self.validation < 1, "data.validation", self.validation, "at least 0, below 1")
 
 
@@ -70,6 +76,8 @@ class AdapterOptions:
 class StageOptions(RunOptions):
     """What all stages have in common."""
 
+    UNREAD_IN_TRAINING = ("inference",)
+
     model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DialogueOptions = field(default_factory=DialogueOptions)
@@ -77,6 +85,23 @@ class StageOptions(RunOptions):
     inference: InferenceOptions = field(default_factory=InferenceOptions)
     checkpoint: str | None = None  # weights to start from, to evaluate or to generate with
     prompt: Any = None  # text, or a list of texts, to continue; also for the samples of a report
+
+    @property
+    def starts_from_weights(self) -> bool:
+        """Whether there is a network already: under a checkpoint, or handed over."""
+        return self.checkpoint is not None or not self.model
+
+    @property
+    def learning(self) -> str:
+        """How fast it learns, in a line to show."""
+        start = "weights" if self.starts_from_weights else "nothing"
+        rate, decay = self.optimizer.learning_rate, self.optimizer.weight_decay
+        return f"starts from {start}: learning rate {rate:g}, weight decay {decay:g}"
+
+    @property
+    def summary(self) -> str:
+        """How fast it learns."""
+        return self.learning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +167,11 @@ class PreferenceOptions(StageOptions):
 
     task: str = "dpo"
     preference: PreferenceLossOptions = field(default_factory=PreferenceLossOptions)
+    reference: str | None = None  # a run or a folder, frozen, that is compared with; None: what training begins with
+
+    def __post_init__(self) -> None:
+        is_used = self.preference.needs_reference or self.reference is None
+        check(is_used, "reference", self.reference, f"none: {self.preference.loss} compares with nothing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +194,7 @@ class KTOOptions(StageOptions):
 
     task: str = "kto"
     kto: JudgedLossOptions = field(default_factory=JudgedLossOptions)
+    reference: str | None = None  # a run or a folder, frozen, that is compared with; None: what training begins with
 
     def __post_init__(self) -> None:
         expected = "at least 2: the baseline takes each answer to another row's prompt"
@@ -351,6 +382,19 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CriticOptions:
+    """How a critic is trained beside its policy, by the same optimizer and schedule."""
+
+    learning_rate: float | None = None  # the peak; None: optimizer.learning_rate
+    max_grad_norm: float | None = None  # largest norm of its gradients; None: trainer.gradient_clip; 0: no clipping
+
+    def __post_init__(self) -> None:
+        rate, norm = self.learning_rate, self.max_grad_norm
+        check(rate is None or 0 < rate < math.inf, "critic.learning_rate", rate, "a number above 0")
+        check(norm is None or norm >= 0, "critic.max_grad_norm", norm, "a number of at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RLOptions(StageOptions):
     """All options of the task `ppo` and its relatives."""
 
@@ -360,10 +404,16 @@ class RLOptions(StageOptions):
     correction: CorrectionOptions = field(default_factory=CorrectionOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     ptx: PretrainingOptions = field(default_factory=PretrainingOptions)
-    reward: str | None = None  # a run of the task reward, exact, gsm8k or lowercase; the role `reward` comes first
+    # A run of the task reward, a *ForSequenceClassification folder, exact, gsm8k, lowercase, package.module:function,
+    # or a list of them, which are added up; the role `reward` comes first.
+    reward: Any = None
+    reference: str | None = None  # a run or a folder, frozen, that is compared with; None: what training begins with
     placement: PlacementOptions = field(default_factory=PlacementOptions)
+    critic: CriticOptions = field(default_factory=CriticOptions)
 
     def __post_init__(self) -> None:
+        is_used = self.rl.has_critic or self.critic == CriticOptions()
+        check(is_used, "critic", self.critic, f"nothing with rl.advantage={self.rl.advantage}, which has no critic")
         named = {rank for name in FRAGMENTS for rank in self.placement.ranks(name, self.parallel.world)}
         idle = sorted(set(range(self.num_ranks)) - set(range(self.parallel.world)) - named)
         got = self.placement.words(self.parallel.world)
@@ -408,4 +458,6 @@ class RLOptions(StageOptions):
             words += f", {self.trainer.micro_batch_size} at once"
         words += f", beside {self.ptx.batch_size} rows of pretraining" if self.ptx.weight else ""
         places = self.placement.words(self.parallel.world)
-        return f"{words}; {places}" if places else words
+        rate = self.critic.learning_rate
+        learning = self.learning + (f", of the critic {rate:g}" if rate is not None else "")
+        return "; ".join(each for each in (words, learning, places) if each)

@@ -8,6 +8,8 @@ from typing import Any, final
 
 from torch import nn
 
+from kitforge.core.parallel.apply import parallel_of
+from kitforge.core.parallel.world import ALONE
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.rlhf.weights import fingerprint
 
@@ -17,15 +19,24 @@ class Frozen:
     """`reference`: what the policy is compared with; None for losses that need none. `bases`: what adapters are trained
     beside; none where the weights themselves are trained."""
 
-    def __init__(self, reference: nn.Module | None = None, bases: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, reference: nn.Module | None = None, bases: Sequence[nn.Module] = (), known: str | None = None
+    ) -> None:
+        """`known`: the fingerprint of the reference, where that was read piece by piece."""
         self.reference = reference
         self._bases = tuple(bases)
+        self._known = known
+
+    def rest(self) -> None:
+        """After a forward pass of a reference that is cut: its pieces are let go again."""
+        if self.reference is not None:
+            parallel_of(self.reference, ALONE).rest()
 
     @cached_property
     def state(self) -> dict[str, Any]:
         """What they are, ready for JSON."""
         return {
-            "reference": None if self.reference is None else fingerprint(self.reference),
+            "reference": self._known or (None if self.reference is None else fingerprint(self.reference)),
             "base": fingerprint(nn.ModuleList(self._bases)) if self._bases else None,
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -79,6 +80,7 @@ class KTOTask(RowTask[KTOOptions, Judged]):
         """log policy / reference of each answer [S]."""
         with torch.no_grad():
             reference, _ = response_log_probs(cast(nn.Module, self._frozen.reference), batch)
+        self._frozen.rest()
         return response_log_probs(model, batch)[0] - reference
 
     def _laid(self, rows: Sequence[Judged]) -> MicroBatch:
@@ -98,7 +100,7 @@ def _is_good(micro_batch: MicroBatch) -> Tensor:
 def _crossed(asked: Response, other: Response, longest: int) -> Response:
     """The prompt of one row with the answer of another, of which what is beyond `longest` tokens is left out: this is
     measured, and not learnt from."""
-    start, begin = asked.learnt.index(True), other.learnt.index(True)
-    tokens = (asked.tokens[:start] + other.tokens[begin:])[:longest]
-    learnt = (asked.learnt[:start] + other.learnt[begin:])[:longest]
+    start, begin = int(np.argmax(asked.learnt)), int(np.argmax(other.learnt))
+    tokens = np.concatenate([asked.tokens[:start], other.tokens[begin:]])[:longest]
+    learnt = np.concatenate([asked.learnt[:start], other.learnt[begin:]])[:longest]
     return Response(tokens=tokens, learnt=learnt)

@@ -2,64 +2,167 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpoint, load_tensors
+from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
-from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, merge
+from kitforge.core.nn.init import initialise
+from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach
 from kitforge.core.nn.lora import config_of as config_of_adapter
-from kitforge.core.parallel.apply import laid_out, parallel_of
+from kitforge.core.parallel.apply import apply, parallel_of
 from kitforge.core.parallel.sharding import Rule, Sharding
-from kitforge.core.parallel.world import World
+from kitforge.core.parallel.world import ALONE, World
 from kitforge.data.dialogues import texts
 from kitforge.data.source import open_source
 from kitforge.data.token_cache import default_root
 from kitforge.data.tokenizer import Tokenizer, TokenizerConfig, find_tokenizer, make_tokenizer
-from kitforge.foundation.config import check, to_dict
+from kitforge.foundation.config import check, from_dict, to_dict
 from kitforge.foundation.errors import DataError, ModelError
+from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
-from kitforge.kits.rlhf.actor_critic import ActorCritic
-from kitforge.kits.rlhf.config import StageOptions
-from kitforge.kits.rlhf.scalar_model import ScalarModel
-from kitforge.kits.rlhf.weights import continued, copied, sharing
+from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
+from kitforge.kits.rlhf.config import AdapterOptions, StageOptions
+from kitforge.kits.rlhf.scalar_model import ScalarModel, first_head, plain_head, whole_head
+from kitforge.kits.rlhf.weights import continued, copied, fingerprint, fingerprint_of, sharing, weight_digest
 from kitforge.models import folder as model_folder
 from kitforge.models.adapters import load_adapter, read_head
 from kitforge.models.catalog import config_of
 from kitforge.models.folder import OpenRun, StoredModel
 from kitforge.models.sharding import DECODER
+from kitforge.trainer.assembly import RunInputs
 
 # Names of the parts of what a stage trains, before those of their parameters.
 POLICY, BACKBONE = "policy.", "backbone."
+HEAD = ("score.weight", "score.bias")
+_log = logger(__name__)
+
+
+# Puts values into a piece of a parameter, by the parameter's name and the region that the piece is.
+Network = TypeVar("Network", bound=nn.Module)
+Head: TypeAlias = dict[str, Tensor]
+Fill: TypeAlias = Callable[[str, Tensor, Region], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What a policy starts from: a network that exists, or the options of one that does not yet."""
+    """What a policy starts from: a network that exists, one in files, or the options of one that does not yet."""
 
     given: nn.Module | None
     config: FamilyConfig | None  # None: a network of the caller's own making
+    opened: Callable[[OpenRun], StoredModel] | None = None  # opens the one in files
 
     def described(self) -> dict[str, Any]:
         """What a checkpoint records of it."""
         return {} if self.config is None else {"family": self.config.family, **to_dict(self.config)}
 
     def policy(self, options: StageOptions, world: World) -> nn.Module:
-        """The network itself, to be trained: the one that was handed over, or a new one under the seed."""
+        """The network itself, to be trained: the one that was handed over, or one that is filled piece by piece."""
         if self.given is not None:
             parallel_of(self.given.to(world.device), world, sharding_of(self.given))
             return self.given
+        network = model_folder.outline(self.family, options.compile_level)
+        return filled(network, world, self.source(options, world)[0])
+
+    def scalar(self, options: StageOptions, world: World) -> ScalarModel:
+        """A scalar model with the head that lies with the network, else a first one, filled piece by piece."""
+        model = ScalarModel(model_folder.outline(self.family, options.compile_level))
+        fill, head = self.scalar_source(options, world)
+        filled(model, world, fill)
+        model.mean.copy_(head["score.mean"])
+        model.deviation.copy_(head["score.deviation"])
+        return model
+
+    def scalar_source(self, options: StageOptions, world: World, *, is_plain: bool = False) -> tuple[Fill, Head]:
+        """What gives the pieces of a scalar model their values, and its whole head; `is_plain` for a critic, whose
+        plain scores are the normalised ones that lie there."""
+        backbone, stored = self.source(options, world)
+        dim = model_folder.outline(self.family).geometry.dim
+        head = whole_head((stored.head if stored is not None else {}) or first_head(dim, options.seed), dim)
+        head = plain_head(head) if is_plain else head
+
+        def fill(name: str, piece: Tensor, region: Region) -> None:
+            if name in HEAD:
+                piece.copy_(region.of(head[name]))
+            else:
+                backbone(name.removeprefix(BACKBONE), piece, region)
+
+        return fill, head
+
+    def actor_critic(self, critic: Origin, options: StageOptions, world: World) -> ActorCritic:
+        """A policy and a critic, which begins as the reward model that lies with its network or as a first one, each
+        filled piece by piece."""
+        level = options.compile_level
+        model = ActorCritic(
+            model_folder.outline(self.family, level), ScalarModel(model_folder.outline(critic.family, level))
+        )
+        policy, _ = self.source(options, world)
+        critical, _ = critic.scalar_source(options, world, is_plain=True)
+
+        def fill(name: str, piece: Tensor, region: Region) -> None:
+            part, _, own = name.partition(".")
+            (policy if part == "policy" else critical)(own, piece, region)
+
+        filled(model, world, fill)
+        model.critic.mean.zero_()
+        model.critic.deviation.fill_(1.0)
+        return model
+
+    def source(self, options: StageOptions, world: World) -> tuple[Fill, StoredModel | None]:
+        """What gives the pieces their values: the files, which each rank verifies a share of, or a first network's
+        values under the seed."""
+        if self.opened is not None:
+            stored = self.opened(partial(find_checkpoint, world=world))
+
+            def read(name: str, piece: Tensor, region: Region) -> None:
+                piece.copy_(stored.read(name, region))
+
+            return read, stored
+        layers = self.family.num_layers
+        return lambda name, piece, region: initialise([(name, piece)], layers, options.seed, {name: region}), None
+
+    def reference(self, options: StageOptions, world: World) -> tuple[nn.Module, str | None]:
+        """The network as training finds it, to compare with, cut as the world's degrees say, and its fingerprint where
+        it is filled piece by piece."""
+        if not self.is_by_pieces:
+            return self.frozen(options, world.device), None
+        network = self.policy(options, world).requires_grad_(False)
+        return network, self.fingerprint(options, world)
+
+    def fingerprint(self, options: StageOptions, world: World = ALONE) -> str:
+        """`fingerprint` of the network in fp32, of which each rank reads a share, tensor by tensor."""
+        stored = None if self.opened is None else self.opened(partial(find_checkpoint, verify=False))
+        outline = model_folder.outline(self.family)
+        names = sorted(name for name, _ in outline.named_parameters())
+        found = {}
+        for name in names[world.rank :: world.num_training]:
+            if stored is not None:
+                weight = stored.read(name, None)
+            else:
+                weight = torch.empty(outline.get_parameter(name).shape)
+                initialise([(name, weight)], self.family.num_layers, options.seed)
+            found[name] = weight_digest(weight, torch.float32)
+        shares: list[dict[str, str]] = world.agree(found)
+        return fingerprint_of({name: each for share in shares for name, each in share.items()})
+
+    @property
+    def is_by_pieces(self) -> bool:
+        """Whether no network is in memory yet, so that each rank makes its pieces alone."""
+        return self.given is None
+
+    @property
+    def family(self) -> FamilyConfig:
+        """The options of a network that is not in memory yet."""
         assert self.config is not None
-        network = model_folder.outline(self.config, options.compile_level)
-        return laid_out(network, DECODER, world, options.seed)
+        return self.config
 
     def frozen(self, options: StageOptions, device: torch.device) -> nn.Module:
         """The network as training finds it, to compare with."""
@@ -85,8 +188,7 @@ class Origin:
             return shared
         if self.given is not None:
             return copied(self.given, device, options.compile_level)
-        assert self.config is not None
-        return model_folder.build(self.config, device=device, level=options.compile_level, seed=options.seed)
+        return self.policy(options, World(device=device))
 
     def scorer(self, folder: Path, options: StageOptions) -> ScalarModel:
         """The reward model that PEFT's folder makes of the weights that the policy starts from. Raises ModelError where
@@ -106,8 +208,21 @@ class Origin:
         return model
 
 
-def origin_of(options: StageOptions, given: nn.Module | None, tokenizer: Tokenizer, device: torch.device) -> Origin:
-    """The origin of a stage's policy; raises ModelError and ConfigError for what does not fit."""
+def stored_origin(options: StageOptions, tokenizer: Tokenizer, opened: Callable[[OpenRun], StoredModel]) -> Origin:
+    """A network in files, of which none is read yet: a first look, at names and sizes. Raises ConfigError for one that
+    does not fit."""
+    config = opened(partial(find_checkpoint, verify=False)).config
+    _check_fit(config, options, tokenizer)
+    return Origin(given=None, config=config, opened=opened)
+
+
+def origin_of(
+    options: StageOptions, given: nn.Module | None, tokenizer: Tokenizer, device: torch.device, *, is_shared: bool
+) -> Origin:
+    """The origin of a stage's policy; raises ModelError and ConfigError for what does not fit. Where several networks
+    are to stand on the same weights, `is_shared`, these are read at once, whole."""
+    if given is None and options.checkpoint is not None and not (is_shared or options.adapter.is_on):
+        return stored_origin(options, tokenizer, partial(open_policy, Path(options.checkpoint)))
     if given is None and options.checkpoint is not None:
         given = load_policy(Path(options.checkpoint), device, options.compile_level)
     if given is not None and not isinstance(given, CausalLM):
@@ -125,6 +240,55 @@ def origin_of(options: StageOptions, given: nn.Module | None, tokenizer: Tokeniz
     if config is not None:
         _check_fit(config, options, tokenizer)
     return Origin(given=_base(given, config, options, device), config=config)
+
+
+def recorded_reference(
+    options: StageOptions, inputs: RunInputs[Tokenizer], tokenizer: Tokenizer, device: torch.device
+) -> Origin | None:
+    """What the run under `options.checkpoint` was trained beside: the model in the folder that it names, else the one
+    that its training began with. None, and a warning, where it cannot be found again; None for a run without one."""
+    checkpoint = find_checkpoint(Path(options.checkpoint), verify=False) if options.checkpoint is not None else None
+    wanted = None if checkpoint is None else checkpoint.state.get("task", {}).get("reference")
+    if checkpoint is None or wanted is None:
+        return None
+    config = checkpoint.state["config"]
+    named, start = config.get("reference"), config["checkpoint"]
+    lost = next((each for each in (named or start,) if each is not None and not Path(each).is_dir()), None)
+    origin: Origin | None = None
+    begun = replace(options, checkpoint=named, adapter=AdapterOptions())
+    if named is not None and lost is None:
+        origin = origin_of(begun, None, tokenizer, device, is_shared=False)
+    elif named is None and (lost is None or inputs.began_with is not None):
+        adapter = from_dict(AdapterOptions, config["adapter"])
+        begun = replace(options, checkpoint=start, model=config["model"], seed=config["seed"], adapter=adapter)
+        given = None if inputs.began_with is None else policy_of(inputs.began_with)
+        origin = origin_of(begun, given, tokenizer, device, is_shared=False)
+    if origin is not None:
+        is_by_pieces = origin.is_by_pieces
+        network = None if is_by_pieces else origin.frozen(begun, device)
+        if (origin.fingerprint(begun) if network is None else fingerprint(network)) == wanted:
+            return origin if network is None else Origin(given=network, config=None)
+    got = f"{lost} is no folder" if lost else f"{named or start or 'the first weights under its seed'} holds others"
+    _log.warning("the reference of %s is not at hand (%s): name it with reference=FOLDER", checkpoint.folder, got)
+    return None
+
+
+def filled(model: Network, world: World, fill: Fill) -> Network:
+    """A network on the meta device cut over the world, given memory and its values; no rank ever holds it whole."""
+    parallel = apply(model, sharding_of(model), world)
+    parallel.materialise(world.device)
+    with torch.no_grad():
+        for name, piece in parallel.parameters().items():
+            fill(name, piece, parallel.region(name))
+    return model
+
+
+def tokenizer_beside(folder: Path) -> Tokenizer | None:
+    """The tokenizer that lies with a model; None where there is none."""
+    try:
+        return find_tokenizer(folder)
+    except DataError:
+        return None
 
 
 def _base(
@@ -201,34 +365,32 @@ def _stored_policy(checkpoint: Checkpoint, prefix: str) -> StoredModel:
 
 
 def is_scalar(folder: Path) -> bool:
-    """Whether a run or a step holds a scalar model."""
-    checkpoint = find_checkpoint(folder)
-    return checkpoint is not None and _has(checkpoint, BACKBONE)
+    """Whether a run, a step or a Hugging Face folder holds a scalar model."""
+    checkpoint = find_checkpoint(folder, verify=False)
+    return model_folder.is_scorer(folder) if checkpoint is None else _has(checkpoint, BACKBONE)
+
+
+def open_scalar(folder: Path, open_run: OpenRun = find_checkpoint) -> StoredModel:
+    """The scalar model of a run of the task `reward`, of one of its steps or of a Hugging Face folder, of which no
+    weight is read yet; an adapter's part is in its weights. Raises ModelError where there is none."""
+    checkpoint = open_run(folder)
+    if checkpoint is None and model_folder.is_scorer(folder):
+        return model_folder.open_scorer(folder)
+    if checkpoint is None or not _has(checkpoint, BACKBONE):
+        expected = "a run of the task reward, or a *ForSequenceClassification of Hugging Face"
+        raise ModelError("there is no reward model here", got=folder, expected=expected)
+    names = {f"score.{name}": name for name in ("mean", "deviation")} | {name: name for name in HEAD}
+    head = {ours: checkpoint.tensor(name) for ours, name in names.items()}
+    return replace(_stored_policy(checkpoint, BACKBONE), head=head)
 
 
 def load_scalar(folder: Path, device: torch.device, level: CompileLevel = "O1") -> ScalarModel:
-    """The scalar model of a run of the task `reward`, or of one of its steps."""
-    checkpoint = find_checkpoint(folder)
-    if checkpoint is None or not _has(checkpoint, BACKBONE):
-        raise ModelError("there is no reward model here", got=folder, expected="a run of the task reward")
-    config = config_of(checkpoint.state["config"]["model"])
-    network = model_folder.build(config, device=device, level=level)
-    model = ScalarModel(network)
-    with _adapted(network, checkpoint):
-        load_tensors(model.state_dict(keep_vars=True), checkpoint.model(), what="model")
+    """The scalar model of a run of the task `reward`, of one of its steps or of a Hugging Face folder."""
+    stored = open_scalar(folder)
+    model = ScalarModel(model_folder.load_stored(stored, device=device, level=level))
+    model.load_head(stored.head)
+    model.pad_id = stored.pad_id
     return model
-
-
-@contextmanager
-def _adapted(network: Decoder, checkpoint: Checkpoint) -> Iterator[None]:
-    """Within it the network has the adapter that the checkpoint has; afterwards that is part of its weights."""
-    adapter = _adapter(checkpoint)
-    if adapter is not None:
-        attach(network, *adapter)
-    yield
-    if adapter is not None:
-        merge(network, adapter[0])
-        network.requires_grad_(True)
 
 
 def _adapter(checkpoint: Checkpoint) -> tuple[str, LoraConfig] | None:

@@ -45,6 +45,7 @@ class PreferenceTask(RowTask[PreferenceOptions, Pair]):
         if self._frozen.reference is not None:
             with torch.no_grad():
                 reference, _ = response_log_probs(self._frozen.reference, micro_batch)
+            self._frozen.rest()
         losses = self._losses(sums, reference, lengths)
         weights = micro_batch["weights"].to(losses.device)
         rewards = self._options.preference.beta * (self._scale(sums, lengths) - self._scale(reference, lengths))

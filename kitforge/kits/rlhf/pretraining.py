@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast, final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -44,7 +45,7 @@ class Pretraining:
         size = self._options.ptx.batch_size
         chosen = order(self._options.seed, len(self._rows.train), update * size, size, shuffle=True)
         rows = [self._rows.train[index] for index in chosen]
-        tokens = sum(sum(row.learnt[1:]) for row in rows)
+        tokens = int(sum(np.sum(row.learnt[1:]) for row in rows))
         parts = self._order.fitted([len(row.tokens) for row in rows], self._options.rl.max_tokens_per_microbatch)
         batches = [padded([rows[place] for place in part], self._rows.pad_id) for part in parts]
         return [{**each, "ptx_weight": weight / max(tokens, 1)} for each in batches]

@@ -25,14 +25,14 @@ from kitforge.kits.rlhf.algorithms.controllers import controller
 from kitforge.kits.rlhf.algorithms.divergence import divergence, divergence_loss, plain_divergence_loss
 from kitforge.kits.rlhf.algorithms.policy import cispo_loss, policy_loss, value_loss
 from kitforge.kits.rlhf.collector import Collector, Roles
-from kitforge.kits.rlhf.config import RLOptions
+from kitforge.kits.rlhf.config import CriticOptions, RLOptions
 from kitforge.kits.rlhf.frozen import check_same
 from kitforge.kits.rlhf.judgement import judged, select
 from kitforge.kits.rlhf.order import Order
 from kitforge.kits.rlhf.pretraining import Pretraining, is_pretraining, pretraining_count, pretraining_loss
 from kitforge.kits.rlhf.rollouts import Round, Trajectory, token_log_probs, token_values
 from kitforge.kits.rlhf.rows import Rows
-from kitforge.kits.rlhf.weights import decoder_groups
+from kitforge.kits.rlhf.weights import actor_critic_groups
 from kitforge.trainer.task import Ending, Task
 
 
@@ -91,7 +91,7 @@ class RLTask(Task):
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Matrices decay; embeddings, heads, norms and biases do not."""
-        return decoder_groups(model, weight_decay)
+        return actor_critic_groups(model, weight_decay, self._options.critic)
 
     def num_steps(self, epochs: float) -> int | None:
         """Updates in that many passes over the prompts."""
@@ -163,8 +163,8 @@ class RLTask(Task):
         return {"loss": total, **sums}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """eval/reward, eval/kl in nats an answer, eval/length and eval/ended over the evaluation prompts; eval/loss is
-        minus the reward."""
+        """eval/reward, eval/length and eval/ended over the evaluation prompts, and eval/kl in nats an answer where
+        there is a reference; eval/loss is minus the reward."""
         limit, size = self._options.trainer.evaluate_batches, self._options.rl.prompts_per_step
         num_prompts = len(self._rows.eval) if limit is None else min(limit * size, len(self._rows.eval))
         if num_prompts == 0:
@@ -258,7 +258,7 @@ def single(options: RLOptions) -> RLOptions:
         length_adaptive_alpha=None,
         critic_warmup=0,
     )
-    return replace(options, rl=rl)
+    return replace(options, rl=rl, critic=CriticOptions())
 
 
 def _taken(whole: Round, rows: Tensor) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.parallel.world import World
+from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.kits.rlhf.frozen import Frozen
@@ -76,7 +77,11 @@ class RowTask(Task, Generic[Options, Row]):
             return {}
         batches = ([rows[index] for index in batch] for batch in self._order.evaluation(len(rows)))
         means = weighted_means(
-            (each for batch in batches for each in self.micro_batches(model, batch, 0)),
+            heartbeat(
+                (each for batch in batches for each in self.micro_batches(model, batch, 0)),
+                "batches evaluated",
+                enabled=self._options.trainer.progress,
+            ),
             lambda batch: self.measured(model, batch),
             self.measured_count,
             self._world.sum,

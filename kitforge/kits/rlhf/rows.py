@@ -1,11 +1,16 @@
-"""The rows of a stage, read into tokens before anything is trained."""
+"""The rows of a stage: those that fit, and of the others what the options say becomes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, cast, final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kitforge.data.dialogues import Judged, Pair, Response
+from kitforge.data.row_cache import RowCache
 from kitforge.data.shard import digest
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.log import logger
@@ -36,39 +41,116 @@ class Rows(Generic[Row]):
             )
 
 
+@final
+class SelectedRows(Sequence[Row]):
+    """Rows of a longer sequence, by their numbers there, cut to `room` tokens each where they are longer."""
+
+    def __init__(self, rows: Sequence[Row], numbers: NDArray[np.int64], room: int, truncation: str | None) -> None:
+        self._rows = rows
+        self._numbers = numbers
+        self._room = room
+        self._truncation = truncation
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return self.take(np.arange(len(self))[row])
+        found = self._rows[int(self._numbers[row])]
+        return found if self._truncation is None else truncated(found, self._room, self._truncation)
+
+    def take(self, places: NDArray[np.int64]) -> SelectedRows[Row]:
+        """Those rows of these."""
+        return SelectedRows(self._rows, self._numbers[places], self._room, self._truncation)
+
+
 def read_rows(
-    read: Callable[[object], Iterable[Row]],
-    length: Callable[[Row], int],
+    read: Callable[[object], Sequence[Row]],
     specs: tuple[object, object],
     options: DialogueOptions,
     *,
     seed: int,
     pad_id: int,
+    reserved: int = 0,
 ) -> Rows[Row]:
     """Read the training and the evaluation spec, of which one is there; without the second a share of the training rows
-    is kept for it. Raises DataError for rows that are longer than data.sequence_length."""
-    train, evaluation = ([] if spec is None else _fitting(list(read(spec)), length, options) for spec in specs)
-    fingerprint = digest("rows", train, evaluation)
+    is kept for it. `reserved` tokens of data.sequence_length are kept for answers. Raises DataError for rows that are
+    longer than the rest."""
+    read_specs = [_fitting([] if spec is None else read(spec), options, reserved) for spec in specs]
+    (train, first), (evaluation, second) = read_specs
     if specs[1] is None:
         kept, held_out = split(len(train), options.validation, seed)
-        train, evaluation = [train[index] for index in kept], [train[index] for index in held_out]
-    return Rows(train=train, eval=evaluation, pad_id=pad_id, fingerprint=fingerprint)
+        train, evaluation = train.take(kept), train.take(held_out)
+    return Rows(train=train, eval=evaluation, pad_id=pad_id, fingerprint=digest("rows", first, second))
 
 
-def _fitting(rows: list[Row], length: Callable[[Row], int], options: DialogueOptions) -> list[Row]:
-    """Rows that are short enough; the others are refused or, where that was asked for, left out and counted."""
-    limit = options.sequence_length
-    fitting = [row for row in rows if length(row) <= limit]
-    num_overlong = len(rows) - len(fitting)
-    if num_overlong and options.overlong == "refuse":
+def truncated(row: Any, room: int, side: str) -> Any:
+    """The row with at most `room` tokens in each response, or in its prompt: without the first ones ("left") or without
+    the last ones ("right")."""
+    if isinstance(row, Pair):
+        return replace(row, chosen=truncated(row.chosen, room, side), rejected=truncated(row.rejected, room, side))
+    if isinstance(row, Judged):
+        return replace(row, response=truncated(row.response, room, side))
+    kept = slice(max(len(row.tokens) - room, 0), None) if side == "left" else slice(room)
+    if isinstance(row, Response):
+        return Response(tokens=row.tokens[kept], learnt=row.learnt[kept])
+    return replace(row, tokens=row.tokens[kept])
+
+
+def _fitting(rows: Sequence[Row], options: DialogueOptions, reserved: int) -> tuple[SelectedRows[Row], object]:
+    """Rows that are short enough, and what tells them from others; those that are not are refused or, where that was
+    asked for, cut, or left out and counted."""
+    room = options.sequence_length - reserved
+    if isinstance(rows, RowCache):
+        lengths, fingerprint = rows.lengths, rows.fingerprint
+    else:
+        lengths, fingerprint = np.array([len(cast(Any, row).tokens) for row in rows], np.int64), digest("rows", rows)
+    overlong = np.flatnonzero(lengths > room)
+    everything = np.arange(len(rows), dtype=np.int64)
+    if not len(overlong):
+        return SelectedRows(rows, everything, room, None), fingerprint
+    limit = f"at most data.sequence_length={options.sequence_length} tokens"
+    if reserved:
+        limit += f", of which {reserved} are kept for the answer (rollout.max_new_tokens)"
+    if options.overlong == "refuse" and (options.truncation is None or room < 1):
         raise DataError(
-            f"{num_overlong} of {len(rows)} rows are too long",
-            got=f"up to {max(map(length, rows))} tokens",
-            expected=f"at most data.sequence_length={limit}",
-            fix="a larger data.sequence_length, or data.overlong=drop to leave them out",
+            f"{len(overlong)} of {len(rows)} rows are too long",
+            got=f"up to {int(lengths.max())} tokens",
+            expected=limit,
+            fix="a larger data.sequence_length, data.truncation=left|right to cut them, or data.overlong=drop",
         )
-    if not fitting:
-        raise DataError("no row is short enough", expected=f"at most data.sequence_length={limit} tokens")
-    if num_overlong:
-        _log.warning("%d of %d rows have more than %d tokens and are left out", num_overlong, len(rows), limit)
-    return fitting
+    lost = overlong if options.truncation is None else _without_meaning(rows, overlong, options, room)
+    kept = np.setdiff1d(everything, lost)
+    if not len(kept):
+        raise DataError("no row is short enough", expected=limit)
+    deed = "left out" if options.truncation is None else f"cut on the {options.truncation}"
+    _log.warning("%d of %d rows have more than %d tokens and are %s", len(overlong), len(rows), room, deed)
+    chosen = (options.truncation, room, digest(lost.tobytes()))
+    return SelectedRows(rows, kept, room, options.truncation), (fingerprint, chosen)
+
+
+def _without_meaning(
+    rows: Sequence[Row], overlong: NDArray[np.int64], options: DialogueOptions, room: int
+) -> NDArray[np.int64]:
+    """The rows of which nothing to learn is left once they are cut. Raises DataError unless such may be left out."""
+    cut = ((number, truncated(rows[int(number)], room, str(options.truncation))) for number in overlong)
+    lost = np.array([number for number, row in cut if not _is_meant(row)], np.int64)
+    if len(lost) and options.unusable == "refuse":
+        raise DataError(
+            f"{len(lost)} of {len(rows)} rows have nothing to learn once they are cut",
+            got=f"data.truncation={options.truncation} data.sequence_length={options.sequence_length}",
+            fix="data.truncation=left keeps the ends, data.unusable=drop leaves such rows out; or a longer sequence",
+        )
+    if len(lost):
+        _log.warning("%d of %d rows have nothing to learn once they are cut and are left out", len(lost), len(rows))
+    return lost
+
+
+def _is_meant(row: Any) -> bool:
+    if isinstance(row, Pair):
+        is_same = np.array_equal(row.chosen.tokens, row.rejected.tokens)
+        return _is_meant(row.chosen) and _is_meant(row.rejected) and not is_same
+    response = row.response if isinstance(row, Judged) else row
+    # The first token of a row is never predicted.
+    return bool(np.any(response.learnt[1:])) if isinstance(response, Response) else len(row.tokens) > 0

@@ -15,6 +15,36 @@ from kitforge.foundation import seed as seeds
 from kitforge.foundation.errors import ModelError
 
 
+def whole_head(tensors: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
+    """A head by the names of `ScalarModel.head`. What another program left out is 0, and the deviation 1. Raises
+    ModelError for a head of another size."""
+    shapes = {"score.weight": (1, dim), "score.bias": (1,), "score.mean": (), "score.deviation": ()}
+    found = {}
+    for name, shape in shapes.items():
+        own = torch.ones(shape) if name == "score.deviation" else torch.zeros(shape)
+        given = tensors.get(name, own)
+        given = given.reshape(shape) if given.numel() == own.numel() == 1 else given
+        if given.shape != own.shape:
+            raise ModelError("the head is of another size", got=list(given.shape), expected=list(shape))
+        found[name] = given
+    return found
+
+
+def plain_head(head: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A head whose plain scores are the normalised ones of another."""
+    deviation = head["score.deviation"]
+    bias = (head["score.bias"] - head["score.mean"]) / deviation
+    return whole_head(
+        {"score.weight": head["score.weight"] / deviation, "score.bias": bias}, head["score.weight"].shape[1]
+    )
+
+
+def first_head(dim: int, seed: int) -> dict[str, Tensor]:
+    """The head that a scalar model begins with, by the names of `ScalarModel.head`."""
+    noise = torch.randn((1, dim), generator=seeds.generator(seed, "init", "score.weight"))
+    return {"score.weight": noise / (dim + 1) ** 0.5}
+
+
 @final
 class ScalarModel(nn.Module):
     """`score(hidden)`, not bounded by anything, for tokens [B, T].
@@ -30,6 +60,8 @@ class ScalarModel(nn.Module):
         super().__init__()
         network = cast(CausalLM, backbone)
         self.backbone = backbone
+        # The scores of such tokens at the end of a text do not count, as in transformers; None: all do.
+        self.pad_id: int | None = None
         if isinstance(backbone, Decoder) and backbone.output is not None:
             # Nothing reads it, and an optimizer would hold two more of it.
             backbone.output.requires_grad_(False)
@@ -42,9 +74,8 @@ class ScalarModel(nn.Module):
     @torch.no_grad()
     def reset_head(self, seed: int) -> None:
         """Weights with deviation 1 / sqrt(dim + 1) and no bias (Stiennon et al., 2020)."""
-        shape = self.score.weight.shape
-        noise = torch.randn(shape, generator=seeds.generator(seed, "init", "score.weight"))
-        self.score.weight.copy_(noise / (shape[1] + 1) ** 0.5)
+        first = first_head(self.score.weight.shape[1], seed)
+        self.score.weight.copy_(first["score.weight"])
         self.score.bias.zero_()
 
     @torch.no_grad()
@@ -63,19 +94,16 @@ class ScalarModel(nn.Module):
     def load_head(self, tensors: Mapping[str, Tensor]) -> None:
         """Take back what `head` gave. What another program left out is 0, and the deviation 1. Raises ModelError for a
         head of another size."""
-        defaults = {name: torch.zeros_like(each) for name, each in self.head().items()}
-        defaults["score.deviation"].fill_(1.0)
+        whole = whole_head(tensors, self.score.weight.shape[1])
         for name, own in self.head().items():
-            found = tensors.get(name, defaults[name])
-            if found.shape != own.shape:
-                raise ModelError("the head is of another size", got=list(found.shape), expected=list(own.shape))
-            own.copy_(found)
+            own.copy_(whole[name])
 
     @torch.no_grad()
     def start_from(self, other: ScalarModel) -> None:
         """Take the head of another model, so that this one's plain scores are the other's normalised ones."""
-        self.score.weight.copy_(other.score.weight / other.deviation)
-        self.score.bias.copy_((other.score.bias - other.mean) / other.deviation)
+        head = plain_head(other.head())
+        self.score.weight.copy_(head["score.weight"])
+        self.score.bias.copy_(head["score.bias"])
 
     def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """Scores [B, T], one after each token."""
@@ -83,7 +111,11 @@ class ScalarModel(nn.Module):
         return self._scores(hidden)
 
     def at(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Scores [B] of rows [B, T] after the tokens at places [B]."""
+        """Scores [B] of rows [B, T] after the tokens at places [B], or the last ones before that are not `pad_id`."""
+        if self.pad_id is not None:
+            order = torch.arange(tokens.shape[1], device=tokens.device)
+            counts = (tokens != self.pad_id) & (order <= places.unsqueeze(-1))
+            places = (order * counts).argmax(-1)
         hidden = cast(CausalLM, self.backbone).hidden(tokens)
         return self._scores(hidden[torch.arange(len(places), device=hidden.device), places])
 

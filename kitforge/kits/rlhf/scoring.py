@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import math
+import os
 import re
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
+import numpy as np
 import torch
 
 from kitforge.data.dialogues import Response
+from kitforge.data.template import ChatTemplate, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, TrainingError, nearest
+from kitforge.foundation.untrusted import names_function
 from kitforge.kits.rlhf.collate import padded
 from kitforge.kits.rlhf.order import at_once
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.trainer.run import Run
 
 BATCH_SIZE = 32
+# What an answer is worth, or each of its tokens.
+Score: TypeAlias = float | list[float]
+# What TRL calls what a reward function is told, and what it is called here.
+_OURS = {"prompt_ids": "prompt_tokens", "completion_ids": "completion_tokens"}
 # A number as people write it: with a sign, separators of thousands and decimals.
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -46,32 +57,61 @@ class Answer:
 class Scorer(ABC):
     """Scores answers."""
 
+    def scores(self, answers: Sequence[Answer]) -> list[Score]:
+        """A number for each answer, or one for each of its tokens. Raises TrainingError for an answer without any."""
+        found: list[Score] = [each for each in self.applicable_scores(answers) if each is not None]
+        if len(found) < len(answers):
+            raise TrainingError(
+                "no reward applies to some completions",
+                got=f"None for {len(answers) - len(found)} of {len(answers)}",
+                expected="a number from at least one reward for each completion",
+                fix="return a number where no other reward does, or add a reward that applies to every row",
+            )
+        return found
+
     @abstractmethod
-    def scores(self, answers: Sequence[Answer]) -> list[float | list[float]]:
-        """A number for each answer, or one for each of its tokens."""
+    def applicable_scores(self, answers: Sequence[Answer]) -> list[Score | None]:
+        """The same; None for an answer that the reward does not apply to."""
 
 
 @final
 class ModelScorer(Scorer):
-    """A reward model, which reads prompt and answer as tokens; it must have been trained on the same ones."""
+    """A reward model, which reads prompt and answer as the policy's tokens, or as text where it has a tokenizer of its
+    own: the messages of the column `prompt` and the answer through its chat template, and plain text as it is."""
 
-    def __init__(self, model: ScalarModel, tokenizer: Tokenizer) -> None:
+    def __init__(self, model: ScalarModel, tokenizer: Tokenizer, own: Tokenizer | None = None) -> None:
         self.model = model
         self._tokenizer = tokenizer
+        is_other = own is not None and own.fingerprint != tokenizer.fingerprint
+        self._own = own if is_other else None
+        self._template: ChatTemplate | None = template_of(own) if own is not None and is_other else None
 
     @torch.no_grad()
-    def scores(self, answers: Sequence[Answer]) -> list[float | list[float]]:
+    def applicable_scores(self, answers: Sequence[Answer]) -> list[Score | None]:
         """Normalised scores after each answer's last token."""
-        found: list[float | list[float]] = [0.0] * len(answers)
+        found: list[Score | None] = [0.0] * len(answers)
         device = self.model.score.weight.device
-        whole = [(*each.prompt, *each.tokens) for each in answers]
+        whole = [self._tokens(each) for each in answers]
+        pad_id = (self._own or self._tokenizer).pad_id
         for places in at_once([len(each) for each in whole], BATCH_SIZE, device):
             texts = [Response(tokens=whole[place], learnt=(False,) * len(whole[place])) for place in places]
-            batch = padded(texts, self._tokenizer.pad_id)
+            batch = padded(texts, pad_id)
             scores = self.model.at(batch["tokens"].to(device), batch["ends"].to(device))
             for place, score in zip(places, self.model.normalised(scores).tolist(), strict=True):
                 found[place] = score
         return found
+
+    def _tokens(self, answer: Answer) -> tuple[int, ...]:
+        """What the model reads. Of an answer that was cut off it reads no end token, but for one that its chat template
+        writes after every reply."""
+        if self._own is None or self._template is None:
+            return (*answer.prompt, *answer.tokens)
+        text, said = self._tokenizer.decode(answer.spoken), answer.columns.get("prompt")
+        if isinstance(said, (list, tuple)) and said and all(isinstance(each, Mapping) for each in said):
+            return self._template.training([*said, {"role": "assistant", "content": text}]).tokens
+        prompt = said if isinstance(said, str) else self._tokenizer.decode(answer.prompt)
+        end = [self._own.eos_id] if answer.has_ended else []
+        return (*self._own.encode_prompt(prompt), *self._own.encode(text), *end)
 
 
 @final
@@ -92,23 +132,24 @@ class FunctionScorer(Scorer):
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self._needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
 
-    def scores(self, answers: Sequence[Answer]) -> list[float | list[float]]:
+    def applicable_scores(self, answers: Sequence[Answer]) -> list[Score | None]:
         """What the function says. Raises TrainingError for what it raises, and for answers that are no scores."""
         arguments = self._arguments(answers)
         try:
             found = self._function(**arguments)
             if inspect.isawaitable(found):
-                found = asyncio.run(_awaited(found))
+                found = _result(found)
         except KitforgeError:
             raise
         except Exception as error:
             raise TrainingError(f"the reward function {self._name!r} failed", got=repr(error)) from error
-        values = list(found)
-        if len(values) != len(answers):
+        found = _plain(found)
+        values = [found] if isinstance(found, (int, float)) and len(answers) == 1 else found
+        if not isinstance(values, list) or len(values) != len(answers):
             raise TrainingError(
                 f"the reward function {self._name!r} gave the wrong number of scores",
-                got=len(values),
-                expected=f"{len(answers)}, one for each completion",
+                got=len(values) if isinstance(values, list) else f"{type(found).__name__} {str(found)[:60]}",
+                expected=f"a list of {len(answers)}, one for each completion",
             )
         return [self._score(value, answer) for value, answer in zip(values, answers, strict=True)]
 
@@ -126,55 +167,62 @@ class FunctionScorer(Scorer):
                 f"the reward function {self._name!r} reads a column that the prompts do not have",
                 got=f"columns {', '.join(columns)}",
                 expected=", ".join(missing),
-                fix=f"data.columns.{missing[0]}=NAME; {nearest(missing[0], columns)}",
+                fix=f"name the argument {_OURS[missing[0]]}"
+                if missing[0] in _OURS
+                else f"data.columns.{missing[0]}=NAME; {nearest(missing[0], columns)}",
             )
         return {name: value for name, value in known.items() if self._wants_all or name in self._wanted}
 
-    def _score(self, value: Any, answer: Answer) -> float | list[float]:
+    def _score(self, value: Any, answer: Answer) -> Score | None:
         if isinstance(value, Mapping):
-            value = value.get("score")
-        if isinstance(value, torch.Tensor):
-            value = value.tolist()
-        numbers = list(value) if isinstance(value, (list, tuple)) else [value]
-        try:
-            plain = [float(number) for number in numbers]
-        except (TypeError, ValueError):
-            plain = [math.nan]
-        if not all(map(math.isfinite, plain)):
+            value = _plain(value.get("score", value))
+        if value is None:
+            return None
+        numbers = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, (int, float)) and math.isfinite(each) for each in numbers):
             raise TrainingError(
                 f"the reward function {self._name!r} gave something that is no score",
                 got=repr(value),
-                expected="a finite number, a list of them or a mapping with 'score'",
+                expected="a finite number, a list of them, a mapping with 'score', or None where it does not apply",
             )
-        if not isinstance(value, (list, tuple)):
-            return plain[0]
+        if not isinstance(value, list):
+            return float(value)
         wanted = len(answer.tokens) - answer.has_ended
-        if len(plain) != wanted:
+        if len(numbers) != wanted:
             raise TrainingError(
                 f"the reward function {self._name!r} gave the wrong number of scores for a completion",
-                got=len(plain),
+                got=len(numbers),
                 expected=f"{wanted}, one for each token",
             )
         # The end token was not shown, and earns nothing of its own.
-        return plain + [0.0] * answer.has_ended
+        return [float(each) for each in numbers] + [0.0] * answer.has_ended
 
 
 @final
 class WeightedScorer(Scorer):
-    """The weighted sum of several, of which each gives one number an answer."""
+    """The weighted sum of several, of which each gives one number an answer, or None, which adds nothing."""
 
     def __init__(self, scorers: Mapping[str, tuple[float, Scorer]]) -> None:
         self._scorers = dict(scorers)
 
-    def scores(self, answers: Sequence[Answer]) -> list[float | list[float]]:
-        """The sums."""
-        totals = [0.0] * len(answers)
-        for name, (weight, scorer) in self._scorers.items():
-            for place, score in enumerate(scorer.scores(answers)):
+    def parts(self, answers: Sequence[Answer]) -> dict[str, list[float | None]]:
+        """What each of them gives, without its weight; None where it does not apply."""
+        found: dict[str, list[float | None]] = {name: [] for name in self._scorers}
+        for name, (_, scorer) in self._scorers.items():
+            for score in scorer.applicable_scores(answers):
                 if isinstance(score, list):
                     raise TrainingError(f"reward {name!r} scores tokens", expected="one number for each answer")
-                totals[place] += weight * score
-        return list(totals)
+                found[name].append(score)
+        return found
+
+    def applicable_scores(self, answers: Sequence[Answer]) -> list[Score | None]:
+        """The sums; None where none of them applies."""
+        weights, parts = [weight for weight, _ in self._scorers.values()], self.parts(answers)
+        sums: list[Score | None] = []
+        for scores in zip(*parts.values(), strict=True):
+            given = [weight * each for weight, each in zip(weights, scores, strict=True) if each is not None]
+            sums.append(sum(given) if given else None)
+        return sums
 
 
 def exact_match(*, completions: list[str], answer: list[Any]) -> list[float]:
@@ -208,37 +256,122 @@ VERIFIERS: dict[str, Callable[..., list[float]]] = {
 }
 
 
-async def _awaited(value: Any) -> Any:
+async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
+def _result(value: Awaitable[Any]) -> Any:
+    """What comes of a coroutine, also where a loop runs already, as it does in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(_awaited(value))
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, _awaited(value)).result()
+
+
+def _plain(value: Any) -> Any:
+    """Tensors, arrays and whatever else can be gone through as lists, numbers of numpy's as Python's."""
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        return value.tolist()
+    is_several = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+    return [_plain(each) for each in value] if is_several else value
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModel:
+    """A scalar model and the tokenizer that it was trained with; None: the policy's."""
+
+    model: ScalarModel
+    tokenizer: Tokenizer | None
+
+
+def find_function(path: str) -> Callable[..., Any]:
+    """The function `package.module:function`, of an installed package or of the current folder. Raises ConfigError."""
+    module_name, _, name = path.partition(":")
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"there is no reward function {path!r}",
+            got=f"{type(error).__name__}: {error}",
+            expected="reward=package.module:function, installed or in the current folder",
+        ) from error
+    finally:
+        sys.path.remove(folder)
+    if not callable(found):
+        raise ConfigError(f"{path!r} is no function", got=type(found).__name__)
+    function: Callable[..., Any] = found
+    return function
+
+
 def scorer_of(given: Any, tokenizer: Tokenizer) -> Scorer:
-    """What a role means: a scalar model, a function, the name of a check, or several by name, each alone or behind the
-    weight that it has in the sum: `{"short": (0.1, shortness), "exact": "exact"}`."""
+    """What a role means: a scalar model, a function, the name of a check, a function's `package.module:function`, or
+    several, in a list or by name, each alone or behind the weight that it has in the sum:
+    `{"short": (0.1, shortness), "exact": "exact"}`."""
     if isinstance(given, Scorer):
         return given
-    if isinstance(given, Mapping):
-        parts = {name: _weighed(name, each) for name, each in given.items()}
+    if several := several_of(given):
+        parts = {name: weighed(name, each) for name, each in several.items()}
         return WeightedScorer({name: (weight, scorer_of(each, tokenizer)) for name, (weight, each) in parts.items()})
-    if isinstance(given, Run):
-        given = given.model
+    own = given.tokenizer if isinstance(given, (Run, RewardModel)) else None
+    given = given.model if isinstance(given, (Run, RewardModel)) else given
     if isinstance(given, ScalarModel):
-        return ModelScorer(given, tokenizer)
+        return ModelScorer(given, tokenizer, own)
     if isinstance(given, str) and given in VERIFIERS:
         return FunctionScorer(VERIFIERS[given], tokenizer)
+    if isinstance(given, str) and names_function(given):
+        return FunctionScorer(find_function(given), tokenizer)
     if callable(given) and not isinstance(given, torch.nn.Module):
         return FunctionScorer(given, tokenizer)
+    names = f"{', '.join(VERIFIERS)}, package.module:function"
+    missing = ", and there is no such folder" if isinstance(given, str) and "/" in given else ""
     raise ConfigError(
         "this gives no rewards",
-        got=given if isinstance(given, str) else type(given).__name__,
-        expected=f"a run of the task reward, a function, {', '.join(VERIFIERS)}, or several by name",
+        got=f"{given}{missing}" if isinstance(given, str) else type(given).__name__,
+        expected=f"a run of the task reward, a function, {names}, or several in a list or by name",
     )
 
 
-def _weighed(name: str, given: Any) -> tuple[float, Any]:
+def several_of(given: Any) -> dict[str, Any]:
+    """Rewards that are added up, by name; empty for a single one."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    if not isinstance(given, list):
+        return {}
+    found: dict[str, Any] = {}
+    for number, each in enumerate(given):
+        one = each[-1] if isinstance(each, (tuple, list)) and each else each
+        own = one if isinstance(one, str) else getattr(one, "__name__", type(one).__name__)
+        name = own.rpartition(":")[2]
+        found[name if name not in found else f"{name}_{number}"] = each
+    return found
+
+
+def named_reward(given: Any) -> Any:
+    """What names it on a command line or in config.yaml: the folder of a run, `package.module:function`; None for what
+    has no name there."""
+    if several := several_of(given):
+        parts = {name: weighed(name, each) for name, each in several.items()}
+        named = {name: [weight, named_reward(each)] for name, (weight, each) in parts.items()}
+        return None if any(each is None for _, each in named.values()) else named
+    if isinstance(given, (str, os.PathLike, Run)):
+        return str(given.folder if isinstance(given, Run) else given)
+    module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", None)
+    found = sys.modules.get(str(module)) if module != "__main__" else None
+    return f"{module}:{name}" if name is not None and getattr(found, name, None) is given else None
+
+
+def weighed(name: str, given: Any) -> tuple[float, Any]:
     """The weight of one of several, 1 where it has none."""
-    if not isinstance(given, tuple):
+    is_pair = isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[0], (int, float))
+    if not is_pair and not isinstance(given, tuple):
         return 1.0, given
-    is_pair = len(given) == 2 and isinstance(given[0], (int, float)) and math.isfinite(given[0])
-    check(is_pair, f"the role reward, {name}", given, "a weight and what gives the reward, as in (0.1, FUNCTION)")
+    is_sound = is_pair and math.isfinite(given[0])
+    check(is_sound, f"the role reward, {name}", given, "a weight and what gives the reward, as in (0.1, FUNCTION)")
     return float(given[0]), given[1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +15,15 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, config_of, copy_factors, deltas
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.apply import ParallelModel
+from kitforge.kits.rlhf.actor_critic import critic_of
+from kitforge.kits.rlhf.config import CriticOptions
 from kitforge.models.folder import build, outline
 
 # Where decoders keep what is looked up or read out rather than multiplied within; no such table decays.
 _TABLES = ("embedding.weight", "position.weight", "output")
+
+# Elements of a weight that are in memory at once while it is digested, as those in files are not.
+DIGESTED = 2**16
 
 
 def decoder_groups(model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
@@ -25,6 +32,24 @@ def decoder_groups(model: nn.Module, weight_decay: float) -> list[ParameterGroup
     tables = [name for name in names if name.endswith(tuple(f".{table}" for table in _TABLES)) or name in _TABLES]
     heads = [name for name in names if name.endswith("score.weight")]
     return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=tables, heads=heads)
+
+
+def actor_critic_groups(model: nn.Module, weight_decay: float, options: CriticOptions) -> list[ParameterGroup]:
+    """The groups of a policy, and beside them those of a critic, which has a rate and a clip of its own."""
+    groups = decoder_groups(model, weight_decay)
+    if critic_of(model) is None:
+        return groups
+    found = []
+    for part, rate, norm in (("policy", None, None), ("critic", options.learning_rate, options.max_grad_norm)):
+        for group in groups:
+            members = [
+                pair for pair in zip(group.names, group.parameters, strict=True) if pair[0].startswith(f"{part}.")
+            ]
+            if members:
+                names, parameters = zip(*members, strict=True)
+                own = replace(group, names=names, parameters=parameters, part=part)
+                found.append(replace(own, learning_rate=rate, max_grad_norm=norm))
+    return found
 
 
 @torch.no_grad()
@@ -73,8 +98,20 @@ def whole_factors(network: Decoder, name: str, parallel: ParallelModel) -> dict[
 @torch.no_grad()
 def fingerprint(network: nn.Module) -> str:
     """Equal for equal weights, bit by bit."""
+    return fingerprint_of({name: weight_digest(each) for name, each in network.named_parameters()})
+
+
+def fingerprint_of(digests: Mapping[str, str]) -> str:
+    """The fingerprint of a network by the digests of its weights, which several processes may have found."""
     found = hashlib.blake2b(digest_size=16)
-    for name, parameter in network.named_parameters():
-        found.update(name.encode())
-        found.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    for name, digest in sorted(digests.items()):
+        found.update(f"{name} {digest}\n".encode())
+    return found.hexdigest()
+
+
+def weight_digest(weight: Tensor, dtype: torch.dtype | None = None) -> str:
+    """Equal for equal weights of a dtype, their own unless it is said, whatever memory they lie in."""
+    found = hashlib.blake2b(digest_size=16)
+    for piece in torch.split(weight.detach(), max(1, DIGESTED * len(weight) // weight.numel())):
+        found.update(piece.to(dtype or weight.dtype).cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()

@@ -27,6 +27,7 @@ from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
 from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, ModelError
+from kitforge.foundation.progress import show_progress
 from kitforge.inference.engine import Engine
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.server.exchange import Service
@@ -35,8 +36,7 @@ from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus, load_corpus, open_text, tokenizer_for
 from kitforge.kits.transformers.evaluation import Evaluator
 from kitforge.kits.transformers.evaluation_log import log_files, write_log
-from kitforge.kits.transformers.offline import answer, answering, read_prompts
-from kitforge.kits.transformers.progress import tokenising
+from kitforge.kits.transformers.offline import answer, read_prompts
 from kitforge.kits.transformers.questions import load_task
 from kitforge.kits.transformers.samples import Samples
 from kitforge.kits.transformers.task import TextGenerationTask
@@ -78,7 +78,7 @@ def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> As
     if config is not None:
         _check_fit(config, options, tokenizer)
     # Token caches are built by one rank, before ranks wait for one another.
-    with lobby.turns(), tokenising(options.trainer.progress) as progress:
+    with lobby.turns(), show_progress("tokenizing, bytes", enabled=options.trainer.progress) as progress:
         corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed, progress)
     world = lobby.join().with_precision(options.precision)
     recorded = to_dict(options)
@@ -216,7 +216,7 @@ def answer_file(options: TextGenerationOptions, load_model: LoadModel) -> Path:
     tokenizer = find_tokenizer(folder)
     model = load_model(options.checkpoint, options.device)
     texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
-    with answering(options.trainer.progress, len(prompts)) as progress:
+    with show_progress("prompts answered", len(prompts), enabled=options.trainer.progress) as progress:
         answer(texts, prompts, target, options.inference, str(folder.resolve()), progress)
     return target
 

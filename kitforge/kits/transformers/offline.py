@@ -10,18 +10,14 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, final
-
-from rich.progress import Progress
 
 from kitforge.data.template import template_of
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
 from kitforge.foundation.files import atomic_file
-from kitforge.foundation.log import console
 from kitforge.inference.text import InferenceOptions, Piece, TextEngine
 from kitforge.kits.transformers.questions import check_text
 
@@ -81,17 +77,6 @@ def answer(
         with atomic_file(target) as whole:
             whole.write(file.read())
     part.unlink()
-
-
-@contextmanager
-def answering(enabled: bool, total: int) -> Iterator[Callable[[int], None]]:
-    """A function to tell how many prompts are answered; nothing is shown off a terminal or when disabled."""
-    if not enabled or not console.is_terminal:
-        yield lambda _done: None
-        return
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("answering", total=total)
-        yield lambda done: bar.update(task, completed=done)
 
 
 @final

@@ -20,6 +20,7 @@ from kitforge.data.packing import PackedRows
 from kitforge.data.prefetch import Prefetcher
 from kitforge.data.sampler import order
 from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus
@@ -83,7 +84,7 @@ class TextGenerationTask(Task):
         if rows is None:
             return {}
         means = weighted_means(
-            self._evaluation_batches(rows),
+            heartbeat(self._evaluation_batches(rows), "batches evaluated", enabled=self._options.trainer.progress),
             lambda batch: self.loss(model, batch),
             lambda batch: self.count([batch]),
             self._world.sum,

@@ -37,8 +37,12 @@ class DCNV2Config:
         check_widths("model.hidden", self.hidden, self.dropout)
 
     def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
-        """The rows of all categorical features."""
-        return deep_lookups(shape, self.dim)
+        """The rows of all categorical features and crosses, and the mean of those of each sequence."""
+        return deep_lookups(shape, self.dim, (*shape.categorical, *shape.crosses, *shape.sequences))
+
+    def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
+        """All numbers."""
+        return shape.numeric
 
     def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
         """The network over these features."""

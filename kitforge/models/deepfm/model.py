@@ -30,14 +30,19 @@ class DeepFMConfig:
         check_widths("model.hidden", self.hidden, self.dropout)
 
     def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
-        """The sum of the first-order weights, and the vectors that both parts share."""
-        check(len(shape.categorical) >= 2, "features", list(shape.categorical), "at least two categorical ones")
-        one_width(shape, shape.categorical, self.dim)
-        first = (*shape.categorical, *shape.crosses)
+        """The sum of the first-order weights, and the vectors that both parts share. A sequence counts as its mean."""
+        second = (*shape.categorical, *shape.sequences)
+        check(len(second) >= 2, "features", list(second), "at least two categorical ones or sequences")
+        one_width(shape, second, self.dim)
+        first = (*shape.categorical, *shape.crosses, *shape.sequences)
         return (
             Lookup(name="wide", features=first, dim=1, pooling="sum", kind="wide"),
-            Lookup(name="deep", features=shape.categorical, dim=self.dim),
+            Lookup(name="deep", features=second, dim=self.dim),
         )
+
+    def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
+        """All numbers."""
+        return shape.numeric
 
     def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
         """The network over these features."""

@@ -34,13 +34,18 @@ class DINConfig:
         check_widths("model.hidden", self.hidden, self.dropout)
 
     def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
-        """The rows of all categorical features, and those of every sequence."""
+        """The rows of all categorical features and crosses, and those of every sequence."""
         check(len(shape.sequences) > 0, "features", "no sequence", "at least one, for a din to weigh")
         for name, target in self.pairs(shape).items():
-            check(target in shape.categorical, f"model.targets.{name}", target, "the name of a categorical feature")
-        one_width(shape, (*shape.categorical, *shape.sequences), self.dim)
+            fix = (
+                f"name it: model.targets={{{name}: FEATURE}}, or give the two features one table: `table: items` in "
+                f"data.schema, under {name} and under the feature of the item"
+            )
+            expected = f"the categorical feature that {name} is a history of: {', '.join(shape.categorical)}"
+            check(target in shape.categorical, f"model.targets.{name}", target, expected, fix)
+        one_width(shape, (*shape.categorical, *shape.crosses, *shape.sequences), self.dim)
         sequences = (Lookup(name=name, features=(name,), dim=self.dim, pooling="sequence") for name in shape.sequences)
-        return (Lookup(name="deep", features=shape.categorical, dim=self.dim), *sequences)
+        return (Lookup(name="deep", features=(*shape.categorical, *shape.crosses), dim=self.dim), *sequences)
 
     def pairs(self, shape: SampleShape) -> dict[str, str]:
         """The target of each sequence."""
@@ -50,6 +55,10 @@ class DINConfig:
             return next((name for name in shape.categorical if shape.table_of(name) == table), "none")
 
         return {name: self.targets.get(name) or partner(name) for name in shape.sequences}
+
+    def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
+        """All numbers."""
+        return shape.numeric
 
     def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
         """The network over these features."""

@@ -39,10 +39,15 @@ class DLRMConfig:
         check_widths("model.top", self.top, self.dropout)
 
     def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
-        """The rows of all categorical features."""
+        """The rows of all categorical features and crosses, and the mean of those of each sequence."""
         check(len(shape.numeric) > 0, "features", "no numeric one", "at least one, for the bottom of a dlrm")
-        one_width(shape, shape.categorical, self.dim)
-        return (Lookup(name="deep", features=shape.categorical, dim=self.dim),)
+        features = (*shape.categorical, *shape.crosses, *shape.sequences)
+        one_width(shape, features, self.dim)
+        return (Lookup(name="deep", features=features, dim=self.dim),)
+
+    def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
+        """All numbers."""
+        return shape.numeric
 
     def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
         """The network over these features."""

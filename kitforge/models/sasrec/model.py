@@ -18,6 +18,7 @@ from kitforge.core.nn.lookup import Lookup, SampleShape
 from kitforge.core.nn.mlp import MLPConfig
 from kitforge.core.nn.norm import Norm
 from kitforge.foundation.config import check
+from kitforge.foundation.errors import ConfigError
 
 NORM_EPS = 1e-8
 # The narrowest that histories are laid; each next width is twice as wide.
@@ -51,10 +52,21 @@ class SASRecConfig:
     def items(self, shape: SampleShape) -> str:
         """The feature that holds the items."""
         found = self.sequence or (shape.sequences[0] if len(shape.sequences) == 1 else None)
-        known = ", ".join(shape.sequences) or "none"
+        if not shape.sequences:
+            raise ConfigError(
+                "a sasrec is trained on sequences, and the data have none",
+                got=f"features {', '.join((*shape.numeric, *shape.categorical, *shape.crosses))}",
+                expected="a feature under `sequences` of data.schema: a list column of the items a user took, in order",
+                fix="group rows of (user, item) by user first; a .txt of lines `user item` is grouped as it is read",
+            )
+        known = ", ".join(shape.sequences)
         check(found in shape.sequences, "model.sequence", found, f"the name of a sequence of the data: {known}")
         assert found is not None
         return found
+
+    def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
+        """None: a history is all that it reads."""
+        return ()
 
     def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
         """The network over these features."""

@@ -46,7 +46,8 @@ class TwoTowerConfig:
             names = getattr(self, side)
             check(len(names) > 0, f"model.{side}", list(names), f"the features of the {side}, of {', '.join(known)}")
             for name in names:
-                check(name in known, f"model.{side}", name, f"features of the data: {', '.join(known)}")
+                kinds = "features of the data other than crosses" if name in shape.crosses else "features of the data"
+                check(name in known, f"model.{side}", name, f"{kinds}: {', '.join(known)}")
         check(self.item[0] in shape.categorical, "model.item", self.item[0], "first the categorical feature of its id")
         found = []
         for side in SIDES:
@@ -57,6 +58,10 @@ class TwoTowerConfig:
             *found,
             *(Lookup(name=name, features=(name,), dim=self.dim, pooling="sequence") for name in sequences),
         )
+
+    def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
+        """The numbers of either side."""
+        return tuple(name for name in shape.numeric if name in (*self.user, *self.item))
 
     def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
         """The network over these features."""

@@ -34,13 +34,17 @@ class WideDeepConfig:
         check_widths("model.hidden", self.hidden, self.dropout)
 
     def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
-        """The sum of the wide weights, then the rows of the deep part."""
+        """The sum of the wide weights, then the rows of the deep part; a sequence is the mean of its own."""
         known = (*shape.categorical, *shape.crosses)
         chosen = known if self.wide is None else self.wide
         for name in chosen:
             check(name in known, "model.wide", name, f"categorical features or crosses: {', '.join(known)}")
         wide = Lookup(name="wide", features=chosen, dim=1, pooling="sum", kind="wide")
-        return (*([wide] if chosen else []), *deep_lookups(shape, self.dim))
+        return (*([wide] if chosen else []), *deep_lookups(shape, self.dim, (*shape.categorical, *shape.sequences)))
+
+    def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
+        """All numbers."""
+        return shape.numeric
 
     def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
         """The network over these features."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from typing import final
+from collections.abc import Mapping
+from typing import Any, final
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -53,9 +54,8 @@ class ProgressDisplay(Callback):
 
     def _show(self, event: Event, run: Run) -> None:
         record = event.record
-        rate = record.get("time/tokens_per_second") or record.get("time/samples_per_second") or 0.0
-        unit = "tokens/s" if "time/tokens_per_second" in record else "samples/s"
-        words = f"loss {record.get('loss', math.nan):.4f}  lr {record['learning_rate']:.2e}  {rate:,.0f} {unit}"
+        loss = record.get("loss", math.nan)
+        words = f"loss {loss:.4f}  lr {record['learning_rate']:.2e}  {_throughput(record)}"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=record["step"], description=words)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or record["step"] == run.max_steps:
@@ -63,3 +63,12 @@ class ProgressDisplay(Callback):
             console.print(
                 f"step {record['step']}/{run.max_steps}  {words}", markup=False, highlight=False, soft_wrap=True
             )
+
+
+def _throughput(record: Mapping[str, Any]) -> str:
+    """Tokens or samples a second: all that are read, with those that are learnt beside where these are fewer."""
+    rates = {name: record.get(f"time/{name}_per_second", 0.0) for name in ("input_tokens", "tokens", "samples")}
+    if rates["input_tokens"]:
+        learnt = f" ({rates['tokens']:,.0f} learnt)" if rates["tokens"] else ""
+        return f"{rates['input_tokens']:,.0f} tokens/s{learnt}"
+    return f"{rates['tokens']:,.0f} tokens/s" if rates["tokens"] else f"{rates['samples']:,.0f} samples/s"

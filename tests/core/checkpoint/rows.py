@@ -92,7 +92,7 @@ class DictTable:
     def owns(self, id: int) -> bool:
         return int(owner(torch.tensor([id]), self.share[1])) == self.share[0]
 
-    def begin_snapshot(self, since: int | None = None) -> RowSource:
+    def begin_snapshot(self, since: int | None = None, *, is_base: bool = True) -> RowSource:
         rows = {id: row for id, row in self.rows.items() if since is None or self.changed[id] > since}
         held = Held(
             schema=self.schema,

@@ -11,6 +11,7 @@ from torch import Tensor
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE, TableKernels
 from kitforge.core.kernels.sparse_update import numba as fast
 from kitforge.core.kernels.sparse_update import reference
+from kitforge.core.kernels.sparse_update.powers import Powers
 from kitforge.core.optim.sparse import RowOptimizer, SparseOptimizerConfig, build_row_optimizer
 from kitforge.foundation.errors import ModelError
 from tests.core.kernels.records import FAST, KERNELS, have_same_bits, normal, seeded, threads
@@ -172,3 +173,61 @@ def test_a_count_of_updates_that_cannot_be_is_refused() -> None:
     rule.layout(3).whole(slab)[1, rule.layout(3).updates] = 10**6
     with pytest.raises(ModelError, match="more updates than there were steps"):
         rule.update(slab, torch.tensor([0, 1]), torch.ones(2, 3), 0.1, 1)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["adam", "lazy_adam"])
+def test_powers_end_where_they_are_zero_and_no_bit_shows_it(
+    name: str, dtype: torch.dtype, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, num_steps = SparseOptimizerConfig(name=name, betas=(0.5, 0.9)), 9000
+    rates = torch.full((num_steps,), 0.01, dtype=torch.float64)
+
+    def moved() -> tuple[Tensor, Tensor]:
+        """Rows with any number of updates, the last of them any number of steps ago, after one more."""
+        rule, dim = build_row_optimizer(config, KERNELS[kernels]), 3
+        slab, layout = rule.initial(normal(300, dim, dtype=dtype)), rule.layout(dim)
+        slab[:, dim : 3 * dim] = normal(300, 2 * dim, dtype=dtype, seed=1).abs() * 1e30
+        counts = torch.linspace(1, num_steps - 1, 300).to(torch.int64)
+        layout.whole(slab)[:, layout.updates] = counts.to(layout.whole(slab).dtype)
+        layout.whole(slab)[:, layout.last_step] = counts.flip(0).to(layout.whole(slab).dtype)
+        if layout.moments_step is not None:
+            layout.whole(slab)[:, layout.moments_step] = counts.flip(0).to(layout.whole(slab).dtype)
+        slots = torch.arange(300)
+        rule.catch_up(slab, slots, num_steps - 1, rates)
+        rule.update(slab, slots, normal(300, dim, dtype=dtype, seed=2), 0.01, num_steps)
+        return slab, rule._powers.tables(num_steps, slab)[0]
+
+    bounded, short = moved()
+    monkeypatch.setattr(Powers, "_end", lambda *_: 10**9)
+    unbounded, long = moved()
+    assert short.shape[1] < num_steps < long.shape[1]
+    assert have_same_bits(reference.whole(bounded), reference.whole(unbounded))
+    # And not because no power matters here: with the first that is left out as one, bits differ.
+    monkeypatch.setattr(Powers, "_end", lambda *_: 20)
+    assert not have_same_bits(reference.whole(moved()[0]), reference.whole(bounded))
+
+
+def test_tables_of_powers_do_not_grow_with_the_steps() -> None:
+    powers, slab = Powers((0.9, 0.999)), torch.empty(0)
+    kept, biases = powers.tables(10**7, slab)
+    assert kept.shape[1] < 110_000
+    assert kept[:, -1].tolist() == [0.0, 0.0]
+    assert biases[:, -1].tolist() == [1.0, 1.0]
+    assert powers.tables(10**9, slab)[0] is kept
+    assert have_same_bits(kept[1, :3], torch.tensor([1.0, 0.999, 0.999**2], dtype=torch.float64).float())
+
+
+def test_rates_from_before_all_rows_are_not_looked_at() -> None:
+    rule = build_row_optimizer(CONFIGS["adam"], FAST)
+    slab, rates = rule.initial(normal(6, 3)), rates_of(4000)
+    for step in (1, 3990):
+        rule.catch_up(slab, torch.arange(6), step - 1, rates)
+        rule.update(slab, torch.arange(6), normal(6, 3, seed=step), 0.1, step)
+    other, asked = slab.clone(), rates.clone()
+    # Their past has been told: whatever it was, it changes nothing.
+    asked[:3989] = torch.nan
+    rule.catch_up(slab, torch.arange(5), 4000, rates)
+    rule.catch_up(other, torch.arange(5), 4000, asked)
+    assert have_same_bits(reference.whole(slab), reference.whole(other))

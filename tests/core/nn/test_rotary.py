@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -106,3 +107,59 @@ def test_every_token_knows_the_length_of_its_document() -> None:
 def test_a_scaling_that_lacks_its_options_is_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match="rope_scaling"):
         from_dict(RopeScaling, {"kind": kind})
+
+
+def written_out(kind: str, theta: float, dim: int, max_length: int, scaling: RopeScaling, length: int) -> list[float]:
+    """The frequency of each pair of features as the papers have it, number by number in double precision."""
+    original = scaling.original_length or max_length
+    factor = scaling.factor if scaling.factor is not None else max_length / original
+    plain = [theta ** (-2 * pair / dim) for pair in range(dim // 2)]
+    if kind == "linear":  # Chen et al., 2023
+        return [each / factor for each in plain]
+    if kind == "dynamic":  # NTK by parts of the length: the base grows with the text
+        grown = theta * (factor * max(length, max_length) / max_length - (factor - 1)) ** (dim / (dim - 2))
+        return [grown ** (-2 * pair / dim) for pair in range(dim // 2)]
+    if kind == "longrope":  # Ding et al., 2024
+        stretches = scaling.long_factor if length > original else scaling.short_factor
+        assert stretches is not None
+        return [each / stretch for each, stretch in zip(plain, stretches, strict=True)]
+    found = []
+    for pair, each in enumerate(plain):
+        if kind == "llama3":
+            turns = original * each / (2 * math.pi)
+            share = (turns - scaling.low_frequency_factor) / (
+                scaling.high_frequency_factor - scaling.low_frequency_factor
+            )
+        else:  # yarn: Peng et al., 2023, equation 23, with the ramp over dims
+            low, high = (
+                dim * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(theta))
+                for beta in (scaling.beta_fast, scaling.beta_slow)
+            )
+            low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
+            share = 1 - (pair - low) / (high - low)
+        kept = min(max(share, 0.0), 1.0)
+        found.append(kept * each + (1 - kept) * each / factor)
+    return found
+
+
+CASES: list[dict[str, Any]] = [
+    {"kind": "linear", "factor": 3.0},
+    {"kind": "dynamic", "factor": 3.0},
+    {"kind": "llama3", "factor": 8.0, "original_length": 64},
+    {"kind": "yarn", "factor": 4.0, "original_length": 256, "attention_factor": 1.0},
+    {"kind": "yarn", "original_length": 256, "attention_factor": 1.0},
+    {"kind": "longrope", "original_length": 64, "attention_factor": 1.0}
+    | {"short_factor": [1.0 + each for each in range(8)], "long_factor": [2.0 + each**2 for each in range(8)]},
+]
+
+
+@pytest.mark.parametrize("given", CASES, ids=lambda given: f"{given['kind']}-{given.get('factor')}")
+@pytest.mark.parametrize("length", [5, 700])
+def test_frequencies_are_those_of_the_papers(given: dict[str, Any], length: int) -> None:
+    scaling = from_dict(RopeScaling, given)
+    config = RotaryConfig(dim=16, theta=10_000.0, max_length=512, scaling=scaling)
+    wanted = torch.tensor(written_out(given["kind"], 10_000.0, 16, 512, scaling, length), dtype=torch.float64)
+    # So small a position that its angle is its frequency, in a text of that length.
+    _, sin = RotaryAngles(config)(torch.tensor([1]), torch.tensor([[length]]))
+    torch.testing.assert_close(sin[0, 0].double(), wanted.sin(), rtol=2e-6, atol=1e-9)
+    assert len(set(wanted.tolist())) == 8

@@ -63,3 +63,9 @@ def test_a_tally_that_overflows_keeps_a_sample_that_depends_on_the_keys_alone(si
     assert tally.scale * len(tally.keys) == pytest.approx(len(np.unique(keys)), rel=0.15)
     assert tally.keys.tolist() == tallied(keys[::-1], 1000, 5000).keys.tolist()
     assert tally.counts.tolist() == [int((keys == key).sum()) for key in tally.keys]
+
+
+def test_every_key_keeps_its_place_however_often_others_want_it() -> None:
+    for seed in range(100):
+        keys = np.random.default_rng(seed).permutation(100_000)[:64].astype(np.int64)
+        assert KeyIndex(keys).find(keys).tolist() == list(range(64))

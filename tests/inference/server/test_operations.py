@@ -12,6 +12,7 @@ import pytest
 from kitforge.core.nn.decoder import Decoder
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.gate import ACCESS_LOG
+from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.server.options import ServeOptions
 from tests.inference.server.conftest import Served, make_service, metric, serving
 
@@ -100,6 +101,12 @@ def test_metrics_count_tokens_and_the_time_between_them(model: Decoder, speculat
         for name in ("kv_cache_usage", "running", "waiting"):
             assert metric(served.url, f"kitforge_engine_{name}") == 0
         assert "_created" not in httpx.get(f"{served.url}/metrics").text
+
+
+def test_the_use_of_the_cache_is_a_share_of_its_blocks() -> None:
+    text, _ = Metrics().text({"blocks": 8, "blocks_used": 2})
+    assert b"kitforge_engine_kv_cache_usage 0.25\n" in text
+    assert b"kv_cache_usage" not in Metrics().text({"blocks": 0, "blocks_used": 0})[0]
 
 
 def test_metrics_count_what_the_prefix_cache_saves(model: Decoder) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from kitforge.kits.recommender import features, fitting
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.features import Encoder
 from kitforge.kits.recommender.fitting import fit
+from kitforge.kits.recommender.keeping import FEATURES, KeepFeatures
 from kitforge.kits.recommender.samples import Samples
 from kitforge.kits.recommender.schema import (
     BagFeature,
@@ -36,6 +38,7 @@ from kitforge.kits.recommender.schema import (
     schema_yaml,
 )
 from kitforge.kits.recommender.statistics import Statistics, load_features, save_features
+from kitforge.trainer.callbacks.callback import Event
 
 VALUES = [0.0, 1.0, None, 3.0, 100.0, -7.0]
 ROWS: list[dict[str, Any]] = [
@@ -400,3 +403,19 @@ def test_a_schema_is_the_same_after_yaml(tmp_path: Path) -> None:
     (tmp_path / "schema.yaml").write_text(schema_yaml(everything()))
     assert read_schema(tmp_path / "schema.yaml") == everything()
     assert "num_buckets: 100000" not in schema_yaml(everything())
+
+
+def test_a_run_has_its_features_before_its_first_step_and_writes_them_once(tmp_path: Path) -> None:
+    schema = Schema(label=LABEL, categorical={"site": CategoricalFeature()})
+    table = table_of(schema)
+    encoder = Encoder(schema, fit(schema, table, RowRange(0, len(ROWS))))
+    run: Any = SimpleNamespace(
+        folder=tmp_path, world=SimpleNamespace(rank=0), state=SimpleNamespace(cursor=SimpleNamespace(step=7))
+    )
+    keep = KeepFeatures(encoder, None)
+    keep.on_event(Event(kind="start"), run)
+    assert load_features(tmp_path / FEATURES)[0] == schema
+    (tmp_path / FEATURES).unlink()
+    for kind in ("step", "log", "end"):
+        keep.on_event(Event(kind=kind), run)
+    assert not (tmp_path / FEATURES).exists()

@@ -22,6 +22,7 @@ from kitforge.kits.recommender.inspection import Inspection, inspect
 from kitforge.kits.recommender.inspection_view import rendered
 from kitforge.kits.recommender.samples import Samples
 from kitforge.kits.recommender.schema import read_schema
+from tests.kits.recommender.runs import ready
 
 DATA = Path(__file__).parents[4] / "shared/data"
 
@@ -166,3 +167,52 @@ def test_the_schema_of_a_real_log_encodes_it(
     assert batch.labels is not None and batch.labels.unique().tolist() == [0, 1]
     for spec in encoder.tables():
         assert spec.num_ids is not None and 0 <= batch.ids[spec.features[0]].min() < spec.num_ids
+
+
+def clicks_with(odd: str) -> str:
+    rows = [f"{number % 2},{odd if number % 50 == 7 else number / 3},c{number % 3}" for number in range(200)]
+    return "click,price,color\n" + "\n".join(rows) + "\n"
+
+
+@pytest.mark.parametrize("odd", ["NA", "NaN", "NULL", "inf", "-", "\\N"])
+def test_a_cell_that_is_no_number_does_not_make_a_number_a_text(tmp_path: Path, odd: str) -> None:
+    (tmp_path / "a.csv").write_text(clicks_with(odd))
+    found = inspect(tmp_path / "a.csv")
+    assert list(found.schema.numeric) == ["price"] and list(found.schema.categorical) == ["color"]
+    assert found.missing_values == (odd,)
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(rendered(found))
+    text = console.export_text()
+    assert f"price is a number but for {odd} (4)" in text and f"data.missing_values='[\"{odd}\"]'" in text
+    told = inspect(tmp_path / "a.csv", TableConfig(missing_values=(odd,)))
+    assert told.missing_values == () and {view.name: view.num_missing for view in told.columns}["price"] == 4
+
+
+def test_a_column_with_more_texts_than_that_is_one_of_texts() -> None:
+    rows = [{"click": n % 2, "code": "x" if n % 15 == 0 else str(n)} for n in range(300)]
+    assert list(inspect(rows).schema.categorical) == ["code"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"click": [0, 1, None]}, "'click' has no value in 1 of 3 rows"),
+        ({"click": [0, 0, 0]}, "'click' is 0 in every row"),
+        ({"click": [0, 1, 2]}, "'click' holds 3 different values"),
+        ({"bought": [0, 1, 1], "last": [7, 8, 9]}, "of those with two values (bought) none is first or last"),
+        ({"last": [7, 8, 9]}, "none has two values"),
+    ],
+)
+def test_why_there_is_no_label_is_said(tmp_path: Path, columns: dict[str, list[Any]], reason: str) -> None:
+    table = {"x": [0.5, 1.5, 2.5], **columns}
+    found = inspect(table)
+    assert found.schema.label is None and reason in str(found.no_label)
+    with pytest.raises(DataError, match=r"these rows have no label") as error:
+        ready(tmp_path, "wide_deep", {"data.validation": 0.0}, table)
+    assert reason in str(error.value)
+
+
+def test_minus_one_and_one_are_a_label() -> None:
+    found = inspect({"x": [0.5, 1.5, 2.5], "click": [-1, 1, -1]})
+    assert found.schema.label == LabelColumn(name="click", positive="1", negative="-1")
+    assert found.label_rate == 1 / 3

@@ -133,8 +133,8 @@ def mask_one_token_off(patch: Patch) -> None:
 
 
 def replies_of_the_prompt(patch: Patch) -> None:
-    def wrong(reader: Any, prompt: Any, completion: Any, place: object) -> Response:
-        return reader._whole([*prompt, {"role": "assistant", "content": completion}], place)
+    def wrong(reader: Any, prompt: Any, completion: Any, inputs: Any, place: object) -> Response:
+        return reader._whole([*prompt, {"role": "assistant", "content": completion}], inputs, place)
 
     patch.setattr(DialogueReader, "_response", wrong)
 

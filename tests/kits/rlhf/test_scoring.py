@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from kitforge.data.dialogues import DialogueReader
+from kitforge.data.template import template_of
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, TrainingError
 from kitforge.kits.rlhf import order
 from kitforge.kits.rlhf.scalar_model import ScalarModel
-from kitforge.kits.rlhf.scoring import Answer, exact_match, gsm8k_match, last_number, lowercase_share, scorer_of
+from kitforge.kits.rlhf.scoring import (
+    Answer,
+    WeightedScorer,
+    exact_match,
+    gsm8k_match,
+    last_number,
+    lowercase_share,
+    named_reward,
+    scorer_of,
+)
 from kitforge.trainer.run import Run
 from tests.kits.rlhf import runs
 
 TOKENIZER = ByteTokenizer()
 
 
-def answer(prompt: str, text: str, *, has_ended: bool = True, **columns: Any) -> Answer:
+def answer(asked: str, text: str, *, has_ended: bool = True, **columns: Any) -> Answer:
     end = [TOKENIZER.eos_id] if has_ended else []
     tokens = (*TOKENIZER.encode(text), *end)
-    return Answer(prompt=tuple(TOKENIZER.encode(prompt)), tokens=tokens, has_ended=has_ended, columns=columns)
+    return Answer(prompt=tuple(TOKENIZER.encode(asked)), tokens=tokens, has_ended=has_ended, columns=columns)
 
 
 ANSWERS = [answer("a", "xyz", answer="xyz", level=1), answer("b", "x", has_ended=False, answer="y", level=2)]
@@ -52,6 +66,107 @@ def test_an_async_function_a_mapping_and_tensors_serve_as_well() -> None:
 
     assert scores(later) == [3.0, 1.0]
     assert scores(lambda *, completions: torch.tensor([0.5, 1.5])) == [0.5, 1.5]
+
+
+def test_arrays_of_numpy_serve_as_lists_do() -> None:
+    assert scores(lambda *, completions: np.array([0.5, 1.5], dtype=np.float32)) == [0.5, 1.5]
+    assert scores(lambda *, completions: [np.float32(0.5), np.array(2)]) == [0.5, 2.0]
+    assert scores(lambda *, completions: [np.ones(3), torch.ones(1)]) == [[1.0, 1.0, 1.0, 0.0], [1.0]]
+    assert scores(lambda *, completions: map(len, completions)) == [3.0, 1.0]
+    assert scorer_of(lambda *, completions: 0.5, TOKENIZER).scores(ANSWERS[:1]) == [0.5]
+
+
+def test_an_async_function_serves_within_a_loop_that_runs_as_in_a_notebook() -> None:
+    async def later(*, completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(len(text)) for text in completions]
+
+    async def cell() -> list[float | list[float]]:
+        return scores(later)
+
+    assert asyncio.run(cell()) == [3.0, 1.0]
+
+
+def test_a_reward_that_does_not_apply_is_left_out_of_the_sum_and_of_its_own_scores() -> None:
+    def first_only(*, completions: list[str]) -> list[float | None]:
+        return [5.0, None]
+
+    scorer = scorer_of([first_only, "exact"], TOKENIZER)
+    assert isinstance(scorer, WeightedScorer)
+    assert scorer.parts(ANSWERS) == {"first_only": [5.0, None], "exact": [1.0, 0.0]}
+    assert scorer.scores(ANSWERS) == [6.0, 0.0]
+    for given in (first_only, [first_only], {"first": (0.5, first_only)}):
+        with pytest.raises(TrainingError, match=r"(?s)no reward applies.*None for 1 of 2"):
+            scores(given)
+
+
+def test_several_in_a_list_are_added_up() -> None:
+    assert scores(["exact", "lowercase"]) == [2.0, 1.0]
+    assert scores(["lowercase", "lowercase"]) == [2.0, 2.0]
+
+
+def test_a_function_is_found_by_its_path_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_rewards_of_test.py").write_text(
+        "def size(*, completions):\n    return list(map(len, completions))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert scores("own_rewards_of_test:size") == [3.0, 1.0]
+    assert scores(["own_rewards_of_test:size", "exact"]) == [4.0, 1.0]
+    assert scores("kitforge.kits.rlhf.scoring:lowercase_share") == [1.0, 1.0]
+    assert sys.path == before
+    for wrong in ("own_rewards_of_test:length", "no_such_module_of_test:size"):
+        with pytest.raises(ConfigError, match=rf"(?s)no reward function '{wrong}'.*Error.*current folder"):
+            scores(wrong)
+
+
+def test_a_reward_is_recorded_by_what_names_it() -> None:
+    run = Run(folder=Path("runs/judge"), model=ScalarModel(runs.network()), tokenizer=TOKENIZER, metrics={})
+    assert named_reward(run) == "runs/judge"
+    assert named_reward(lowercase_share) == "kitforge.kits.rlhf.scoring:lowercase_share"
+    assert named_reward([(0.5, lowercase_share), "exact"]) == {
+        "lowercase_share": [0.5, "kitforge.kits.rlhf.scoring:lowercase_share"],
+        "exact": [1.0, "exact"],
+    }
+    assert named_reward(lambda *, completions: [0.0]) is None
+    assert named_reward({"exact": "exact", "own": lambda *, completions: [0.0]}) is None
+
+
+class Backwards(ByteTokenizer):
+    """The bytes in their reverse order, with the end before them all."""
+
+    fingerprint = "backwards"
+
+    def encode(self, text: str) -> list[int]:
+        return [255 - byte for byte in text.encode()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(255 - token for token in ids if token < 256).decode("utf-8", "replace")
+
+
+def test_a_reward_model_with_a_tokenizer_of_its_own_reads_the_text() -> None:
+    model, own = ScalarModel(runs.network(torch.float64)), Backwards()
+    model.reset_head(1)
+    run = Run(folder=Path(), model=model, tokenizer=own, metrics={})
+
+    def wanted(row: dict[str, Any]) -> float:
+        with torch.no_grad():
+            (response,) = DialogueReader(own, template_of(own)).demonstrations([row])
+            return float(model(torch.tensor([response.tokens]))[0, -1])
+
+    said = [{"role": "user", "content": "How?"}]
+    asked = [*ANSWERS[:1], answer("a", "xyz", prompt="a"), answer("How?", "So", prompt=said)]
+    found = scorer_of({"judge": run}, TOKENIZER).scores(asked)
+    first = wanted({"prompt": "a", "completion": "xyz"})
+    reply = wanted({"messages": [*said, {"role": "assistant", "content": "So"}]})
+    assert found == pytest.approx([first, first, reply], abs=1e-9)
+    # An answer that was cut off has no end to be read.
+    text = [*own.encode("b"), *own.encode("x")]
+    with torch.no_grad():
+        cut = float(model(torch.tensor([text]))[0, -1])
+    assert scorer_of(run, TOKENIZER).scores(ANSWERS[1:]) == pytest.approx([cut], abs=1e-9)
+    assert scores(Run(folder=Path(), model=model, tokenizer=TOKENIZER, metrics={})) == scores(model)
+    assert scorer_of(run, TOKENIZER).scores([answer("a", "", prompt=said)])
 
 
 def test_scores_of_tokens_leave_the_end_without_one() -> None:
@@ -91,7 +206,9 @@ def test_a_column_that_the_prompts_do_not_have_is_named() -> None:
 WRONG = {
     "it raises": (lambda *, completions: 1 / 0, "failed"),
     "it gives NaN": (lambda *, completions: [float("nan"), 0.0], "no score"),
-    "it gives nothing": (lambda *, completions: [None, 0.0], "no score"),
+    "it gives one number for all": (lambda *, completions: 1.0, r"(?s)wrong number.*got: *float 1.0.*a list of 2"),
+    "it gives text": (lambda *, completions: ["1.0", 0.0], "no score"),
+    "it gives a mapping without a score": (lambda *, completions: [{"reward": 1.0}, 0.0], "no score"),
     "it gives too few": (lambda *, completions: [1.0], "wrong number of scores"),
     "it gives a token too few": (lambda *, completions: [[1.0], [1.0]], "for a completion"),
 }

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.kernels.compiled import compiled, prefetch, share
+from kitforge.core.kernels.sparse_update.powers import Powers
 from kitforge.core.kernels.sparse_update.reference import LAST_STEP, UPDATES, whole
 from kitforge.foundation.errors import ModelError
 
@@ -52,10 +53,10 @@ def lazy_adam(
     *,
     decay: float,
     eps: float,
-    powers: Tensor,
+    powers: Powers,
 ) -> None:
     """See the reference."""
-    biases = (1.0 - powers).to(slab.dtype).numpy()
+    biases = powers.tables(step, slab)[1].numpy()
     numbers = _numbers(slab, rate, decay, eps, *_betas(powers))
     beyond = _over_rows(_lazy_adam, slab, slots, gradients, step, numbers, biases)
     if sum(beyond):
@@ -85,12 +86,12 @@ def adam(
     step: int,
     *,
     eps: float,
-    powers: Tensor,
+    powers: Powers,
 ) -> None:
     """See the reference."""
-    biases = _numbers(slab, *(1.0 - float(power) for power in powers[:, step]))
-    numbers = (*_numbers(slab, rate, eps, *_betas(powers)), *biases)
-    _over_rows(_adam, slab, slots, gradients, step, numbers, powers.to(slab.dtype).numpy())
+    kept, biases = (table.numpy() for table in powers.tables(step, slab))
+    numbers = (*_numbers(slab, rate, eps, *_betas(powers)), *biases[:, min(step, biases.shape[1] - 1)])
+    _over_rows(_adam, slab, slots, gradients, step, numbers, kept)
 
 
 def catch_up(
@@ -101,16 +102,18 @@ def catch_up(
     rates: Tensor,
     *,
     eps: float,
-    powers: Tensor,
+    powers: Powers,
 ) -> None:
     """See the reference. A row stops early once it is certain that nothing to come would change a bit of it."""
-    mean_beta, square_beta = (float(beta) for beta in powers[:, 1])
+    mean_beta, square_beta = powers.betas
     # Then what a resting row moves in a step, but for rates and biases, never grows.
     is_bounded = mean_beta * mean_beta <= square_beta and eps >= SMALLEST_EPS
-    kept, biases = powers.to(slab.dtype).numpy(), (1.0 - powers).to(slab.dtype).numpy()
-    used = rates[:step].to(slab.dtype)
-    numbers = (used.numpy(), *_numbers(slab, float(used.max()), eps))
+    kept, biases = (table.numpy() for table in powers.tables(step, slab))
     rows = (slab.numpy(), whole(slab).numpy(), slots.numpy())
+    # The rates that a row may still have to be told of: all from the first step on are far more than most rows need.
+    told = rows[1][rows[2], LAST_STEP][rows[1][rows[2], UPDATES] > 0].min(initial=step - 1)
+    used = rates[told:step].to(slab.dtype)
+    numbers = (used.numpy(), int(told), *_numbers(slab, float(used.max()), eps))
     share(
         lambda start, stop: _catch_up(*rows, dim, step, numbers, kept, biases, is_bounded, start, stop),
         len(slots),
@@ -132,9 +135,9 @@ def _numbers(slab: Tensor, *values: float) -> tuple[Any, ...]:
     return tuple(slab.numpy().dtype.type(value) for value in values)
 
 
-def _betas(powers: Tensor) -> tuple[float, ...]:
+def _betas(powers: Powers) -> tuple[float, ...]:
     """Both betas, and what each leaves of 1."""
-    mean_beta, square_beta = (float(beta) for beta in powers[:, 1])
+    mean_beta, square_beta = powers.betas
     return mean_beta, 1.0 - mean_beta, square_beta, 1.0 - square_beta
 
 
@@ -253,11 +256,12 @@ def _lazy_adam(
         _ask(slab, slots, number + AHEAD, stop)
         slot = slots[number]
         count = counters[slot, counters.shape[1] + UPDATES] + 1
-        if count < 1 or count >= biases.shape[1]:
+        if count < 1 or count > step:
             num_beyond += 1
             continue
         row, mean, square = slab[slot, :dim], slab[slot, dim : 2 * dim], slab[slot, 2 * dim : 3 * dim]
-        mean_bias, square_bias = biases[0, count], biases[1, count]
+        place = min(count, biases.shape[1] - 1)
+        mean_bias, square_bias = biases[0, place], biases[1, place]
         for column in range(dim):
             gradient = gradients[number, column]
             if decay != 0:
@@ -316,7 +320,7 @@ def _adam(
     for number in range(start, stop):
         _ask(slab, slots, number + AHEAD, stop)
         slot = slots[number]
-        resting = step - 1 - counters[slot, 3 * dim]
+        resting = min(step - 1 - counters[slot, 3 * dim], powers.shape[1] - 1)
         mean_power, square_power = powers[0, resting], powers[1, resting]
         row, mean, square = slab[slot, :dim], slab[slot, dim : 2 * dim], slab[slot, 2 * dim : 3 * dim]
         for column in range(dim):
@@ -342,8 +346,8 @@ def _catch_up(
     start: int,
     stop: int,
 ) -> None:
-    rates, largest_rate, eps = numbers
-    width = counters.shape[1]
+    rates, first, largest_rate, eps = numbers
+    width, end = counters.shape[1], powers.shape[1] - 1
     for number in range(start, stop):
         _ask(slab, slots, number + AHEAD, stop)
         slot = slots[number]
@@ -353,12 +357,12 @@ def _catch_up(
         if counters[slot, width + UPDATES] == 0:
             continue
         for now in range(last + 1, step + 1):
-            record, resting = slab[slot], now - since
-            decayed, biases_now = (powers[0, resting], powers[1, resting]), (biases[0, now], biases[1, now])
+            record, resting, place = slab[slot], min(now - since, end), min(now, end)
+            decayed, biases_now = (powers[0, resting], powers[1, resting]), (biases[0, place], biases[1, place])
             is_asked = is_bounded and (now - last) % 8 == 1
             if is_asked and _is_at_rest(record, dim, decayed, biases_now[0], largest_rate, eps):
                 break
-            _rest(record, dim, decayed, biases_now, rates[now - 1], eps)
+            _rest(record, dim, decayed, biases_now, rates[now - 1 - first], eps)
 
 
 @compiled

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.sparse_update.powers import Powers
+
 # Where a row's whole numbers are, counted from its end.
 LAST_STEP, UPDATES, VISITS = -3, -2, -1
 NUM_COUNTERS = 3
@@ -70,18 +72,18 @@ def lazy_adam(
     *,
     decay: float,
     eps: float,
-    powers: Tensor,
+    powers: Powers,
 ) -> None:
     """Adam of each row by itself: t is how often the row had a gradient. States: mean (dim), square (dim).
 
-    `powers` [2, more than t] float64 are the powers of both betas, from the zeroth.
+    `powers` are those of both betas.
     """
     rows, dim = slab[slots], gradients.shape[1]
     row, mean, square = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
     counts = whole(slab)[slots, UPDATES].long() + 1
     gradients = _decayed(gradients, row, decay)
     _add_to_moments(mean, square, gradients, powers)
-    row.sub_(_adam_move(mean, square, rate, eps, _biases(powers, counts, slab)))
+    row.sub_(_adam_move(mean, square, rate, eps, _at(powers.tables(step, slab)[1], counts)))
     _put(slab, slots, rows, step)
 
 
@@ -125,7 +127,7 @@ def adam(
     step: int,
     *,
     eps: float,
-    powers: Tensor,
+    powers: Powers,
 ) -> None:
     """Step `step` of dense Adam for rows that have been caught up to the step before.
 
@@ -134,10 +136,12 @@ def adam(
     rows, dim = slab[slots], gradients.shape[1]
     row, mean, square = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
     resting = step - 1 - whole(rows)[:, 3 * dim].long()
-    mean.mul_(_of(powers[0], resting, slab))
-    square.mul_(_of(powers[1], resting, slab))
+    kept, biases = powers.tables(step, slab)
+    mean_power, square_power = _at(kept, resting)
+    mean.mul_(mean_power)
+    square.mul_(square_power)
     _add_to_moments(mean, square, gradients, powers)
-    row.sub_(_adam_move(mean, square, rate, eps, _biases(powers, torch.full_like(slots, step), slab)))
+    row.sub_(_adam_move(mean, square, rate, eps, _at(biases, torch.full_like(slots, step))))
     whole(rows)[:, 3 * dim] = step
     _put(slab, slots, rows, step)
 
@@ -150,7 +154,7 @@ def catch_up(
     rates: Tensor,
     *,
     eps: float,
-    powers: Tensor,
+    powers: Powers,
 ) -> None:
     """Move rows as dense Adam moves those without a gradient, to where they are after `step` steps.
 
@@ -163,11 +167,13 @@ def catch_up(
     # A row that never had a gradient has no moments that could move it.
     has_moments = whole(rows)[:, UPDATES] > 0
     first = int(last[has_moments].min()) + 1 if bool(has_moments.any()) else step + 1
+    powers_of, biases_of = powers.tables(step, slab)
     for now in range(first, step + 1):
         moving = ((last < now) & has_moments).nonzero().squeeze(1)
         resting = now - since[moving]
-        decayed = (mean[moving] * _of(powers[0], resting, slab), square[moving] * _of(powers[1], resting, slab))
-        biases = _biases(powers, torch.full_like(moving, now), slab)
+        mean_power, square_power = _at(powers_of, resting)
+        decayed = (mean[moving] * mean_power, square[moving] * square_power)
+        biases = _at(biases_of, torch.full_like(moving, now))
         row[moving] -= _adam_move(*decayed, float(rates[now - 1]), eps, biases)
     whole(rows)[:, LAST_STEP] = last.clamp(min=step).to(whole(rows).dtype)
     slab[slots] = rows
@@ -177,8 +183,8 @@ def _decayed(gradients: Tensor, row: Tensor, decay: float) -> Tensor:
     return gradients + row * decay if decay else gradients
 
 
-def _add_to_moments(mean: Tensor, square: Tensor, gradients: Tensor, powers: Tensor) -> None:
-    mean_beta, square_beta = float(powers[0, 1]), float(powers[1, 1])
+def _add_to_moments(mean: Tensor, square: Tensor, gradients: Tensor, powers: Powers) -> None:
+    mean_beta, square_beta = powers.betas
     mean.mul_(mean_beta).add_(gradients * (1.0 - mean_beta))
     square.mul_(square_beta).add_((gradients * gradients).mul_(1.0 - square_beta))
 
@@ -194,13 +200,10 @@ def _root(squares: Tensor) -> Tensor:
     return torch.from_numpy(np.sqrt(squares.numpy()))
 
 
-def _biases(powers: Tensor, counts: Tensor, slab: Tensor) -> tuple[Tensor, Tensor]:
-    """1 - beta^t [n, 1] of both betas."""
-    return _of(1.0 - powers[0], counts, slab), _of(1.0 - powers[1], counts, slab)
-
-
-def _of(values: Tensor, places: Tensor, slab: Tensor) -> Tensor:
-    return values.to(slab.device)[places].to(slab.dtype).unsqueeze(1)
+def _at(table: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a table [2, n] of both betas the values [u, 1] at places [u], of those beyond the table the last."""
+    values = table[:, places.clamp(max=table.shape[1] - 1)].unsqueeze(2)
+    return values[0], values[1]
 
 
 def _put(slab: Tensor, slots: Tensor, rows: Tensor, step: int) -> None:

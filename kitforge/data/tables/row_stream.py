@@ -1,0 +1,160 @@
+"""Rows of an iterator, in order. Each row is accounted for until it is marked as trained, so that none is lost."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from threading import Lock
+from typing import Any, Protocol, final, runtime_checkable
+
+import numpy as np
+
+from kitforge.data.tables.canonical import to_columns
+from kitforge.data.tables.chunk import BadRows
+from kitforge.data.tables.columns import Columns, Layout, concatenate
+from kitforge.data.tables.objects import chunk_of
+from kitforge.foundation.errors import DataError, nearest
+
+
+@runtime_checkable
+class SeekableSource(Protocol):
+    """An iterator of rows that can go back, such as a consumer of a Kafka partition. Checkpoints hold its position.
+
+    Positions are plain JSON values. They are asked for by the thread that reads.
+    """
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
+
+    def __next__(self) -> Mapping[str, Any]: ...
+
+    def position(self) -> Any:
+        """The position of the row that `next` would return."""
+        ...
+
+    def seek(self, position: Any) -> None:
+        """Go to a position, so that `next` returns its row."""
+        ...
+
+
+@final
+class RowStream:
+    """Reads a source no further than it is asked to. One thread reads; another may mark rows and take the state."""
+
+    def __init__(self, source: Iterator[Any], layout: Layout) -> None:
+        self._source = source
+        self._seekable = source if isinstance(source, SeekableSource) else None
+        self._layout = layout
+        # Pairs (position or None, row). `_unread` was read before and comes again, before the source goes on.
+        self._unread: deque[tuple[Any, object]] = deque()
+        self._untrained: deque[tuple[Any, object]] = deque()
+        self._batches: deque[int] = deque()  # how many rows each batch that was read has, those left out among them
+        self._position = None if self._seekable is None else self._seekable.position()
+        self._num_read = 0
+        self._is_checked = False  # whether the first row has been looked at
+        self._is_closed = False
+        self._lock = Lock()
+
+    def read(self, num_rows: int, bad: BadRows) -> Columns | None:
+        """The next good rows: `num_rows`, fewer where the source ends, None behind its end."""
+        parts: list[Columns] = []
+        num_good = num_pulled = 0
+        while num_good < num_rows and (rows := self._pull(num_rows - num_good)):
+            columns, found = to_columns(chunk_of(rows, self._num_read - len(rows), self._layout.names), self._layout)
+            bad.meet(found)
+            num_good, num_pulled = num_good + len(columns), num_pulled + len(rows)
+            parts.append(columns)
+        if num_good == 0:
+            return None
+        with self._lock:
+            self._batches.append(num_pulled)
+        return concatenate(parts)
+
+    def rewind(self) -> None:
+        """Let all rows that are not marked as trained be read again."""
+        with self._lock:
+            self._num_read -= len(self._untrained)
+            self._unread.extendleft(reversed(self._untrained))
+            self._untrained.clear()
+            self._batches.clear()
+
+    def mark_trained(self) -> None:
+        """The oldest batch that was read is trained on: its rows need not be kept."""
+        with self._lock:
+            for _ in range(self._batches.popleft()):
+                self._untrained.popleft()
+
+    def close(self) -> None:
+        """Take no more rows of the source, though a thread is about to."""
+        self._is_closed = True
+
+    def state(self) -> dict[str, Any]:
+        """Where to go on: rows without a position themselves, as JSON, and the position behind them."""
+        with self._lock:
+            waiting = [*self._untrained, *self._unread]
+            position = self._position
+        kept = [row for place, row in waiting if place is None]
+        position = next((place for place, _ in waiting if place is not None), position)
+        return {"rows": json.dumps([self._plain_row(row) for row in kept]), "position": position}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on there. A source that cannot seek goes on with what it gives next, behind the rows of the state."""
+        self._is_checked = True
+        self._unread.extendleft((None, row) for row in reversed(json.loads(state["rows"])))
+        if self._seekable is not None and state["position"] is not None:
+            self._seekable.seek(state["position"])
+            self._position = state["position"]
+
+    def _pull(self, num_rows: int) -> list[object]:
+        rows: list[object] = []
+        while len(rows) < num_rows and not self._is_closed:
+            with self._lock:
+                pair = self._unread.popleft() if self._unread else None
+                if pair is not None:
+                    self._untrained.append(pair)
+            if pair is None:
+                # The lock is not held here: a live source may wait for a long time.
+                try:
+                    pair = (self._position, next(self._source))
+                except StopIteration:
+                    break
+                if not self._is_checked:
+                    self._check_first(pair[1])
+                position = None if self._seekable is None else self._seekable.position()
+                with self._lock:
+                    self._untrained.append(pair)
+                    self._position = position
+            rows.append(pair[1])
+        self._num_read += len(rows)
+        return rows
+
+    def _check_first(self, row: object) -> None:
+        self._is_checked = True
+        if not isinstance(row, Mapping):
+            raise DataError(
+                "these are no rows of a table", got=type(row).__name__, expected="mappings from column to value"
+            )
+        for name in self._layout.names:
+            if name not in row:
+                raise DataError(
+                    f"the rows have no column {name!r}",
+                    got=f"columns {', '.join(map(str, row))}",
+                    expected=f"a column {name!r}",
+                    fix=nearest(name, map(str, row)),
+                )
+
+    def _plain_row(self, row: object) -> object:
+        if not isinstance(row, Mapping):
+            return str(row)
+        return {name: _plain(row[name]) for name in self._layout.names if name in row}
+
+
+def _plain(value: object) -> object:
+    """A cell as JSON has it; what no column can hold becomes its text, as it does when it is read."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [_plain(item) for item in value]
+    return bytes(value).decode() if isinstance(value, (bytes, bytearray)) else str(value)

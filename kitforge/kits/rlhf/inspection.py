@@ -1,0 +1,51 @@
+"""What a stage learns of its first rows, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+
+from kitforge.data.dialogues import Judged, Pair, Prompt, Response
+from kitforge.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+
+INSPECTED_ROWS = 3
+
+
+def loss_mask_lines(rows: Iterator[Response | Pair | Judged | Prompt], tokenizer: Tokenizer) -> Iterator[str]:
+    """Line by line the runs of tokens of the first rows that are learnt and those that are not, special tokens and line
+    breaks spelt out."""
+    for number, row in enumerate(islice(rows, INSPECTED_ROWS), start=1):
+        for name, response in _responses(row).items():
+            yield f"row {number}{name}: {len(response.tokens)} tokens, {sum(response.learnt)} learnt"
+            runs = groupby(zip(response.learnt, response.tokens, strict=True), key=lambda each: each[0])
+            for is_learnt, run in runs:
+                text = spelt([token for _, token in run], tokenizer)
+                yield f"  {'learnt ' if is_learnt else 'context'} {text!r}"
+
+
+def spelt(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text of tokens with the special ones, as `<eos>` where the vocabulary has no spelling for them."""
+    special = {token: f"<{name}>" for name, token in _named(tokenizer).items() if not tokenizer.decode([token])}
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        special |= {token: text for text, token in tokenizer.special_tokens.items()}
+    runs = groupby(tokens, key=lambda token: token in special)
+    return "".join(
+        "".join(special[token] for token in run) if is_special else tokenizer.decode(list(run))
+        for is_special, run in runs
+    )
+
+
+def _responses(row: Response | Pair | Judged | Prompt) -> dict[str, Response]:
+    """What is learnt or not of a row, by what is said of it."""
+    if isinstance(row, Pair):
+        return {", chosen": row.chosen, ", rejected": row.rejected}
+    if isinstance(row, Judged):
+        return {", desirable" if row.is_desirable else ", undesirable": row.response}
+    if isinstance(row, Prompt):
+        return {", prompt": Response(tokens=row.tokens, learnt=(False,) * len(row.tokens))}
+    return {"": row}
+
+
+def _named(tokenizer: Tokenizer) -> dict[str, int]:
+    found = {"pad": tokenizer.pad_id, "bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+    return {name: token for name, token in found.items() if token is not None}

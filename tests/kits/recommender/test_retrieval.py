@@ -1,0 +1,143 @@
+"""Items that are found: told apart, missed where training never saw them, measured in blocks, searched thoroughly."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kitforge.api import load_model, load_tokenizer
+from kitforge.core.parallel.world import World
+from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.kits.recommender import ranking
+from kitforge.kits.recommender.build import open_pipeline, read_options
+from kitforge.kits.recommender.data import load_dataset
+from kitforge.kits.recommender.pipeline import index_of, index_recall, set_search
+from kitforge.kits.recommender.ranking import rank_users, ranking_metrics, target_ranks
+from kitforge.trainer.run import train
+from tests.kits.recommender.runs import ready
+from tests.kits.recommender.test_objectives import CLICKS, WORDS
+
+EVAL = [{"click": 1, "user": n % 4, "item": n % 6} for n in range(12)]
+
+
+def train_rows() -> list[dict[str, Any]]:
+    """Item 0 is taken twice as often as any other, and items 4 and 5 never."""
+    return [{"click": 1, "user": n % 4, "item": max(n % 5 - 1, 0)} for n in range(200)]
+
+
+def test_an_item_that_training_never_saw_is_a_miss_and_told(tmp_path: Path) -> None:
+    assembly, _ = ready(tmp_path, "two_tower", {**CLICKS, "retrieval.top": 4, "data.eval": None}, train_rows())
+    objective, model = assembly.loop.task._objective, assembly.loop.model.eval()  # type: ignore[attr-defined]
+    rows = assembly.loop.task._dataset.train  # type: ignore[attr-defined]
+    with torch.no_grad():
+        whole = objective.evaluate(model, rows, [np.arange(200)], World(device=torch.device("cpu")))
+    assert (whole["cold_share"], whole["hr@4"], whole["popularity_hr@4"]) == (0.0, 1.0, 1.0)
+    found = load_dataset(None, EVAL, assembly.options.data, 0, rows.encoder).eval
+    with torch.no_grad():
+        some = objective.evaluate(model, found, [np.arange(12)], World(device=torch.device("cpu")))
+    # Of the four items that there are all are among the first four, and of six two were never seen.
+    assert some["cold_share"] == pytest.approx(1 / 3)
+    assert some["hr@4"] == pytest.approx(2 / 3) and some["mrr"] < 2 / 3
+    assert some["popularity_hr@4"] == pytest.approx(2 / 3)
+
+
+def test_popularity_ranks_items_by_how_often_they_were_taken(tmp_path: Path) -> None:
+    assembly, _ = ready(tmp_path, "two_tower", {**CLICKS, "retrieval.top": 1}, train_rows())
+    task: Any = assembly.loop.task
+    with torch.no_grad():
+        found = task._objective.evaluate(
+            assembly.loop.model.eval(), task._dataset.train, [np.arange(200)], World(device=torch.device("cpu"))
+        )
+    assert found["popularity_hr@1"] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("family", ["two_tower", "sasrec"])
+def test_items_are_never_merged_by_hash(tmp_path: Path, family: str) -> None:
+    hashed = {"kind": "integer", "num_buckets": 50}
+    if family == "two_tower":
+        choices = {
+            **CLICKS,
+            "data.schema": {"label": {"name": "click"}, "categorical": {"user": WORDS, "item": hashed}},
+        }
+        rows: Any = train_rows()
+    else:
+        choices, rows = {"data.schema": {"sequences": {"items": hashed}}}, None
+    with pytest.raises(ConfigError, match=r"encoding[^$]*hash[^$]*exact or vocabulary"):
+        ready(tmp_path, family, choices, rows)
+
+
+def test_a_guessed_schema_keeps_any_number_of_items_apart(tmp_path: Path) -> None:
+    rows = [{"click": n % 2, "user": n % 40, "item_id": f"film {n}"} for n in range(1500)] * 2
+    choices = {"model.user": ["user"], "model.item": ["item_id"], "data.validation": 0.0}
+    assembly, _ = ready(tmp_path, "two_tower", choices, rows)
+    assert len(assembly.loop.model.catalogue) == 1500  # type: ignore[arg-type]
+
+
+def test_values_that_a_vocabulary_leaves_out_are_no_item(tmp_path: Path) -> None:
+    rows = [{"click": 1, "user": n % 4, "item": n % 5 if n < 100 else n} for n in range(110)]
+    schema = {"label": {"name": "click"}, "categorical": {"user": WORDS, "item": WORDS | {"min_count": 2}}}
+    assembly, _ = ready(tmp_path, "two_tower", {**CLICKS, "data.schema": schema}, rows)
+    assert sorted(assembly.loop.model.catalogue.keys.tolist()) == [0, 1, 2, 3, 4]  # type: ignore[union-attr]
+
+
+def test_users_are_ranked_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.randn(37, 11, generator=torch.Generator().manual_seed(0))
+    targets = np.arange(37) % 11
+    asked: list[int] = []
+
+    def scores_of(block: slice) -> torch.Tensor:
+        asked.append(len(scores[block]))
+        return scores[block]
+
+    monkeypatch.setattr(ranking, "_SCORES_AT_ONCE", 60)
+    ranks, loss = rank_users(scores_of, targets, 11)
+    assert max(asked) == 5 and sum(asked) == 37
+    np.testing.assert_array_equal(ranks, target_ranks(scores.double().numpy(), targets))
+    expected = torch.nn.functional.cross_entropy(scores.double(), torch.from_numpy(targets), reduction="sum")
+    assert loss == pytest.approx(float(expected), rel=1e-12)
+    metrics = ranking_metrics(10)
+    metrics.add(ranks)
+    metrics.merge(np.zeros(0, np.int64), num_cold=37)
+    assert metrics.result()["cold_share"] == 0.5
+
+
+def test_a_search_may_be_more_thorough_and_its_recall_is_measured() -> None:
+    vectors = torch.nn.functional.normalize(torch.randn(2000, 16, generator=torch.Generator().manual_seed(0)), dim=1)
+    retrieval = read_options({"retrieval": {"index": "IVF32,Flat"}}).retrieval
+    index = index_of(vectors, retrieval.index)
+    narrow = index_recall(index, vectors, 10)
+    set_search(index, read_options({"retrieval": {"index": "IVF32,Flat", "nprobe": 32}}).retrieval)
+    assert narrow < 0.9 and index_recall(index, vectors, 10) == 1.0
+    graph = index_of(vectors, "HNSW8")
+    set_search(graph, read_options({"retrieval": {"index": "HNSW8", "ef_search": 500}}).retrieval)
+    assert index_recall(graph, vectors, 10) > 0.95
+    with pytest.raises(ConfigError, match=r"has no nprobe[^$]*retrieval\.nprobe=4"):
+        set_search(index_of(vectors, "Flat"), read_options({"retrieval": {"nprobe": 4}}).retrieval)
+
+
+def test_a_user_is_asked_for_its_own_columns_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    schema = {
+        "label": {"name": "click"},
+        "numeric": {"age": {"indicator": True}, "price": {}},
+        "categorical": {"user": WORDS, "item": WORDS | {"missing": "error"}},
+        "bags": {"tags": WORDS},
+        "group": "item",
+        "group_kind": "integer",
+    }
+    rows = [{**row, "age": float(n % 7), "price": n / 3, "tags": [n % 3]} for n, row in enumerate(train_rows())]
+    choices = {**CLICKS, "data.schema": schema, "model.user": ["user", "age", "age is missing"]}
+    assembly, _ = ready(tmp_path, "two_tower", choices, rows)
+    train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+    model, encoder = load_model(tmp_path), load_tokenizer(tmp_path)
+    find = open_pipeline(model, encoder, read_options({"retrieval": {"index": "IVF2,Flat"}}))
+    with caplog.at_level(logging.INFO):
+        few = find.retrieve({"user": 3, "age": 2.0}, k=2)
+    assert "recall@10 of the index IVF2,Flat" in caplog.text
+    assert few == find.retrieve({**rows[0], "user": 3, "age": 2.0}, k=2) and len(few) == 2
+    with pytest.raises(DataError, match="no column 'age'"):
+        find.retrieve({"user": 3})

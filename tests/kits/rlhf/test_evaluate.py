@@ -1,0 +1,184 @@
+"""A trained policy is evaluated as its run evaluated it: by the run's own options, beside the run's own reference."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch import nn
+
+from kitforge.api import ALIGNMENT, Trainer, composed_for_evaluation
+from kitforge.cli.main import run
+from kitforge.foundation.errors import ConfigError, KitforgeError
+from tests.kits.rlhf import runs
+from tests.trainer import tiny
+
+Capture = pytest.CaptureFixture[str]
+NETWORK = [f"model.{name}={value}" for name, value in tiny.LLAMA.items() if name != "family"] + ["model.num_kv_heads=2"]
+SHORT = ["trainer.max_steps=2", "trainer.progress=false", "device=cpu", "optimizer.learning_rate=0.01"]
+SHORT += ["data.sequence_length=40", "data.batch_size=4"]
+ROUNDS = ["rl.prompts_per_step=4", "rollout.max_new_tokens=5", "kl.controller.coefficient=0.0"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, but for rows of every kind."""
+    monkeypatch.chdir(tmp_path)
+    for stage in ALIGNMENT:
+        rows = runs.ROWS.get(stage, runs.PROMPTS)
+        Path(f"{stage}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("own_rewards.py").write_text("def size(*, completions):\n    return list(map(len, completions))\n")
+    return tmp_path
+
+
+def train(stage: str, *further: str) -> int:
+    rounds = [*ROUNDS, "reward=own_rewards:size"] if stage in runs.RL else []
+    given = [f"data.train={stage}.jsonl", f"data.eval={stage}.jsonl", f"output_dir={stage}"]
+    start = [] if any(each.startswith("checkpoint=") for each in further) else NETWORK
+    return run(["train", f"task={stage}", *start, *SHORT, *rounds, *given, *further])
+
+
+def evaluated(capsys: Capture, *arguments: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run(["evaluate", *arguments]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def recorded(stage: str) -> dict[str, float]:
+    """The last evaluation that a run wrote down."""
+    line = tiny.records(Path(stage), "eval")[-1]
+    return {name.removeprefix("eval/"): value for name, value in line.items() if name.startswith("eval/")}
+
+
+def close(values: Mapping[str, float]) -> Any:
+    return pytest.approx(dict(values), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", ALIGNMENT)
+def test_the_command_to_try_next_gives_the_figures_of_the_run(stage: str, capsys: Capture) -> None:
+    assert train(stage) == 0
+    (shown,) = (line.split() for line in capsys.readouterr().out.splitlines() if "kitforge evaluate" in line)
+    assert shown[shown.index("kitforge") :][:2] == ["kitforge", "evaluate"]
+    arguments = [each.replace("FILE", f"{stage}.jsonl") for each in shown[shown.index("evaluate") + 1 :]]
+    found, before = evaluated(capsys, *arguments), recorded(stage)
+    assert found == close(before)
+    if stage in runs.RL:
+        assert found["kl"] > 1e-4
+
+
+def test_the_run_began_with_another_run(capsys: Capture) -> None:
+    train("sft")
+    train("grpo", "checkpoint=sft", "adapter.rank=2")
+    assert evaluated(capsys, "checkpoint=grpo", "reward=own_rewards:size") == close(recorded("grpo"))
+    # Typed options come first, and those of the run stay.
+    other = evaluated(capsys, "checkpoint=grpo", "reward=lowercase", "rollout.max_new_tokens=3")
+    assert other["length"] <= 3 and other["reward"] <= 1 and other["kl"] > 1e-3
+    # A step has the options of its run.
+    step = evaluated(capsys, "checkpoint=grpo/checkpoints/step_2", "reward=own_rewards:size")
+    assert step == close(recorded("grpo"))
+
+
+def test_a_reference_that_is_gone_leaves_the_figure_out_unless_it_is_named(
+    capsys: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    train("sft")
+    train("grpo", "checkpoint=sft")
+    train("dpo", "checkpoint=sft")
+    shutil.move("sft", "elsewhere")
+    asked = ["checkpoint=grpo", "reward=own_rewards:size"]
+    with caplog.at_level(logging.WARNING):
+        found = evaluated(capsys, *asked)
+    assert "kl" not in found and "sft is no folder" in caplog.text and "reference=FOLDER" in caplog.text
+    assert evaluated(capsys, *asked, "reference=elsewhere") == close(recorded("grpo"))
+    with pytest.raises(ConfigError, match=r"(?s)dpo is evaluated beside its reference.*reference=FOLDER"):
+        run(["evaluate", "checkpoint=dpo"])
+    assert evaluated(capsys, "checkpoint=dpo", "reference=elsewhere") == close(recorded("dpo"))
+    # Other weights under the name of the first are not taken for them.
+    shutil.copytree("grpo", "sft")
+    caplog.clear()
+    assert "kl" not in evaluated(capsys, *asked) and "holds others" in caplog.text
+
+
+def test_a_reference_is_named_from_the_shell_and_written_down(capsys: Capture) -> None:
+    train("sft")
+    train("orpo")
+    for stage in ("dpo", "kto", "ppo"):
+        train(stage, "checkpoint=sft", "reference=orpo")
+        assert yaml.safe_load(Path(stage, "config.yaml").read_text())["reference"] == "orpo"
+        asked = ["reward=own_rewards:size"] if stage == "ppo" else []
+        assert evaluated(capsys, f"checkpoint={stage}", *asked) == close(recorded(stage))
+    with pytest.raises(ConfigError, match=r"(?s)'reference' cannot be.*orpo compares with nothing"):
+        train("orpo", "reference=sft")
+
+
+@pytest.mark.parametrize("adapter", [0, 2])
+@pytest.mark.parametrize("start", ["preset", "network", "run"])
+def test_a_trainer_evaluates_what_it_has_trained(start: str, adapter: int) -> None:
+    options = {each.split("=")[0]: yaml.safe_load(each.split("=")[1]) for each in (*SHORT, *ROUNDS)}
+    options["adapter.rank"] = adapter
+    model: Any = runs.network()
+    if start == "run":
+        model = Trainer(
+            "sft",
+            model,
+            runs.DEMONSTRATIONS,
+            options={"trainer.max_steps": 1, "data.sequence_length": 40},
+            tokenizer=BYTE,
+        ).train()
+    given = {"preset": "llama_tiny", "network": model, "run": model}[start]
+    options |= {f"model.{name}": 32 for name in ("dim", "mlp_dim")} if start == "preset" else {}
+    tokenizer = BYTE if isinstance(given, nn.Module) else None
+    for task, rows, roles in (("grpo", runs.PROMPTS, {"reward": runs.letters}), ("dpo", runs.PAIRS, None)):
+        chosen = options if task == "grpo" else {name: each for name, each in options.items() if name[:2] not in TYPED}
+        trainer = Trainer(task, given, rows, rows, roles=roles, options=chosen, tokenizer=tokenizer, output_dir=task)
+        done = trainer.train()
+        found = trainer.evaluate()
+        assert found == close({name: done.metrics[name] for name in found})
+        assert ("eval/kl" in found) == (task == "grpo")
+    config = yaml.safe_load(Path("grpo/config.yaml").read_text())
+    assert config["reward"] == "tests.kits.rlhf.runs:letters"
+    assert (config["checkpoint"] is not None) == (start == "run")
+
+
+BYTE = runs.ByteTokenizer()
+TYPED = ("rl", "ro", "kl")
+
+
+def test_a_policy_that_is_not_trained_yet_has_no_distance_from_itself() -> None:
+    options = {"rl.prompts_per_step": 4, "rollout.max_new_tokens": 4, "device": "cpu", "data.sequence_length": 40}
+    trainer = Trainer(
+        "ppo", runs.network(), runs.PROMPTS, tokenizer=BYTE, options=options, roles={"reward": runs.letters}
+    )
+    assert set(trainer.evaluate()) == {"eval/reward", "eval/length", "eval/ended", "eval/loss"}
+
+
+def test_a_file_names_no_code() -> None:
+    train("grpo")
+    with pytest.raises(ConfigError, match=r"(?s)a file cannot name code.*config\.yaml.*add reward=own_rewards:size"):
+        run(["evaluate", "checkpoint=grpo"])
+    Path("configs/recipe").mkdir(parents=True)
+    Path("configs/recipe/own.yaml").write_text("# @package _global_\ntask: grpo\nreward: own_rewards:size\n")
+    with pytest.raises(ConfigError, match=r"(?s)configuration cannot name code.*reward: own_rewards:size"):
+        run(["config", "recipe=own"])
+
+
+def test_what_says_where_a_run_ran_is_not_taken_over() -> None:
+    train("ppo", "placement.reward=null", "trainer.evaluate_batches=1")
+    chosen = composed_for_evaluation("ppo", {"checkpoint": "ppo", "reward": "exact", "rl": {"epochs": 2}}).values
+    assert chosen["rl"]["prompts_per_step"] == 4 and chosen["rl"]["epochs"] == 2
+    assert chosen["trainer"]["evaluate_batches"] == 1 and chosen["reward"] == "exact"
+    assert not {"parallel", "placement", "output_dir", "device", "adapter", "model"} & set(chosen)
+    for choices, words in (
+        ({"model": "llama_tiny"}, "brings its own network"),
+        ({"recipe": "rlhf_tiny"}, "evaluated by its own options"),
+        ({"rl.epoch": 2}, "unknown option 'rl.epoch'"),
+    ):
+        with pytest.raises(KitforgeError, match=words):
+            composed_for_evaluation("ppo", {"checkpoint": "ppo", "reward": "exact", **choices})

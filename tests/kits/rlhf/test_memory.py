@@ -1,0 +1,196 @@
+"""What a stage of alignment is cut into is read by pieces: no rank holds a whole policy, reference or reward model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from kitforge.core.checkpoint.load import find_checkpoint
+from kitforge.core.parallel.degrees import Degrees
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.kits.rlhf.build import STAGES
+from kitforge.kits.rlhf.networks import load_policy, load_scalar
+from kitforge.kits.rlhf.stages import Inputs
+from kitforge.kits.rlhf.weights import fingerprint
+from kitforge.models import folder as model_folder
+from kitforge.models.catalog import config_of
+from kitforge.trainer.run import train
+from tests.allocations import Allocations
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import TestLobby
+from tests.kits.rlhf import runs
+from tests.trainer import tiny
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+# Every matrix is large beside all else, and no dim of the first is divided evenly.
+WIDE = {
+    "family": "llama",
+    "num_layers": 2,
+    "dim": 96,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "mlp_dim": 250,
+    "vocab_size": 1001,
+    "max_length": 64,
+}
+ALONE = Degrees(sequence=False)
+SHARD = Degrees(shard=2, sequence=False)
+TENSOR = Degrees(tensor=2, sequence=False)
+CASES = [
+    ("sft", "exported", SHARD),
+    ("sft", "run", TENSOR),
+    ("dpo", "exported", TENSOR),
+    ("dpo", "run", SHARD),
+    ("kto", "run", SHARD),
+    ("reward", "exported", SHARD),
+    ("reward", "run", TENSOR),
+    ("reward", "judge", TENSOR),
+    ("reward", "judge", SHARD),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of one process, and an export."""
+    folder = tmp_path_factory.mktemp("memory")
+    given = model_folder.build(config_of(WIDE), device=CPU, seed=3)
+    model_folder.save(given, folder / "exported")
+    ByteTokenizer().save(folder / "exported")
+    choices = {"trainer.max_steps": 1}
+    runs.finish(runs.begin("sft", folder / "run", choices, model=given))
+    runs.finish(runs.begin("reward", folder / "judge", choices, model=given))
+    return folder
+
+
+def run(_rank: int, folder: Path, target: Path, case: tuple[str, str, Degrees]) -> dict[str, Any]:
+    """The largest storage that is made until a run may start; its weights then, and its metrics afterwards."""
+    torch.set_num_threads(1)
+    stage, source, degrees = case
+    values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | {"task": stage, "trainer.max_steps": 2}
+    values |= {"checkpoint": str(folder / source), "output_dir": str(target / f"{degrees.world}")}
+    values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence")}
+    # Few tokens at once, beside which the weights are large.
+    values |= {"trainer.micro_batch_size": 1, "trainer.checkpoint_every": 1, "optimizer.name": "sgd"}
+    options = STAGES[stage].read_options(tiny.nested(values))
+    with Allocations() as made:
+        inputs = Inputs(train_dataset=runs.ROWS[stage])
+        begun: Any = STAGES[stage].assemble(options, inputs, TestLobby(degrees))  # type: ignore[arg-type]
+    parallel = begun.loop.state.parallel
+    pieces = parallel.parameters()
+    limit = max(each.nbytes for each in pieces.values()) + 4 * cast(int, WIDE["dim"])
+    weights = {name: parallel.whole(name).clone() for name in pieces}
+    found = {"largest": made.largest, "limit": limit, "weights": weights}
+    found["metrics"] = train(begun.loop, begun.options, begun.folder, begun.config_text)
+    if degrees.shard > 1 and stage in ("dpo", "kto"):
+        # What a pass through the reference has gathered is let go again.
+        reference = begun.loop.task._frozen.reference
+        assert all(isinstance(each, DTensor) for each in reference.parameters())
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{case[2].words()}")
+def test_a_stage_reads_what_it_starts_from_by_pieces(
+    place: Path, tmp_path: Path, case: tuple[str, str, Degrees]
+) -> None:
+    stage, source, _ = case
+    alone = run(0, place, tmp_path, (stage, source, ALONE))
+    wanted: dict[str, Tensor]
+    if source == "judge":
+        wanted = dict(load_scalar(place / source, CPU).named_parameters())
+    else:
+        wanted = dict(load_policy(place / source, CPU).named_parameters())
+    for found in run_ranks(2, run, place, tmp_path, case):
+        assert found["largest"] <= found["limit"], f"{found['largest']:,} bytes, at most {found['limit']:,} expected"
+        assert found["weights"].keys() == alone["weights"].keys()
+        for name, weight in found["weights"].items():
+            assert torch.equal(weight, alone["weights"][name]), name
+            own = wanted.get(name, wanted.get(name.removeprefix("backbone.")))
+            assert own is None or torch.equal(weight, own), name
+        assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-5)
+
+
+def play(rank: int, folder: Path, target: Path, case: tuple[str, str, Degrees]) -> dict[str, Any]:
+    """A run of rewards whose ranks that train hold what they train, and nothing else; rank 2 has all the rest."""
+    torch.set_num_threads(1)
+    stage, judge, degrees = case
+    values = runs.OPTIONS | runs.SHAPED[stage] | runs.ROUNDS | {"task": stage, "trainer.max_steps": 2}
+    values |= {"checkpoint": str(folder / "exported"), "output_dir": str(target / f"{degrees.world}")}
+    values |= {"reward": str(folder / judge) if judge == "judge" else judge, "trainer.micro_batch_size": 1}
+    values |= {"optimizer.name": "sgd", "data.validation": 0.0}
+    if degrees.world > 1:
+        values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence")}
+        values |= {f"placement.{name}": [2] for name in ("rollout", "reference", "reward")}
+    options = STAGES[stage].read_options(tiny.nested(values))
+    inputs, lobby = Inputs(train_dataset=runs.PROMPTS), cast(Any, TestLobby(degrees))
+    if lobby.rank >= degrees.world:
+        return {"metrics": STAGES[stage].attend(options, inputs, lobby).metrics}
+    with Allocations() as made:
+        begun: Any = STAGES[stage].assemble(options, inputs, lobby)
+    parallel = begun.loop.state.parallel
+    pieces = parallel.parameters()
+    limit = max(each.nbytes for each in pieces.values()) + 4 * cast(int, WIDE["dim"])
+    found = {
+        "largest": made.largest,
+        "limit": limit,
+        "weights": {name: parallel.whole(name).clone() for name in pieces},
+    }
+    found["metrics"] = train(begun.loop, begun.options, begun.folder, begun.config_text)
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [("ppo", "judge", SHARD), ("ppo", "judge", TENSOR), ("ppo", "lowercase", SHARD), ("grpo", "judge", TENSOR)],
+    ids=lambda case: f"{case[0]}-{case[1]}-{case[2].words()}",
+)
+def test_policy_and_critic_are_read_by_pieces(place: Path, tmp_path: Path, case: tuple[str, str, Degrees]) -> None:
+    alone = play(0, place, tmp_path, (*case[:2], ALONE))
+    for rank, found in enumerate(run_ranks(3, play, place, tmp_path, case)):
+        assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-3, abs=1e-4)
+        if rank < 2:
+            assert found["largest"] <= found["limit"], (
+                f"{found['largest']:,} bytes, at most {found['limit']:,} expected"
+            )
+            assert found["weights"].keys() == alone["weights"].keys()
+            assert all(torch.equal(each, alone["weights"][name]) for name, each in found["weights"].items())
+
+
+@pytest.mark.parametrize("source", ["exported", "run"])
+def test_the_fingerprint_of_a_reference_in_pieces_is_that_of_the_whole(
+    place: Path, tmp_path: Path, source: str
+) -> None:
+    run_ranks(2, run, place, tmp_path, ("dpo", source, SHARD))
+    run(0, place, tmp_path, ("dpo", source, ALONE))
+    checkpoints = [find_checkpoint(tmp_path / name) for name in ("1", "2")]
+    found = {each.state["task"]["reference"] for each in checkpoints if each is not None}
+    assert found == {fingerprint(load_policy(place / source, CPU))}
+
+
+def measured(_rank: int, folder: Path, case: tuple[str, Path, Degrees]) -> dict[str, float]:
+    torch.set_num_threads(1)
+    stage, source, degrees = case
+    values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | (runs.ROUNDS if stage in runs.RL else {}) | {"task": stage}
+    values |= {"checkpoint": str(source), "reward": "lowercase"} if stage in runs.RL else {"checkpoint": str(source)}
+    values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence")}
+    options = STAGES[stage].read_options(tiny.nested(values))
+    rows = runs.ROWS.get(stage, runs.PROMPTS)
+    inputs = Inputs(eval_dataset=rows[:4], tokenizer=ByteTokenizer())
+    return STAGES[stage].evaluate(options, inputs, TestLobby(degrees))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", ["ppo", "grpo", "dpo", "reward"])
+def test_an_evaluation_in_pieces_is_that_of_the_whole(place: Path, tmp_path: Path, stage: str) -> None:
+    choices = {"checkpoint": str(place / "exported"), "trainer.max_steps": 2, "kl.controller.coefficient": 0.0}
+    choices = {name: each for name, each in choices.items() if name[:2] != "kl" or stage in runs.RL}
+    runs.finish(runs.begin(stage, tmp_path / stage, choices, model=None))
+    alone = measured(0, place, (stage, tmp_path / stage, ALONE))
+    assert stage not in runs.RL or alone["eval/kl"] > 1e-4
+    for found in run_ranks(2, measured, place, (stage, tmp_path / stage, SHARD)):
+        assert found == pytest.approx(alone, rel=1e-3, abs=1e-4)
