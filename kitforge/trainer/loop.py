@@ -180,8 +180,10 @@ class Loop:
             last = number >= self.max_steps or (self.stop_reason is not None and not self._interrupted)
             if number % self.options.log_every == 0 or last:
                 metrics |= self._log()
-            if self.state.consecutive_skips:
+            if not math.isfinite(record["grad_norm"]):
                 self._skipped(record["grad_norm"])
+            elif record["is_empty"]:
+                self.note("skip", f"nothing to learn from in step {number}: weights left as they were")
             if _is_due(self.options.evaluate_every, number):
                 metrics |= self._evaluate()
             if last or self.stop_reason is not None:
@@ -217,8 +219,8 @@ class Loop:
         sums = self.world.sum(self._accumulate(step, counts))
         self._agree_to_stop()
         rate = scale(self._run_options.schedule, state.updates, self.max_steps) * state.plateau.factor
-        learning_rate = self._run_options.optimizer.learning_rate
-        norms = update(state, rate, learning_rate, self.options.gradient_clip)
+        learning_rate, is_empty = self._run_options.optimizer.learning_rate, float(counts["loss"]) == 0
+        norms = update(state, rate, learning_rate, self.options.gradient_clip, is_empty=is_empty)
         own = {group.part: group.learning_rate for group in state.groups if group.learning_rate is not None}
         samples, tokens = int(counts.get("samples", 0)), int(counts.get("tokens", 0))
         state.cursor = state.cursor.advance(samples=samples, tokens=tokens)
@@ -226,6 +228,7 @@ class Loop:
             "sums": sums,
             "counts": counts,
             "grad_norm": norms["grad_norm"],
+            "is_empty": is_empty,
             "last": {"learning_rate": rate * learning_rate}
             | {f"learning_rate/{part}": rate * each for part, each in own.items()}
             | norms,
@@ -287,8 +290,9 @@ class Loop:
     def _log(self) -> dict[str, float]:
         """Emit a line of means over the window, then empty it."""
         state, window = self.state, self.state.window
-        names = [name.removesuffix("/count") for name in window if name.endswith("/count")]
-        means = {name: _ratio(window[name], window[f"{name}/count"]) for name in names}
+        # What nothing was counted for since the last line has no mean.
+        names = [name.removesuffix("/count") for name, value in window.items() if name.endswith("/count") and value]
+        means = {name: window[name] / window[f"{name}/count"] for name in names}
         seconds = max(window["time/seconds"], 1e-9)
         line = {
             "kind": "train",
@@ -381,7 +385,3 @@ def _max_steps(task: Task, options: RunOptions) -> int:
 
 def _is_due(interval: int | None, step: int) -> bool:
     return interval is not None and step % interval == 0
-
-
-def _ratio(total: float, count: float) -> float:
-    return total / count if count else math.nan

@@ -52,7 +52,7 @@ class TrainingState:
     groups: Sequence[ParameterGroup] = ()  # of the optimizer
     cursor: Cursor = field(default_factory=Cursor)
     updates: int = 0  # steps that changed the weights; the schedule counts these
-    skipped: int = 0  # steps whose gradients were not finite
+    skipped: int = 0  # steps whose gradients were not finite, or in which nothing was counted
     consecutive_skips: int = 0
     rollbacks: int = 0  # how often the run went back to the weights of a checkpoint
     best: float | None = None  # of the monitored metric

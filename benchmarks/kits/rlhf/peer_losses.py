@@ -103,6 +103,8 @@ def found() -> dict[str, float]:
     result["kto"] = kto.KTOTrainer._compute_loss(trainer, trainer.model, batch | labelled, False)
     per_token = table(0)[tokens[:, :-1]].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1) * mask[:, 1:]
     chosen, rejected = (per_token.sum(-1) / mask.sum(-1)).chunk(2)
+    # TRL's odds term alone. The likelihood beside it is the paper's, a mean over each chosen response; TRL's trainer
+    # takes one over all tokens of prompts and responses.
     result["orpo"] = -chosen.mean() - orpo.ORPOTrainer.odds_ratio_loss(stand(beta=0.1), chosen, rejected)[0].mean()
     simpo = stand(beta=2.0, simpo_gamma=0.5, loss_type="simpo", label_smoothing=0.0, alpha=0.0)
     result["simpo"] = cpo.CPOTrainer.cpo_loss(simpo, chosen, rejected)[0].mean()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.environment import Playground
 from kitforge.kits.rlhf.fragments import Fragments
 from kitforge.kits.rlhf.frozen import Frozen
+from kitforge.kits.rlhf.judgement import select
 from kitforge.kits.rlhf.order import at_once
 from kitforge.kits.rlhf.rollouts import Trajectory, answered, laid, token_log_probs, token_values
 from kitforge.kits.rlhf.rows import Rows
@@ -33,6 +34,10 @@ from kitforge.trainer.task import Ending
 FORWARD_ROWS = 32
 
 
+# What one fragment says of answers: for each the fields that it knows.
+Look: TypeAlias = Callable[[Sequence[Trajectory]], Iterator[dict[str, Any]]]
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
@@ -40,7 +45,7 @@ class Roles:
 
     scorer: Scorer | None  # None: the environment scores
     playground: Playground | None = None  # where answers of several turns are played
-    frozen: Frozen  # the reference: the policy as it was
+    frozen: Frozen  # the reference: the policy as it was; none where its distance costs nothing and is not measured
     eos_ids: tuple[int, ...]
 
 
@@ -79,10 +84,11 @@ class Collector:
         """The weights may be others from now on, and have to be handed over before the next answer is drawn."""
         self._has_moved = True
 
-    def round(self, model: nn.Module, number: int) -> list[Trajectory]:
-        """The answers to the round's prompts, with all that is known of them, the same on all ranks."""
+    def round(self, model: nn.Module, number: int, first: int) -> list[Trajectory]:
+        """The answers to the round's prompts, which begin at `first` in their endless order, with all that is known of
+        them, the same on all ranks. Of answers that `select` leaves out nothing is known but their scores."""
         self._model = model
-        found: list[Trajectory] = self._together("round", number, self._has_moved)
+        found: list[Trajectory] = self._together("round", number, first, self._has_moved)
         return found
 
     def evaluation(self, model: nn.Module, num_prompts: int) -> list[Trajectory]:
@@ -141,18 +147,40 @@ class Collector:
 
     # The deeds.
 
-    def _round(self, number: int, is_new: bool) -> list[Trajectory]:
-        model = self._networks(is_new)
+    def _round(self, number: int, first: int, is_new: bool) -> list[Trajectory]:
+        model, rl = self._networks(is_new), self._options.rl
+        if not rl.drop_equal_groups:
+            own: list[Trajectory] = []
+            if model is not None:
+                policy = policy_of(model)
+                own = self._draw(policy, number) if self._ahead is None else self._ahead.take(policy, number)
+            return self._examined(self._gathered(own), model, self._prompts(first))
+        drawn: list[Trajectory] = []
+        for batch in range(rl.max_num_gen_batches):
+            drawn += self._scored_batch(model, number, first, batch)
+            selection = select(drawn, self._options)
+            if selection.is_full:
+                break
+        chosen = [drawn[place] for place in selection.places]
+        for place, found in zip(selection.places, self._examined(chosen, model, None), strict=True):
+            drawn[place] = found
+        return drawn
+
+    def _scored_batch(self, model: nn.Module | None, number: int, first: int, batch: int) -> list[Trajectory]:
+        """Answers to that batch of the prompts that a round may need, scored and no more."""
+        before = batch * self._options.rl.prompts_per_step
+        prompts = self._prompts(first + before)
+        name = f"{self._options.seed}/{number}" + (f"/{batch}" if batch else "")
         own: list[Trajectory] = []
         if model is not None:
-            policy = policy_of(model)
-            own = self._draw(policy, number) if self._ahead is None else self._ahead.take(policy, number)
-        return self._examined(own, model, self._prompts(number))
+            own = self._answers(policy_of(model), prompts, name, self._options.rl.samples_per_prompt)
+        found = self._asked(self._gathered(own), {"reward": partial(self._scores, prompts=prompts)})
+        return [replace(each, prompt_index=before + each.prompt_index) for each in found]
 
     def _evaluation(self, num_prompts: int, is_new: bool) -> list[Trajectory]:
         model, prompts = self._networks(is_new), self._rows.eval[:num_prompts]
         own = [] if model is None else self._answers(policy_of(model), prompts, "evaluation", 1)
-        return self._examined(own, model, prompts)
+        return self._examined(self._gathered(own), model, prompts)
 
     def _drawn(self) -> dict[str, list[dict[str, Any]]]:
         found = {} if self._ahead is None else self._ahead.drawn()
@@ -178,17 +206,16 @@ class Collector:
 
     # What they consist of.
 
-    def _prompts(self, number: int) -> list[Prompt]:
-        """The prompts of a round."""
-        size = self._options.rl.prompts_per_step
-        shuffle = self._options.data.shuffle
-        chosen = order(self._options.seed, len(self._rows.train), number * size, size, shuffle=shuffle)
+    def _prompts(self, first: int) -> list[Prompt]:
+        """The prompts of a round, from that place on in the endless order of prompts."""
+        size, shuffle = self._options.rl.prompts_per_step, self._options.data.shuffle
+        chosen = order(self._options.seed, len(self._rows.train), first, size, shuffle=shuffle)
         return [self._rows.train[index] for index in chosen]
 
     def _draw(self, policy: nn.Module, number: int) -> list[Trajectory]:
-        """This rank's answers to the round's prompts."""
-        name = f"{self._options.seed}/{number}"
-        return self._answers(policy, self._prompts(number), name, self._options.rl.samples_per_prompt)
+        """This rank's answers to the prompts of a round that drops none, so that it is known where they begin."""
+        rl, name = self._options.rl, f"{self._options.seed}/{number}"
+        return self._answers(policy, self._prompts(number * rl.prompts_per_step), name, rl.samples_per_prompt)
 
     def _answers(self, policy: nn.Module, prompts: Sequence[Prompt], name: str, num_samples: int) -> list[Trajectory]:
         """This rank's answers, scored at once where the same ranks do that."""
@@ -207,17 +234,23 @@ class Collector:
         # Rewards read the columns from the rows; what is exchanged among ranks are numbers.
         return [replace(each, answer=replace(each.answer, columns={})) for each in found]
 
+    def _gathered(self, own: Sequence[Trajectory]) -> list[Trajectory]:
+        return [each for part in self._fragments.gather(own) for each in part]
+
     def _examined(
-        self, own: Sequence[Trajectory], model: nn.Module | None, prompts: Sequence[Prompt]
+        self, answers: list[Trajectory], model: nn.Module | None, prompts: Sequence[Prompt] | None
     ) -> list[Trajectory]:
-        """The answers of all ranks with what everyone says of them, each rank of its share."""
-        everyone = [each for part in self._fragments.gather(own) for each in part]
-        looks: dict[str, Callable[[Sequence[Trajectory]], Iterator[dict[str, Any]]]]
-        looks = {
+        """The answers with what all networks say of them, and with their scores unless these are known (None)."""
+        looks: dict[str, Look] = {
             "rollout": partial(self._trained_looks, model=model),
             "reference": self._reference_looks,
-            "reward": partial(self._scores, prompts=prompts),
         }
+        return self._asked(
+            answers, looks if prompts is None else looks | {"reward": partial(self._scores, prompts=prompts)}
+        )
+
+    def _asked(self, everyone: list[Trajectory], looks: Mapping[str, Look]) -> list[Trajectory]:
+        """The answers with what each fragment says of them, each rank of its share."""
         found: dict[int, dict[str, Any]] = {}
         with torch.no_grad(), autocast(self._world.device, self._options.precision):
             for fragment, look in looks.items():

@@ -16,7 +16,7 @@ from kitforge.kits.rlhf.algorithms.aggregation import Mode
 from kitforge.kits.rlhf.algorithms.controllers import ControllerOptions
 from kitforge.kits.rlhf.algorithms.correction import CorrectionOptions
 from kitforge.kits.rlhf.algorithms.divergence import Estimator
-from kitforge.kits.rlhf.algorithms.policy import ClipOptions
+from kitforge.kits.rlhf.algorithms.policy import ClipOptions, LossMode
 from kitforge.trainer.options import RunOptions
 
 # What a run of rewards does beside training, each of which may have ranks of its own.
@@ -139,6 +139,7 @@ class PreferenceLossOptions:
     loss: Literal["dpo", "ipo", "orpo", "simpo"] = "dpo"
     beta: float = 0.1  # the cost of leaving the reference; of simpo the scale of its rewards
     label_smoothing: float = 0.0  # of dpo: how often a label may be wrong
+    rpo_alpha: float = 0.0  # of dpo: weight of the chosen response's mean loss a token beside it (RPO); 0: none
     margin: float = 0.5  # of simpo: by how much rewards are to differ
     odds_weight: float = 0.1  # of orpo: the share of the odds ratio beside the likelihood of the chosen response
 
@@ -149,6 +150,9 @@ class PreferenceLossOptions:
         )
         is_used = self.loss == "dpo" or self.label_smoothing == 0
         check(is_used, "preference.label_smoothing", self.label_smoothing, "0 with every loss but dpo")
+        check(self.rpo_alpha >= 0, "preference.rpo_alpha", self.rpo_alpha, "a number of at least 0")
+        is_used = self.loss == "dpo" or self.rpo_alpha == 0
+        check(is_used, "preference.rpo_alpha", self.rpo_alpha, "0 with every loss but dpo")
         check(self.odds_weight > 0, "preference.odds_weight", self.odds_weight, "a number above 0")
 
     @property
@@ -211,22 +215,32 @@ class UpdateOptions:
     old: Literal["rollout", "trainer"] = "rollout"
     advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce"] = "gae"  # gae: with a critic
     aggregation: Mode = "token_mean"
+    # ppo: a clipped ratio for each token. gspo: one for each answer, normalised by its length. cispo: a clipped ratio
+    # only weighs each token, none of which loses its gradient.
+    loss_mode: LossMode = "ppo"
     clip: ClipOptions = field(default_factory=ClipOptions)
     value_clip: float | None = 0.2
     value_weight: float = 0.5  # of the critic's loss beside the policy's
     discount: float = 1.0
     trace: float = 0.95  # lambda of the policy's advantages
     value_trace: float | None = None  # lambda of the critic's targets; None: the same
+    # The lambda of the policy's advantages is 1 - 1 / (alpha * tokens of the answer) in place of `trace` (VAPO, which
+    # takes 0.05 and a value_trace of 1); None: it is `trace`.
+    length_adaptive_alpha: float | None = None
     whiten_advantages: bool = False  # over the tokens of a round, of all ranks
     whiten_rewards: bool = False  # the same, their mean left where it is
     critic_warmup: int = 0  # rounds in which only the critic learns
     entropy_weight: float = 0.0  # a bonus for keeping options open
     missing_end_penalty: float = 0.0  # taken from the score of an answer that did not end
     overlong_soft: int = 0  # tokens before the longest answer over which a penalty rises to 1; 0: none
-    drop_equal_groups: bool = False  # answers to a prompt that all score alike count for nothing
+    mask_truncated_completions: bool = False  # answers that did not end are not trained on (overlong filtering)
+    drop_equal_groups: bool = False  # answers to a prompt that all have the same reward count for nothing
+    # Batches of prompts_per_step prompts that are answered at the most for one round, until prompts_per_step groups of
+    # answers differ in their rewards (dynamic sampling of DAPO); 1: groups without a difference are not replaced.
+    max_num_gen_batches: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "samples_per_prompt", "epochs", "minibatches"):
+        for name in ("prompts_per_step", "samples_per_prompt", "epochs", "minibatches", "max_num_gen_batches"):
             check(getattr(self, name) > 0, f"rl.{name}", getattr(self, name), "a whole number of at least 1")
         for name in ("discount", "trace"):
             check(0 <= getattr(self, name) <= 1, f"rl.{name}", getattr(self, name), "between 0 and 1")
@@ -238,6 +252,14 @@ class UpdateOptions:
             enough, "rl.samples_per_prompt", self.samples_per_prompt, f"at least 2 with rl.advantage={self.advantage}"
         )
         check(compares or not self.drop_equal_groups, "rl.drop_equal_groups", True, "false without groups")
+        replaces, most = self.max_num_gen_batches > 1, self.max_num_gen_batches
+        expected = "1, or rl.drop_equal_groups=true, whose dropped groups it replaces"
+        check(self.drop_equal_groups or not replaces, "rl.max_num_gen_batches", most, expected)
+        bounds = self.loss_mode != "cispo" or self.clip.dual is None
+        check(bounds, "rl.clip.dual", self.clip.dual, "none with rl.loss_mode=cispo, whose loss has no such bound")
+        alpha, adapts = self.length_adaptive_alpha, self.advantage == "gae"
+        is_sound = alpha is None or (alpha > 0 and adapts)
+        check(is_sound, "rl.length_adaptive_alpha", alpha, "a number above 0 with rl.advantage=gae, or null")
         warms = self.critic_warmup == 0 or self.advantage == "gae"
         check(warms, "rl.critic_warmup", self.critic_warmup, "0 without a critic")
 
@@ -274,7 +296,27 @@ class DivergenceOptions:
 
     estimator: Estimator = "k1"
     used_as: Literal["reward", "loss"] = "reward"  # taken from the rewards of tokens, or added to the loss
+    # As a loss: weight the estimate by the ratio to the policy that drew, so that its gradient is that of KL(policy ||
+    # reference). False: differentiate the estimate as it stands; with k3 that is GRPO as published.
+    use_bias_correction: bool = True
+    # With a coefficient of 0 there is no reference network, and no KL in the metrics. True: hold one and measure.
+    measure: bool = False
     controller: ControllerOptions = field(default_factory=ControllerOptions)
+
+    def __post_init__(self) -> None:
+        regularises = self.use_bias_correction or self.used_as == "reward" or self.estimator != "k1"
+        expected = "k2 or k3 with kl.use_bias_correction=false: the mean gradient of k1 alone is zero"
+        check(regularises, "kl.estimator", self.estimator, expected)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether distance from the reference costs anything."""
+        return self.controller.coefficient > 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference is held and asked."""
+        return self.is_on or self.measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,6 +425,12 @@ class RLOptions(StageOptions):
         stale = self.rollout.max_staleness
         needs = "0, or correction.mode=truncate and rl.old=trainer, which make up for an older policy"
         check(corrects or not stale, "rollout.max_staleness", stale, needs)
+        # How many batches of prompts a round needs is known only when the round before it has been trained on.
+        is_known = not stale or self.rl.max_num_gen_batches == 1
+        check(is_known, "rollout.max_staleness", stale, "0 beside rl.max_num_gen_batches above 1")
+        ranks = self.placement.reference
+        needs = "none: with kl.controller.coefficient=0 there is no reference, unless kl.measure=true"
+        check(ranks is None or self.kl.needs_reference, "placement.reference", ranks, needs)
         if (most := self.rl.max_tokens_per_microbatch) is not None:
             size, longest = self.trainer.micro_batch_size, self.data.sequence_length
             check(size is None, "trainer.micro_batch_size", size, "none beside rl.max_tokens_per_microbatch")

@@ -12,7 +12,14 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.dialogues import Pair
 from kitforge.data.packing import IGNORED
 from kitforge.foundation.types import MicroBatch, Sums
-from kitforge.kits.rlhf.algorithms.preference import dpo_loss, ipo_loss, orpo_loss, preference_margin, simpo_loss
+from kitforge.kits.rlhf.algorithms.preference import (
+    dpo_loss,
+    ipo_loss,
+    orpo_loss,
+    preference_margin,
+    rpo_loss,
+    simpo_loss,
+)
 from kitforge.kits.rlhf.config import PreferenceOptions
 from kitforge.kits.rlhf.pairs import halves, pair_batches, pair_count
 from kitforge.kits.rlhf.row_task import RowTask
@@ -64,7 +71,9 @@ class PreferenceTask(RowTask[PreferenceOptions, Pair]):
             log_ratio = preference_margin(chosen, rejected, *halves(frozen))
             if options.loss == "ipo":
                 return ipo_loss(log_ratio, options.beta)
-            return dpo_loss(log_ratio, options.beta, options.label_smoothing)
+            losses = dpo_loss(log_ratio, options.beta, options.label_smoothing)
+            demonstrated = rpo_loss(chosen, halves(lengths)[0])
+            return losses + options.rpo_alpha * demonstrated if options.rpo_alpha else losses
         if options.loss == "simpo":
             return simpo_loss(chosen, rejected, options.beta, options.margin)
         return -chosen + options.odds_weight * orpo_loss(chosen, rejected)

@@ -49,7 +49,7 @@ class KeptRounds(Callback):
             "prompt": self._tokenizer.decode(answer.prompt),
             "answer": self._tokenizer.decode(answer.spoken),
             "reward": trajectory.reward,
-            "nats": trajectory.nats,
+            **({} if trajectory.nats is None else {"nats": trajectory.nats}),
             **trajectory.to_plain(),
         }
 

@@ -83,14 +83,14 @@ class RewardTask(RowTask[RewardOptions, Pair]):
 
 @final
 class Normalisation(Callback):
-    """Keeps mean and deviation of the scores up to date wherever weights are looked at or saved for good."""
+    """Keeps mean and deviation of the scores up to date wherever weights are looked at or saved."""
 
     def __init__(self, task: RewardTask) -> None:
         self._task = task
 
     def on_event(self, event: Event, run: Run) -> None:
-        """Measure at evaluations and at the end."""
-        if event.kind == "evaluate" or can_save_at_end(event, run):
+        """Measure at evaluations, before a checkpoint and at the end."""
+        if event.kind in ("evaluate", "checkpoint") or can_save_at_end(event, run):
             self._task.normalise(run.model)
             run.state.parallel.rest()
 

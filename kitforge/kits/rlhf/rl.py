@@ -22,12 +22,12 @@ from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.rlhf.actor_critic import critic_of, policy_of
 from kitforge.kits.rlhf.algorithms.aggregation import aggregate, only, share_of_denominator
 from kitforge.kits.rlhf.algorithms.controllers import controller
-from kitforge.kits.rlhf.algorithms.divergence import divergence, divergence_loss
-from kitforge.kits.rlhf.algorithms.policy import policy_loss, value_loss
+from kitforge.kits.rlhf.algorithms.divergence import divergence, divergence_loss, plain_divergence_loss
+from kitforge.kits.rlhf.algorithms.policy import cispo_loss, policy_loss, value_loss
 from kitforge.kits.rlhf.collector import Collector, Roles
 from kitforge.kits.rlhf.config import CriticOptions, RLOptions
 from kitforge.kits.rlhf.frozen import check_same
-from kitforge.kits.rlhf.judgement import judged
+from kitforge.kits.rlhf.judgement import judged, select
 from kitforge.kits.rlhf.order import Order
 from kitforge.kits.rlhf.pretraining import Pretraining, is_pretraining, pretraining_count, pretraining_loss
 from kitforge.kits.rlhf.rollouts import Round, Trajectory, token_log_probs, token_values
@@ -62,6 +62,7 @@ class RLTask(Task):
         self._controller = controller(options.kl.controller)
         self._round: Round | None = None
         self._num_served = 0
+        self._next_prompt = 0  # in the endless order of prompts, where the next round begins
         self.evaluated: list[Trajectory] = []  # the answers of the last evaluation
         # A round's answers by its number, where they are already known.
         self.recorded: Callable[[int], list[Trajectory]] | None = None
@@ -118,7 +119,8 @@ class RLTask(Task):
             tokens, answers = tokens + mask.sum(), answers + micro_batch["is_present"].sum()
             weight = weight + self._share(mask)
         of_tokens = dict.fromkeys(("entropy", "clip_fraction", "approximate_kl", "value_loss", "tokens"), tokens)
-        of_answers = dict.fromkeys((*self._figures(), "samples"), answers)
+        figures = next(each["figures"] for each in step if not is_pretraining(each))
+        of_answers = dict.fromkeys((*figures, "samples"), answers)
         return {"loss": weight, **of_tokens, **of_answers, **pretraining_count(step)}
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
@@ -131,9 +133,13 @@ class RLTask(Task):
         mask = mask.to(log_probs.device)
         grids = [micro_batch[name].to(log_probs) for name in ("old", "reference", "advantages", "weights")]
         log_probs, entropies, old, reference, gains, weights = only(mask, log_probs, entropies, *grids)
-        losses, is_clipped = policy_loss(log_probs, old, gains, options.rl.clip, weights)
-        if options.kl.used_as == "loss":
-            away = divergence_loss(log_probs, reference, options.kl.estimator, drawn_from=old)
+        mode, clip = options.rl.loss_mode, options.rl.clip
+        if mode == "cispo":
+            losses, is_clipped = cispo_loss(log_probs, old, gains, clip, weights)
+        else:
+            losses, is_clipped = policy_loss(log_probs, old, gains, clip, weights, mask if mode == "gspo" else None)
+        if options.kl.is_on and options.kl.used_as == "loss":
+            away = self._distance(log_probs, reference, old)
             losses = losses + micro_batch["figures"]["coefficient"] * away
         losses = losses - options.rl.entropy_weight * entropies
         total = aggregate(losses, mask, options.rl.aggregation, 1.0)
@@ -142,7 +148,8 @@ class RLTask(Task):
             "entropy": entropies.sum(),
             "clip_fraction": is_clipped.sum(),
             "approximate_kl": divergence(old, log_probs, "k3").sum(),
-            **self._figure_sums(micro_batch),
+            # Means over the round as sums over this micro-batch's answers.
+            **{name: micro_batch["is_present"].sum() * value for name, value in micro_batch["figures"].items()},
         }
         if (critic := critic_of(model)) is not None:
             values, before, wanted = only(
@@ -164,9 +171,7 @@ class RLTask(Task):
             return {}
         everyone = self.evaluated = self._collector.evaluation(model, num_prompts)
         figures = judged(everyone, single(self._options), 0.0, self._rows.pad_id).figures
-        # Without a reference there is nothing that the policy could be away from.
-        names = ("reward", *(("kl",) if everyone[0].reference else ()), "length", "ended")
-        kept = {f"eval/{name}": figures[name] for name in names}
+        kept = {f"eval/{name}": figures[name] for name in ("reward", "kl", "length", "ended") if name in figures}
         return kept | {"eval/loss": -figures["reward"]}
 
     def state(self) -> dict[str, Any]:
@@ -177,6 +182,7 @@ class RLTask(Task):
             "num_rows": len(self._rows.train),
             **self._collector.fingerprints(),
             "controller": self._controller.state(),
+            "next_prompt": self._next_prompt,
             "pretraining": None if self._pretraining is None else self._pretraining.fingerprint,
             "round": self._round.to_plain() if is_open and self._round is not None else None,
             "ahead": self._collector.drawn(),
@@ -191,18 +197,30 @@ class RLTask(Task):
         if self._pretraining is not None:
             self._pretraining.check_same(state["pretraining"], trainer.allow_data_changes)
         self._controller.load_state(state["controller"])
+        self._next_prompt = state["next_prompt"]
         self._round = None if state["round"] is None else Round.from_plain(state["round"])
         self._collector.restore(state["ahead"])
         self._collector.moved()
 
     def _collect(self, model: nn.Module, number: int) -> Round:
         """Answers to the round's prompts, judged, the same on all ranks."""
-        everyone = self._collector.round(model, number) if self.recorded is None else self.recorded(number)
-        self.collected = (number, everyone)
-        coefficient = self._controller.coefficient
-        found = judged(everyone, self._options, coefficient, self._rows.pad_id)
-        self._controller.update(found.figures["kl"], len(everyone))
+        if self.recorded is None:
+            drawn = self._collector.round(model, number, self._next_prompt)
+        else:
+            drawn = self.recorded(number)
+        self.collected = (number, drawn)
+        coefficient, rl = self._controller.coefficient, self._options.rl
+        found = judged(drawn, self._options, coefficient, self._rows.pad_id)
+        self._next_prompt += select(drawn, self._options).num_prompts if rl.drop_equal_groups else rl.prompts_per_step
+        if "kl" in found.figures:
+            self._controller.update(found.figures["kl"], len(found.tokens))
         return replace(found, figures=found.figures | {"coefficient": coefficient})
+
+    def _distance(self, log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
+        """From the reference, as a loss for every token [B, T]."""
+        if not self._options.kl.use_bias_correction:
+            return plain_divergence_loss(log_probs, reference, self._options.kl.estimator)
+        return divergence_loss(log_probs, reference, self._options.kl.estimator, drawn_from=old)
 
     def _micro_batches(self, whole: Round, number: int, within: int) -> list[MicroBatch]:
         """One update's answers: a part of those of the round, in an order of their own for each pass."""
@@ -227,20 +245,18 @@ class RLTask(Task):
     def _share(self, mask: Tensor) -> Tensor:
         return share_of_denominator(mask, self._options.rl.aggregation, self._options.rollout.max_new_tokens)
 
-    def _figures(self) -> list[str]:
-        names = ["reward", "kl", "length", "ended", "coefficient"]
-        return [*names, "explained_variance"] if self._options.rl.has_critic else names
-
-    def _figure_sums(self, micro_batch: MicroBatch) -> Sums:
-        """Means over the round as sums over this micro-batch's answers."""
-        present = micro_batch["is_present"].sum()
-        return {name: present * micro_batch["figures"][name] for name in self._figures()}
-
 
 def single(options: RLOptions) -> RLOptions:
     """The options for answers that are looked at one by one."""
     rl = replace(
-        options.rl, samples_per_prompt=1, minibatches=1, advantage="reinforce", drop_equal_groups=False, critic_warmup=0
+        options.rl,
+        samples_per_prompt=1,
+        minibatches=1,
+        advantage="reinforce",
+        drop_equal_groups=False,
+        max_num_gen_batches=1,
+        length_adaptive_alpha=None,
+        critic_warmup=0,
     )
     return replace(options, rl=rl, critic=CriticOptions())
 

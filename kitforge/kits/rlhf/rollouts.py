@@ -50,9 +50,11 @@ class Trajectory:
         return sum(self.score) if isinstance(self.score, tuple) else self.score
 
     @property
-    def nats(self) -> float:
-        """How much likelier the policy finds the answer than the reference does."""
-        return sum(own - other for own, other in zip(self.log_probs, self.reference, strict=False))
+    def nats(self) -> float | None:
+        """How much likelier the policy finds the answer than the reference does; None where no reference was asked."""
+        if not self.reference:
+            return None
+        return sum(own - other for own, other in zip(self.log_probs, self.reference, strict=True))
 
     def to_plain(self) -> dict[str, Any]:
         """Ready for JSON, bit for bit; without the columns of the prompt's row, which rewards have seen."""

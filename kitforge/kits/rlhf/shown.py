@@ -38,6 +38,8 @@ class ShownAnswers(Callback):
     def _sample(self, trajectory: Trajectory) -> dict[str, Any]:
         answer = trajectory.answer
         end = "" if answer.has_ended else " \N{HORIZONTAL ELLIPSIS}"
-        figures = {"reward": trajectory.reward, "nats from the reference": round(trajectory.nats, 4)}
+        figures = {"reward": trajectory.reward}
+        if (nats := trajectory.nats) is not None:
+            figures["nats from the reference"] = round(nats, 4)
         text = self._tokenizer.decode(answer.spoken) + end
         return {"prompt": self._tokenizer.decode(answer.prompt), "text": text, "figures": figures}

@@ -264,7 +264,9 @@ def reinforcement(parts: Parts) -> Prepared:
     is_whole = "reward" in held or (has_critic and (pieces is None or "rollout" in held))
     judge = _judge(parts, scores, origin) if is_whole else None
     basis = _critic_basis(judge, parts.tokenizer) if has_critic else None
-    reference = _whole_reference(parts, options.reference, origin) if "reference" in held else None
+    is_named = options.reference is not None or "reference" in parts.inputs.roles
+    is_compared = "reference" in held and (options.kl.needs_reference or is_named)
+    reference = _whole_reference(parts, options.reference, origin) if is_compared else None
 
     def build(world: World) -> nn.Module:
         if pieces is not None and world.is_cut:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, final
@@ -53,7 +54,8 @@ class ProgressDisplay(Callback):
 
     def _show(self, event: Event, run: Run) -> None:
         record = event.record
-        words = f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  {_throughput(record)}"
+        loss = record.get("loss", math.nan)
+        words = f"loss {loss:.4f}  lr {record['learning_rate']:.2e}  {_throughput(record)}"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=record["step"], description=words)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or record["step"] == run.max_steps:

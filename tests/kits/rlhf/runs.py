@@ -49,6 +49,7 @@ SHAPED: dict[str, dict[str, Any]] = {
         "rl.advantage": "grpo",
         "rl.samples_per_prompt": 4,
         "rl.drop_equal_groups": True,
+        "rl.max_num_gen_batches": 3,
         "rl.overlong_soft": 3,
         "rl.clip.high": 0.28,
         "kl.used_as": "loss",

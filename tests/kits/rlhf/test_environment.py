@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -113,8 +114,20 @@ def test_each_turn_earns_its_own_reward() -> None:
         wanted = [place + len(heard) / 8 for place, heard in enumerate(game.heard, start=1)]
         assert [each for each in cast(tuple[float, ...], answer.score) if each] == wanted
         assert answer.reward == pytest.approx(sum(wanted))
+        # The last token that the policy wrote in each turn.
+        turns = [len(list(run)) for own, run in itertools.groupby(answer.answer.learnt) if own]
+        ends = [place - 1 for place in itertools.accumulate(turns)]
+        assert [place for place, each in enumerate(cast(tuple[float, ...], answer.score)) if each] == ends
     with_two = next(each for each, game in zip(answers, Calculator.played, strict=True) if len(game.heard) == 2)
     assert with_two.answer.has_ended or len(with_two.log_probs) > 6
+
+
+def test_an_episode_that_is_cut_in_its_last_turn_has_not_ended() -> None:
+    _, _, answers = first(**{"rl.prompts_per_step": 9})
+    over = [answer for answer, game in zip(answers, Calculator.played, strict=True) if len(game.heard) == 2]
+    is_cut = [answer.answer.tokens[-1] != ByteTokenizer.eos_id for answer in over]
+    assert [answer.answer.has_ended for answer in over] == [not each for each in is_cut]
+    assert any(is_cut)
 
 
 def test_a_mask_that_learns_replies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from tests.kits.rlhf import runs
 CHOICES: dict[str, Any] = {
     "trainer.max_steps": 6,
     "trainer.checkpoint_every": 2,
+    # That of step 0 is there whichever evaluation is the best.
+    "trainer.keep_checkpoints": 9,
     "rl.minibatches": 2,
     "rl.prompts_per_step": 4,
     "trainer.evaluate_first": True,

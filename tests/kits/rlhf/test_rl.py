@@ -38,7 +38,9 @@ def first(stage: str, choices: Mapping[str, Any] | None = None, **inputs: Any) -
 @pytest.mark.parametrize("stage", runs.RL)
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_before_the_first_update_ratios_are_one_and_nothing_is_away(stage: str, temperature: float) -> None:
-    task, model, batch = first(stage, {"rollout.temperature": temperature, "kl.controller.coefficient": 0.0})
+    task, model, batch = first(
+        stage, {"rollout.temperature": temperature, "kl.controller.coefficient": 0.0, "kl.measure": True}
+    )
     sums = task.loss(model, batch)
     assert float(sums["clip_fraction"]) == 0
     assert abs(float(sums["approximate_kl"])) < 1e-10

@@ -50,5 +50,5 @@ def discounted_sums(values: Tensor, rate: Tensor | float) -> Tensor:
 def length_adaptive_trace(mask: Tensor, alpha: float) -> Tensor:
     """lambda = 1 - 1 / (alpha * length) a sequence [B, 1], so that a long response is not forgotten (VAPO; Yue et al.,
     2025)."""
-    lengths = mask.sum(-1, keepdim=True).clamp(min=1)
+    lengths = mask.sum(-1, keepdim=True).clamp(min=1).double()
     return (1.0 - 1.0 / (alpha * lengths)).clamp(min=0.0)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from kitforge.foundation.config import check
+from kitforge.kits.rlhf.algorithms.divergence import bounded_exp
+from kitforge.kits.rlhf.algorithms.policy import length_normalised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,9 @@ class CorrectionOptions:
     """What is done about it."""
 
     mode: Literal["none", "truncate", "mask"] = "none"  # hold the ratio within the bounds, or leave the token out
-    level: Literal["token", "sequence"] = "token"  # a ratio for each token, or their product for all of a sequence
+    # A ratio for each token, or for all of a sequence: the product of its ratios, or their geometric mean, which is the
+    # product normalised by length and stays near 1 over hundreds of tokens.
+    level: Literal["token", "sequence", "geometric"] = "token"
     low: float = 0.0
     high: float = 2.0
 
@@ -40,7 +44,9 @@ def importance_weights(old: Tensor, behaviour: Tensor, mask: Tensor, options: Co
     difference = torch.where(mask, old - behaviour, 0.0).detach()
     if options.level == "sequence":
         difference = difference.sum(-1, keepdim=True).expand_as(mask)
-    ratio = difference.exp()
+    elif options.level == "geometric":
+        difference = length_normalised(difference, mask)
+    ratio = bounded_exp(difference)
     if options.mode == "truncate":
         return ratio.clamp(options.low, options.high)
     return torch.where((ratio >= options.low) & (ratio <= options.high), ratio, 0.0)

@@ -11,6 +11,9 @@ from typing import Literal
 from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
+# A log-ratio beyond this many nats is exponentiated as if it stood there, so that no loss overflows and no gradient is
+# infinity times zero.
+LARGEST_LOG_RATIO = 20.0
 
 
 def divergence(log_probs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
@@ -30,11 +33,22 @@ def divergence_loss(
     it is now.
     """
     drawn_from = log_probs.detach() if drawn_from is None else drawn_from.detach()
-    weight = (log_probs - drawn_from).exp()
+    weight = bounded_exp(log_probs - drawn_from)
     # The mean of k1 and k3 is the divergence whatever the policy, so that the gradient of the weighted mean is its
     # gradient. k2's mean is another number, but d * grad log policy, its own gradient, has the right mean.
     weight = weight.detach() if estimator == "k2" else weight
     return weight * _estimate(log_probs - reference.detach(), estimator)
+
+
+def plain_divergence_loss(log_probs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
+    """The estimate for every token [B, T], differentiated as it stands: with k3 that of GRPO as published (Shao et al.,
+    2024), whose mean gradient is that of KL(reference || policy). That of k1 has mean zero."""
+    return _estimate(log_probs - reference.detach(), estimator)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """The ratio, of a log-ratio clamped at +-20 nats; there its gradient is 0."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
 def _estimate(difference: Tensor, estimator: Estimator) -> Tensor:
@@ -42,4 +56,6 @@ def _estimate(difference: Tensor, estimator: Estimator) -> Tensor:
         return difference
     if estimator == "k2":
         return difference.square() / 2
+    # Only this end overflows; at the other the estimate is nearly `difference`, and exact.
+    difference = difference.clamp(min=-LARGEST_LOG_RATIO)
     return (-difference).expm1() + difference

@@ -21,6 +21,12 @@ def dpo_loss(log_ratio: Tensor, beta: float, label_smoothing: float = 0.0) -> Te
     return -(1 - label_smoothing) * logsigmoid(beta * log_ratio) - label_smoothing * logsigmoid(-beta * log_ratio)
 
 
+def rpo_loss(chosen: Tensor, lengths: Tensor) -> Tensor:
+    """The negative log-likelihood a token [P] of chosen responses of these lengths, which iterative RPO adds to DPO's
+    loss (Pang et al., 2024). `chosen` are sums over tokens."""
+    return -chosen / lengths
+
+
 def ipo_loss(log_ratio: Tensor, beta: float) -> Tensor:
     """Identity preference optimisation (Azar et al., 2023): the log-ratio [P], of means over tokens, is drawn to
     1 / (2 beta)."""

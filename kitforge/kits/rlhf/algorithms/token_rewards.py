@@ -26,7 +26,7 @@ def last_token(mask: Tensor) -> Tensor:
 
 def without_end(scores: Tensor, has_ended: Tensor, penalty: float) -> Tensor:
     """Scores [B], less by `penalty` where the text did not come to its end."""
-    return scores - torch.where(has_ended, 0.0, penalty)
+    return torch.where(has_ended, scores, scores - penalty)
 
 
 def overlong_penalty(lengths: Tensor, longest: int, soft: int) -> Tensor:

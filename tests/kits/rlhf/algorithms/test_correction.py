@@ -32,6 +32,12 @@ def test_a_sequence_has_the_product_of_its_ratios() -> None:
     assert found(mode="mask", level="sequence", low=0.5) == [0.0] * 4
 
 
+def test_a_geometric_mean_does_not_grow_with_the_length() -> None:
+    ratio = float(torch.tensor(-1 / 3, dtype=torch.float64).exp())
+    assert found(mode="truncate", level="geometric", high=2.0) == pytest.approx([ratio] * 4)
+    assert found(mode="mask", level="geometric", low=0.5) == pytest.approx([ratio] * 4)
+
+
 def test_none_corrects_nothing() -> None:
     assert importance_weights(OLD, BEHAVIOUR, MASK, CorrectionOptions()) is None
 

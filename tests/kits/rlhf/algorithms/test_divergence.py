@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitforge.kits.rlhf.algorithms.divergence import Estimator, divergence, divergence_loss
+from kitforge.kits.rlhf.algorithms.divergence import Estimator, divergence, divergence_loss, plain_divergence_loss
 from tests.kits.rlhf.algorithms.sequences import numbers
 
 ESTIMATORS = get_args(Estimator)
@@ -69,3 +69,29 @@ def test_the_value_of_the_loss_is_the_estimate(estimator: Estimator) -> None:
 def test_a_policy_that_is_its_reference_is_at_no_distance(estimator: Estimator) -> None:
     assert torch.equal(divergence(REFERENCE, REFERENCE, estimator), torch.zeros_like(REFERENCE))
     assert not divergence(LOGITS.clone().requires_grad_(), REFERENCE, estimator).requires_grad
+
+
+def test_k3_as_published_has_the_gradient_of_the_other_divergence() -> None:
+    # Shao et al. (2024), equation 4: ref / pi - log(ref / pi) - 1, differentiated as it stands.
+    logits = LOGITS.clone().requires_grad_()
+    log_probs = logits.log_softmax(-1)
+    loss = plain_divergence_loss(log_probs, REFERENCE, "k3")
+    rest = REFERENCE.exp() / log_probs.exp()
+    assert torch.allclose(loss, rest - rest.log() - 1, atol=1e-12, rtol=0)
+    backward = (REFERENCE.exp() * (REFERENCE - LOGITS.log_softmax(-1))).sum()
+    assert backward > 0
+    found = gradient((log_probs.exp().detach() * loss).sum(), logits)
+    again = LOGITS.clone().requires_grad_()
+    wanted = gradient((REFERENCE.exp() * (REFERENCE - again.log_softmax(-1))).sum(), again)
+    assert torch.allclose(found, wanted, atol=1e-12, rtol=0)
+    assert not torch.allclose(found, exact()[1], atol=1e-3)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("away", [-200.0, 200.0])
+def test_any_distance_has_a_finite_loss_and_gradient(estimator: Estimator, away: float) -> None:
+    log_probs = torch.tensor([away], requires_grad=True)
+    for old in (torch.zeros(1), torch.full((1,), 2 * away)):
+        loss = divergence_loss(log_probs, torch.zeros(1), estimator, drawn_from=old)
+        assert torch.isfinite(loss).all() and torch.isfinite(gradient(loss.sum(), log_probs)).all()
+    assert torch.isfinite(divergence(log_probs, torch.zeros(1), estimator)).all()

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.rlhf.algorithms.aggregation import aggregate, only
-from kitforge.kits.rlhf.algorithms.policy import ClipOptions, explained_variance, policy_loss, value_loss
-from tests.kits.rlhf.algorithms.sequences import MASK, numbers
+from kitforge.kits.rlhf.algorithms.policy import ClipOptions, cispo_loss, explained_variance, policy_loss, value_loss
+from tests.kits.rlhf.algorithms.sequences import LENGTHS, MASK, numbers
 
 PLAIN = ClipOptions()
 
@@ -88,7 +90,53 @@ def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_mute_one(
     assert float(explained_variance(wanted, torch.ones_like(wanted), MASK)) == 0.0
 
 
-@pytest.mark.parametrize("wrong", [{"low": 1.0}, {"low": -0.1}, {"high": -1.0}, {"dual": 1.0}])
+@pytest.mark.parametrize("wrong", [{"low": 1.1}, {"low": -0.1}, {"high": -1.0}, {"dual": 1.0}])
 def test_ranges_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="clip"):
         ClipOptions(**wrong)
+
+
+def test_gspo_is_the_surrogate_of_the_length_normalised_ratio_of_a_sequence() -> None:
+    # Zheng et al. (2025), equations 5 and 7: s = (pi(y) / old(y)) ** (1 / |y|); the mean over sequences of
+    # min(s A, clip(s) A).
+    log_probs, old = (numbers(seed, outside=0.0) / 50 for seed in (0, 1))
+    gains, clip = torch.tensor([1.0, -1.0, 0.5, -2.0], dtype=torch.float64), ClipOptions(low=0.003, high=0.004)
+    leaf = log_probs.clone().requires_grad_()
+    losses, is_clipped = policy_loss(leaf, old, gains.unsqueeze(-1).expand_as(leaf), clip, sequences=MASK)
+    found = aggregate(losses, MASK, "sequence_mean", len(LENGTHS))
+    other, terms = log_probs.clone().requires_grad_(), []
+    for row, length in enumerate(LENGTHS):
+        ratio = (other[row, :length].exp().prod() / old[row, :length].exp().prod()) ** (1 / length)
+        held = ratio.clamp(1 - clip.low, 1 + clip.high)
+        terms.append(torch.minimum(ratio * gains[row], held * gains[row]))
+        assert bool(is_clipped[row, :length].any()) == bool(is_clipped[row, :length].all())
+        assert bool(is_clipped[row, 0]) == bool(held * gains[row] < ratio * gains[row])
+    wanted = -torch.stack(terms).mean()
+    assert found.item() == pytest.approx(wanted.item(), abs=1e-12)
+    assert torch.allclose(*torch.autograd.grad(found, leaf), *torch.autograd.grad(wanted, other), atol=1e-12, rtol=0)
+    assert is_clipped[:, 0].any() and not is_clipped[:, 0].all()
+
+
+def test_cispo_weighs_the_gradient_of_every_token_by_its_clipped_ratio() -> None:
+    # MiniMax-M1 (2025), equations 4 and 5: sg(clip(r, 1 - low, 1 + high)) A log pi.
+    log_probs, old, gains = numbers(0, outside=0.0), numbers(1, outside=0.0), numbers(2, outside=0.0)
+    leaf, clip = log_probs.clone().requires_grad_(), ClipOptions(low=0.4, high=0.3)
+    losses, is_clipped = cispo_loss(leaf, old, gains, clip)
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    ratio = log_probs.exp() / old.exp()
+    held = ratio.clamp(0.6, 1.3)
+    assert torch.allclose(losses, -held * gains * log_probs, atol=1e-12, rtol=0)
+    assert torch.allclose(gradient, -held * gains, atol=1e-12, rtol=0)
+    assert torch.equal(is_clipped[MASK], (held != ratio)[MASK]) and is_clipped[MASK].any()
+    weighed, _ = cispo_loss(leaf, old, gains, clip, torch.full_like(old, 0.5))
+    assert torch.equal(weighed, losses * 0.5)
+
+
+@pytest.mark.parametrize("loss", [policy_loss, cispo_loss])
+@pytest.mark.parametrize("moved", [-200.0, 200.0])
+@pytest.mark.parametrize("gain", [-1.0, 1.0])
+def test_a_log_ratio_of_any_size_has_a_finite_loss_and_gradient(loss: Any, moved: float, gain: float) -> None:
+    log_probs = torch.tensor([moved], requires_grad=True)
+    found, _ = loss(log_probs, torch.zeros(1), torch.tensor([gain]), PLAIN)
+    (gradient,) = torch.autograd.grad(found.sum(), log_probs)
+    assert torch.isfinite(found).all() and torch.isfinite(gradient).all()

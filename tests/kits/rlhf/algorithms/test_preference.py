@@ -14,6 +14,7 @@ from kitforge.kits.rlhf.algorithms.preference import (
     kto_loss,
     orpo_loss,
     preference_margin,
+    rpo_loss,
     simpo_loss,
 )
 
@@ -91,3 +92,10 @@ def test_orpo_stays_finite_from_certainty_to_impossibility(log_prob: float) -> N
 def test_simpo_asks_for_a_margin() -> None:
     assert simpo_loss(number(-1.0), number(-1.5), beta=2.0, margin=1.0).item() == pytest.approx(math.log(2))
     assert simpo_loss(number(-1.0), number(-2.0), beta=2.0, margin=0.5).item() == pytest.approx(-math.log(sigmoid(1.5)))
+
+
+def test_rpo_adds_the_mean_loss_a_token_of_the_chosen_response() -> None:
+    # Pang et al. (2024), equation 1: - alpha log pi(y) / |y| beside DPO.
+    tokens = torch.tensor([0.5, 0.25, 0.8], dtype=torch.float64)
+    found = rpo_loss(tokens.log().sum().unsqueeze(0), torch.tensor([3]))
+    assert found.item() == pytest.approx(-math.log(0.5 * 0.25 * 0.8) / 3, abs=1e-12)

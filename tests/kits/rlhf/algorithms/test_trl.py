@@ -27,7 +27,7 @@ THEIRS = json.loads(Path(__file__).with_name("trl_losses.json").read_text())
 TOKENS, ANSWERS = rows()
 MASK = ANSWERS[:, PROMPT:]
 LENGTHS = MASK.sum(-1)
-# TRL rounds these to fp32 whatever it is given.
+# TRL rounds these to fp32 whatever it is given. Of orpo only the odds term is its own.
 ROUNDED = {"orpo": 1e-6, "sft": 1e-6}
 
 
