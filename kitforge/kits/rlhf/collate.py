@@ -10,28 +10,35 @@ from torch import Tensor
 
 from kitforge.data.dialogues import Response
 from kitforge.data.packing import IGNORED
+from kitforge.foundation.types import MicroBatch
 
 
 def padded(responses: Sequence[Response], pad_id: int) -> dict[str, Tensor]:
     """A row for each response, filled on the right, which causal attention never looks at.
 
     `tokens` [B, T]; `targets` [B, T], the next token where it is learnt, -100 elsewhere; `ends` [B], where the last
-    token of each stands. One row in which nothing counts where there are no responses.
+    token of each stands; `lengths` [B], tokens that are no filling. One row in which nothing counts where there are no
+    responses.
     """
     longest = max((len(each.tokens) for each in responses), default=1)
     tokens = torch.full((max(len(responses), 1), longest), pad_id)
     targets = torch.full_like(tokens, IGNORED)
     for row, response in enumerate(responses):
         _lay(tokens[row], targets[row], response, 0)
-    ends = [len(each.tokens) - 1 for each in responses] or [0]
-    return {"tokens": tokens, "targets": targets, "ends": torch.tensor(ends)}
+    lengths = torch.tensor([len(each.tokens) for each in responses] or [0])
+    return {"tokens": tokens, "targets": targets, "ends": (lengths - 1).clamp(min=0), "lengths": lengths}
+
+
+def input_tokens(step: Sequence[MicroBatch]) -> Tensor:
+    """How many tokens the micro-batches have, learnt or not, without filling."""
+    return torch.stack([micro_batch["lengths"].sum() for micro_batch in step]).sum()
 
 
 def packed(responses: Sequence[Response], pad_id: int, *, together: bool = True) -> dict[str, Tensor]:
     """As few rows as the longest response allows, or a row for each unless `together`.
 
     `tokens` and `targets` [B, T] as in `padded`; `positions` from 0 in each response; `documents` from 0 in each row;
-    `members` [B], how many responses a row holds.
+    `members` and `lengths` [B], how many responses a row holds and how many tokens they have.
     """
     longest = max(len(each.tokens) for each in responses)
     lengths = [len(each.tokens) for each in responses]
@@ -49,8 +56,14 @@ def packed(responses: Sequence[Response], pad_id: int, *, together: bool = True)
         # Filling behind the only response of a row is never looked at, and needs no number of its own.
         positions[row, start:] = torch.arange(longest - start)
         documents[row, start:] = len(members) if len(members) > 1 else 0
-    counts = torch.tensor(list(map(len, rows)))
-    return {"tokens": tokens, "targets": targets, "positions": positions, "documents": documents, "members": counts}
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "positions": positions,
+        "documents": documents,
+        "members": torch.tensor(list(map(len, rows))),
+        "lengths": torch.tensor([sum(lengths[member] for member in members) for members in rows]),
+    }
 
 
 def _lay(tokens: Tensor, targets: Tensor, response: Response, start: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kitforge.data.dialogues import Judged, Response
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.preference import kto_loss, other_answers
-from kitforge.kits.rlhf.collate import padded
+from kitforge.kits.rlhf.collate import input_tokens, padded
 from kitforge.kits.rlhf.config import KTOOptions
 from kitforge.kits.rlhf.order import Indices
 from kitforge.kits.rlhf.preference import response_log_probs
@@ -41,7 +41,13 @@ class KTOTask(RowTask[KTOOptions, Judged]):
             torch.stack([(each["weights"] * factor(each)).sum() for each in step]).sum()
             for factor in (_is_good, lambda _: 1.0)
         )
-        return {"loss": all_, "samples": all_, "desirable_reward": good, "undesirable_reward": all_ - good}
+        return {
+            "loss": all_,
+            "samples": all_,
+            "input_tokens": input_tokens(step),
+            "desirable_reward": good,
+            "undesirable_reward": all_ - good,
+        }
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
         """The weighted sum of the answers' losses, of the implicit rewards of both kinds, and of how many answers stand

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kitforge.data.dialogues import Pair
 from kitforge.foundation.types import MicroBatch, Sums
-from kitforge.kits.rlhf.collate import padded
+from kitforge.kits.rlhf.collate import input_tokens, padded
 from kitforge.kits.rlhf.order import Order
 
 
@@ -24,7 +24,7 @@ def pair_batches(pairs: Sequence[Pair], order: Order, pad_id: int) -> list[Micro
 def pair_count(step: Sequence[MicroBatch]) -> Sums:
     """Pairs of this rank's part of the step."""
     pairs = torch.stack([micro_batch["weights"].sum() for micro_batch in step]).sum()
-    return {"loss": pairs, "samples": pairs}
+    return {"loss": pairs, "samples": pairs, "input_tokens": input_tokens(step)}
 
 
 def halves(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from kitforge.data.collate import simplify
 from kitforge.data.dialogues import Response
 from kitforge.data.packing import IGNORED
 from kitforge.foundation.types import MicroBatch, Sums
-from kitforge.kits.rlhf.collate import packed
+from kitforge.kits.rlhf.collate import input_tokens, packed
 from kitforge.kits.rlhf.config import SFTOptions
 from kitforge.kits.rlhf.order import Indices
 from kitforge.kits.rlhf.row_task import RowTask
@@ -40,7 +40,7 @@ class SFTTask(RowTask[SFTOptions, Response]):
         """Learnt tokens of this rank's part of the step."""
         learnt = torch.as_tensor(sum((micro_batch["targets"] != IGNORED).sum() for micro_batch in step))
         samples = torch.tensor(sum(int(micro_batch["members"].sum()) for micro_batch in step))
-        return {"loss": learnt, "samples": samples, "tokens": learnt}
+        return {"loss": learnt, "samples": samples, "tokens": learnt, "input_tokens": input_tokens(step)}
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
         """The sum of cross entropies over the learnt tokens."""

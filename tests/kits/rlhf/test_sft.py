@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -11,7 +13,7 @@ from torch.nn import functional
 from kitforge.data.dialogues import Response
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.kits.rlhf.collate import packed, padded
+from kitforge.kits.rlhf.collate import input_tokens, packed, padded
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
@@ -36,6 +38,23 @@ def test_the_loss_is_that_of_every_completion_after_its_prompt_alone() -> None:
         total += functional.cross_entropy(logits, torch.tensor(answer), reduction="sum").item()
         count += len(answer)
     assert evaluated({}, eval_dataset=runs.DEMONSTRATIONS) == pytest.approx(total / count, abs=1e-12)
+
+
+def test_tokens_are_counted_that_are_read_and_not_the_filling() -> None:
+    wanted = sum(len(each.tokens) for each in RESPONSES)
+    wide = [packed(RESPONSES, 99), packed(RESPONSES, 99, together=False), padded(RESPONSES, 99)]
+    assert [int(input_tokens([each])) for each in wide] == [wanted] * 3
+    assert int(input_tokens([padded([], 99)])) == 0
+    # Two micro-batches are one batch.
+    assert int(input_tokens([padded(RESPONSES[:2], 99), padded(RESPONSES[2:], 99)])) == wanted
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo", "reward", "kto"])
+def test_every_stage_over_rows_says_how_many_tokens_it_reads(task: str, tmp_path: Path) -> None:
+    runs.finish(runs.begin(task, tmp_path, {"trainer.max_steps": 1}))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    line = next(each for each in lines if each["kind"] == "train")
+    assert line["time/input_tokens_per_second"] > line.get("time/tokens_per_second", 0) >= 0
 
 
 @pytest.mark.parametrize("family", [tiny.LLAMA, tiny.GPT2], ids=["rotary", "learned"])
