@@ -96,8 +96,9 @@ def test_a_recipe_may_bring_its_task_and_what_was_asked_for_comes_first(here: Pa
 def test_every_recipe_and_preset_is_accepted_by_its_dataclass() -> None:
     for group in groups():
         for name in presets(group):
-            # Rows of tables are read by one task alone.
-            task = "recommendation" if group == "data" else task_of({group: name})
+            # Rows of tables are read by one task alone, and critics learn in one.
+            alone = {"data": "recommendation"}.get(group, "ppo" if name.startswith("finetune_ppo") else None)
+            task = alone or task_of({group: name})
             options = kit_of(task).OPTIONS
             from_dict(options, compose(task, {group: name}, options).values)
 

@@ -25,6 +25,7 @@ from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.embedding_cache.tiers.file import FileStore
 from kitforge.embedding_cache.tiers.host import HostStore
 from kitforge.embedding_cache.tiers.write_behind import WriteBehind
+from kitforge.foundation.errors import ModelError
 from tests.embedding_cache import training
 from tests.embedding_cache.training import DIM, Case, assert_same_bits, build, outcome, train, uncached
 
@@ -211,7 +212,8 @@ def test_a_planted_fault_changes_what_comes_out(
     case = FAULTS[fault]
     expected = uncached(case.optimizer)
     fault(monkeypatch)
-    with build(case, tmp_path) as table, pytest.raises(AssertionError):
+    # Some rows are so wrong that a kernel refuses them.
+    with build(case, tmp_path) as table, pytest.raises((AssertionError, ModelError)):
         assert_same_bits(outcome(table, train(table, case)), expected)
 
 

@@ -412,7 +412,7 @@ def test_a_run_has_its_features_before_its_first_step_and_writes_them_once(tmp_p
     run: Any = SimpleNamespace(
         folder=tmp_path, world=SimpleNamespace(rank=0), state=SimpleNamespace(cursor=SimpleNamespace(step=7))
     )
-    keep = KeepFeatures(encoder, None)
+    keep = KeepFeatures(encoder, None, "site is used")
     keep.on_event(Event(kind="start"), run)
     assert load_features(tmp_path / FEATURES)[0] == schema
     (tmp_path / FEATURES).unlink()
