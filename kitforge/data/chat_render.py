@@ -28,6 +28,8 @@ _WORD = re.compile(r"[\w.\-]*")
 # Each letter and digit of ASCII and the one that stands for it, and what stands for a character without one.
 _LETTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits
 _PARTNERS = str.maketrans(_LETTERS, "".join(a + b for b, a in zip(_LETTERS[::2], _LETTERS[1::2], strict=True)))
+# Marks in angle brackets, which templates put around what they are given.
+_MARKS = re.compile(r"</?[\w|]+>")
 _ANOTHER = "\ufffc"
 # Another content for a content of the message with that number; None: of what is beside the messages.
 Change = Callable[[str, int | None], str]
@@ -154,6 +156,38 @@ class ChatRender:
             raise DataError("the chat template leaves out the message that is to be continued")
         return text[:at] if text.startswith(mark, at) else text[:at].rstrip()
 
+    def end_of_reply(self, message: int) -> int:
+        """Where the reply of that message ends in the prompt that all messages make, without what closes it. Raises
+        DataError where the template writes it, or what is before it, differently because of the messages after it, and
+        where it leaves one of these out."""
+        text, opened = self.text(opens_reply=True), self.text(num_messages=message, opens_reply=True)
+        mark, kept = f"end{secrets.token_hex(16)}", self.messages
+        reply = kept[message]
+        self.messages = [*kept[:message], _with_mark(reply, mark), *kept[message + 1 :]]
+        try:
+            before, found, behind = self.text(opens_reply=True).partition(mark)
+        finally:
+            self.messages = kept
+        stop = len(text) - len(behind)
+        is_same = bool(found) and text.endswith(behind) and text.startswith(opened)
+        written = _bare(text[len(opened) : stop])
+        if is_same and written != _bare(reply["content"]):
+            # A reply may be tidied up, but not because others follow.
+            is_same = written == _bare(self.text(num_messages=message + 1)[len(opened) :])
+        if not is_same:
+            raise DataError(
+                "the chat template rewrites earlier turns, so that a conversation cannot be gone on with as tokens",
+                got=f"another text for the first {message + 1} messages once {kept[message + 1]['role']!r} follows",
+                expected="a text that begins with that of the conversation before",
+                fix="answer with messages of the role tool, or use a chat template that keeps earlier turns",
+            )
+        for number in range(message + 1, len(kept)):
+            has_letters = any(each.isascii() and each.isalnum() for each in str(kept[number].get("content", "")))
+            again = functools.partial(self.text, opens_reply=True)
+            if has_letters and not self.contents(text, again, number)[stop:].any():
+                raise DataError(f"the chat template leaves out messages of the role {kept[number]['role']!r}")
+        return stop
+
     def contents(self, text: str, again: Callable[[Change], str], message: int | None = None) -> NDArray[np.bool_]:
         """Which characters of `text` come from contents, [characters], of one message or of all that is given; `again`
         writes the text with other contents.
@@ -276,6 +310,11 @@ def _rewritten(value: Any, change: Callable[[str], str], name: str = "") -> Any:
 
 def _swapped(change: Change, message: int | None, said: str) -> str:
     return change(said, message)
+
+
+def _bare(text: str) -> str:
+    """What a reply says, without white space and marks such as <think> or <|im_end|>."""
+    return "".join(_MARKS.sub("", text).split())
 
 
 def _before_mark(mark: str, change: Change, said: str, message: int | None) -> str:

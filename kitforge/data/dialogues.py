@@ -80,6 +80,8 @@ class Prompt:
 
     tokens: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Message, ...] | None = None  # of which the tokens are; None where it is no chat
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # what the chat template was given beside them
 
 
 @final
@@ -260,10 +262,12 @@ class DialogueReader:
     def _question(self, row: dict[str, Any], place: object) -> Prompt:
         has_pair = row.get("chosen") is not None and row.get("rejected") is not None
         opening = self._compared(row, place)[0] if has_pair else self._prompt(row, place)
-        tokens = self._prompt_tokens(opening, self._inputs(row, place))
+        inputs = self._inputs(row, place)
+        tokens = self._prompt_tokens(opening, inputs)
         if not opening or not tokens:
             raise DataError(f"{place} has an empty prompt", expected="at least one token", fix=_LEAVE_OUT)
-        return Prompt(tokens=tuple(tokens), columns=row)
+        messages = tuple(opening) if _is_chat(opening) else None
+        return Prompt(tokens=tuple(tokens), columns=row, messages=messages, inputs=inputs)
 
     def _prompt(self, row: Mapping[str, Any], place: object) -> Said:
         return self._said(row, "prompt", place)

@@ -133,6 +133,40 @@ class ChatTemplate:
             )
         return TokenizedChat(tokens=tuple(tokens), replies=tuple(_replies(spans, offsets)))
 
+    def continuation(
+        self,
+        messages: Sequence[Message],
+        reply: str,
+        following: Sequence[Message],
+        *,
+        has_end: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The tokens that the template writes after a `reply` to `messages`: the end of the reply unless it `has_end`
+        already, the `following` messages, and what opens the next reply. They are those of the whole conversation.
+
+        Raises DataError where the template writes `messages` or the reply differently once messages follow it, and
+        where it leaves out one that follows."""
+        if not self._languages:
+            end = [] if has_end else [self._tokenizer.eos_id]
+            return [*end, *_plain_chat(self._tokenizer, following, opens_reply=True).tokens]
+        inputs = {"tools": tools, "documents": None, **_checked(chat_template_kwargs)}
+        answer = {"role": "assistant", "content": reply}
+        language, render = self._render([*messages, answer, *following], inputs, is_training=True)
+        cut = render.end_of_reply(len(messages))
+        text = render.text(opens_reply=True)
+        own, foreign = language.parted(text, render.contents(text, partial(render.text, opens_reply=True)))
+        if has_end:
+            behind = [each for each in own if each.start >= cut and each.token in self._tokenizer.eos_ids]
+            cut = behind[0].stop if behind and not text[cut : behind[0].start].strip() else cut
+        if not any(each.is_special and each.start == cut for each in own):
+            # No token lies across the end of the reply, whose tokens are there already.
+            foreign = [*foreign, AddedTokenSpan(token=-1, start=cut - 1, stop=cut, is_special=False)]
+        border = ReplySpan(message=None, start=cut, stop=cut, has_end=False)
+        tokens, offsets = self._encode(text, own, foreign, [border])
+        return [token for token, (start, _) in zip(tokens, offsets, strict=True) if start >= cut]
+
     def _render(
         self, messages: Sequence[Message], inputs: Mapping[str, Any], *, is_training: bool = False
     ) -> tuple[TemplateLanguage, ChatRender]:

@@ -391,3 +391,73 @@ def test_a_template_without_special_tokens_needs_no_vocabulary_of_hugging_face()
     (reply,) = chat.replies
     assert tokenizer.decode(chat.tokens[reply.start : reply.stop]) == "Four.<|im_end|>"
     assert tokenizer.eos_id not in chat.tokens
+
+
+QWEN_TOOLS = [{"role": "tool", "content": "4 <|im_end|> and"}, {"role": "tool", "content": "5"}]
+# Template, what was asked, the reply as the template writes it, and what follows.
+EXCHANGES: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
+    "ChatML": (CHATML, "It is 2.", [user("no, 3"), assistant("ok"), user("<|im_start|> sure?")]),
+    "Llama 2": (LLAMA_2, "It is 2.", [user("no, 3")]),
+    "tools": (THINKING, "<think>\nhm\n</think>\n\n<tool_call>\n{}\n</tool_call>", QWEN_TOOLS),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_end", [True, False])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_what_follows_a_reply_has_the_tokens_of_the_whole_conversation(
+    folders: dict[str, Path], name: str, kind: str, has_end: bool
+) -> None:
+    source, reply, following = EXCHANGES[name]
+    tokenizer = HuggingFaceTokenizer(folders[kind])
+    # Whatever ends texts for this tokenizer ends replies of this template.
+    tokenizer.eos_ids = (tokenizer.special_tokens["<|im_end|>"], tokenizer.special_tokens["</s>"])
+    template, asked = templated(tokenizer, source), [user("What is 2+2?")]
+    tools = TOOLS if name == "tools" else None
+    found = template.continuation(asked, reply, following, has_end=has_end, tools=tools)
+    whole = template.tokens([*asked, assistant(reply), *following], opens_reply=True, tools=tools)
+    if (name, kind) == ("Llama 2", "spaces"):
+        # Tokens lie across the ends of the prompt and of the reply, where this template has no special token.
+        assert "".join(tokenizer.decode(found).split()).endswith("[INST]no,[/INST]")
+        return
+    assert whole[-len(found) :] == found
+    before = whole[: -len(found)]
+    # In front of it are the prompt and the reply, with its end or without.
+    prompt = template.tokens(asked, opens_reply=True, tools=tools)
+    assert before[: len(prompt)] == prompt
+    assert (before[-1] in tokenizer.eos_ids) == has_end
+    assert tokenizer.decode(before[len(prompt) :]).strip() == reply
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizers: dict[str, HuggingFaceTokenizer]) -> None:
+    asked, thoughts = [user("2+2?")], "<think>\nlong\n</think>\n\n4"
+    template = templated(tokenizers["bytes"], THINKING)
+    with pytest.raises(DataError, match="rewrites earlier turns"):
+        template.continuation(asked, thoughts, [user("really?")], has_end=True)
+    with pytest.raises(DataError, match="rewrites earlier turns"):
+        # What is sent after it rewrites an earlier reply still.
+        talk = [*asked, assistant(thoughts), QWEN_TOOLS[1]]
+        template.continuation(talk, "four", [user("really?")], has_end=True)
+    counting = templated(tokenizers["bytes"], "{{ messages | length }}" + CHATML)
+    with pytest.raises(DataError, match="rewrites earlier turns"):
+        counting.continuation(asked, "4", [user("really?")], has_end=True)
+    # What a policy writes untidily is tidied up by the template, whatever follows: that is no reason to refuse.
+    for reply in ("4", "long</think>4", "<think>a</think>b</think>c", ""):
+        assert template.continuation(asked, reply, QWEN_TOOLS, has_end=True)
+
+
+def test_messages_that_a_template_leaves_out_are_refused(tokenizers: dict[str, HuggingFaceTokenizer]) -> None:
+    zephyr = templated(tokenizers["bytes"], TEMPLATES["Zephyr"])
+    with pytest.raises(DataError, match="leaves out messages of the role 'tool'"):
+        zephyr.continuation([user("Hello")], "yes", [QWEN_TOOLS[0]], has_end=True)
+
+
+def test_without_a_template_what_follows_is_encoded_piece_by_piece() -> None:
+    byte = ByteTokenizer()
+    template = ChatTemplate(byte, None, {})
+    asked, following = [user("2+2?")], [{"role": "tool", "content": "4"}]
+    whole = template.tokens([*asked, assistant("add"), *following], opens_reply=True)
+    prompt = template.tokens(asked, opens_reply=True)
+    for has_end in (True, False):
+        own = [*byte.encode("add"), *[byte.eos_id] * has_end]
+        assert [*prompt, *own, *template.continuation(asked, "add", following, has_end=has_end)] == whole

@@ -302,7 +302,7 @@ class KeepAdapter(Callback):
             run.note("adapter", f"not written for PEFT: {error}")
 
 
-_ROLES = ("reward", "reference", "environment", "ptx")
+_ROLES = ("reward", "reference", "environment", "tools", "ptx")
 STAGES: dict[str, Stage] = {
     "sft": Stage(SFTOptions, stages.sft, fine_tuning="finetune_sft"),
     "reward": Stage(RewardOptions, stages.reward, fine_tuning="finetune_reward"),

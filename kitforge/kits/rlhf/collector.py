@@ -14,6 +14,7 @@ from kitforge.core.parallel.world import World
 from kitforge.data.dialogues import Prompt
 from kitforge.data.packing import IGNORED
 from kitforge.data.sampler import order
+from kitforge.data.tokenizer import Tokenizer
 from kitforge.inference.engine import Engine
 from kitforge.kits.rlhf.actor_critic import critic_of, policy_of
 from kitforge.kits.rlhf.ahead import Ahead
@@ -47,6 +48,7 @@ class Roles:
     playground: Playground | None = None  # where answers of several turns are played
     frozen: Frozen  # the reference: the policy as it was; none where its distance costs nothing and is not measured
     eos_ids: tuple[int, ...]
+    tokenizer: Tokenizer  # of all of them
 
 
 @final
@@ -226,7 +228,7 @@ class Collector:
         with torch.no_grad(), autocast(self._world.device, options.precision):
             # Made anew each time: what an older policy has read is of no use.
             engine = Engine(policy, options.rollout.engine, stop_ids=self._roles.eos_ids)
-            draw = answered if playground is None else playground.played
+            draw = partial(answered, tokenizer=self._roles.tokenizer) if playground is None else playground.played
             found = draw(engine, own, options.rollout, num_samples, name)
             if self._fragments.are_together("rollout", "reward"):
                 scores = list(self._scores(found, prompts))
@@ -271,6 +273,9 @@ class Collector:
         scores = iter(self._roles.scorer.scores(asked) if self._roles.scorer is not None and asked else ())
         for each in found:
             score = next(scores) if each.score is None else each.score
+            if isinstance(score, list) and each.answer.learnt:
+                # Rewards are of what the policy wrote, and not of what it was told.
+                score = [one for one, is_own in zip(score, each.answer.learnt, strict=True) if is_own]
             yield {"score": tuple(score) if isinstance(score, list) else score}
 
     def _trained_looks(self, found: Sequence[Trajectory], model: nn.Module | None) -> Iterator[dict[str, Any]]:

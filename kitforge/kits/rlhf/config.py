@@ -338,9 +338,26 @@ class RolloutOptions(InferenceOptions):
         check(self.max_turns > 0, "rollout.max_turns", self.max_turns, "a whole number of at least 1")
         check(self.max_staleness >= 0, "rollout.max_staleness", self.max_staleness, "a whole number of at least 0")
         check(self.kept_rounds >= 0, "rollout.kept_rounds", self.kept_rounds, "a whole number of at least 0")
-        for name in ("top_k", "top_p", "min_p", "looks_back", "logit_bias", "stop"):
+        # A stop string changes where an answer ends, and not what its tokens are drawn from.
+        for name in ("top_k", "top_p", "min_p", "looks_back", "logit_bias"):
             expected = "unset, or tokens are drawn from another distribution than the one that is trained"
             check(not getattr(self, name), f"rollout.{name}", getattr(self, name), expected)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentOptions:
+    """How the steps of environments and tools are run."""
+
+    max_workers: int = 16  # threads of a rank in which steps run; async steps take one each too
+    timeout: float | None = 60.0  # seconds that a step may take; null: any time
+    # The reward of a turn whose step raised or took too long, which ends the episode; raise: end the run.
+    on_error: float | Literal["raise"] = 0.0
+
+    def __post_init__(self) -> None:
+        check(self.max_workers > 0, "environment.max_workers", self.max_workers, "a whole number of at least 1")
+        check(self.timeout is None or self.timeout > 0, "environment.timeout", self.timeout, "above 0, or null")
+        is_sound = isinstance(self.on_error, str) or math.isfinite(self.on_error)
+        check(is_sound, "environment.on_error", self.on_error, "a finite number, or raise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,6 +420,7 @@ class RLOptions(StageOptions):
     kl: DivergenceOptions = field(default_factory=DivergenceOptions)
     correction: CorrectionOptions = field(default_factory=CorrectionOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
+    environment: EnvironmentOptions = field(default_factory=EnvironmentOptions)
     ptx: PretrainingOptions = field(default_factory=PretrainingOptions)
     # A run of the task reward, a *ForSequenceClassification folder, exact, gsm8k, lowercase, package.module:function,
     # or a list of them, which are added up; the role `reward` comes first.

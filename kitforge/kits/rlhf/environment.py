@@ -7,34 +7,50 @@ and none of that is learnt.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, final
+from functools import partial
+from typing import Any, Protocol, TypeAlias, final
+
+import numpy as np
 
 from kitforge.data.dialogues import Prompt
+from kitforge.data.template import Message, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation import seed as seeds
-from kitforge.foundation.errors import TrainingError
+from kitforge.foundation.errors import DataError, TrainingError
+from kitforge.foundation.log import logger
 from kitforge.inference.engine import Engine, Output
 from kitforge.inference.text import InferenceOptions
+from kitforge.kits.rlhf.config import EnvironmentOptions
 from kitforge.kits.rlhf.rollouts import Trajectory
 from kitforge.kits.rlhf.scoring import Answer
+from kitforge.kits.rlhf.step_pool import Job, StepPool
+from kitforge.kits.rlhf.stop_strings import StoppingEngine
+
+# What the policy is told: text that follows its own as it is, or messages that the chat template writes.
+Reply: TypeAlias = str | Sequence[Message]
+# What the policy is told, what its turn was worth, and whether the episode is over.
+Step: TypeAlias = tuple[Reply, float, bool]
+
+_log = logger(__name__)
 
 
 class Environment(Protocol):
-    """One episode: a tool, a game, a user that is played. A new object is made for each answer to a prompt."""
+    """One episode: a tool, a game, a user that is played. A new object is made for each answer to a prompt. Methods run
+    in threads, those of one object one after the other."""
 
     def reset(self, row: Mapping[str, Any]) -> str:
         """Begin the episode of a prompt's row; returns what follows the prompt before the policy speaks, often ""."""
         ...
 
-    def step(self, response: str) -> tuple[str, float, bool]:
+    def step(self, response: str) -> Step | Awaitable[Step]:
         """Take what the policy said; returns what it is told, what that was worth, and whether the episode is over."""
         ...
 
 
 @final
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
     """An answer that is being written."""
 
@@ -42,13 +58,18 @@ class Episode:
     sample: int
     prompt: Prompt
     environment: Environment
+    conversation: list[Message] | None = None  # up to the present reply; None where it is not one of messages
+    opening: str = ""  # with which the present reply begins, before the policy speaks
     tokens: list[int] = field(default_factory=list)  # after the prompt
     learnt: list[bool] = field(default_factory=list)  # which of them the policy wrote
     log_probs: list[float] = field(default_factory=list)  # of those
     rewards: list[float] = field(default_factory=list)  # of those
     said: list[int] = field(default_factory=list)  # in this turn
-    num_turns: int = 0
+    turn_rewards: list[float] = field(default_factory=list)
+    failure: str | None = None  # what went wrong in its last step
+    has_timed_out: bool = False
     has_ended: bool = False
+    is_stopped: bool = False  # a stop string, and no end token, ended the last turn
 
     def hear(self, tokens: Sequence[int]) -> None:
         """What the environment says."""
@@ -63,32 +84,45 @@ class Episode:
         self.rewards += [0.0] * len(output.tokens)
         self.said += output.tokens
 
-    def trajectory(self) -> Trajectory:
-        """The whole of it, each turn's reward on the turn's last token."""
+    def trajectory(self, has_rewards: bool) -> Trajectory:
+        """The whole of it, each turn's reward on the turn's last token; without rewards, unless a step failed, the
+        score is left to others."""
         answer = Answer(
             prompt=self.prompt.tokens,
             tokens=tuple(self.tokens),
             learnt=tuple(self.learnt),
             has_ended=self.has_ended,
+            is_stopped=self.is_stopped,
             columns=self.prompt.columns,
         )
         return Trajectory(
             answer=answer,
             prompt_index=self.number,
             log_probs=tuple(self.log_probs),
-            score=tuple(self.rewards),
+            score=tuple(self.rewards) if has_rewards else None if self.failure is None else self.rewards[-1],
+            turn_rewards=tuple(self.turn_rewards),
+            failure=self.failure,
+            has_timed_out=self.has_timed_out,
         )
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Playground:
-    """Where episodes are played: what makes an environment, for how many turns, and how long a whole text may be."""
+    """Where episodes are played: what makes an environment, for how many turns, and how long a whole text may be.
+
+    All episodes take a turn, then all take the next one. Steps run in threads while the engine still draws the turns of
+    others, and which of them ends first changes nothing: neither the order of the requests nor which of them share a
+    forward pass.
+    """
 
     make: Callable[[], Environment]
     tokenizer: Tokenizer
     most_turns: int
     most_tokens: int
+    options: EnvironmentOptions
+    tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas that the chat template was given with the prompts
+    has_rewards: bool = True  # the environment gives them, and not the role `reward`
 
     def played(
         self,
@@ -99,66 +133,186 @@ class Playground:
         name: str,
     ) -> list[Trajectory]:
         """`num_samples` episodes of each of the numbered prompts, in their order. Noise is keyed by `name`, prompt,
-        sample and turn; an episode goes on as soon as it has been answered, whatever the others do."""
+        sample and turn."""
+        pool = StepPool(self.options.max_workers, self.options.timeout)
         episodes = [
             Episode(number=number, sample=sample, prompt=prompt, environment=self.make())
             for number, prompt in prompts
             for sample in range(num_samples)
         ]
-        live: dict[int, Episode] = {}
+        self._begin(episodes, pool)
+        live, num_turns = episodes, 0
+        while live:
+            jobs = self._turn(engine, live, options, name, num_turns, pool)
+            pool.wait(job for job, _ in jobs.values())
+            live = [each for each in live if each in jobs and self._goes_on(each, *jobs[each])]
+            num_turns += 1
+        self._tell(episodes)
+        return [episode.trajectory(self.has_rewards) for episode in episodes]
 
-        def speak(episode: Episode) -> None:
-            key = seeds.key(name, episode.number, episode.sample, episode.num_turns)
+    def _begin(self, episodes: Sequence[Episode], pool: StepPool) -> None:
+        jobs = [pool.submit(partial(each.environment.reset, each.prompt.columns)) for each in episodes]
+        pool.wait(jobs)
+        for episode, job in zip(episodes, jobs, strict=True):
+            name = f"{type(episode.environment).__name__}.reset"
+            if job.has_timed_out or job.error is not None:
+                raise TrainingError(f"{name} failed", got=self._failure(job)) from job.error
+            if not isinstance(job.result, str):
+                raise TrainingError(f"{name} gave something that is no text", got=repr(job.result), expected='often ""')
+            episode.conversation = None if episode.prompt.messages is None else list(episode.prompt.messages)
+            episode.opening = job.result
+            episode.hear(self.tokenizer.encode(job.result))
+            if self._room(episode) < 1:
+                raise TrainingError(
+                    f"{name} leaves no room for an answer",
+                    got=f"{len(episode.prompt.tokens) + len(episode.tokens)} tokens before the first answer",
+                    expected=f"fewer than data.sequence_length={self.most_tokens}",
+                )
+
+    def _turn(
+        self,
+        engine: Engine,
+        episodes: Sequence[Episode],
+        options: InferenceOptions,
+        name: str,
+        number: int,
+        pool: StepPool,
+    ) -> dict[Episode, tuple[Job, bool]]:
+        """Let the policy speak in each episode, and begin the environment's step as soon as it has; with whether the
+        policy came to an end. Where the policy diverged, nothing was said."""
+        live: dict[int, Episode] = {}
+        for episode in episodes:
+            key = seeds.key(name, episode.number, episode.sample, number)
             chosen = replace(options, max_new_tokens=min(options.max_new_tokens, self._room(episode)))
             live[engine.submit([*episode.prompt.tokens, *episode.tokens], chosen, key=key)] = episode
-
-        for episode in episodes:
-            self._begin(episode)
-            speak(episode)
+        stopping = StoppingEngine(engine, self.tokenizer, options.stop)
+        jobs: dict[Episode, tuple[Job, bool]] = {}
         while engine.has_work:
-            for output in engine.step():
+            for output in stopping.step():
                 episode = live[output.request]
                 episode.say(output)
-                # Nothing was said where the policy has diverged.
-                has_spoken = output.finish_reason is not None and bool(episode.said)
-                if has_spoken and self._goes_on(episode, output.finish_reason == "stop"):
-                    speak(episode)
-        return [episode.trajectory() for episode in episodes]
-
-    def _begin(self, episode: Episode) -> None:
-        episode.hear(self.tokenizer.encode(episode.environment.reset(episode.prompt.columns)))
-        if self._room(episode) < 1:
-            raise TrainingError(
-                f"{type(episode.environment).__name__}.reset leaves no room for an answer",
-                got=f"{len(episode.prompt.tokens) + len(episode.tokens)} tokens before the first answer",
-                expected=f"fewer than data.sequence_length={self.most_tokens}",
-            )
+                if output.finish_reason is None or not episode.said:
+                    continue
+                is_whole = output.finish_reason == "stop"
+                episode.is_stopped = stopping.is_stopped(output)
+                has_end = is_whole and not episode.is_stopped
+                text = self.tokenizer.decode(episode.said[:-1] if has_end else episode.said)
+                jobs[episode] = pool.submit(partial(episode.environment.step, text)), is_whole
+            pool.check()
+        return jobs
 
     def _room(self, episode: Episode) -> int:
         return self.most_tokens - len(episode.prompt.tokens) - len(episode.tokens)
 
-    def _goes_on(self, episode: Episode, is_whole: bool) -> bool:
-        """Let the environment answer a turn. The episode is over where it says so, after the last turn, where the turn
-        was cut off, and where its answer leaves no room for another."""
-        said, episode.said = episode.said[:-1] if is_whole else episode.said, []
-        told, reward, is_over = self._stepped(episode.environment, self.tokenizer.decode(said))
+    def _goes_on(self, episode: Episode, job: Job, is_whole: bool) -> bool:
+        """Take the environment's answer to a turn. The episode is over where it says so or fails, after the last turn,
+        where the turn was cut off, and where its answer leaves no room for another."""
+        said, episode.said = episode.said, []
+        if job.has_timed_out or job.error is not None:
+            told, reward, is_over = self._failed(episode, job)
+        else:
+            told, reward, is_over = self._checked(episode.environment, job.result)
+            episode.has_ended = is_over and is_whole
         episode.rewards[-1] = reward
-        episode.num_turns += 1
-        episode.has_ended = is_over and is_whole
-        if is_over or not is_whole or episode.num_turns == self.most_turns:
+        episode.turn_rewards.append(reward)
+        if is_over or not is_whole or len(episode.turn_rewards) == self.most_turns:
             return False
-        tokens = self.tokenizer.encode(told)
+        tokens = self._encoded(episode, said, told)
         if len(tokens) >= self._room(episode):
             return False
         episode.hear(tokens)
         return True
 
-    def _stepped(self, environment: Environment, response: str) -> tuple[str, float, bool]:
-        told, reward, is_over = environment.step(response)
-        if not math.isfinite(reward):
+    def _failed(self, episode: Episode, job: Job) -> Step:
+        """What a step is worth that raised or took too long; it is the last one."""
+        failure = f"{type(episode.environment).__name__}.step: {self._failure(job)}"
+        if self.options.on_error == "raise":
             raise TrainingError(
-                f"{type(environment).__name__}.step gave a reward that is no number",
-                got=reward,
-                expected="a finite number",
+                f"{type(episode.environment).__name__}.step failed",
+                got=self._failure(job),
+                fix="mend it, or add environment.on_error=0 to give such an answer the reward 0 and to count it",
+            ) from job.error
+        episode.failure, episode.has_timed_out = failure, job.has_timed_out
+        return "", float(self.options.on_error), True
+
+    def _failure(self, job: Job) -> str:
+        too_long = f"more than environment.timeout={self.options.timeout} seconds"
+        return too_long if job.has_timed_out else repr(job.error)
+
+    def _checked(self, environment: Environment, found: Any) -> Step:
+        """What a step gave, if that is what it should be."""
+        name = f"{type(environment).__name__}.step"
+        if not isinstance(found, (tuple, list)) or len(found) != 3:
+            raise TrainingError(
+                f"{name} gave the wrong number of values",
+                got=repr(found),
+                expected="what the policy is told, a reward, and whether the episode is over",
             )
-        return told, float(reward), bool(is_over)
+        told, reward, is_over = found
+        is_chat = isinstance(told, (list, tuple)) and all(_is_message(each) for each in told)
+        if not isinstance(told, str) and not is_chat:
+            raise TrainingError(
+                f"{name} gave something that cannot be told",
+                got=repr(told),
+                expected='text, often "", or a list of messages with role and content',
+            )
+        try:
+            number = math.nan if isinstance(reward, (str, bytes)) else float(reward)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise TrainingError(f"{name} gave a reward that is no number", got=repr(reward), expected="a finite number")
+        if not isinstance(is_over, (bool, np.bool_)):
+            raise TrainingError(
+                f"{name} does not say whether the episode is over", got=repr(is_over), expected="True or False"
+            )
+        return told, number, bool(is_over)
+
+    def _encoded(self, episode: Episode, said: Sequence[int], told: Reply) -> list[int]:
+        """What the environment says as tokens. Messages are what the chat template writes after the policy's reply."""
+        if isinstance(told, str):
+            if episode.is_stopped:
+                # The reply has no end yet: this is a part of it.
+                episode.opening += self.tokenizer.decode(said) + told
+            else:
+                episode.conversation = None
+            return self.tokenizer.encode(told)
+        name = f"{type(episode.environment).__name__}.step"
+        if episode.conversation is None:
+            raise TrainingError(
+                f"{name} gave messages where there is no conversation",
+                got="a prompt that is text, or text that was told before",
+                expected="a prompt that is a list of messages, and messages in every turn",
+            )
+        has_end = not episode.is_stopped
+        reply = episode.opening + self.tokenizer.decode(said[:-1] if has_end else said)
+        try:
+            tokens = template_of(self.tokenizer).continuation(
+                episode.conversation, reply, told, has_end=has_end, **episode.prompt.inputs
+            )
+        except DataError as error:
+            raise TrainingError(f"{name} gave messages that cannot be told", got=str(error)) from error
+        episode.conversation += [{"role": "assistant", "content": reply}, *told]
+        episode.opening = ""
+        return tokens
+
+    def _tell(self, episodes: Sequence[Episode]) -> None:
+        """Log the failures of a round. Raises TrainingError where every one of several steps failed."""
+        failures = [each.failure for each in episodes if each.failure is not None]
+        num_steps = sum(len(each.turn_rewards) for each in episodes)
+        if not failures:
+            return
+        if len(failures) == num_steps > 1:
+            raise TrainingError(f"all {num_steps} steps of an environment failed", got=failures[0])
+        _log.warning(
+            "%d of %d steps of the environment failed and score %s; the first: %s",
+            len(failures),
+            num_steps,
+            self.options.on_error,
+            failures[0],
+        )
+
+
+def _is_message(value: Any) -> bool:
+    """Whether it is a message that a template can read; what its content may be is the template's matter."""
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and "content" in value

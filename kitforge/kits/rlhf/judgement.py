@@ -18,7 +18,7 @@ from kitforge.kits.rlhf.algorithms.policy import explained_variance
 from kitforge.kits.rlhf.algorithms.token_rewards import last_token, overlong_penalty, token_rewards, without_end
 from kitforge.kits.rlhf.algorithms.whitening import whiten
 from kitforge.kits.rlhf.config import RLOptions
-from kitforge.kits.rlhf.rollouts import Round, Trajectory, grid, laid
+from kitforge.kits.rlhf.rollouts import Round, Trajectory, episode_figures, grid, laid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,7 @@ def judged(everyone: Sequence[Trajectory], options: RLOptions, coefficient: floa
         returns=targets,
         is_kept=is_kept,
         figures=_of_answers(everyone, options)
+        | episode_figures(everyone)
         | ({"kl": float(nats.sum(-1).mean())} if trajectories[0].reference else {})
         | ({"explained_variance": float(explained_variance(values, targets, mask))} if trajectories[0].values else {}),
     )

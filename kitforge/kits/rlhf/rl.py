@@ -163,8 +163,8 @@ class RLTask(Task):
         return {"loss": total, **sums}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """eval/reward, eval/length and eval/ended over the evaluation prompts, and eval/kl in nats an answer where
-        there is a reference; eval/loss is minus the reward."""
+        """eval/reward, eval/length and eval/ended over the evaluation prompts, eval/kl in nats an answer where there is
+        a reference, and the figures of an environment; eval/loss is minus the reward."""
         limit, size = self._options.trainer.evaluate_batches, self._options.rl.prompts_per_step
         num_prompts = len(self._rows.eval) if limit is None else min(limit * size, len(self._rows.eval))
         if num_prompts == 0:
@@ -172,6 +172,7 @@ class RLTask(Task):
         everyone = self.evaluated = self._collector.evaluation(model, num_prompts)
         figures = judged(everyone, single(self._options), 0.0, self._rows.pad_id).figures
         kept = {f"eval/{name}": figures[name] for name in ("reward", "kl", "length", "ended") if name in figures}
+        kept |= {f"eval/{name}": value for name, value in figures.items() if name.startswith("environment/")}
         return kept | {"eval/loss": -figures["reward"]}
 
     def state(self) -> dict[str, Any]:

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.dialogues import Prompt, Response
 from kitforge.data.packing import IGNORED
+from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation import seed as seeds
 from kitforge.inference.engine import Engine
 from kitforge.inference.text import InferenceOptions
 from kitforge.kits.rlhf.collate import padded
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.scoring import Answer
+from kitforge.kits.rlhf.stop_strings import StoppingEngine
 
 # What was found out about each token that the policy wrote.
 _TOKEN_NUMBERS = ("log_probs", "reference", "values", "old")
@@ -42,6 +44,9 @@ class Trajectory:
     reference: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
     old: tuple[float, ...] = ()  # the trainer's own log-probabilities, where it was asked for them
+    turn_rewards: tuple[float, ...] = ()  # what an environment gave for each turn
+    failure: str | None = None  # what went wrong in the last step of an environment
+    has_timed_out: bool = False  # it took too long
 
     @property
     def reward(self) -> float:
@@ -61,11 +66,15 @@ class Trajectory:
         answer = self.answer
         return {
             "has_ended": answer.has_ended,
+            "is_stopped": answer.is_stopped,
             "prompt_index": self.prompt_index,
             "score": self.score,
             "prompt_tokens": answer.prompt,
             "tokens": answer.tokens,
             "learnt": answer.learnt,
+            "turn_rewards": self.turn_rewards,
+            "failure": self.failure,
+            "has_timed_out": self.has_timed_out,
             **{name: getattr(self, name) for name in _TOKEN_NUMBERS},
         }
 
@@ -75,9 +84,19 @@ class Trajectory:
         prompt, tokens, learnt = (tuple(plain[name]) for name in ("prompt_tokens", "tokens", "learnt"))
         score = plain["score"]
         return cls(
-            answer=Answer(prompt=prompt, tokens=tokens, learnt=learnt, has_ended=plain["has_ended"], columns={}),
+            answer=Answer(
+                prompt=prompt,
+                tokens=tokens,
+                learnt=learnt,
+                has_ended=plain["has_ended"],
+                is_stopped=plain["is_stopped"],
+                columns={},
+            ),
             prompt_index=plain["prompt_index"],
             score=tuple(score) if isinstance(score, list) else score,
+            turn_rewards=tuple(plain["turn_rewards"]),
+            failure=plain["failure"],
+            has_timed_out=plain["has_timed_out"],
             **{name: tuple(plain[name]) for name in _TOKEN_NUMBERS},
         )
 
@@ -121,7 +140,13 @@ _TENSORS = [field.name for field in dataclasses.fields(Round) if field.name != "
 
 
 def answered(
-    engine: Engine, prompts: Sequence[tuple[int, Prompt]], options: InferenceOptions, num_samples: int, name: str
+    engine: Engine,
+    prompts: Sequence[tuple[int, Prompt]],
+    options: InferenceOptions,
+    num_samples: int,
+    name: str,
+    *,
+    tokenizer: Tokenizer,
 ) -> list[Trajectory]:
     """`num_samples` answers to each of the numbered prompts. Noise is keyed by `name` and the prompt's number, so that
     an answer depends neither on ranks nor on what else is asked."""
@@ -133,18 +158,23 @@ def answered(
     tokens: dict[tuple[int, int], list[int]] = {}
     log_probs: dict[tuple[int, int], list[float]] = {}
     ended: dict[tuple[int, int], bool] = {}
+    stopping = StoppingEngine(engine, tokenizer, options.stop)
+    stopped: set[tuple[int, int]] = set()
     while engine.has_work:
-        for output in engine.step():
+        for output in stopping.step():
             place = (output.request, output.sample)
             tokens.setdefault(place, []).extend(output.tokens)
             log_probs.setdefault(place, []).extend(output.logprobs)
             ended[place] = output.finish_reason == "stop"
+            if stopping.is_stopped(output):
+                stopped.add(place)
     return [
         Trajectory(
             answer=Answer(
                 prompt=prompt.tokens,
                 tokens=tuple(tokens[request, sample]),
                 has_ended=ended[request, sample],
+                is_stopped=(request, sample) in stopped,
                 columns=prompt.columns,
             ),
             prompt_index=number,
@@ -153,6 +183,19 @@ def answered(
         for request, (number, prompt) in requests.items()
         for sample in range(num_samples)
     ]
+
+
+def episode_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns an answer, and how many steps of an environment raised or took too long; nothing without one."""
+    if not any(each.turn_rewards for each in trajectories):
+        return {}
+    num_timeouts = sum(each.has_timed_out for each in trajectories)
+    num_failures = sum(each.failure is not None for each in trajectories)
+    return {
+        "environment/turns": sum(len(each.turn_rewards) for each in trajectories) / len(trajectories),
+        "environment/errors": float(num_failures - num_timeouts),
+        "environment/timeouts": float(num_timeouts),
+    }
 
 
 def laid(trajectories: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:

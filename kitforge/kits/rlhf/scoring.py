@@ -45,13 +45,14 @@ class Answer:
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]  # with the end token, where it has one
     has_ended: bool
+    is_stopped: bool = False  # a stop string ended it, which it keeps, and no end token
     columns: Mapping[str, Any]  # of the prompt's row
     learnt: tuple[bool, ...] = ()  # which tokens the policy wrote itself; (): all
 
     @property
     def spoken(self) -> tuple[int, ...]:
         """Its tokens without the end token."""
-        return self.tokens[:-1] if self.has_ended else self.tokens
+        return self.tokens[:-1] if self.has_ended and not self.is_stopped else self.tokens
 
 
 class Scorer(ABC):
@@ -187,7 +188,7 @@ class FunctionScorer(Scorer):
             )
         if not isinstance(value, list):
             return float(value)
-        wanted = len(answer.tokens) - answer.has_ended
+        wanted = len(answer.spoken)
         if len(numbers) != wanted:
             raise TrainingError(
                 f"the reward function {self._name!r} gave the wrong number of scores for a completion",
@@ -195,7 +196,7 @@ class FunctionScorer(Scorer):
                 expected=f"{wanted}, one for each token",
             )
         # The end token was not shown, and earns nothing of its own.
-        return [float(each) for each in numbers] + [0.0] * answer.has_ended
+        return [float(each) for each in numbers] + [0.0] * (len(answer.tokens) - wanted)
 
 
 @final

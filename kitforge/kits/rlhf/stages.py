@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -58,6 +58,7 @@ from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.scoring import RewardModel, scorer_of, several_of, weighed
 from kitforge.kits.rlhf.sft import SFTTask
 from kitforge.kits.rlhf.shown import ShownAnswers
+from kitforge.kits.rlhf.tool_environment import FunctionTools, ToolEnvironment, with_tools
 from kitforge.kits.rlhf.weights import continued, copied
 from kitforge.models.adapters import is_adapter, read_head
 from kitforge.trainer.assembly import RunInputs
@@ -81,9 +82,11 @@ class Parts:
     rank: int  # of this process
     is_evaluation: bool  # the model is looked at as it is, and not to be trained
 
-    def rows(self, kind: RowKind | None, columns: str, reserved: int = 0) -> Rows[Any]:
-        """The rows of the stage, which have these columns; prompts where there is no other kind. Raises ConfigError
-        where there are none."""
+    def rows(
+        self, kind: RowKind | None, columns: str, reserved: int = 0, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Rows[Any]:
+        """The rows of the stage, which have these columns; prompts, in which the chat template names the `tools`, where
+        there is no other kind. Raises ConfigError where there are none."""
         purpose, name = ("evaluate", "eval") if self.is_evaluation else ("train", "train")
         if self.specs == (None, None):
             raise ConfigError(
@@ -92,16 +95,23 @@ class Parts:
                 expected=f"rows with the columns {columns}",
                 fix=f"add data.{name}=FILE or pass {name}_dataset=; kitforge train recipe=rlhf_tiny needs no file",
             )
-        return self.read(kind, self.specs, self.options.data, reserved)
+        return self.read(kind, self.specs, self.options.data, reserved, tools)
 
     def read(
-        self, kind: RowKind | None, specs: tuple[object, object], data: DialogueOptions, reserved: int = 0
+        self,
+        kind: RowKind | None,
+        specs: tuple[object, object],
+        data: DialogueOptions,
+        reserved: int = 0,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Rows[Any]:
         """Rows to train on and to evaluate on: from a cache of tokens, but for prompts."""
 
         def read(spec: object) -> Sequence[Any]:
             if kind is None:
-                return list(self.reader.prompts(spec))
+                prompts = self.reader.prompts(spec)
+                template = template_of(self.tokenizer)
+                return list(prompts if tools is None else (with_tools(each, template, tools) for each in prompts))
             return build_rows(self.reader, self.tokenizer, kind, spec, default_root(), num_workers=data.num_workers)
 
         seed, pad_id = self.options.seed, self.tokenizer.pad_id
@@ -253,7 +263,9 @@ def reinforcement(parts: Parts) -> Prepared:
     """Prompts, a policy that is a copy of the one given, the one given as its reference, a critic that begins as the
     reward model where there is one, and what scores answers; of these what the rank has a part in."""
     options = cast(RLOptions, parts.options)
-    rows = parts.rows(None, "prompt, and those that rewards read", options.rollout.max_new_tokens)
+    playground = _playground(parts)
+    tools = None if playground is None else playground.tools
+    rows = parts.rows(None, "prompt, and those that rewards read", options.rollout.max_new_tokens, tools)
     pretraining = _pretraining(parts)
     given, num_training = parts.inputs.model, options.parallel.world
     held = options.placement.held_by(parts.rank, num_training)
@@ -285,7 +297,8 @@ def reinforcement(parts: Parts) -> Prepared:
             scorer=scorer_of(judge, parts.tokenizer) if judge is not None and "reward" in held else None,
             frozen=parts.frozen(origin(), reference, basis) if is_built and pieces is None else Frozen(reference),
             eos_ids=parts.tokenizer.eos_ids,
-            playground=_playground(parts),
+            playground=playground,
+            tokenizer=parts.tokenizer,
         )
         made = RLTask(options, rows, roles, build, world, pretraining)
         return made, [
@@ -408,18 +421,35 @@ def _critic_basis(judge: Any, tokenizer: Tokenizer) -> ScalarModel | None:
 def _playground(parts: Parts) -> Playground | None:
     """Where answers of several turns are played; None without an environment."""
     options = cast(RLOptions, parts.options)
-    make = parts.inputs.roles.get("environment")
-    if make is None:
+    make, functions = (parts.inputs.roles.get(name) for name in ("environment", "tools"))
+    schemas = None
+    if functions is not None:
+        if make is not None:
+            raise ConfigError(
+                "tools beside an environment", fix="let the environment be a ToolEnvironment of these tools"
+            )
+        make = partial(FunctionTools, functions)
+        schemas = make().schemas
+    elif make is None:
         return None
-    check(callable(make), "the role environment", make, "a class, or a function that gives an Environment")
-    check(options.placement.reward is None, "placement.reward", options.placement.reward, "none: it gives the rewards")
-    for name in ("missing_end_penalty", "overlong_soft"):
-        check(not getattr(options.rl, name), f"rl.{name}", getattr(options.rl, name), "0, as the environment judges")
+    else:
+        check(callable(make), "the role environment", make, "a class, or a function that gives an Environment")
+        placed, penalties = options.placement.reward, ("missing_end_penalty", "overlong_soft")
+        check(placed is None, "placement.reward", placed, "none: it gives the rewards")
+        for name in penalties:
+            check(
+                not getattr(options.rl, name), f"rl.{name}", getattr(options.rl, name), "0, as the environment judges"
+            )
+        if isinstance(make, type) and issubclass(make, ToolEnvironment):
+            schemas = cast(Any, make)().schemas
     return Playground(
         make=make,
         tokenizer=parts.tokenizer,
         most_turns=options.rollout.max_turns,
         most_tokens=options.data.sequence_length,
+        options=options.environment,
+        tools=schemas,
+        has_rewards=functions is None,
     )
 
 
