@@ -33,7 +33,6 @@ from kitforge.kits.rlhf.config import (
     SFTOptions,
     StageOptions,
 )
-from kitforge.kits.rlhf.environment import Playground
 from kitforge.kits.rlhf.frozen import Frozen
 from kitforge.kits.rlhf.kto import KTOTask
 from kitforge.kits.rlhf.networks import (
@@ -58,7 +57,7 @@ from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.scoring import RewardModel, scorer_of, several_of, weighed
 from kitforge.kits.rlhf.sft import SFTTask
 from kitforge.kits.rlhf.shown import ShownAnswers
-from kitforge.kits.rlhf.tool_environment import FunctionTools, ToolEnvironment, with_tools
+from kitforge.kits.rlhf.tool_environment import playground_of, with_tools
 from kitforge.kits.rlhf.weights import continued, copied
 from kitforge.models.adapters import is_adapter, read_head
 from kitforge.trainer.assembly import RunInputs
@@ -263,7 +262,7 @@ def reinforcement(parts: Parts) -> Prepared:
     """Prompts, a policy that is a copy of the one given, the one given as its reference, a critic that begins as the
     reward model where there is one, and what scores answers; of these what the rank has a part in."""
     options = cast(RLOptions, parts.options)
-    playground = _playground(parts)
+    playground = playground_of(parts.inputs.roles, options, parts.tokenizer)
     tools = None if playground is None else playground.tools
     rows = parts.rows(None, "prompt, and those that rewards read", options.rollout.max_new_tokens, tools)
     pretraining = _pretraining(parts)
@@ -416,41 +415,6 @@ def _critic_basis(judge: Any, tokenizer: Tokenizer) -> ScalarModel | None:
     model = judge.model if isinstance(judge, (Run, RewardModel)) else judge
     reads_same = own is None or own.fingerprint == tokenizer.fingerprint
     return model if isinstance(model, ScalarModel) and reads_same else None
-
-
-def _playground(parts: Parts) -> Playground | None:
-    """Where answers of several turns are played; None without an environment."""
-    options = cast(RLOptions, parts.options)
-    make, functions = (parts.inputs.roles.get(name) for name in ("environment", "tools"))
-    schemas = None
-    if functions is not None:
-        if make is not None:
-            raise ConfigError(
-                "tools beside an environment", fix="let the environment be a ToolEnvironment of these tools"
-            )
-        make = partial(FunctionTools, functions)
-        schemas = make().schemas
-    elif make is None:
-        return None
-    else:
-        check(callable(make), "the role environment", make, "a class, or a function that gives an Environment")
-        placed, penalties = options.placement.reward, ("missing_end_penalty", "overlong_soft")
-        check(placed is None, "placement.reward", placed, "none: it gives the rewards")
-        for name in penalties:
-            check(
-                not getattr(options.rl, name), f"rl.{name}", getattr(options.rl, name), "0, as the environment judges"
-            )
-        if isinstance(make, type) and issubclass(make, ToolEnvironment):
-            schemas = cast(Any, make)().schemas
-    return Playground(
-        make=make,
-        tokenizer=parts.tokenizer,
-        most_turns=options.rollout.max_turns,
-        most_tokens=options.data.sequence_length,
-        options=options.environment,
-        tools=schemas,
-        has_rewards=functions is None,
-    )
 
 
 def _critic(basis: ScalarModel | None, origin: Origin, options: RLOptions, world: World) -> ScalarModel:

@@ -8,11 +8,16 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from functools import partial
+from typing import Any, cast, final
 
 from kitforge.data.dialogues import Prompt
 from kitforge.data.template import ChatTemplate, Message
+from kitforge.data.tokenizer import Tokenizer
+from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, nearest
+from kitforge.kits.rlhf.config import RLOptions
+from kitforge.kits.rlhf.environment import Playground
 from kitforge.kits.rlhf.function_schema import function_schema, misfit
 
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
@@ -130,6 +135,40 @@ def with_tools(prompt: Prompt, template: ChatTemplate, schemas: Sequence[Mapping
     if tokens == prompt.tokens:
         raise ConfigError("the chat template leaves the tools out", expected=expected)
     return replace(prompt, tokens=tokens, inputs=inputs)
+
+
+def playground_of(roles: Mapping[str, Any], options: RLOptions, tokenizer: Tokenizer) -> Playground | None:
+    """Where answers of several turns are played; None without the role `environment` or `tools`."""
+    make, functions = (roles.get(name) for name in ("environment", "tools"))
+    schemas = None
+    if functions is not None:
+        if make is not None:
+            raise ConfigError(
+                "tools beside an environment", fix="let the environment be a ToolEnvironment of these tools"
+            )
+        make = partial(FunctionTools, functions)
+        schemas = make().schemas
+    elif make is None:
+        return None
+    else:
+        check(callable(make), "the role environment", make, "a class, or a function that gives an Environment")
+        placed, penalties = options.placement.reward, ("missing_end_penalty", "overlong_soft")
+        check(placed is None, "placement.reward", placed, "none: it gives the rewards")
+        for name in penalties:
+            check(
+                not getattr(options.rl, name), f"rl.{name}", getattr(options.rl, name), "0, as the environment judges"
+            )
+        if isinstance(make, type) and issubclass(make, ToolEnvironment):
+            schemas = cast(Any, make)().schemas
+    return Playground(
+        make=make,
+        tokenizer=tokenizer,
+        most_turns=options.rollout.max_turns,
+        most_tokens=options.data.sequence_length,
+        options=options.environment,
+        tools=schemas,
+        has_rewards=functions is None,
+    )
 
 
 def _parsed(body: str, arguments: str) -> ToolCall:
