@@ -15,7 +15,7 @@ def generate(chosen: Composition) -> int:
     """Continue one prompt or several."""
     options = kit_of(chosen.values["task"]).read_options(chosen.values)
     if chosen.values.get("output") is not None:
-        say(f"wrote {kit_of(options.task).answer_file(options, load_model)}")
+        say(f"wrote {kit_of(options.task).predict_file(options, load_model)}")
         return 0
     if options.checkpoint is None or options.prompt is None:
         raise ConfigError("generation needs a model and a prompt", fix='add checkpoint=RUN prompt="Once upon a time"')

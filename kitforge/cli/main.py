@@ -15,6 +15,7 @@ from kitforge.cli.facts import config, doctor, list_presets, report, version
 from kitforge.cli.generate import generate
 from kitforge.cli.inspect import inspect
 from kitforge.cli.members import members, run_members
+from kitforge.cli.predict import predict
 from kitforge.cli.replay import replay
 from kitforge.cli.serve import serve
 from kitforge.cli.terminal import say, speaks, tell
@@ -57,6 +58,12 @@ VERBS = {
         words="talk in the terminal: kitforge chat checkpoint=RUN",
         run=chat,
         writes_text=True,
+        unread=(*TRAINING, "serve"),
+    ),
+    "predict": Verb(
+        words="a file of rows to a file of predictions: kitforge predict checkpoint=RUN data.eval=FILE output=FILE",
+        run=predict,
+        predicts=True,
         unread=(*TRAINING, "serve"),
     ),
     "serve": Verb(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kitforge.api import composed, composed_for_evaluation, kit_of, task_of, writer_of
+from kitforge.api import SCORERS, composed, composed_for_evaluation, kit_of, task_of, writer_of
 from kitforge.cli.terminal import tell
 from kitforge.cli.verb import INTERRUPTED, Verb
 from kitforge.composition import TEXTS, Composition, parse
@@ -47,7 +47,8 @@ def members(verb: Verb, overrides: Sequence[str], *, is_sweep: bool = False) -> 
             for (text, name, values), value in zip(axes, picked, strict=True)
         ]
         # Questions are put to whatever writes text, whichever stage trained it.
-        task = writer_of(choices) if verb.writes_text or choices.get("tasks") else task_of(choices)
+        writes_text = verb.writes_text or choices.get("tasks") or (verb.predicts and task_of(choices) not in SCORERS)
+        task = writer_of(choices) if writes_text else task_of(choices)
         choices.pop("task", None)
         unread = verb.unread + (kit_of(task).OPTIONS.UNREAD_IN_TRAINING if verb.starts_run else ())
         compose = composed_for_evaluation if verb.measures_run else composed

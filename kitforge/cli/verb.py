@@ -22,3 +22,4 @@ class Verb:
     unread: tuple[str, ...] = ()  # sections of options that it has no use for
     measures_run: bool = False  # begins with the options that the run under checkpoint= wrote down
     starts_run: bool = False  # makes a run folder, whose name is decided once for all ranks
+    predicts: bool = False  # a row for a row: scores and items, or continued texts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from kitforge.core.parallel.apply import apply, parallel_of
 from kitforge.core.parallel.lobby import Lobby
 from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import World
+from kitforge.data.tables.source import open_table
 from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
@@ -31,9 +32,10 @@ from kitforge.kits.recommender.assembling import (
     with_asked,
     with_items,
 )
+from kitforge.kits.recommender.batch_inference import check_target, write_predictions
 from kitforge.kits.recommender.config import AUTO, RecommendationOptions, sized
 from kitforge.kits.recommender.counting import CountTables, curves, distinct_rows
-from kitforge.kits.recommender.data import Dataset, cache_root, iter_of, load_dataset, schema_of
+from kitforge.kits.recommender.data import Dataset, cache_root, iter_of, load_dataset, schema_of, table_config
 from kitforge.kits.recommender.features import Encoder
 from kitforge.kits.recommender.guess import with_own_items, with_rare_values
 from kitforge.kits.recommender.inspection import inspect
@@ -163,6 +165,27 @@ def open_pipeline(model: nn.Module, tokenizer: Encoder, options: RecommendationO
     if options.tables.served is not None:
         serve_as(found, options.tables.served)
     return RecommendationPipeline(found, tokenizer, options)
+
+
+def predict_file(options: RecommendationOptions, load_model: Callable[[str, str], nn.Module]) -> Path:
+    """Score the rows of `data.eval`, or find items for them, into the file `output`."""
+    spec = options.data.eval
+    if options.checkpoint is None or spec is None or options.output is None:
+        raise ConfigError(
+            "predictions need a run, rows and a file to write",
+            got=f"checkpoint={options.checkpoint} data.eval={spec} output={options.output}",
+            fix="add checkpoint=RUN data.eval=rows.csv output=scores.csv",
+        )
+    target = Path(options.output).expanduser()
+    check_target(target, open_table(spec, table_config(options.data)))
+    folder = Path(options.checkpoint)
+    recorded = recorded_options(checkpoint_of(folder))
+    data, retrieval = data_of(options.data, recorded.data), with_asked(options.retrieval, recorded.retrieval)
+    options = dataclasses.replace(options, seed=recorded.seed, data=data, retrieval=retrieval)
+    opened = open_pipeline(load_model(str(folder), options.device), find_tokenizer(folder), options)
+    with show_progress("rows predicted", enabled=options.trainer.progress) as progress:
+        write_predictions(opened, open_table(spec, table_config(data)), target, progress)
+    return target
 
 
 def save(model: nn.Module, folder: Path, tokenizer: Encoder, dtype: str | None = None) -> None:

@@ -156,6 +156,17 @@ class RetrievalOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PredictOptions:
+    """What `kitforge predict` writes for every row of data.eval."""
+
+    top_k: int = 10  # items for a row, of families that find items
+    columns: tuple[str, ...] | None = None  # of the input that are kept beside the predictions; None: all
+
+    def __post_init__(self) -> None:
+        check(self.top_k >= 1, "predict.top_k", self.top_k, "a whole number of at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions(TrainerOptions):
     """Those of every run, but for what says which evaluation is the best."""
 
@@ -179,7 +190,9 @@ class RecommendationOptions(RunOptions):
     tables: TableOptions = field(default_factory=TableOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     retrieval: RetrievalOptions = field(default_factory=RetrievalOptions)
+    predict: PredictOptions = field(default_factory=PredictOptions)
     checkpoint: str | None = None  # weights and rows to start from, or to evaluate
+    output: str | None = None  # file that `predict` writes: .csv, .jsonl or .parquet
 
     def __post_init__(self) -> None:
         degree = self.parallel.tensor

@@ -37,7 +37,7 @@ from kitforge.models.sasrec.model import SASRec
 _log = logger(__name__)
 
 INDEX = "items.faiss"
-_ROWS_AT_ONCE = 8192
+ROWS_AT_ONCE = 8192
 Row = Mapping[str, Any]
 
 
@@ -64,12 +64,14 @@ class RecommendationPipeline:
             raise ModelError(
                 "this family scores no pairs", got=self.model.config.family, fix="ask for items: retrieve(user, k=10)"
             )
-        found: list[dict[str, float]] = []
-        for batch in self._batches(rows):
-            inputs = inputs_of(batch, self.model.plan)
-            logits = self.model(lambda inputs=inputs: self.model.logits(inputs))
-            found += [{"score": score} for score in logits.float().sigmoid().tolist()]
-        return found
+        return [{"score": score} for batch in self._batches(rows) for score in self.scores(batch).tolist()]
+
+    @torch.no_grad()
+    def scores(self, batch: FeatureBatch) -> Tensor:
+        """The chances of a click [n] of encoded rows."""
+        inputs = inputs_of(batch, self.model.plan)
+        logits: Tensor = self.model(lambda: self.model.logits(inputs))
+        return logits.float().sigmoid()
 
     @torch.no_grad()
     def retrieve(self, users: Row | Sequence[Row], k: int = 10) -> Any:
@@ -83,13 +85,23 @@ class RecommendationPipeline:
             return self.retrieve([users], k)[0]
         if not users:
             return []
+        encoder, wanted = self.user_encoder()
+        others = dict.fromkeys(name for name in encoder.schema.layout(with_label=False).names if name not in wanted)
+        rows = [{name: value for name, value in user.items() if name in wanted} | others for user in users]
+        return [found for batch in self._batches(rows, encoder) for found in self.items(batch, k)]
+
+    @torch.no_grad()
+    def items(self, users: FeatureBatch, k: int) -> list[list[dict[str, Any]]]:
+        """The same for users whose rows are encoded by `user_encoder`."""
         finding, catalogue, index = self._ready()
-        answers: list[list[dict[str, Any]]] = []
-        for batch in self._user_batches(list(users), finding.user_features):
-            vectors = finding.user_vectors(self.model, batch).float().cpu().numpy()
-            scores, places = index.search(np.ascontiguousarray(vectors), min(k, len(catalogue)))
-            answers += [_named(catalogue, row, row_scores) for row, row_scores in zip(places, scores, strict=True)]
-        return answers
+        vectors = finding.user_vectors(self.model, users).float().cpu().numpy()
+        scores, places = index.search(np.ascontiguousarray(vectors), min(k, len(catalogue)))
+        return [_named(catalogue, row, row_scores) for row, row_scores in zip(places, scores, strict=True)]
+
+    @property
+    def finds_items(self) -> bool:
+        """Whether the family finds items for users, rather than scoring rows."""
+        return self._finding is not None
 
     @torch.no_grad()
     def save_index(self, folder: str | Path) -> None:
@@ -110,6 +122,7 @@ class RecommendationPipeline:
             self._index = self._kept_or_new(self._finding, self.options.retrieval.index)
         return self._finding, self.model.catalogue, self._index
 
+    @torch.no_grad()
     def _kept_or_new(self, finding: Finding[Any], kind: str) -> Any:
         """The index of the items, kept beside the run so that the next pipeline has it at once."""
         if self.model.origin is None:
@@ -139,29 +152,26 @@ class RecommendationPipeline:
             _log.log(WARNING if more else INFO, words, options.top, options.index, found, more)
         return index
 
-    def _user_batches(self, users: list[Row], features: Sequence[str]) -> list[FeatureBatch]:
-        """Batches of users, whose rows need the columns of these features and no others."""
-        names = {name.removesuffix(MISSING_SUFFIX) for name in features}
+    def user_encoder(self) -> tuple[Encoder, set[str]]:
+        """What encodes rows of users, and the columns that it needs; all others are empty in such rows."""
+        finding, _, _ = self._ready()
+        names = {name.removesuffix(MISSING_SUFFIX) for name in finding.user_features}
         schema = self.encoder.schema
-        layout = schema.layout(with_label=False)
-        wanted = {schema.source_column(name) for name in names}
-        others = dict.fromkeys(name for name in layout.names if name not in wanted)
-        rows = [{name: value for name, value in user.items() if name in wanted} | others for user in users]
         # What is not the user's is missing in all rows, and that is no mistake.
         optional = {
             name: item if name in names else dataclasses.replace(item, missing="own")
             for name, item in schema.categorical.items()
         }
         asked = dataclasses.replace(schema, categorical=optional, group=None)
-        return self._batches(rows, Encoder(asked, self.encoder.statistics))
+        return Encoder(asked, self.encoder.statistics), {schema.source_column(name) for name in names}
 
     def _batches(self, rows: Any, encoder: Encoder | None = None) -> list[FeatureBatch]:
         encoder = encoder or self.encoder
         source = open_table(rows, table_config(self.options.data))
         layout = encoder.schema.layout(with_label=False)
         table = load_table(source, layout, default_root(), BadRows(policy=self.options.data.on_bad_row))
-        starts = range(0, table.num_rows, _ROWS_AT_ONCE)
-        parts = (np.arange(start, min(start + _ROWS_AT_ONCE, table.num_rows)) for start in starts)
+        starts = range(0, table.num_rows, ROWS_AT_ONCE)
+        parts = (np.arange(start, min(start + ROWS_AT_ONCE, table.num_rows)) for start in starts)
         return [encoder.encode(NamedColumns(table.rows(part), layout)) for part in parts]
 
 

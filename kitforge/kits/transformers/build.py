@@ -204,7 +204,7 @@ def evaluate_questions(options: TextGenerationOptions, load_model: LoadModel) ->
     return found.metrics
 
 
-def answer_file(options: TextGenerationOptions, load_model: LoadModel) -> Path:
+def predict_file(options: TextGenerationOptions, load_model: LoadModel) -> Path:
     """Answer the prompts of `data.eval` into `output` by the model under `options.checkpoint`."""
     if options.checkpoint is None or options.output is None or not isinstance(options.data.eval, str):
         raise ConfigError(

@@ -1,0 +1,170 @@
+"""A file of rows to a file of predictions: a score a row, or the items found for it, in the order of the input.
+
+Rows pass in blocks, so memory does not grow with the file, and the output appears when it is complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, Protocol, final
+
+import numpy as np
+
+from kitforge.data.tables.canonical import pyarrow, to_columns
+from kitforge.data.tables.chunk import BadRows
+from kitforge.data.tables.columns import Columns, KeyColumn, Layout, NamedColumns
+from kitforge.data.tables.reading import blocks
+from kitforge.data.tables.source import TableSource
+from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.files import atomic_file
+from kitforge.foundation.progress import Advance
+from kitforge.kits.recommender.pipeline import ROWS_AT_ONCE, RecommendationPipeline
+
+SUFFIXES = (".csv", ".jsonl", ".parquet")
+
+
+class _Writer(Protocol):
+    def write_table(self, table: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def check_target(target: Path, source: TableSource) -> None:
+    """Raise ConfigError for a file of another format, and for one that is read."""
+    if target.suffix.lower() not in SUFFIXES:
+        raise ConfigError("invalid value for option 'output'", got=target, expected=f"a file {', '.join(SUFFIXES)}")
+    if target.exists() and any(path.exists() and path.samefile(target) for path, _, _ in source.stamps):
+        raise ConfigError("the predictions would overwrite their input", got=f"output={target}", fix="name another")
+
+
+def write_predictions(pipeline: RecommendationPipeline, source: TableSource, target: Path, progress: Advance) -> None:
+    """Write `target`, whole or not at all. Raises DataError by the policy on bad rows; those that are skipped have no
+    row in the output."""
+    options = pipeline.options.predict
+    kept = source.names if options.columns is None else options.columns
+    added = ("items", "scores") if pipeline.finds_items else ("score",)
+    if taken := [name for name in added if name in kept]:
+        fix = "name the columns to keep: predict.columns=[...], or rename these"
+        raise DataError("the input has columns that predictions would overwrite", got=", ".join(taken), fix=fix)
+    writer: _Writer | None = None
+    done, bad = 0, BadRows(policy=pipeline.options.data.on_bad_row)
+    with atomic_file(target) as file:
+        for rows, predictions in _predicted(pipeline, source, tuple(kept), bad):
+            for name, values in zip(added, predictions, strict=True):
+                rows = rows.append_column(name, values)
+            writer = writer or _opened(target.suffix.lower(), file, rows.schema)
+            writer.write_table(rows)
+            done += rows.num_rows
+            progress(done)
+        source.check_unchanged()
+        if writer is None:
+            raise DataError(f"there are no rows in {source.name}", got="no rows", expected="at least one")
+        writer.close()
+    bad.tell(source.name, done)
+
+
+def _predicted(
+    pipeline: RecommendationPipeline, source: TableSource, kept: tuple[str, ...], bad: BadRows
+) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The kept columns of each block of rows, and what is predicted for them."""
+    arrow = pyarrow()
+    encoder, wanted = pipeline.user_encoder() if pipeline.finds_items else (pipeline.encoder, None)
+    layout = encoder.schema.layout(with_label=False)
+    columns = layout.names if wanted is None else [name for name in layout.names if name in wanted]
+    waiting: list[Any] = []
+    for block in blocks(_good_rows(source, (layout, columns), kept, bad, waiting.append), ROWS_AT_ONCE):
+        table = arrow.concat_tables(waiting)
+        rows, waiting[:] = table.slice(0, len(block)), [table.slice(len(block))]
+        batch = encoder.encode(NamedColumns(block, layout))
+        if not pipeline.finds_items:
+            yield rows, (arrow.array(pipeline.scores(batch).cpu().numpy()),)
+            continue
+        found = pipeline.items(batch, pipeline.options.predict.top_k)
+        items = arrow.array([[item["item"] for item in row] for row in found])
+        scores = [[item["score"] for item in row] for row in found]
+        yield rows, (items, arrow.array(scores, arrow.list_(arrow.float32())))
+
+
+def _good_rows(
+    source: TableSource,
+    read: tuple[Layout, list[str]],
+    kept: tuple[str, ...],
+    bad: BadRows,
+    keep: Callable[[Any], None],
+) -> Iterator[Columns]:
+    """The good rows of each chunk; `keep` is handed the kept columns of the same rows first. Columns of the layout that
+    are not read are empty."""
+    arrow, (layout, columns) = pyarrow(), read
+    # Longer than every name of the source, so it is none of them.
+    number = f"number of {' '.join(source.names)}"
+    numbered = dataclasses.replace(layout, keys=(*layout.keys, KeyColumn(name=number, kind="integer")))
+    for job in source.jobs(tuple(dict.fromkeys((*columns, *kept)))):
+        chunk = job()
+        table = chunk.table.append_column(number, arrow.array(np.arange(chunk.table.num_rows)))
+        for name in layout.names:
+            if name not in columns:
+                table = table.drop_columns([name]) if name in table.column_names else table
+                table = table.append_column(name, arrow.nulls(table.num_rows))
+        found, problems = to_columns(dataclasses.replace(chunk, table=table), numbered)
+        bad.meet(problems)
+        keep(chunk.table.select(list(kept)).take(found.keys[:, -1]))
+        yield dataclasses.replace(found, keys=found.keys[:, :-1], absent=found.absent[:, :-1])
+
+
+def _opened(suffix: str, file: IO[bytes], schema: Any) -> _Writer:
+    if suffix == ".parquet":
+        writer: _Writer = pyarrow("pyarrow.parquet").ParquetWriter(file, schema)
+        return writer
+    return _CSVWriter(file, schema) if suffix == ".csv" else _JSONLinesWriter(file)
+
+
+@final
+class _JSONLinesWriter:
+    """An object a row."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def write_table(self, table: Any) -> None:
+        """Raises DataError for a value that JSON has no form for."""
+        for row in table.to_pylist():
+            self._file.write(_json(row).encode() + b"\n")
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+
+@final
+class _CSVWriter:
+    """Cells of text and numbers; a list is a cell of JSON."""
+
+    def __init__(self, file: IO[bytes], schema: Any) -> None:
+        types = pyarrow().types
+        self._lists = [field.name for field in schema if types.is_nested(field.type)]
+        self._file = file
+        self._has_header = False
+
+    def write_table(self, table: Any) -> None:
+        """Raises DataError for a list of values that JSON has no form for."""
+        arrow, reader = pyarrow(), pyarrow("pyarrow.csv")
+        for name in self._lists:
+            texts = [None if value is None else _json(value) for value in table.column(name).to_pylist()]
+            place = table.column_names.index(name)
+            table = table.set_column(place, name, arrow.array(texts, arrow.string()))
+        options = reader.WriteOptions(include_header=not self._has_header)
+        reader.write_csv(table, self._file, options)
+        self._has_header = True
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        fix = "write .parquet, or leave the column out with predict.columns=[...]"
+        raise DataError("the input has a value that JSON has no form for", got=error, fix=fix) from None
