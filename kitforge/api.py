@@ -119,7 +119,7 @@ def writer_of(choices: Mapping[str, Any]) -> str:
             f"a run of {task} gives scores and writes no text",
             got=f"checkpoint={choices.get('checkpoint')}",
             expected="a run of text_generation or of a stage that trains a policy",
-            fix=f'score rows with pipeline("{task}", model=RUN)',
+            fix="score a file: kitforge predict checkpoint=RUN data.eval=FILE output=FILE",
         )
     return DEFAULT_TASK
 

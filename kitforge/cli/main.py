@@ -61,7 +61,7 @@ VERBS = {
         unread=(*TRAINING, "serve"),
     ),
     "predict": Verb(
-        words="a file of rows to a file of predictions: kitforge predict checkpoint=RUN data.eval=FILE output=FILE",
+        words="score a file: kitforge predict checkpoint=RUN data.eval=IN output=OUT",
         run=predict,
         predicts=True,
         unread=(*TRAINING, "serve"),

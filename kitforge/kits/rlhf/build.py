@@ -21,11 +21,13 @@ from kitforge.data.tokenizer import TOKENIZER_FOLDER, ByteTokenizer, Tokenizer, 
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.progress import show_progress
 from kitforge.foundation.untrusted import load_yaml, names_function
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.kits.rlhf import stages
 from kitforge.kits.rlhf.actor_critic import policy_of
 from kitforge.kits.rlhf.agreement import NoDropout, check_readers
+from kitforge.kits.rlhf.batch_inference import write_scores
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
 from kitforge.kits.rlhf.inspection import loss_mask_lines
 from kitforge.kits.rlhf.networks import load_policy, load_scalar, open_policy, open_scalar, sharding_of
@@ -170,6 +172,22 @@ class Stage:
         if isinstance(model, ScalarModel):
             return RewardPipeline(model, tokenizer)
         return TextGenerationPipeline(model, tokenizer, options.inference)
+
+    def predict_file(self, options: StageOptions, load_model: Callable[[str, str], nn.Module]) -> Path:
+        """Score the rows of `data.eval` by a reward model into the file `output`."""
+        assert isinstance(options, RewardOptions)  # of all stages, predict asks this one; policies continue texts
+        if options.checkpoint is None or options.data.eval is None or options.output is None:
+            raise ConfigError(
+                "predictions need a run, rows and a file to write",
+                got=f"checkpoint={options.checkpoint} data.eval={options.data.eval} output={options.output}",
+                fix="add checkpoint=RUN data.eval=rows.jsonl output=scores.jsonl",
+            )
+        target = Path(options.output).expanduser()
+        model = load_model(options.checkpoint, options.device)
+        opened = self.open_pipeline(model, find_tokenizer(Path(options.checkpoint)), options)
+        with show_progress("rows scored", enabled=options.trainer.progress) as progress:
+            write_scores(opened, options.data, target, progress)
+        return target
 
     def load(self, folder: Path, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
         """The network of a run of this stage, or of one of its steps."""

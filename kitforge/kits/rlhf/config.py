@@ -130,6 +130,7 @@ class RewardOptions(StageOptions):
 
     task: str = "reward"
     reward: PairwiseOptions = field(default_factory=PairwiseOptions)
+    output: str | None = None  # file .jsonl that `predict` writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

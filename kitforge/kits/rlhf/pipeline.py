@@ -33,10 +33,11 @@ class RewardPipeline:
             return result
         rows = [{"text": text} if isinstance(text, str) else text for text in texts]
         responses = list(self._reader.demonstrations(rows)) if rows else []
-        return [[{"score": score}] for score in self._scores(responses)]
+        return [[{"score": score}] for score in self.scores(responses)]
 
     @torch.no_grad()
-    def _scores(self, responses: Sequence[Response]) -> Iterator[float]:
+    def scores(self, responses: Sequence[Response]) -> Iterator[float]:
+        """The scores of responses that are tokens already, in order."""
         device = self.model.score.weight.device
         for start in range(0, len(responses), BATCH_SIZE):
             batch = padded(responses[start : start + BATCH_SIZE], self.tokenizer.pad_id)
