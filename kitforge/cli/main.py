@@ -61,7 +61,7 @@ VERBS = {
         unread=(*TRAINING, "serve"),
     ),
     "predict": Verb(
-        words="score a file: kitforge predict checkpoint=RUN data.eval=IN output=OUT",
+        words="score rows: kitforge predict checkpoint=RUN data.eval=IN output=OUT",
         run=predict,
         predicts=True,
         unread=(*TRAINING, "serve"),
