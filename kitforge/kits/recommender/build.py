@@ -176,15 +176,15 @@ def predict_file(options: RecommendationOptions, load_model: Callable[[str, str]
             got=f"checkpoint={options.checkpoint} data.eval={spec} output={options.output}",
             fix="add checkpoint=RUN data.eval=rows.csv output=scores.csv",
         )
-    target = Path(options.output).expanduser()
-    check_target(target, open_table(spec, table_config(options.data)))
-    folder = Path(options.checkpoint)
+    target, folder = Path(options.output).expanduser(), Path(options.checkpoint)
     recorded = recorded_options(checkpoint_of(folder))
     data, retrieval = data_of(options.data, recorded.data), with_asked(options.retrieval, recorded.retrieval)
     options = dataclasses.replace(options, seed=recorded.seed, data=data, retrieval=retrieval)
+    source = open_table(spec, table_config(data))
+    check_target(target, source)
     opened = open_pipeline(load_model(str(folder), options.device), find_tokenizer(folder), options)
     with show_progress("rows predicted", enabled=options.trainer.progress) as progress:
-        write_predictions(opened, open_table(spec, table_config(data)), target, progress)
+        write_predictions(opened, source, target, progress)
     return target
 
 

@@ -15,7 +15,8 @@ from kitforge.cli import main as cli
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.recommender import batch_inference
 from kitforge.kits.recommender import pipeline as pipelines
-from tests.kits.recommender.runs import run
+from kitforge.trainer.run import train
+from tests.kits.recommender.runs import ready, run
 from tests.kits.recommender.test_pipeline import cell, rows
 
 
@@ -110,3 +111,14 @@ def test_what_cannot_be_written_is_refused_first(runs: dict[str, Path], tmp_path
     write(source, [row | {"score": 1} for row in rows(3)])
     with pytest.raises(DataError, match="would overwrite"):
         predict(runs["wide_deep"], source, tmp_path / "scores.csv")
+
+
+def test_a_file_is_read_as_that_of_the_run_was(tmp_path: Path) -> None:
+    lines = [f"{place % 2},{place % 7},{place % 5}" for place in range(300)]
+    (tmp_path / "plain.csv").write_text("\n".join(lines) + "\n")
+    schema = {"label": {"name": "click"}, "categorical": {name: {"kind": "integer"} for name in ("user", "item")}}
+    choices = {"data.columns": ["click", "user", "item"], "data.schema": schema}
+    assembly, _ = ready(tmp_path / "run", "wide_deep", choices, str(tmp_path / "plain.csv"))
+    train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+    found = predict(tmp_path / "run", tmp_path / "plain.csv", tmp_path / "scores.csv")
+    assert [row["item"] for row in found] == [str(place % 5) for place in range(300)]
