@@ -67,19 +67,21 @@ def draw(per_room: int) -> None:
     for room in ROOMS:
         chance = random.Random(f"{SEED} {room}")
         sites = [
-            (path, place.function, number, operator, shape(place.node))
+            (path, place, number, operator)
             for path in sorted(PACKAGE.rglob("*.py"))
             if room_of(path.relative_to(PACKAGE).as_posix()) == room
             for place in functions(path)
             for number, operator in candidates(place.node)
         ]
         chance.shuffle(sites)
-        for path, function, number, operator, digest in sites:
+        for path, place, number, operator in sites:
             if sum(room_of(fault.file) == room for fault in kept) >= per_room:
                 break
-            file = path.relative_to(PACKAGE).as_posix()
+            file, function = path.relative_to(PACKAGE).as_posix(), place.function
             name = f"{file.removesuffix('.py').replace('/', '.')}:{function}:{number}:{operator.replace(' ', '-')}"
-            fault = Fault(id=name, file=file, function=function, shape=digest, node=number, operator=operator)
+            fault = Fault(
+                id=name, file=file, function=function, shape=shape(place.node), node=number, operator=operator
+            )
             if (file, function, number, operator) not in drawn and planted(fault) is not None:
                 kept.append(fault)
     rows = [
