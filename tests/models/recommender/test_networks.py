@@ -228,3 +228,10 @@ def test_mindspore_s_benchmark_has_the_sizes_that_are_told_of_it() -> None:
 def test_an_unknown_family_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"got: +deep_fm\n.*did you mean 'deepfm'"):
         recommender_of({"family": "deep_fm"})
+
+
+@pytest.mark.parametrize("family", ["dcn_v2", "dlrm"])
+@pytest.mark.parametrize("rank", [0, -1])
+def test_matrices_of_no_rank_are_refused(family: str, rank: int) -> None:
+    with pytest.raises(ConfigError, match="model.rank"):
+        recommender_of({"family": family, "rank": rank})
