@@ -58,6 +58,11 @@ class RecommenderConfig(Protocol):
         """The family's name in the catalog."""
         ...
 
+    @property
+    def logit(self) -> str | None:
+        """The module of the network whose last bias is that of the logit; None: the family finds items."""
+        ...
+
     def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
         """What the network wants looked up of samples of that shape; raises ConfigError for a feature it lacks."""
         ...

@@ -21,7 +21,7 @@ from kitforge.kits.recommender.data import Dataset
 from kitforge.kits.recommender.features import Encoder
 from kitforge.kits.recommender.inspection import inspect
 from kitforge.kits.recommender.matching import Matching
-from kitforge.kits.recommender.model import Recommender, initialise, make_tables, plan_of, sample_shape
+from kitforge.kits.recommender.model import Recommender, begin_at_rate, initialise, make_tables, plan_of, sample_shape
 from kitforge.kits.recommender.next_item import HELD_OUT, NextItem
 from kitforge.kits.recommender.objective import Finding, Objective
 from kitforge.kits.recommender.placing import EMPTY, spread_tables
@@ -47,6 +47,8 @@ def new_recommender(
     tables = make_tables(plan, options.tables, options.cache, options.seed, world, spreads)
     model = Recommender(config, encoder, tables, options.compile_level)
     initialise(model.network, options.seed)
+    if config.logit is not None:
+        begin_at_rate(model.network, config.logit, encoder.statistics)
     return model.to(world.device)
 
 

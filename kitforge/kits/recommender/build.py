@@ -74,7 +74,8 @@ def assemble(options: RecommendationOptions, inputs: Inputs, lobby: Lobby) -> As
     config = _network_config(options, given, start)
     with lobby.turns():
         dataset = _dataset(options, inputs, config)
-    options = sized(options, dataset.train.num_rows if isinstance(dataset.train, Samples) else None)
+    num_rows = dataset.train.num_rows if isinstance(dataset.train, Samples) else None
+    options = sized(options, num_rows, config.family)
     objective = objective_of(config, options, dataset)
     world = lobby.join().with_precision(options.precision)
     recorded = _recorded(options, config)

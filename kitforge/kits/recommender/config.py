@@ -23,6 +23,11 @@ SMALLEST_BATCH, LARGEST_BATCH = 64, 4096
 # Steps of a pass over a small table: with fewer, what is learned first decides too much.
 WANTED_STEPS = 256
 WIDE_RATE = 0.1
+# Passes over as many training rows as that, or fewer, where nobody says how long; of more rows, one. Few rows are
+# learned in several passes at a low rate; many are learned in one, and a second makes vectors of rare ids fit noise.
+PASSES = ((200_000, 4.0), (1_000_000, 2.0))
+# Passes over sequences, of which each pass sees all items with other negatives.
+SEQUENCE_PASSES = 10.0
 AUTO = "auto"
 
 
@@ -69,7 +74,7 @@ class DeepRows(SparseOptimizerConfig):
     """How rows of vectors move."""
 
     name: SparseOptimizerName = "lazy_adam"
-    learning_rate: float | None = 3e-3
+    learning_rate: float | None = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +82,7 @@ class WideRows(SparseOptimizerConfig):
     """How weights of the wide part move: FTRL leaves those that say little at zero (McMahan et al., 2013)."""
 
     name: SparseOptimizerName = "ftrl"
-    # None: by the number of rows, since many say more of each weight: 0.05 for ten thousand, 0.25 for a million.
+    # None: by the number of rows, since many say more of each weight: 0.035 for ten thousand, 0.3 for a million.
     learning_rate: float | None = None
     # 0: by the size of a batch, since what is seen once has one sample's share of a gradient.
     initial_sum: float = 0.0
@@ -175,7 +180,7 @@ class LoopOptions(TrainerOptions):
 
 
 def _optimizer() -> OptimizerConfig:
-    return OptimizerConfig(learning_rate=3e-3, weight_decay=0.0, betas=(0.9, 0.999))
+    return OptimizerConfig(learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.999))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,21 +204,31 @@ class RecommendationOptions(RunOptions):
         expected = "1: a recommender's network is small, and its rows lie on all ranks in any case"
         check(degree == 1, "parallel.tensor", degree, expected, f"parallel.data={degree}")
 
+    @property
+    def summary(self) -> str | None:
+        """Length, batch size and rates of the run, most of which follow from the number of training rows."""
+        epochs, wide = self.trainer.epochs, self.tables.wide.learning_rate
+        length = (
+            "" if epochs is None else f"{epochs:g} {'pass' if epochs == 1 else 'passes'} over the training rows in "
+        )
+        rates = f"learning rates: {self.optimizer.learning_rate:.3g}"
+        rates += "" if self.tables.deep.learning_rate is None else f", vectors {self.tables.deep.learning_rate:.3g}"
+        rates += "" if wide is None else f", wide weights {wide:.3g}"
+        return f"{length}batches of {self.data.step_size}; {rates}"
 
-def sized(options: RecommendationOptions, num_rows: int | None) -> RecommendationOptions:
-    """With what was left to the number of training rows: the size of a batch, a second pass over a table so small that
-    the smallest batches make few steps of it, and how the wide weights move. None: nobody knows how many will come."""
+
+def sized(options: RecommendationOptions, num_rows: int | None, family: str) -> RecommendationOptions:
+    """With what was left to the number of training rows: the size of a batch, the passes over them, and how the wide
+    weights move. None: nobody knows how many will come."""
     size, trainer, wide = options.data.step_size, options.trainer, options.tables.wide
     if options.data.batch_size is None and num_rows is not None:
         size = min(max(2 ** (num_rows // WANTED_STEPS).bit_length() // 2, SMALLEST_BATCH), LARGEST_BATCH)
-    if (
-        num_rows is not None
-        and num_rows < WANTED_STEPS * SMALLEST_BATCH
-        and trainer.max_steps == trainer.epochs is None
-    ):
-        trainer = replace(trainer, epochs=2.0)
+    if num_rows is not None and trainer.max_steps == trainer.epochs is None:
+        passes = next((passes for most, passes in PASSES if num_rows <= most), 1.0)
+        trainer = replace(trainer, epochs=SEQUENCE_PASSES if family == "sasrec" else passes)
     if wide.learning_rate is None:
-        wide = replace(wide, learning_rate=WIDE_RATE if num_rows is None else min(0.0025 * num_rows ** (1 / 3), 0.3))
+        rate = WIDE_RATE if num_rows is None else min(0.00035 * num_rows**0.5, 0.3)
+        wide = replace(wide, learning_rate=rate)
     if wide.initial_sum == 0 and wide.learning_rate is not None:
         # In gradients of one sample: a weight that was seen once moves by a fourth of its gradient, as that of a
         # logistic regression would with a prior of that variance. To one that is seen often it is as if it were 0.

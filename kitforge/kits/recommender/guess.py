@@ -28,7 +28,7 @@ _ID_NAME = re.compile(r"(^|_)(id|ids|user|item)$", re.IGNORECASE)
 _NUMBERED_NAME = re.compile(r"^C\d+$", re.IGNORECASE)  # a category of a log without names
 _TIME_NAME = re.compile(r"history|sequence|items|clicked", re.IGNORECASE)
 _VOCABULARY = 1000
-_MIN_COUNT = 3
+_MIN_COUNT = 2
 _LARGEST = 2**20
 # Numbers enter as they are and as ranges, which say at once what a tower learns late: rises that turn, lone values.
 _RANGES = 32

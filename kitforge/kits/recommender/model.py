@@ -23,6 +23,7 @@ from kitforge.kits.recommender.catalogue import Catalogue
 from kitforge.kits.recommender.config import CacheOptions, TableOptions
 from kitforge.kits.recommender.features import Encoder
 from kitforge.kits.recommender.lookups import LookupPlan, Request
+from kitforge.kits.recommender.statistics import Statistics
 
 # Of the number that says where another one is missing.
 MISSING_SUFFIX = " is missing"
@@ -143,10 +144,24 @@ def make_tables(
 @torch.no_grad()
 def initialise(network: nn.Module, seed: int) -> None:
     """Fill all parameters with a pure function of (seed, name): matrices with Glorot's normal numbers (2010), biases
-    with zeros, norms with ones."""
+    with zeros, norms with ones. A wide part's weights of numbers are zeros, as its weights of ids are."""
     for name, parameter in network.named_parameters():
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
+        if name == "linear.weight":
+            parameter.zero_()
+            continue
         deviation = math.sqrt(2.0 / sum(parameter.shape))
         parameter.copy_(normal_rows(seed, name, parameter.shape, 0, len(parameter)) * deviation)
+
+
+@torch.no_grad()
+def begin_at_rate(network: nn.Module, logit: str, statistics: Statistics) -> None:
+    """Set the last bias of the module `logit` to the log-odds of the positive labels among the training rows, so that
+    no weight has to learn the rate. A half of a row of each label is added, which keeps the log-odds finite."""
+    if statistics.positive_rate is None:
+        return
+    positive = statistics.positive_rate * statistics.num_rows
+    *_, bias = (value for name, value in network.get_submodule(logit).named_parameters() if name.endswith("bias"))
+    bias.fill_(math.log((positive + 0.5) / (statistics.num_rows - positive + 0.5)))

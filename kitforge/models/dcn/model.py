@@ -23,6 +23,7 @@ class DCNV2Config:
     """Sizes and options."""
 
     family: ClassVar[str] = "dcn_v2"
+    logit: ClassVar[str] = "head"
     dim: int = 16  # width of a row
     num_cross_layers: int = 3
     rank: int | None = None  # of the crossing matrices; None: full

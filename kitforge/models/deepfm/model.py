@@ -21,6 +21,7 @@ class DeepFMConfig:
     """Sizes and options."""
 
     family: ClassVar[str] = "deepfm"
+    logit: ClassVar[str] = "tower"
     dim: int = 16  # width of a row
     hidden: tuple[int, ...] = (256, 128, 64)
     dropout: float = 0.0  # after each hidden layer

@@ -21,6 +21,7 @@ class DINConfig:
     """Sizes and options."""
 
     family: ClassVar[str] = "din"
+    logit: ClassVar[str] = "tower"
     dim: int = 16  # width of a row
     attention: tuple[int, ...] = (36,)  # hidden widths of the tower that weighs an item
     hidden: tuple[int, ...] = (200, 80)

@@ -23,6 +23,7 @@ class DLRMConfig:
     """Sizes and options."""
 
     family: ClassVar[str] = "dlrm"
+    logit: ClassVar[str] = "top"
     dim: int = 16  # width of a row, and of the vector that the numbers become
     bottom: tuple[int, ...] = (64, 32)  # hidden widths of the tower over the numbers; it ends in `dim`
     top: tuple[int, ...] = (256, 128)  # hidden widths of the tower that ends in the logit

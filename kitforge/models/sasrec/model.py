@@ -30,6 +30,7 @@ class SASRecConfig:
     """Sizes and options."""
 
     family: ClassVar[str] = "sasrec"
+    logit: ClassVar[None] = None
     sequence: str | None = None  # the feature that holds the items; None: the only one there is
     dim: int = 64  # width of an item's row and of the stream
     num_layers: int = 2

@@ -24,6 +24,7 @@ class TwoTowerConfig:
     """Sizes and options."""
 
     family: ClassVar[str] = "two_tower"
+    logit: ClassVar[None] = None
     user: tuple[str, ...] = ()  # features of the user: numeric, categorical, or sequences, whose mean is taken
     item: tuple[str, ...] = ()  # features of the item; the first one is its id
     dim: int = 32  # width of a row

@@ -22,6 +22,7 @@ class WideDeepConfig:
     """Sizes and options."""
 
     family: ClassVar[str] = "wide_deep"
+    logit: ClassVar[str] = "tower"
     dim: int = 16  # width of a row of the deep part, where the schema gives a feature no other
     hidden: tuple[int, ...] = (256, 128, 64)
     dropout: float = 0.0  # after each hidden layer

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kitforge.api import composed, evaluate
 from kitforge.core.parallel.degrees import Degrees
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.recommender.build import Inputs, assemble, read_options
 from kitforge.kits.recommender.config import sized
+from kitforge.kits.recommender.model import Recommender
 from kitforge.trainer.run import train
 from tests.distributed.training import TestLobby
 from tests.kits.recommender.runs import FAMILIES, numbers, ready, rows_of, run, same
@@ -139,27 +141,48 @@ def test_bf16_is_near_fp32(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "size", "epochs", "rate"),
     [
-        (100, 64, 2.0, 0.0116),
-        (16_383, 64, 2.0, 0.0635),
-        (16_384, 64, None, 0.0635),
-        (40_000, 128, None, 0.0855),
-        (10**7, 4096, None, 0.3),
+        (100, 64, 4.0, 0.0035),
+        (40_000, 128, 4.0, 0.07),
+        (200_000, 512, 4.0, 0.1565),
+        (200_001, 512, 2.0, 0.1565),
+        (10**6, 2048, 2.0, 0.3),
+        (10**7, 4096, 1.0, 0.3),
         (None, 4096, None, 0.1),
     ],
 )
 def test_what_is_not_said_is_left_to_the_number_of_rows(
     rows: int | None, size: int, epochs: float | None, rate: float
 ) -> None:
-    found = sized(read_options({}), rows)
+    found = sized(read_options({}), rows, "wide_deep")
     assert (found.data.batch_size, found.trainer.epochs) == (size, epochs)
     assert found.tables.wide.learning_rate == pytest.approx(rate, rel=1e-3)
     assert found.tables.wide.initial_sum == pytest.approx((4 * rate / size) ** 2, rel=1e-2)
+    wide = f"wide weights {found.tables.wide.learning_rate:.3g}"
+    length = "" if epochs is None else f"{epochs:g} pass{'es' if epochs > 1 else ''} over the training rows in "
+    assert found.summary == f"{length}batches of {size}; learning rates: 0.001, vectors 0.001, {wide}"
+
+
+def test_sequences_are_passed_over_more_often() -> None:
+    assert sized(read_options({}), 10**7, "sasrec").trainer.epochs == 10
 
 
 def test_what_is_said_stays() -> None:
     wide = {"learning_rate": 0.5, "initial_sum": 0.25}
     options = read_options({"data": {"batch_size": 7}, "trainer": {"max_steps": 3}, "tables": {"wide": wide}})
-    assert sized(options, 50) == options
+    assert sized(options, 50, "sasrec") == options
+
+
+@pytest.mark.parametrize("family", ["wide_deep", "deepfm", "dcn_v2", "dlrm", "din"])
+def test_the_first_logits_are_the_log_odds_of_a_click(tmp_path: Path, family: str) -> None:
+    assembly, _ = ready(tmp_path, family, {})
+    model = assembly.loop.model
+    assert isinstance(model, Recommender)
+    rate = model.encoder.statistics.positive_rate
+    assert rate is not None and not 0.45 < rate < 0.55
+    rows = assembly.loop.task.steps(model, assembly.loop.state.cursor)
+    with torch.no_grad():
+        clicks = model.eval().logits(next(iter(rows))[0]).sigmoid().mean().item()
+    assert clicks == pytest.approx(rate, abs=0.05)
 
 
 def test_a_small_table_is_learned_without_a_word_about_how(tmp_path: Path) -> None:
