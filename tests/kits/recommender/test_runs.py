@@ -183,6 +183,8 @@ def test_the_first_logits_are_the_log_odds_of_a_click(tmp_path: Path, family: st
     with torch.no_grad():
         clicks = model.eval().logits(next(iter(rows))[0]).sigmoid().mean().item()
     assert clicks == pytest.approx(rate, abs=0.05)
+    if family in ("wide_deep", "deepfm"):
+        assert not model.network.get_parameter("linear.weight").any()
 
 
 def test_a_small_table_is_learned_without_a_word_about_how(tmp_path: Path) -> None:
