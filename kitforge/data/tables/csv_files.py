@@ -48,7 +48,7 @@ class TextFile:
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
         """Chunks of the file in order, each to be parsed by whoever has time. Only the columns asked for are made."""
         is_head = self.has_header
-        for first_line, raw in _blocks(self.path, self.has_quotes):
+        for first_line, raw in text_blocks(self.path, self.has_quotes):
             head = 0
             if is_head:
                 head = raw.find(b"\n") + 1 or len(raw)
@@ -180,7 +180,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         ) from None
 
 
-def _blocks(path: Path, has_quotes: bool) -> Iterator[tuple[int, bytes]]:
+def text_blocks(path: Path, has_quotes: bool) -> Iterator[tuple[int, bytes]]:
     """Whole records, with the number of the first line."""
     line, rest = 1, b""
     with opened(path) as stream:

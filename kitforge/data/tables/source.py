@@ -17,14 +17,16 @@ from kitforge.data.tables.chunk import OnBadRow
 from kitforge.data.tables.csv_files import CRITEO_COLUMNS, Job, TextFile, first_line
 from kitforge.data.tables.frames import as_missing, is_frame, open_frame
 from kitforge.data.tables.interactions import InteractionFile
+from kitforge.data.tables.json_files import open_json_lines
 from kitforge.data.tables.objects import DatasetRows, open_rows
 from kitforge.data.tables.parquet_files import open_parquet
+from kitforge.data.tables.times import as_times
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, nearest
 from kitforge.foundation.files import missing
 
-TableFormat = Literal["auto", "criteo", "csv", "tsv", "parquet", "interactions"]
-_SUFFIXES = (".csv", ".tsv", ".txt", ".parquet")
+TableFormat = Literal["auto", "criteo", "csv", "tsv", "parquet", "jsonl", "interactions"]
+_SUFFIXES = (".csv", ".tsv", ".txt", ".inter", ".parquet", ".jsonl")
 _DELIMITERS = (",", ";", "\t", "|")
 
 
@@ -82,6 +84,7 @@ class TableSource:
     # Of files: path, size in bytes and time of change in nanoseconds when the table was opened.
     stamps: tuple[tuple[Path, int, int], ...] = ()
     missing_values: tuple[str, ...] = ()
+    times: tuple[str, ...] = ()  # columns of numbers or dates, of which dates become seconds since 1970
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,15 +109,17 @@ class TableSource:
                         fix=nearest(column, part.names),
                     )
             for job in part.jobs(columns):
-                yield partial(as_missing, job, self.missing_values) if self.missing_values else job
+                job = partial(as_missing, job, self.missing_values) if self.missing_values else job
+                yield partial(as_times, job, self.times) if self.times else job
 
 
 def open_table(spec: object, config: TableConfig = _DEFAULT) -> TableSource:
     """The rows that `spec` names.
 
-    A spec is a file (.tsv of Criteo or with a header, .csv, .parquet, .txt of interactions; all but Parquet also as
-    .gz), a folder or a pattern of such files, a list of these, a datasets.Dataset, a DataFrame of pandas or polars or
-    another table of Arrow, a mapping from column to array, or an iterable of mappings; an iterator is read once.
+    A spec is a file (.tsv of Criteo or with a header, .csv, .inter, .parquet, .jsonl, .txt of interactions; all but
+    Parquet also as .gz), a folder or a pattern of such files, a list of these, a datasets.Dataset, a DataFrame of
+    pandas or polars or another table of Arrow, a mapping from column to array, or an iterable of mappings; an iterator
+    is read once.
     Raises DataError for what is missing, empty or unreadable.
     """
     if isinstance(spec, (str, os.PathLike)):
@@ -187,6 +192,8 @@ def _open_file(path: Path, config: TableConfig) -> TablePart:
     form = _format(path) if config.format == "auto" else config.format
     if form == "parquet":
         return open_parquet(path)
+    if form == "jsonl":
+        return open_json_lines(path)
     line = first_line(path)
     if form == "interactions":
         return InteractionFile(path=path, delimiter="\t" if "\t" in line else " ")
@@ -211,14 +218,12 @@ def _open_file(path: Path, config: TableConfig) -> TablePart:
 def _format(path: Path) -> TableFormat:
     """What a file is, by its suffix; a .tsv and a .txt by the first line too."""
     suffix = _suffix(path)
-    if suffix == ".parquet":
-        return "parquet"
-    if suffix == ".csv":
-        return "csv"
+    if suffix in (".csv", ".parquet", ".jsonl"):
+        return {".csv": "csv", ".parquet": "parquet", ".jsonl": "jsonl"}[suffix]  # type: ignore[return-value]
     cells = first_line(path).split("\t") if suffix in (".tsv", ".txt") else []
     if len(cells) == len(CRITEO_COLUMNS) and cells[0] in ("0", "1"):
         return "criteo"
-    if suffix == ".tsv":
+    if suffix in (".tsv", ".inter"):
         return "tsv"
     pair = first_line(path).split() if suffix == ".txt" else []
     if len(pair) == 2 and all(cell.lstrip("-").isdigit() for cell in pair):
@@ -226,8 +231,8 @@ def _format(path: Path) -> TableFormat:
     raise DataError(
         f"{path} is of no format that is known",
         got=f"suffix {suffix!r}" if suffix not in _SUFFIXES else f"a first line {first_line(path)[:60]!r}",
-        expected="a .tsv as Criteo has it or with a header, .csv, .parquet, or a .txt of lines `user item`",
-        fix="rename the file, or name its format: data.format=criteo, csv, tsv, parquet or interactions",
+        expected="a .tsv as Criteo has it or with a header, .csv, .inter, .parquet, .jsonl, or a .txt of `user item`",
+        fix="rename the file, or name its format: data.format=criteo, csv, tsv, parquet, jsonl or interactions",
     )
 
 

@@ -37,11 +37,12 @@ from kitforge.kits.recommender.config import AUTO, RecommendationOptions, sized
 from kitforge.kits.recommender.counting import CountTables, curves, distinct_rows
 from kitforge.kits.recommender.data import Dataset, cache_root, iter_of, load_dataset, schema_of, table_config
 from kitforge.kits.recommender.features import Encoder
-from kitforge.kits.recommender.guess import with_own_items, with_rare_values
+from kitforge.kits.recommender.guess import with_length, with_own_items, with_rare_values
 from kitforge.kits.recommender.inspection import inspect
 from kitforge.kits.recommender.inspection_view import rendered
 from kitforge.kits.recommender.keeping import KeepFeatures, features_to_go_on_with, find_catalogue, find_features
 from kitforge.kits.recommender.model import Recommender, sample_shape
+from kitforge.kits.recommender.next_item import HELD_OUT
 from kitforge.kits.recommender.objective import Objective
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
 from kitforge.kits.recommender.samples import Samples
@@ -276,7 +277,9 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
     is_guessed = encoder is None and data.schema is None and train is not None and iter_of(train) is None
     if isinstance(config, (TwoTowerConfig, SASRecConfig)) and is_guessed:
         # Every item is to be found, however rare and however many there are.
-        guessed = schema_of(train, data)
+        guessed = schema_of(train, data, wants_sequences=isinstance(config, SASRecConfig))
+        if isinstance(config, SASRecConfig) and guessed.events is not None:
+            guessed = with_length(guessed, config.max_length + HELD_OUT)
         items = config.item[:1] if isinstance(config, TwoTowerConfig) else tuple(guessed.sequences)
         data = dataclasses.replace(data, schema=to_dict(with_own_items(with_rare_values(guessed), items)))
     with show_progress("rows read", enabled=options.trainer.progress) as progress:

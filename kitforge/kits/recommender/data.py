@@ -12,9 +12,11 @@ from kitforge.data.tables.chunk import BadRows
 from kitforge.data.tables.click_log import ClickLog, ClickLogConfig
 from kitforge.data.tables.column_cache import load_table
 from kitforge.data.tables.columns import Table
+from kitforge.data.tables.events import sequences_of
 from kitforge.data.tables.source import TableConfig, TableSource, open_table
 from kitforge.data.tables.split import RowRange, split
 from kitforge.data.token_cache import default_root
+from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.progress import Advance
 from kitforge.kits.recommender.catalogue import Catalogue
@@ -85,7 +87,7 @@ def load_dataset(
     )
     fitted = encoder or Encoder(schema, fit(schema, table, kept))
     given = Samples(table, held_out, fitted) if evaluation is None else _all(evaluation, options, fitted)
-    source = None if click_log(spec) is not None else open_table(spec, table_config(options))
+    source = None if click_log(spec) is not None else _source(spec, options, schema)
     return Dataset(train=Samples(table, kept, fitted), eval=given, encoder=fitted, source=source)
 
 
@@ -103,19 +105,27 @@ def _endless(spec: Iterator[Any], evaluation: Any, options: DataOptions, encoder
             fix="add data.schema, or go on from a run: checkpoint=RUN",
         )
     schema = read_schema(options.schema) if encoder is None else encoder.schema
+    check(
+        schema.events is None,
+        "data.schema.events",
+        "rows that come once",
+        "a file, a list or a dataset, since events are sorted",
+    )
     bad = BadRows(policy=options.on_bad_row)
     stream = Stream(spec, schema, bad, encoder, options.num_fit_rows)
     held_out = None if evaluation is None else _all(evaluation, options, stream.encoder)
     return Dataset(train=stream, eval=held_out, encoder=stream.encoder)
 
 
-def schema_of(spec: Any, options: DataOptions) -> Schema:
-    """The schema that the options give, or the one that the rows seem to ask for."""
+def schema_of(spec: Any, options: DataOptions, *, wants_sequences: bool = False) -> Schema:
+    """The schema that the options give, or the one that the rows seem to ask for. Events that hold no sequence become
+    some where `wants_sequences`."""
     if options.schema is not None:
         return read_schema(options.schema)
     if (log := click_log(spec)) is not None:
         return click_log_schema(log)
-    return inspect(spec, table_config(options)).schema
+    found = inspect(spec, table_config(options))
+    return found.sequences if wants_sequences and not found.schema.sequences and found.sequences else found.schema
 
 
 def table_config(options: DataOptions) -> TableConfig:
@@ -167,9 +177,17 @@ def _all(spec: Any, options: DataOptions, encoder: Encoder) -> Samples:
 def _table(spec: Any, options: DataOptions, schema: Schema, progress: Advance | None = None) -> Table:
     if (log := click_log(spec)) is not None:
         return log
-    source, bad = open_table(spec, table_config(options)), BadRows(policy=options.on_bad_row)
+    source, bad = _source(spec, options, schema), BadRows(policy=options.on_bad_row)
     layout, root = schema.layout(), cache_root(options)
     return load_table(source, layout, root, bad, num_workers=options.num_workers, progress=progress)
+
+
+def _source(spec: Any, options: DataOptions, schema: Schema) -> TableSource:
+    """The rows, or the sequences that events become."""
+    source = open_table(spec, table_config(options))
+    if schema.events is None:
+        return source
+    return sequences_of(source, schema.events, [column.name for column in schema.layout().lists])
 
 
 def cache_root(options: DataOptions) -> Path:

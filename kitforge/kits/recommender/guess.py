@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 from kitforge.data.tables.columns import KeyKind, LabelColumn
+from kitforge.data.tables.events import EventColumns
 from kitforge.foundation.errors import DataError
 from kitforge.kits.recommender.schema import (
     BagFeature,
@@ -27,6 +28,10 @@ _FEW_VALUES = 20
 _ID_NAME = re.compile(r"(^|_)(id|ids|user|item)$", re.IGNORECASE)
 _NUMBERED_NAME = re.compile(r"^C\d+$", re.IGNORECASE)  # a category of a log without names
 _TIME_NAME = re.compile(r"history|sequence|items|clicked", re.IGNORECASE)
+# What columns of events are called, without the type that RecBole writes behind a name (user_id:token).
+_USERS = ("user_id", "userid", "user", "uid", "customer_id", "visitor_id", "visitorid", "session_id", "sessionid")
+_ITEMS = ("item_id", "itemid", "item", "iid", "movie_id", "movieid", "product_id", "productid", "parent_asin", "asin")
+_TIMES = ("timestamp", "time", "ts", "datetime", "event_time", "date", "created_at")
 _VOCABULARY = 1000
 _MIN_COUNT = 2
 _LARGEST = 2**20
@@ -118,6 +123,30 @@ def guess_schema(
         label=label, numeric=numeric, bucketed=bucketed, categorical=categorical, bags=bags, sequences=sequences
     )
     return schema, left_out
+
+
+def guess_sequences(columns: Sequence[ColumnView]) -> Schema | None:
+    """The items of each user in order of time, where names say which columns are user, item and time."""
+    by_name = {view.name.lower().partition(":")[0]: view for view in columns if view.type != "list"}
+    found = [next((by_name[name] for name in names if name in by_name), None) for names in (_USERS, _ITEMS, _TIMES)]
+    user, item, time = found
+    if user is None or item is None or time is None:
+        return None
+    return Schema(
+        events=EventColumns(user=user.name, item=item.name, time=time.name),
+        sequences={
+            item.name.partition(":")[0]: SequenceFeature(
+                column=item.name if ":" in item.name else None, kind=_kind(item), encoding="vocabulary"
+            )
+        },
+    )
+
+
+def with_length(schema: Schema, length: int) -> Schema:
+    """The same with sequences that are so long at most."""
+    return replace(
+        schema, sequences={name: replace(each, max_length=length) for name, each in schema.sequences.items()}
+    )
 
 
 def with_rare_values(schema: Schema) -> Schema:

@@ -13,7 +13,13 @@ from kitforge.data.tables.chunk import BadRows
 from kitforge.data.tables.columns import LabelColumn
 from kitforge.data.tables.source import TableConfig, TableSource, open_table
 from kitforge.foundation.errors import DataError
-from kitforge.kits.recommender.guess import ColumnView, guess_label, guess_schema, why_no_label
+from kitforge.kits.recommender.guess import (
+    ColumnView,
+    guess_label,
+    guess_schema,
+    guess_sequences,
+    why_no_label,
+)
 from kitforge.kits.recommender.schema import Schema, schema_yaml
 
 INSPECTED_ROWS = 200_000
@@ -40,6 +46,7 @@ class Inspection:
     label_rate: float | None
     bad_rows: Mapping[str, int]  # rows that could not be read, by reason
     no_label: str | None = None  # why no column is the label, where none is
+    sequences: Schema | None = None  # of the same rows as events (user, item, time), where they seem to be such
 
     @property
     def missing_values(self) -> tuple[str, ...]:
@@ -81,6 +88,7 @@ def inspect(spec: object, config: TableConfig | None = None, num_rows: int = INS
         label_rate=None if label is None else _label_rate(table, label),
         bad_rows=dict(bad.counts),
         no_label=why_no_label(columns, table.num_rows) if label is None else None,
+        sequences=guess_sequences(columns),
     )
 
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from kitforge.kits.recommender.guess import ColumnView
 from kitforge.kits.recommender.inspection import Inspection
+from kitforge.kits.recommender.schema import schema_yaml
 
 _HEAD_COLUMNS = 12
 
@@ -20,6 +21,9 @@ def rendered(inspection: Inspection) -> RenderableType:
         parts.append(Text(f"left out of the schema: {name}, {reason}"))
     parts.append(Text("\nA schema to begin with; data.schema=FILE reads it:\n"))
     parts.append(Syntax(inspection.yaml, "yaml", background_color="default"))
+    if inspection.sequences is not None:
+        parts.append(Text("\nAs events, a sequence of items a user, which model=sasrec takes without data.schema:\n"))
+        parts.append(Syntax(schema_yaml(inspection.sequences), "yaml", background_color="default"))
     return Group(*parts)
 
 

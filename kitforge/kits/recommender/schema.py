@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from kitforge.data.tables.columns import KeyColumn, KeyKind, LabelColumn, Layout, ListColumn
+from kitforge.data.tables.events import EventColumns
 from kitforge.foundation.config import check, from_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.untrusted import load_yaml
@@ -116,6 +117,8 @@ class CrossFeature:
 class Schema:
     """Every feature by its name, the label and the group key."""
 
+    # Rows of events (user, item, time), put together by user before features are read; None: rows are as they are.
+    events: EventColumns | None = None
     label: LabelColumn | None = None
     numeric: dict[str, NumericFeature] = field(default_factory=dict)
     bucketed: dict[str, BucketFeature] = field(default_factory=dict)
@@ -194,7 +197,15 @@ def read_schema(spec: object) -> Schema:
         values = values["schema"]
     check(isinstance(values, Mapping), "data.schema", values, "features by their names, or a YAML file")
     assert isinstance(values, Mapping)
-    return from_dict(Schema, values, "data.schema")
+    return from_dict(Schema, _with_items(values), "data.schema")
+
+
+def _with_items(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the items of events as a sequence, where nothing else is said of them."""
+    events, features = values.get("events"), [name for name in values if name not in ("events", "label", "group")]
+    if not isinstance(events, Mapping) or features or events.get("history") is not None or "item" not in events:
+        return values
+    return {**values, "sequences": {events["item"]: {"encoding": "vocabulary"}}}
 
 
 def schema_yaml(schema: Schema) -> str:

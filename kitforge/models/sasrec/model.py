@@ -58,7 +58,9 @@ class SASRecConfig:
                 "a sasrec is trained on sequences, and the data have none",
                 got=f"features {', '.join((*shape.numeric, *shape.categorical, *shape.crosses))}",
                 expected="a feature under `sequences` of data.schema: a list column of the items a user took, in order",
-                fix="group rows of (user, item) by user first; a .txt of lines `user item` is grouped as it is read",
+                fix="rows of events (user, item, time) become sequences by data.schema.events: "
+                "`events: {user: COLUMN, item: COLUMN, time: COLUMN}`; a .txt of lines `user item` is grouped as it is "
+                "read",
             )
         known = ", ".join(shape.sequences)
         check(found in shape.sequences, "model.sequence", found, f"the name of a sequence of the data: {known}")

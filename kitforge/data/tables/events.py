@@ -1,0 +1,219 @@
+"""Rows of events (user, item, time) as sequences: a row a user with all items in order of time, or a row an event with
+the items that the user took before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kitforge.data.shard import digest
+from kitforge.data.tables.canonical import pyarrow, to_columns
+from kitforge.data.tables.chunk import BadRow, Chunk, Problem
+from kitforge.data.tables.columns import KeyColumn, Layout, Lists
+from kitforge.data.tables.csv_files import Job
+from kitforge.data.tables.source import TableSource
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import DataError
+from kitforge.foundation.log import logger
+
+_log = logger(__name__)
+
+# Events of a chunk, but for a user with more.
+_CHUNK_EVENTS = 16_384
+# Events that are held before those that max_events leaves out are let go.
+_HELD_EVENTS = 2**20
+_ROW = "__row"
+_NO_TIME = Problem(reason="has no time", got="nothing", expected="a number or an ISO 8601 date in every row")
+
+Ints = NDArray[np.int64]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventColumns:
+    """Which columns of a table of events say who took what and when. Events of one time stay in the order of rows."""
+
+    user: str
+    item: str
+    time: str  # numbers, dates, or ISO 8601 texts
+    # None: a row a user, with lists in order of time. A name: a row an event, and in a column of this name the user's
+    # items before it.
+    history: str | None = None
+    history_length: int = 50  # the newest items of a history that are kept
+    max_events: int | None = None  # of each user the newest so many are kept; None: all
+
+    def __post_init__(self) -> None:
+        names = [self.user, self.item, self.time, *([] if self.history is None else [self.history])]
+        check(len(set(names)) == len(names), "data.schema.events", names, "a different column for each")
+        for name in ("history_length", "max_events"):
+            value = getattr(self, name)
+            check(value is None or value >= 1, f"data.schema.events.{name}", value, "a whole number of at least 1")
+
+
+def sequences_of(source: TableSource, events: EventColumns, lists: Sequence[str]) -> TableSource:
+    """The source with its events put together by user, in order of time. `lists`: columns that become lists where a row
+    is a user; any other has the value of the user's newest event. Raises DataError for rows that come once."""
+    if source.is_once:
+        raise DataError(
+            "events that come once cannot be sorted",
+            got="an iterator",
+            expected="a file, a list or a dataset",
+            fix="leave data.schema.events out, and hand over rows that hold sequences",
+        )
+    dated = replace(source, times=(events.time,))
+    part = EventRows(source=dated, events=events, lists=tuple(lists))
+    mark = None if source.fingerprint is None else digest("events", 1, source.fingerprint, events, part.lists)
+    return replace(dated, parts=(part,), fingerprint=mark, missing_values=(), times=())
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventRows:
+    """Events put together by user. All columns that are asked for are held in memory while they are sorted."""
+
+    source: TableSource
+    events: EventColumns
+    lists: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.source.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns of the events, and that of the histories."""
+        history = self.events.history
+        return self.source.names if history is None else (*self.source.names, history)
+
+    def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
+        """Chunks of whole users, in the order of their first events."""
+        held, users, bad = self._read(columns)
+        if not len(users):
+            yield partial(Chunk, table=held.select([]), place=str, bad=tuple(bad))
+            return
+        make = self._users if self.events.history is None else self._histories
+        for start, stop in _cuts(users.offsets):
+            chosen = users.take(np.arange(start, stop))
+            yield partial(make, held.take(chosen.values), chosen, tuple(columns), tuple(bad))
+            bad = []
+
+    def _read(self, columns: Sequence[str]) -> tuple[Any, Lists, list[BadRow]]:
+        """The good events, which of them each user has in order of time, and the bad ones."""
+        events = self.events
+        own = [name for name in (events.user, events.item, *columns) if name != events.history]
+        wanted = list(dict.fromkeys([*own, events.time]))
+        tables: list[Any] = []
+        users, times, bad, num_read, limit = np.zeros(0, np.int64), np.zeros(0), list[BadRow](), 0, _HELD_EVENTS
+        for job in self.source.jobs(wanted):
+            table, more_users, more_times, more_bad = self._part(job())
+            tables.append(table.select(list(dict.fromkeys(own))))
+            users, times = np.append(users, more_users), np.append(times, more_times)
+            bad += more_bad
+            num_read += len(more_users)
+            if events.max_events is not None and len(users) > limit:
+                kept = np.sort(_by_user(users, times, events.max_events).values)
+                tables, users, times = [_joined(tables).take(kept)], users[kept], times[kept]
+                limit = max(_HELD_EVENTS, 2 * len(users))
+        found = _by_user(users, times, events.max_events)
+        if len(found.values) < num_read:
+            count = num_read - len(found.values)
+            words = "%s: %s of %s events are left out, since their users have %s newer ones (events.max_events)"
+            _log.warning(words, self.name, f"{count:,}", f"{num_read:,}", events.max_events)
+        return _joined(tables), found, bad
+
+    def _part(self, chunk: Chunk) -> tuple[Any, Ints, NDArray[np.float64], list[BadRow]]:
+        """The good events of a chunk, their users and times, and the bad ones."""
+        arrow, events = pyarrow(), self.events
+        table = chunk.table.append_column(_ROW, arrow.array(np.arange(chunk.table.num_rows)))
+        keys = tuple(KeyColumn(name=name, is_required=True) for name in (events.user, events.item))
+        columns, bad = to_columns(replace(chunk, table=table), Layout(numbers=(_ROW, events.time), keys=keys))
+        rows, times = columns.numbers[:, 0].astype(np.int64), columns.numbers[:, 1]
+        timeless = np.isnan(times)
+        bad += [BadRow(problem=_NO_TIME, place=partial(chunk.place, int(row))) for row in rows[timeless]]
+        good = rows[~timeless]
+        return chunk.table.take(good), columns.keys[~timeless, 0], times[~timeless], bad
+
+    def _users(self, table: Any, users: Lists, columns: tuple[str, ...], bad: tuple[BadRow, ...]) -> Chunk:
+        """A row a user."""
+        arrays = {}
+        for name in columns:
+            values = _whole(table.column(name))
+            is_list = name in self.lists
+            arrays[name] = _lists(users.offsets, values) if is_list else values.take(users.offsets[1:] - 1)
+        return Chunk(table=pyarrow().table(arrays), place=partial(self._place, table, users.offsets[:-1]), bad=bad)
+
+    def _histories(self, table: Any, users: Lists, columns: tuple[str, ...], bad: tuple[BadRow, ...]) -> Chunk:
+        """A row an event."""
+        history, length = self.events.history, self.events.history_length
+        places = np.arange(len(users.values))
+        starts = np.repeat(users.offsets[:-1], users.lengths)
+        lengths = np.minimum(places - starts, length)
+        offsets = np.append(0, np.cumsum(lengths))
+        before = np.arange(offsets[-1]) + np.repeat(places - lengths - offsets[:-1], lengths)
+        arrays = {}
+        for name in columns:
+            values = _whole(table.column(self.events.item if name == history else name))
+            arrays[name] = _lists(offsets, values.take(before)) if name == history else values
+        return Chunk(table=pyarrow().table(arrays), place=partial(self._place, table, places), bad=bad)
+
+    def _place(self, table: Any, rows: Ints, row: int) -> str:
+        return f"{self.name}, user {table.column(self.events.user)[int(rows[row])].as_py()},"
+
+
+def _by_user(users: Ints, times: NDArray[np.float64], most: int | None) -> Lists:
+    """The numbers of the newest `most` events of each user in order of time, users by their first rows."""
+    order = np.lexsort((times, users))
+    ends = np.append(np.flatnonzero(users[order][1:] != users[order][:-1]) + 1, len(users)) if len(users) else order
+    offsets = np.append(0, ends).astype(np.int64)
+    firsts = np.minimum.reduceat(order, offsets[:-1]) if len(users) else order
+    found = Lists(values=order, offsets=offsets).take(np.argsort(firsts))
+    if most is None:
+        return found
+    lengths = np.minimum(found.lengths, most)
+    starts = np.append(0, np.cumsum(lengths))
+    chosen = np.arange(starts[-1]) + np.repeat(found.offsets[1:] - starts[1:], lengths)
+    return Lists(values=found.values[chosen], offsets=starts)
+
+
+def _cuts(offsets: Ints) -> Iterator[tuple[int, int]]:
+    """First and last user, but one, of each chunk."""
+    start = 0
+    while start < len(offsets) - 1:
+        stop = int(np.searchsorted(offsets, offsets[start] + _CHUNK_EVENTS, side="right")) - 1
+        stop = max(stop, start + 1)
+        yield start, stop
+        start = stop
+
+
+def _joined(tables: Sequence[Any]) -> Any:
+    """One table. Texts have 64-bit offsets, since there may be more of them than a chunk holds."""
+    arrow = pyarrow()
+    try:
+        table = arrow.concat_tables([_large(table) for table in tables], promote_options="permissive")
+    except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
+        fix = "write the column as one type"
+        raise DataError("the columns of the events are of several types", got=error, expected="one", fix=fix) from error
+    return table.combine_chunks()
+
+
+def _large(table: Any) -> Any:
+    arrow = pyarrow()
+    fields = [
+        field.with_type(arrow.large_string()) if arrow.types.is_string(field.type) else field for field in table.schema
+    ]
+    return table.cast(arrow.schema(fields))
+
+
+def _whole(column: Any) -> Any:
+    found = column.combine_chunks()
+    return found if hasattr(found, "buffers") else pyarrow().concat_arrays(found.chunks)
+
+
+def _lists(offsets: Ints, values: Any) -> Any:
+    return pyarrow().LargeListArray.from_arrays(pyarrow().array(offsets, pyarrow().int64()), values)

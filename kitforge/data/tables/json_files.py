@@ -1,0 +1,69 @@
+"""Rows of JSON Lines: an object a line, packed or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from kitforge.data.tables.chunk import BadRow, Chunk, Problem
+from kitforge.data.tables.csv_files import Job, first_line, text_blocks
+from kitforge.data.tables.objects import chunk_of
+from kitforge.foundation.errors import DataError
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonLinesFile:
+    """A file with a JSON object a line; an empty line is no row."""
+
+    path: Path
+    names: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return str(self.path)
+
+    def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
+        """Chunks of the file in order, each to be parsed by whoever has time. A name that a line lacks has no value."""
+        for line, raw in text_blocks(self.path, False):
+            yield partial(self._parse, raw, line, tuple(columns))
+
+    def _parse(self, raw: bytes, first: int, columns: tuple[str, ...]) -> Chunk:
+        rows: list[Mapping[str, Any]] = []
+        lines: list[int] = []
+        bad: list[BadRow] = []
+        for line, text in enumerate(raw.split(b"\n"), start=first):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except ValueError as error:
+                row = error
+            if isinstance(row, Mapping):
+                rows.append({name: row.get(name) for name in columns})
+                lines.append(line)
+            else:
+                got = str(row) if isinstance(row, ValueError) else type(row).__name__
+                problem = Problem(reason="is no JSON object", got=got[:80], expected='{"column": value, ...}')
+                bad.append(BadRow(problem=problem, place=partial(str, f"{self.path}:{line}")))
+        return replace(chunk_of(rows, 0, columns), place=partial(self._place, lines), bad=tuple(bad))
+
+    def _place(self, lines: list[int], row: int) -> str:
+        return f"{self.path}:{lines[row]}"
+
+
+def open_json_lines(path: Path) -> JsonLinesFile:
+    """The columns are the names of the first line. Raises DataError when that is no object."""
+    line = first_line(path)
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, Mapping):
+        raise DataError(f"the first line of {path} is no JSON object", got=line[:60], expected='{"column": value, ...}')
+    return JsonLinesFile(path=path, names=tuple(row))

@@ -1,0 +1,42 @@
+"""Columns of dates and times as seconds since 1970, so that rows can be put in order of time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kitforge.data.tables.canonical import pyarrow
+from kitforge.data.tables.chunk import Chunk
+from kitforge.data.tables.csv_files import Job
+
+_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
+
+
+def as_times(job: Job, times: tuple[str, ...]) -> Chunk:
+    """The chunk with these columns as numbers, where they hold dates: of Arrow's types, or ISO 8601 texts. A column of
+    numbers stays, and so does one with texts that are neither, which are bad rows where numbers are read."""
+    chunk = job()
+    table = chunk.table
+    for place, name in enumerate(table.column_names):
+        if name in times:
+            table = table.set_column(place, name, _seconds(table.column(name)))
+    return replace(chunk, table=table)
+
+
+def _seconds(column: Any) -> Any:
+    arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
+    types = arrow.types
+    if types.is_string(column.type) or types.is_large_string(column.type):
+        is_number = compute.match_substring_regex(column, _NUMBER)
+        if compute.all(is_number, skip_nulls=True).as_py() is not False:
+            return column
+        try:
+            column = compute.cast(column, arrow.timestamp("us"))
+        except arrow.ArrowInvalid:
+            return column
+    if types.is_date(column.type):
+        column = compute.cast(column, arrow.timestamp("us"))
+    if not types.is_timestamp(column.type):
+        return column
+    unit = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}[column.type.unit]
+    return compute.divide(compute.cast(compute.cast(column, arrow.int64()), arrow.float64(), safe=False), unit)

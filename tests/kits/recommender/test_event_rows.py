@@ -1,0 +1,96 @@
+"""Rows of events (user, item, time) reach the families as sequences, or as a target beside a history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.recommender.build import open_pipeline
+from kitforge.kits.recommender.inspection import inspect
+from kitforge.kits.recommender.schema import read_schema
+from kitforge.trainer.run import train
+from tests.kits.recommender.runs import ready
+
+NAMES = ("user_id:token", "item_id:token", "timestamp:float")
+TARGETS: dict[str, Any] = {
+    "data.schema": {
+        "events": {"user": "user", "item": "item", "time": "time", "history": "before", "history_length": 4},
+        "categorical": {"item": {"kind": "integer", "encoding": "vocabulary", "table": "items"}},
+        "sequences": {"before": {"kind": "integer", "encoding": "vocabulary", "table": "items"}},
+    },
+    "model.user": ["before"],
+    "model.item": ["item"],
+}
+
+
+def events(names: tuple[str, str, str] = ("user", "item", "time"), users: int = 60) -> list[dict[str, int]]:
+    """Everybody goes through 12 items in a circle, and rows come in any order."""
+    rows = [(user, (user + place) % 12, 1000 * place + user) for user in range(users) for place in range(user % 5 + 3)]
+    chosen = np.random.default_rng(0).permutation(len(rows))
+    return [dict(zip(names, rows[place], strict=True)) for place in chosen]
+
+
+def written(path: Path, rows: list[dict[str, int]]) -> Path:
+    lines = ["\t".join(rows[0]), *("\t".join(map(str, row.values())) for row in rows)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("schema", [None, {"events": dict(zip(("user", "item", "time"), NAMES, strict=True))}])
+def test_sasrec_is_trained_on_rows_of_events(tmp_path: Path, schema: Any) -> None:
+    path = written(tmp_path / "ratings.inter", events(NAMES))
+    choices = {"data.schema": schema, "data.cache": str(tmp_path / "cache")}
+    if schema is not None:
+        choices["model.max_length"] = 50
+    assembly, told = ready(tmp_path / "run", "sasrec", choices, str(path))
+    task: Any = assembly.loop.task
+    (sequence,) = task._dataset.train.batch(np.arange(60)).sequences.values()
+    assert sorted(sequence.lengths.tolist()) == sorted(user % 5 + 3 for user in range(60))
+    train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+    assert told.lines[-1]["eval/cold_share"] == 0.0
+    pipeline = open_pipeline(assembly.loop.model.eval(), assembly.tokenizer, assembly.options)
+    found = pipeline.retrieve({NAMES[1]: ["3", "4"]}, k=12)
+    assert {each["item"] for each in found} == {str(item) for item in range(12)}
+
+
+def test_two_tower_takes_a_target_and_the_history_before_it(tmp_path: Path) -> None:
+    rows = events()
+    assembly, told = ready(tmp_path, "two_tower", {**TARGETS, "data.validation": 0.0, "data.eval": None}, rows)
+    task: Any = assembly.loop.task
+    data = task._dataset.train
+    assert data.num_rows == len(rows)
+    batch = data.batch(np.arange(len(rows)))
+    keys = np.array(data.encoder.statistics.vocabularies["items"])
+    lengths, targets = batch.sequences["before"].lengths.numpy(), keys[batch.ids["item"].numpy() - 2]
+    last = keys[batch.sequences["before"].ids.numpy()[np.arange(len(rows)), np.maximum(lengths - 1, 0)] - 2]
+    assert lengths.max() == 4 and (lengths == 0).sum() == 60
+    assert (targets == (last + 1) % 12)[lengths > 0].all()  # the target itself is not in its history
+    train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+    assert told.lines
+
+
+def test_events_are_guessed_by_the_names_of_columns(tmp_path: Path) -> None:
+    found = inspect(str(written(tmp_path / "ratings.inter", events(NAMES)))).sequences
+    assert found is not None and found.events is not None
+    assert (found.events.user, found.events.item, found.events.time) == NAMES
+    assert list(found.sequences) == ["item_id"] and found.sequences["item_id"].column == NAMES[1]
+    assert inspect(events(("userId", "movieId", "timestamp"))).sequences is not None
+    assert inspect(events(("user", "item", "price"))).sequences is None
+
+
+def test_a_schema_of_events_alone_has_their_items_as_a_sequence() -> None:
+    schema = read_schema({"events": {"user": "u", "item": "i", "time": "t"}})
+    assert list(schema.sequences) == ["i"] and schema.sequences["i"].encoding == "vocabulary"
+    with pytest.raises(ConfigError, match="no features"):
+        read_schema({"events": {"user": "u", "item": "i", "time": "t", "history": "before"}})
+
+
+def test_rows_without_sequences_are_told_about_events(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trained on sequences[^$]*data\.schema\.events"):
+        ready(tmp_path, "sasrec", {"data.schema": None}, events(("user", "item", "price")))
+    with pytest.raises(ConfigError, match=r"data\.schema\.events[^$]*come once"):
+        ready(tmp_path, "sasrec", {"data.schema": TARGETS["data.schema"]}, iter(events()))
