@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from kitforge.data.scramble import scramble
 from kitforge.data.tables.columns import NamedColumns, Table
-from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.seed import key
 
-# random: one of every so many rows, anywhere; last: the last rows, as time goes; group: all rows of some groups.
-SplitRule = Literal["random", "last", "group"]
+# random: one of every so many rows, anywhere; last: the last rows, as time goes; group: all rows of some groups; time:
+# the newest rows by a column.
+SplitRule = Literal["random", "last", "group", "time"]
 
 _CHUNK_ROWS = 65_536
 
@@ -83,8 +84,11 @@ class Picked:
         return (scramble(groups.astype(np.uint64), self._key) % np.uint64(self._period)).astype(np.int64)
 
 
-def split(table: Table, rule: SplitRule, share: float, seed: int, group: str | None = None) -> tuple[RowSet, RowSet]:
-    """Rows to train on and rows to evaluate on. `random` rounds the share to one of so many rows."""
+def split(
+    table: Table, rule: SplitRule, share: float, seed: int, group: str | None = None, time: str | None = None
+) -> tuple[RowSet, RowSet]:
+    """Rows to train on and rows to evaluate on. `random` rounds the share to one of so many rows. `group` and `time`
+    name the columns of those rules."""
     num_rows = table.num_rows
     if share == 0:
         return RowRange(0, num_rows), RowRange(num_rows, num_rows)
@@ -95,6 +99,8 @@ def split(table: Table, rule: SplitRule, share: float, seed: int, group: str | N
         period = max(2, round(1 / share))
         training, validation = (Picked(num_rows, period, seed, is_validation=flag) for flag in (False, True))
         return training, validation
+    if rule == "time":
+        return _by_time(table, share, time)
     if group is None:
         raise ConfigError(
             "a split by group needs a group key", got="data.split=group", fix="name a column as data.schema.group"
@@ -103,11 +109,43 @@ def split(table: Table, rule: SplitRule, share: float, seed: int, group: str | N
     return RowList(np.flatnonzero(~is_held_out)), RowList(np.flatnonzero(is_held_out))
 
 
+def _by_time(table: Table, share: float, time: str | None) -> tuple[RowSet, RowSet]:
+    """The newest share of the rows is kept for evaluation; rows of one time are all on one side of the cut. 8 bytes a
+    row while it is found. DataError where a row has no time, or all rows of training would be held out."""
+    if time is None:
+        fix = "data.time_column=COLUMN, or data.schema.events where rows are events"
+        raise ConfigError("a split by time needs a column of times", got="data.split=time", fix=fix)
+    times = np.concatenate([columns.numbers(time) for columns in _chunks(table)])
+    if (missing := int(np.isnan(times).sum())) > 0:
+        raise DataError(
+            f"rows without a time cannot be split by {time!r}",
+            got=f"{missing:,} of {len(times):,} rows",
+            expected="a number or an ISO 8601 date in every row",
+            fix="leave these rows out, or data.split=random",
+        )
+    place = min(max(len(times) - round(len(times) * share), 0), len(times) - 1)
+    cut = np.partition(times, place)[place]
+    is_held_out = times >= cut
+    if is_held_out.all():
+        raise DataError(
+            f"all rows of training would be held out by {time!r}",
+            got=f"the time {cut:g} in the {1 - share:.0%} oldest of {len(times):,} rows",
+            expected="older rows to train on",
+            fix="lower data.validation, or take another data.split",
+        )
+    return RowList(np.flatnonzero(~is_held_out)), RowList(np.flatnonzero(is_held_out))
+
+
+def _chunks(table: Table) -> Iterator[NamedColumns]:
+    for start in range(0, table.num_rows, _CHUNK_ROWS):
+        rows = np.arange(start, min(start + _CHUNK_ROWS, table.num_rows))
+        yield NamedColumns(table.rows(rows), table.layout)
+
+
 def _held_out(table: Table, share: float, seed: int, group: str) -> Iterator[NDArray[np.bool_]]:
     """For each row whether its group is kept for evaluation."""
     yield np.zeros(0, bool)
-    for start in range(0, table.num_rows, _CHUNK_ROWS):
-        rows = np.arange(start, min(start + _CHUNK_ROWS, table.num_rows))
-        keys, _ = NamedColumns(table.rows(rows), table.layout).keys(group)
+    for columns in _chunks(table):
+        keys, _ = columns.keys(group)
         mixed = scramble(keys.view(np.uint64), key(seed, "validation"))
         yield (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53 < share

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 from kitforge.data.tables.canonical import pyarrow
@@ -13,14 +15,25 @@ _NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 
 
 def as_times(job: Job, times: tuple[str, ...]) -> Chunk:
-    """The chunk with these columns as numbers, where they hold dates: of Arrow's types, or ISO 8601 texts. A column of
-    numbers stays, and so does one with texts that are neither, which are bad rows where numbers are read."""
+    """The chunk with these columns as numbers, where they hold dates: of Arrow's types, or ISO 8601 texts. Numbers
+    stay, and so do texts that are neither, which are bad rows where numbers are read."""
     chunk = job()
     table = chunk.table
     for place, name in enumerate(table.column_names):
         if name in times:
             table = table.set_column(place, name, _seconds(table.column(name)))
     return replace(chunk, table=table)
+
+
+def _second(text: str | None) -> str | None:
+    """One date as the text of a number, or the text as it is: the slow way, which leaves only bad cells behind."""
+    if text is None or re.match(_NUMBER, text):
+        return text
+    try:
+        date = datetime.fromisoformat(text)
+    except ValueError:
+        return text
+    return repr((date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp())
 
 
 def _seconds(column: Any) -> Any:
@@ -33,7 +46,7 @@ def _seconds(column: Any) -> Any:
         try:
             column = compute.cast(column, arrow.timestamp("us"))
         except arrow.ArrowInvalid:
-            return column
+            return arrow.chunked_array([[_second(text) for text in column.to_pylist()]], arrow.string())
     if types.is_date(column.type):
         column = compute.cast(column, arrow.timestamp("us"))
     if not types.is_timestamp(column.type):

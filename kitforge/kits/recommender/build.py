@@ -269,6 +269,7 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
     data = options.data
     if isinstance(config, SASRecConfig):
         # What is kept for evaluation are the last items of sequences, not whole ones.
+        check(data.split != "time", "data.split", data.split, "random: the last item of every sequence is held out")
         data = dataclasses.replace(data, validation=0.0)
     if options.trainer.max_steps is not None:
         # No stream is read further than it is trained on.

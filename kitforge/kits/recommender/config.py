@@ -47,7 +47,9 @@ class DataOptions:
     missing_values: tuple[str, ...] = ()  # texts that stand for no value, besides an empty cell
     batch_size: int | None = None  # samples of a step; None: a 256th of the rows, from 64 to 4096
     validation: float = 0.05  # share of the training rows kept for evaluation where data.eval is not given
-    split: SplitRule = "random"  # which rows those are: random, the last ones, or all rows of some groups
+    split: SplitRule = "random"  # which rows those are: random, the last ones, all rows of some groups, the newest ones
+    # Of split=time: a column of numbers, dates or ISO 8601 texts; None: the time of data.schema.events.
+    time_column: str | None = None
     on_bad_row: OnBadRow = "error"  # skip: left out, counted and told
     shuffle: bool = True
     prefetch: int = 2  # batches made ready ahead

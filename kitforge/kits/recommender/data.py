@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +81,10 @@ def load_dataset(
     if (rows := iter_of(spec)) is not None:
         return _endless(rows, evaluation, options, encoder)
     schema = schema_of(spec, options) if encoder is None else encoder.schema
-    table = _table(spec, options, schema, progress)
-    kept, held_out = split(
-        table, options.split, 0.0 if evaluation is not None else options.validation, seed, schema.group
-    )
+    share = 0.0 if evaluation is not None else options.validation
+    time = time_column(options, schema) if share > 0 else None
+    table = _table(spec, options, schema, progress, time)
+    kept, held_out = split(table, options.split, share, seed, schema.group, time)
     fitted = encoder or Encoder(schema, fit(schema, table, kept))
     given = Samples(table, held_out, fitted) if evaluation is None else _all(evaluation, options, fitted)
     source = None if click_log(spec) is not None else _source(spec, options, schema)
@@ -126,6 +126,13 @@ def schema_of(spec: Any, options: DataOptions, *, wants_sequences: bool = False)
         return click_log_schema(log)
     found = inspect(spec, table_config(options))
     return found.sequences if wants_sequences and not found.schema.sequences and found.sequences else found.schema
+
+
+def time_column(options: DataOptions, schema: Schema) -> str | None:
+    """The column that says which rows are held out, where that is asked for."""
+    if options.split != "time":
+        return None
+    return options.time_column or (None if schema.events is None else schema.events.time)
 
 
 def table_config(options: DataOptions) -> TableConfig:
@@ -174,11 +181,17 @@ def _all(spec: Any, options: DataOptions, encoder: Encoder) -> Samples:
     return Samples(table, RowRange(0, table.num_rows), encoder)
 
 
-def _table(spec: Any, options: DataOptions, schema: Schema, progress: Advance | None = None) -> Table:
+def _table(
+    spec: Any, options: DataOptions, schema: Schema, progress: Advance | None = None, time: str | None = None
+) -> Table:
+    """The rows, and their times where these are asked for."""
     if (log := click_log(spec)) is not None:
         return log
     source, bad = _source(spec, options, schema), BadRows(policy=options.on_bad_row)
     layout, root = schema.layout(), cache_root(options)
+    if time is not None:
+        source = replace(source, times=(time,))
+        layout = replace(layout, numbers=tuple(dict.fromkeys((*layout.numbers, time))))
     return load_table(source, layout, root, bad, num_workers=options.num_workers, progress=progress)
 
 

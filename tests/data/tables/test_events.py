@@ -6,6 +6,7 @@ import csv
 import json
 import logging
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,7 @@ def test_other_columns_are_lists_or_the_newest_value() -> None:
     ["2024-01-02", "2023-12-31T23:59:59", "2024-01-02 00:00:01"],
     ["1704153600", "-5", "1.7041536011e9"],
     ["3", "1", "20"],
+    ["2024-01-02T00:00:00+00:00", "1.0", "2024-01-02 00:00:01Z"],
 ])  # fmt: skip
 def test_times_are_numbers_or_dates(tmp_path: Path, times: list[str]) -> None:
     rows = [{"user": 1, "item": place, "time": time} for place, time in enumerate(times)]
@@ -149,6 +151,11 @@ def test_an_event_without_user_item_or_time_is_a_bad_row(tmp_path: Path) -> None
     bad = BadRows(policy="skip")
     assert sequences(columns(path, bad=bad)) == {1: [7, 4]}
     assert bad.total == 2
+    path.write_text("user,item,time\n1,4,20240102\n1,5,soon\n1,6,20240101\n")
+    assert sequences(columns(path, bad=BadRows(policy="skip"))) == {1: [6, 4]}
+    path.write_text("user,item,time\n1,3,20240102\n1,4,\n1,5,soon\n1,6,30\n")
+    found = [job().table for job in replace(open_table(path, TableConfig()), times=("time",)).jobs(["time"])]
+    assert found[0].column("time").to_pylist() == ["20240102", None, "soon", "30"]  # a number is no date
     path.write_text("user,item,time\n1,4,soon\n1,5,2\n")
     with pytest.raises(DataError, match=r"events\.csv:2 holds no number in column 'time'[^$]*soon"):
         columns(path)

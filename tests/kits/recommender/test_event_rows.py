@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kitforge.foundation.errors import ConfigError
-from kitforge.kits.recommender.build import open_pipeline
+from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.kits.recommender.build import open_pipeline, read_options
+from kitforge.kits.recommender.data import load_dataset
 from kitforge.kits.recommender.inspection import inspect
 from kitforge.kits.recommender.schema import read_schema
 from kitforge.trainer.run import train
@@ -26,12 +27,19 @@ TARGETS: dict[str, Any] = {
     "model.item": ["item"],
 }
 
+SPLIT = {"split": "time", "validation": 0.25}
+
 
 def events(names: tuple[str, str, str] = ("user", "item", "time"), users: int = 60) -> list[dict[str, int]]:
     """Everybody goes through 12 items in a circle, and rows come in any order."""
     rows = [(user, (user + place) % 12, 1000 * place + user) for user in range(users) for place in range(user % 5 + 3)]
     chosen = np.random.default_rng(0).permutation(len(rows))
     return [dict(zip(names, rows[place], strict=True)) for place in chosen]
+
+
+def _times(rows: Any) -> list[float]:
+    columns = rows.columns(np.arange(rows.num_rows))
+    return columns.numbers(rows._table.layout.numbers[-1]).tolist()  # type: ignore[no-any-return]
 
 
 def written(path: Path, rows: list[dict[str, int]]) -> Path:
@@ -71,6 +79,37 @@ def test_two_tower_takes_a_target_and_the_history_before_it(tmp_path: Path) -> N
     assert (targets == (last + 1) % 12)[lengths > 0].all()  # the target itself is not in its history
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     assert told.lines
+
+
+def test_a_split_by_time_holds_out_the_newest_rows() -> None:
+    options = read_options({"data": {**SPLIT, "schema": TARGETS["data.schema"]}}).data
+    found = load_dataset(events(), None, options, 0, None)
+    rows = sorted(row["time"] for row in events())
+    (old, new) = (_times(each) for each in (found.train, found.eval))
+    assert len(new) == round(0.25 * len(rows)) and sorted([*old, *new]) == rows
+    assert max(old) < min(new)
+
+
+def test_rows_of_one_time_are_on_one_side_of_a_split_by_time() -> None:
+    days = ["2024-01-01"] * 3 + ["2024-01-03"] * 3 + ["2024-01-02"] * 4
+    rows = [{"click": n % 2, "site": f"s{n}", "day": day} for n, day in enumerate(days)]
+    schema = {"label": {"name": "click"}, "categorical": {"site": {}}}
+    options = read_options({"data": {**SPLIT, "schema": schema, "time_column": "day", "validation": 0.5}}).data
+    found = load_dataset(rows, None, options, 0, None)
+    assert len(set(_times(found.train))) == 1 and len(_times(found.train)) == 3
+    for bad, words in (({"day": None}, "1 of 11 rows"), ({"day": "soon"}, "holds no number[^$]*soon")):
+        with pytest.raises(DataError, match=words):
+            load_dataset([*rows, {**rows[0], **bad}], None, options, 0, None)
+    with pytest.raises(DataError, match="all rows of training would be held out"):
+        load_dataset(rows[:3], None, options, 0, None)
+    unnamed = read_options({"data": {**SPLIT, "schema": schema}}).data
+    with pytest.raises(ConfigError, match=r"needs a column of times[^$]*data\.time_column"):
+        load_dataset(rows, None, unnamed, 0, None)
+
+
+def test_sasrec_holds_out_last_items_and_not_the_newest_rows(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.split[^$]*last item of every sequence"):
+        ready(tmp_path, "sasrec", {"data.split": "time"})
 
 
 def test_events_are_guessed_by_the_names_of_columns(tmp_path: Path) -> None:
