@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -46,6 +46,16 @@ class Catalogue:
         wanted = ids.cpu().numpy()
         found = np.minimum(np.searchsorted(self.ids, wanted), max(len(self.ids) - 1, 0))
         return np.where(self.ids[found] == wanted, found, -1) if len(self.ids) else np.full(len(wanted), -1)
+
+    def seen_places(self, batch: FeatureBatch, features: Sequence[str], held_out: int = 0) -> NDArray[np.int64]:
+        """The places [B, L] of the items of sequences but the last `held_out` of each; -1 where there is none."""
+        found = []
+        for name in features:
+            sequence = batch.sequences[name]
+            is_there = torch.arange(sequence.ids.shape[1]) < (sequence.lengths - held_out).unsqueeze(1)
+            places = self.places(sequence.ids.reshape(-1)).reshape(tuple(sequence.ids.shape))
+            found.append(np.where(is_there.numpy(), places, -1))
+        return np.concatenate(found, axis=1)
 
     def popularity_ranks(self) -> NDArray[np.int64]:
         """The rank [I] of each item by how often it was taken, 0 for the most popular one."""

@@ -150,6 +150,9 @@ class RetrievalOptions:
 
     num_negatives: int = 512  # sasrec: items drawn for a step, which all its samples are told apart from
     top: int = 10  # the k of the HR@k that says what is best; HR@k and NDCG@k of 1, 5, 10 and 20 are told besides
+    # Whether items of a user's history are left out of what is retrieved and ranked: for sasrec those of the sequence,
+    # for two_tower of the sequences of model.user that share the item's table, as far back as max_length reaches.
+    exclude_seen: bool = False
     index: str = "Flat"  # faiss's words for the index of item vectors; Flat is exact
     nprobe: int | None = None  # of an index with clusters (IVF): how many are searched; None: faiss's 1
     ef_search: int | None = None  # of an index that is a graph (HNSW): how many candidates are kept; None: faiss's 16

@@ -64,6 +64,11 @@ class LookupPlan:
         """The lookups of sequences."""
         return [lookup for lookup in self.lookups if lookup.pooling == "sequence"]
 
+    def histories_of(self, item: str, features: Collection[str]) -> tuple[str, ...]:
+        """Those of the features that are sequences of such items."""
+        table = self._shape.table_of(item)
+        return tuple(name for name in self._shape.sequences if name in features and self._shape.table_of(name) == table)
+
     def requests(self, batch: FeatureBatch, lookups: Collection[str] | None = None) -> dict[str, Request]:
         """What each call is called with, for the lookups that are named or for all."""
         return {

@@ -27,7 +27,7 @@ from kitforge.kits.recommender.config import RetrievalOptions
 from kitforge.kits.recommender.lookups import LookupPlan
 from kitforge.kits.recommender.model import Recommender, inputs_of
 from kitforge.kits.recommender.objective import Finding
-from kitforge.kits.recommender.ranking import RankingMetrics, rank_users, ranking_metrics
+from kitforge.kits.recommender.ranking import RankingMetrics, rank_users, ranking_metrics, ranks_without
 from kitforge.kits.recommender.samples import Samples
 from kitforge.models.two_tower.model import TwoTower, TwoTowerConfig
 
@@ -62,10 +62,19 @@ class Matching(Finding[Pool]):
         self._lookups = {
             side: [lookup.name for lookup in plan.lookups if lookup.name in names] for side, names in sides.items()
         }
+        self.histories = plan.histories_of(self._item, config.user)
+        check(
+            bool(self.histories) or not retrieval.exclude_seen,
+            "retrieval.exclude_seen",
+            True,
+            f"false: no sequence of model.user holds items that a user has taken, in the table of {self._item}",
+            "data.schema.events with `history: NAME` makes one; give it and the item one `table`",
+        )
         self._plan = plan
         self._catalogue = catalogue
         self._seed = seed
         self._top = retrieval.top
+        self._excludes_seen = retrieval.exclude_seen
         self.monitor = f"eval/hr@{self._top}"
 
     def read(self, rows: Samples, indices: NDArray[np.int64], own: slice, step: int) -> Pool:
@@ -129,9 +138,12 @@ class Matching(Finding[Pool]):
             asks = wants & (places >= 0)
             asking, targets = users[torch.from_numpy(asks)], places[asks]
             scores_of = partial(_block_scores, network_of(model), asking, items)
-            ranks, loss = rank_users(scores_of, targets, len(items))
+            seen = None
+            if self._excludes_seen:
+                seen = self._catalogue.seen_places(batch, self.histories)[asks]
+            ranks, loss = rank_users(scores_of, targets, len(items), seen)
             total += loss
-            for counted, found in ((metrics, ranks), (popular, popularity[targets])):
+            for counted, found in ((metrics, ranks), (popular, ranks_without(popularity, targets, seen))):
                 counted.add(found)
                 counted.num_cold += int((wants & (places < 0)).sum())
         beside = {f"popularity_hr@{self._top}": over_ranks(popular, 0.0, world)[f"hr@{self._top}"]}

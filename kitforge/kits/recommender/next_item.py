@@ -25,7 +25,7 @@ from kitforge.kits.recommender.lookups import LookupPlan, padded
 from kitforge.kits.recommender.matching import ITEMS_AT_ONCE, over_ranks
 from kitforge.kits.recommender.model import Recommender
 from kitforge.kits.recommender.objective import Finding
-from kitforge.kits.recommender.ranking import rank_users, ranking_metrics
+from kitforge.kits.recommender.ranking import rank_users, ranking_metrics, ranks_without
 from kitforge.kits.recommender.samples import Samples
 from kitforge.models.sasrec.model import SASRec
 
@@ -52,12 +52,13 @@ class NextItem(Finding[Draw]):
         self, feature: str, plan: LookupPlan, catalogue: Catalogue, retrieval: RetrievalOptions, seed: int
     ) -> None:
         self._feature = feature
-        self.user_features = (feature,)
+        self.user_features = self.histories = (feature,)
         self._plan = plan
         self._catalogue = catalogue
         self._num_negatives = min(retrieval.num_negatives, len(catalogue))
         self._seed = seed
         self._top = retrieval.top
+        self._excludes_seen = retrieval.exclude_seen
         self.monitor = f"eval/hr@{self._top}"
 
     def read(self, rows: Samples, indices: NDArray[np.int64], own: slice, step: int) -> Draw:
@@ -102,7 +103,8 @@ class NextItem(Finding[Draw]):
         metrics, popular, total = ranking_metrics(self._top), ranking_metrics(self._top), 0.0
         popularity = self._catalogue.popularity_ranks()
         for indices in batches:
-            sequences = rows.batch(indices).sequences[self._feature]
+            batch = rows.batch(indices)
+            sequences = batch.sequences[self._feature]
             lengths = (sequences.lengths - HELD_OUT).clamp(min=0)
             histories = sequences.ids[:, :-HELD_OUT]
             states = model(lambda ids=histories, lengths=lengths: self.states(model, ids, lengths))
@@ -111,9 +113,12 @@ class NextItem(Finding[Draw]):
             wants = lengths.numpy() > 0
             asks = wants & (places >= 0)
             asking, targets = states[torch.from_numpy(asks)], places[asks]
-            ranks, loss = rank_users(partial(_block_scores, asking, items), targets, len(items))
+            seen = None
+            if self._excludes_seen:
+                seen = self._catalogue.seen_places(batch, self.histories, HELD_OUT)[asks]
+            ranks, loss = rank_users(partial(_block_scores, asking, items), targets, len(items), seen)
             total += loss
-            for counted, found in ((metrics, ranks), (popular, popularity[targets])):
+            for counted, found in ((metrics, ranks), (popular, ranks_without(popularity, targets, seen))):
                 counted.add(found)
                 counted.num_cold += int((wants & (places < 0)).sum())
         beside = {f"popularity_hr@{self._top}": over_ranks(popular, 0.0, world)[f"hr@{self._top}"]}

@@ -52,6 +52,7 @@ class Finding(Objective[Batch]):
     """An objective of a family that finds items: vectors of users and items whose products say what goes together."""
 
     user_features: tuple[str, ...]  # what a user's vector is made of
+    histories: tuple[str, ...]  # sequences of items that a user has taken
 
     @abstractmethod
     def item_vectors(self, model: Recommender) -> Tensor:

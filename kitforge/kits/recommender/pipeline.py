@@ -95,8 +95,17 @@ class RecommendationPipeline:
         """The same for users whose rows are encoded by `user_encoder`."""
         finding, catalogue, index = self._ready()
         vectors = finding.user_vectors(self.model, users).float().cpu().numpy()
-        scores, places = index.search(np.ascontiguousarray(vectors), min(k, len(catalogue)))
-        return [_named(catalogue, row, row_scores) for row, row_scores in zip(places, scores, strict=True)]
+        seen = np.zeros((len(vectors), 0), np.int64)
+        if self.options.retrieval.exclude_seen:
+            seen = catalogue.seen_places(users, finding.histories)
+        # As many more as a user may have seen: k are left.
+        wanted = min(k + seen.shape[1], len(catalogue))
+        scores, places = index.search(np.ascontiguousarray(vectors), wanted)
+        answers = []
+        for row, row_scores, own in zip(places, scores, seen, strict=True):
+            chosen = np.flatnonzero(~np.isin(row, own))[:k]
+            answers.append(_named(catalogue, row[chosen], row_scores[chosen]))
+        return answers
 
     @property
     def finds_items(self) -> bool:

@@ -22,16 +22,23 @@ _SCORES_AT_ONCE = 2**24
 
 
 def rank_users(
-    scores_of: Callable[[slice], Tensor], targets: NDArray[np.int64], num_items: int
+    scores_of: Callable[[slice], Tensor],
+    targets: NDArray[np.int64],
+    num_items: int,
+    seen: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.int64], float]:
     """The ranks of the targets [n], and the sum of the cross entropies over all items. `scores_of` gives the scores
-    [users, num_items] of some of the n users; they are asked for in blocks, so that memory does not grow with n."""
+    [users, num_items] of some of the n users; they are asked for in blocks, so that memory does not grow with n. Items
+    at places `seen` [n, L] (-1 for none) stand behind all others, but for the target itself; the loss is over all."""
     size, total = max(_SCORES_AT_ONCE // max(num_items, 1), 1), 0.0
     ranks = [np.zeros(0, np.int64)]
     for start in range(0, len(targets), size):
         block = slice(start, min(start + size, len(targets)))
         scores, wanted = scores_of(block).double().cpu(), targets[block]
         total += float((scores.logsumexp(1) - scores[torch.arange(len(wanted)), torch.from_numpy(wanted)]).sum())
+        if seen is not None:
+            rows, columns = np.nonzero((seen[block] >= 0) & (seen[block] != wanted[:, None]))
+            scores[torch.from_numpy(rows), torch.from_numpy(seen[block][rows, columns])] = -torch.inf
         ranks.append(target_ranks(scores.numpy(), wanted))
     return np.concatenate(ranks), total
 
@@ -42,6 +49,20 @@ def target_ranks(scores: Floats, targets: NDArray[np.int64]) -> NDArray[np.int64
     wanted = np.take_along_axis(scores, targets[:, None], axis=1)
     ranks: NDArray[np.int64] = (scores >= wanted).sum(axis=1) - 1
     return ranks
+
+
+def ranks_without(
+    ranks: NDArray[np.int64], targets: NDArray[np.int64], seen: NDArray[np.int64] | None
+) -> NDArray[np.int64]:
+    """The ranks of the targets [n] in one order of all items, given by the `ranks` [I] of these; without the items at
+    places `seen` [n, L] (-1 for none) that stand before the target."""
+    found = ranks[targets]
+    if seen is None or not seen.shape[1]:
+        return found
+    places = np.sort(seen, axis=1)
+    is_first = np.diff(places, axis=1, prepend=-1) != 0
+    without: NDArray[np.int64] = found - (is_first & (ranks[places] < found[:, None])).sum(axis=1)
+    return without
 
 
 def ranking_metrics(top: int) -> RankingMetrics:

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.recommender.build import open_pipeline, read_options
 from kitforge.kits.recommender.data import load_dataset
@@ -27,6 +29,7 @@ TARGETS: dict[str, Any] = {
     "model.item": ["item"],
 }
 
+WORLD = World(device=torch.device("cpu"))
 SPLIT = {"split": "time", "validation": 0.25}
 
 
@@ -110,6 +113,35 @@ def test_rows_of_one_time_are_on_one_side_of_a_split_by_time() -> None:
 def test_sasrec_holds_out_last_items_and_not_the_newest_rows(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.split[^$]*last item of every sequence"):
         ready(tmp_path, "sasrec", {"data.split": "time"})
+
+
+@pytest.mark.parametrize("family", ["sasrec", "two_tower"])
+def test_items_already_taken_are_not_retrieved(tmp_path: Path, family: str) -> None:
+    schema = {"events": {"user": "user", "item": "item", "time": "time"}}
+    choices = {**TARGETS, "data.validation": 0.0} if family == "two_tower" else {"data.schema": schema}
+    choices = {**choices, "retrieval.exclude_seen": True, "model.max_length": 50, "trainer.max_steps": 2}
+    if family == "two_tower":
+        del choices["model.max_length"]
+    assembly, _ = ready(tmp_path, family, choices, events())
+    pipeline = open_pipeline(assembly.loop.model.eval(), assembly.tokenizer, assembly.options)
+    column, taken = ("before", [3, 4, 4]) if family == "two_tower" else ("item", ["3", "4", "4"])
+    found = pipeline.retrieve([{column: taken}, {column: []}], k=10)
+    assert [len(each) for each in found] == [10, 10]
+    assert {int(each["item"]) for each in found[0]} == set(range(12)) - {3, 4}
+    task: Any = assembly.loop.task
+    rows = task._dataset.train
+    with torch.no_grad():
+        without = task._objective.evaluate(assembly.loop.model, rows, [np.arange(60)], WORLD)
+        task._objective._excludes_seen = False
+        plain = task._objective.evaluate(assembly.loop.model, rows, [np.arange(60)], WORLD)
+    assert without["mrr"] > plain["mrr"] and without["loss"] == plain["loss"]
+
+
+def test_what_a_user_has_taken_has_to_be_known_to_be_left_out(tmp_path: Path) -> None:
+    schema = {"categorical": {name: {"kind": "integer", "encoding": "vocabulary"} for name in ("user", "item")}}
+    choices = {"data.schema": schema, "model.user": ["user"], "model.item": ["item"], "retrieval.exclude_seen": True}
+    with pytest.raises(ConfigError, match=r"retrieval\.exclude_seen[^$]*events"):
+        ready(tmp_path, "two_tower", choices, events())
 
 
 def test_events_are_guessed_by_the_names_of_columns(tmp_path: Path) -> None:

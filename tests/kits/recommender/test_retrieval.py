@@ -17,7 +17,7 @@ from kitforge.kits.recommender import ranking
 from kitforge.kits.recommender.build import open_pipeline, read_options
 from kitforge.kits.recommender.data import load_dataset
 from kitforge.kits.recommender.pipeline import index_of, index_recall, set_search
-from kitforge.kits.recommender.ranking import rank_users, ranking_metrics, target_ranks
+from kitforge.kits.recommender.ranking import rank_users, ranking_metrics, ranks_without, target_ranks
 from kitforge.trainer.run import train
 from tests.kits.recommender.runs import ready
 from tests.kits.recommender.test_objectives import CLICKS, WORDS
@@ -141,3 +141,21 @@ def test_a_user_is_asked_for_its_own_columns_alone(tmp_path: Path, caplog: pytes
     assert few == find.retrieve({**rows[0], "user": 3, "age": 2.0}, k=2) and len(few) == 2
     with pytest.raises(DataError, match="no column 'age'"):
         find.retrieve({"user": 3})
+
+
+@pytest.mark.parametrize("block", [1, 2**24])
+def test_items_already_taken_can_be_left_out_of_the_ranks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(ranking, "_SCORES_AT_ONCE", block)
+    generator = torch.Generator().manual_seed(0)
+    scores, targets = torch.randn(40, 11, generator=generator), np.arange(40) % 11
+    seen = torch.randint(-1, 11, (40, 6), generator=generator).numpy()
+    ranks, loss = rank_users(lambda block: scores[block], targets, 11, seen)
+    popularity = np.random.default_rng(0).permutation(11)
+    popular = ranks_without(popularity, targets, seen)
+    for user, target in enumerate(targets):
+        left = [item for item in range(11) if item == target or item not in seen[user]]
+        assert ranks[user] == sum(scores[user, item] > scores[user, target] for item in left)
+        assert popular[user] == sum(popularity[item] < popularity[target] for item in left)
+    plain, same_loss = rank_users(lambda block: scores[block], targets, 11)
+    assert (plain >= ranks).all() and (plain > ranks).any() and same_loss == loss
+    assert ranks_without(popularity, targets, None).tolist() == popularity[targets].tolist()
