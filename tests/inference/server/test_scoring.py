@@ -158,6 +158,20 @@ def test_answers_without_chance_are_made_once(client: openai.OpenAI, served: Ser
     assert streams == [choice.text for choice in answer.choices[:3]]
 
 
+def test_a_served_prompt_begins_as_its_tokenizer_begins_a_text(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ByteTokenizer, "encode_prompt", lambda tokenizer, text: [7, *tokenizer.encode(text)])
+
+    def read(**choices: Any) -> tuple[list[int], int]:
+        tokens = httpx.post(f"{served.url}/tokenize", json={"prompt": "ab", **choices}).json()["tokens"]
+        body = {"model": "tiny", "prompt": "ab", "max_tokens": 1, **choices}
+        answer = httpx.post(f"{served.url}/v1/completions", json=body).json()
+        return tokens, answer["usage"]["prompt_tokens"]
+
+    assert read() == ([7, *b"ab"], 3)
+    assert read(add_special_tokens=True) == ([7, *b"ab"], 3)
+    assert read(add_special_tokens=False) == (list(b"ab"), 2)
+
+
 def test_tokens_over_http(served: Served) -> None:
     def post(path: str, **body: Any) -> dict[str, Any]:
         answer = httpx.post(f"{served.url}{path}", json=body)
