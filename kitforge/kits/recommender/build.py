@@ -35,7 +35,15 @@ from kitforge.kits.recommender.assembling import (
 from kitforge.kits.recommender.batch_inference import check_target, write_predictions
 from kitforge.kits.recommender.config import AUTO, RecommendationOptions, sized
 from kitforge.kits.recommender.counting import CountTables, curves, distinct_rows
-from kitforge.kits.recommender.data import Dataset, cache_root, iter_of, load_dataset, schema_of, table_config
+from kitforge.kits.recommender.data import (
+    Dataset,
+    as_sequences,
+    cache_root,
+    iter_of,
+    load_dataset,
+    schema_of,
+    table_config,
+)
 from kitforge.kits.recommender.features import Encoder
 from kitforge.kits.recommender.guess import with_length, with_own_items, with_rare_values
 from kitforge.kits.recommender.inspection import inspect
@@ -184,7 +192,12 @@ def predict_file(options: RecommendationOptions, load_model: Callable[[str, str]
     options = dataclasses.replace(options, seed=recorded.seed, data=data, retrieval=retrieval)
     source = open_table(spec, table_config(data))
     check_target(target, source)
-    opened = open_pipeline(load_model(str(folder), options.device), find_tokenizer(folder), options)
+    encoder = find_tokenizer(folder)
+    events = encoder.schema.events
+    if events is not None and {events.user, events.item, events.time} <= set(source.names):
+        # Events as the run was trained on, and not yet the sequences that they become.
+        source = as_sequences(source, encoder.schema, events)
+    opened = open_pipeline(load_model(str(folder), options.device), encoder, options)
     with show_progress("rows predicted", enabled=options.trainer.progress) as progress:
         write_predictions(opened, source, target, progress)
     return target

@@ -12,7 +12,7 @@ from kitforge.data.tables.chunk import BadRows
 from kitforge.data.tables.click_log import ClickLog, ClickLogConfig
 from kitforge.data.tables.column_cache import load_table
 from kitforge.data.tables.columns import Table
-from kitforge.data.tables.events import sequences_of
+from kitforge.data.tables.events import EventColumns, sequences_of
 from kitforge.data.tables.source import TableConfig, TableSource, open_table
 from kitforge.data.tables.split import RowRange, split
 from kitforge.data.token_cache import default_root
@@ -198,9 +198,12 @@ def _table(
 def _source(spec: Any, options: DataOptions, schema: Schema) -> TableSource:
     """The rows, or the sequences that events become."""
     source = open_table(spec, table_config(options))
-    if schema.events is None:
-        return source
-    return sequences_of(source, schema.events, [column.name for column in schema.layout().lists])
+    return source if schema.events is None else as_sequences(source, schema, schema.events)
+
+
+def as_sequences(source: TableSource, schema: Schema, events: EventColumns) -> TableSource:
+    """The sequences that a schema makes of events."""
+    return sequences_of(source, events, [column.name for column in schema.layout().lists])
 
 
 def cache_root(options: DataOptions) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from kitforge.api import load_model
 from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.kits.recommender.build import open_pipeline, read_options
+from kitforge.kits.recommender.build import open_pipeline, predict_file, read_options
 from kitforge.kits.recommender.data import load_dataset
 from kitforge.kits.recommender.inspection import inspect
 from kitforge.kits.recommender.schema import read_schema
@@ -66,6 +68,13 @@ def test_sasrec_is_trained_on_rows_of_events(tmp_path: Path, schema: Any) -> Non
     pipeline = open_pipeline(assembly.loop.model.eval(), assembly.tokenizer, assembly.options)
     found = pipeline.retrieve({NAMES[1]: ["3", "4"]}, k=12)
     assert {each["item"] for each in found} == {str(item) for item in range(12)}
+    output = tmp_path / "found.jsonl"
+    predicted = {"task": "recommendation", "checkpoint": str(assembly.folder), "output": str(output)}
+    predict_file(read_options({**predicted, "data": {"eval": str(path)}, "trainer": {"progress": False}}), load_model)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    user = next(line for line in lines if line[NAMES[0]] == "7")
+    assert len(lines) == 60 and user[NAMES[1]] == ["7", "8", "9", "10", "11"]
+    assert [item["item"] for item in pipeline.retrieve(user, k=10)] == user["items"]
 
 
 def test_two_tower_takes_a_target_and_the_history_before_it(tmp_path: Path) -> None:
