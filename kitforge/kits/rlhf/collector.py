@@ -182,7 +182,12 @@ class Collector:
     def _evaluation(self, num_prompts: int, is_new: bool) -> list[Trajectory]:
         model, prompts = self._networks(is_new), self._rows.eval[:num_prompts]
         own = [] if model is None else self._answers(policy_of(model), prompts, "evaluation", 1)
-        return self._examined(self._gathered(own), model, prompts)
+        found = self._examined(self._gathered(own), model, prompts)
+        if not found[0].reference or found[0].old:
+            return found
+        # What the engine says is rounded in other places, which in half precision would count as a distance.
+        again = None if model is None else policy_of(model)
+        return self._asked(found, {"rollout": partial(self._looks, policies={"old": again}, valued=None)})
 
     def _drawn(self) -> dict[str, list[dict[str, Any]]]:
         found = {} if self._ahead is None else self._ahead.drawn()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpoint
-from kitforge.core.kernels.dispatch import CompileLevel
+from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.init import initialise
@@ -165,10 +165,15 @@ class Origin:
         return self.config
 
     def frozen(self, options: StageOptions, device: torch.device) -> nn.Module:
-        """The network as training finds it, to compare with."""
+        """The network as training finds it, to compare with: by the kernels that the policy has, over the same memory
+        as what was given."""
         if self.given is None or options.adapter.path is not None:
             return self.twin(options, device).requires_grad_(False)
-        return self.given
+        given, level = self.given, options.compile_level
+        is_plain = isinstance(given, Decoder) and config_of_adapter(given) is None
+        if is_plain and cast(Decoder, given).kernels != select(level):
+            return sharing(cast(Decoder, given), level)
+        return given
 
     def twin(self, options: StageOptions, device: torch.device, name: str = "policy") -> nn.Module:
         """A network to be trained, whole on this rank: with the same weights, or over the very same ones with an

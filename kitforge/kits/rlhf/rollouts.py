@@ -59,7 +59,7 @@ class Trajectory:
         """How much likelier the policy finds the answer than the reference does; None where no reference was asked."""
         if not self.reference:
             return None
-        return sum(own - other for own, other in zip(self.log_probs, self.reference, strict=True))
+        return sum(own - other for own, other in zip(self.old or self.log_probs, self.reference, strict=True))
 
     def to_plain(self) -> dict[str, Any]:
         """Ready for JSON, bit for bit; without the columns of the prompt's row, which rewards have seen."""

@@ -332,8 +332,8 @@ def _whole_reference(parts: Parts, named: str | None, origin: Callable[[], Origi
     """What a policy is compared with, whole on this rank: its passes are over as many answers as each rank has."""
     options, compared = parts.options, parts.reference(named)
     if compared is not None:
-        return compared.frozen(replace(options, adapter=AdapterOptions()), parts.device)
-    return None if parts.is_evaluation else origin().frozen(options, parts.device)
+        return _ready(compared.frozen(replace(options, adapter=AdapterOptions()), parts.device), options)
+    return None if parts.is_evaluation else _ready(origin().frozen(options, parts.device), options)
 
 
 def _together(rows: Rows[Any], pretraining: Rows[Any] | None) -> str:

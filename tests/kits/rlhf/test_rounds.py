@@ -143,3 +143,16 @@ def test_a_policy_that_has_diverged_is_told_of(stage: str, roles: dict[str, Any]
         next(network.parameters()).fill_(float("nan"))
     with pytest.raises(TrainingError, match=r"(?s)no longer answers.*got:.* answers without a token.*do:"):
         runs.finish(runs.begin(stage, None, model=network, roles=roles))
+
+
+@pytest.mark.parametrize("adapter", [{}, {"adapter.rank": 4}])
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_a_policy_that_has_not_moved_is_at_no_distance_in_half_precision_either(
+    adapter: dict[str, Any], level: str
+) -> None:
+    # The network that was given was built for other kernels in one of them.
+    choices = {"precision": "bf16", "compile_level": level, **adapter}
+    assembly = runs.begin("grpo", None, choices)
+    assert assembly.loop.task.evaluate(assembly.loop.model)["eval/kl"] == 0
+    # What an answer's line says is the same.
+    assert {each.nats for each in cast(RLTask, assembly.loop.task).evaluated} == {0.0}
