@@ -31,10 +31,6 @@ from kitforge.kits.rlhf.weights import copied
 from kitforge.trainer.precision import autocast
 from kitforge.trainer.task import Ending
 
-# Answers whose reference and values are found in one forward pass.
-FORWARD_ROWS = 32
-
-
 # What one fragment says of answers: for each the fields that it knows.
 Look: TypeAlias = Callable[[Sequence[Trajectory]], Iterator[dict[str, Any]]]
 
@@ -303,7 +299,7 @@ class Collector:
             return
         lengths = [len(each.answer.prompt) + len(each.answer.tokens) for each in found]
         looked: list[dict[str, Any]] = [{} for _ in found]
-        for places in at_once(lengths, FORWARD_ROWS, self._world.device):
+        for places in at_once(lengths, self._options.rl.max_tokens_per_microbatch, self._world.device):
             batch = laid([found[place] for place in places], self._rows.pad_id)
             tokens, targets = batch["tokens"], batch["targets"]
             mask = targets != IGNORED

@@ -210,7 +210,8 @@ class UpdateOptions:
     samples_per_prompt: int = 1  # answers to each
     epochs: int = 1  # passes over the answers of a round
     minibatches: int = 1  # updates of each pass
-    # Tokens of one forward pass, filling among them, in place of trainer.micro_batch_size answers.
+    # Tokens of one forward pass, filling among them, in place of trainer.micro_batch_size answers; those of reference,
+    # critic and reward models over a round too.
     max_tokens_per_microbatch: int | None = None
     # Log-probabilities that ratios start from: those that tokens were drawn with, or the trainer's, found once more.
     old: Literal["rollout", "trainer"] = "rollout"

@@ -20,6 +20,8 @@ from kitforge.kits.rlhf.config import StageOptions
 Indices = NDArray[np.int64]
 # Tokens of one pass through a network on a processor: with more, what layers hand on leaves its caches.
 CPU_TOKENS = 1024
+# Elsewhere, where nobody says how many; of a network of 7 billion weights its widest layer then holds 1 GiB or two.
+DEVICE_TOKENS = 2**15
 
 
 @final
@@ -89,12 +91,12 @@ def _fitted(places: range, lengths: Sequence[int], most_tokens: int) -> list[Ind
     return [np.array(each, dtype=np.int64) for each in found]
 
 
-def at_once(lengths: Sequence[int], most: int, device: torch.device) -> list[Indices]:
-    """Which rows of these lengths share a forward pass that nobody wants a gradient of, the longest first: at most so
-    many, and on a processor no more tokens than are fast."""
-    most_tokens = CPU_TOKENS if device.type == "cpu" else most * max(lengths, default=1)
-    parts = _fitted(range(len(lengths)), lengths, most_tokens)
-    return [part[start : start + most] for part in parts for start in range(0, len(part), most)]
+def at_once(lengths: Sequence[int], most_tokens: int | None, device: torch.device) -> list[Indices]:
+    """Which rows of these lengths share a forward pass that nobody wants a gradient of, the longest first: as many as
+    have so many tokens, filling among them, and at least one; None: as many tokens as suit the device."""
+    if most_tokens is None:
+        most_tokens = CPU_TOKENS if device.type == "cpu" else DEVICE_TOKENS
+    return _fitted(range(len(lengths)), lengths, most_tokens)
 
 
 def split(num_rows: int, fraction: float, seed: int) -> tuple[Indices, Indices]:

@@ -29,7 +29,6 @@ from kitforge.kits.rlhf.order import at_once
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.trainer.run import Run
 
-BATCH_SIZE = 32
 # What an answer is worth, or each of its tokens.
 Score: TypeAlias = float | list[float]
 # What TRL calls what a reward function is told, and what it is called here.
@@ -80,8 +79,12 @@ class ModelScorer(Scorer):
     """A reward model, which reads prompt and answer as the policy's tokens, or as text where it has a tokenizer of its
     own: the messages of the column `prompt` and the answer through its chat template, and plain text as it is."""
 
-    def __init__(self, model: ScalarModel, tokenizer: Tokenizer, own: Tokenizer | None = None) -> None:
+    def __init__(
+        self, model: ScalarModel, tokenizer: Tokenizer, own: Tokenizer | None = None, most_tokens: int | None = None
+    ) -> None:
+        """`most_tokens`: of one forward pass, see `at_once`."""
         self.model = model
+        self._most_tokens = most_tokens
         self._tokenizer = tokenizer
         is_other = own is not None and own.fingerprint != tokenizer.fingerprint
         self._own = own if is_other else None
@@ -94,7 +97,7 @@ class ModelScorer(Scorer):
         device = self.model.score.weight.device
         whole = [self._tokens(each) for each in answers]
         pad_id = (self._own or self._tokenizer).pad_id
-        for places in at_once([len(each) for each in whole], BATCH_SIZE, device):
+        for places in at_once([len(each) for each in whole], self._most_tokens, device):
             texts = [Response(tokens=whole[place], learnt=(False,) * len(whole[place])) for place in places]
             batch = padded(texts, pad_id)
             scores = self.model.at(batch["tokens"].to(device), batch["ends"].to(device))
@@ -311,19 +314,20 @@ def find_function(path: str) -> Callable[..., Any]:
     return function
 
 
-def scorer_of(given: Any, tokenizer: Tokenizer) -> Scorer:
+def scorer_of(given: Any, tokenizer: Tokenizer, most_tokens: int | None = None) -> Scorer:
     """What a role means: a scalar model, a function, the name of a check, a function's `package.module:function`, or
     several, in a list or by name, each alone or behind the weight that it has in the sum:
-    `{"short": (0.1, shortness), "exact": "exact"}`."""
+    `{"short": (0.1, shortness), "exact": "exact"}`. `most_tokens`: of one forward pass of a model."""
     if isinstance(given, Scorer):
         return given
     if several := several_of(given):
         parts = {name: weighed(name, each) for name, each in several.items()}
-        return WeightedScorer({name: (weight, scorer_of(each, tokenizer)) for name, (weight, each) in parts.items()})
+        found = {name: (weight, scorer_of(each, tokenizer, most_tokens)) for name, (weight, each) in parts.items()}
+        return WeightedScorer(found)
     own = given.tokenizer if isinstance(given, (Run, RewardModel)) else None
     given = given.model if isinstance(given, (Run, RewardModel)) else given
     if isinstance(given, ScalarModel):
-        return ModelScorer(given, tokenizer, own)
+        return ModelScorer(given, tokenizer, own, most_tokens)
     if isinstance(given, str) and given in VERIFIERS:
         return FunctionScorer(VERIFIERS[given], tokenizer)
     if isinstance(given, str) and names_function(given):

@@ -293,7 +293,9 @@ def reinforcement(parts: Parts) -> Prepared:
 
     def task(world: World) -> tuple[Task, Sequence[Callback]]:
         roles = Roles(
-            scorer=scorer_of(judge, parts.tokenizer) if judge is not None and "reward" in held else None,
+            scorer=scorer_of(judge, parts.tokenizer, options.rl.max_tokens_per_microbatch)
+            if judge is not None and "reward" in held
+            else None,
             frozen=parts.frozen(origin(), reference, basis) if is_built and pieces is None else Frozen(reference),
             eos_ids=parts.tokenizer.eos_ids,
             playground=playground,

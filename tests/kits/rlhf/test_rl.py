@@ -215,6 +215,30 @@ def test_no_network_reads_an_answer_twice_but_the_one_that_learns(monkeypatch: p
     assert found == {(name, how): 4 if name in answers[how] else 0 for name, how in found}
 
 
+def test_passes_over_answers_keep_to_the_token_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    widest: dict[int, int] = {}
+    hidden = Decoder.hidden
+
+    def measured(network: Decoder, tokens: Tensor, context: Context | None = None) -> Tensor:
+        if context is None:
+            widest[id(network)] = max(widest.get(id(network), 0), tokens.numel())
+        return hidden(network, tokens, context)
+
+    monkeypatch.setattr(Decoder, "hidden", measured)
+    reference, judge = runs.network(torch.float64), ScalarModel(runs.network(torch.float64))
+    gradients = []
+    for most in (None, 40):
+        widest.clear()
+        assembly = runs.begin(
+            "ppo", None, {"rl.max_tokens_per_microbatch": most}, model=reference, roles={"reward": judge}
+        )
+        gradients.append(runs.gradient(assembly))
+        model = cast(ActorCritic, assembly.loop.model)
+        roles = (model.policy, model.critic.backbone, reference, judge.backbone)
+        assert all((widest[id(each)] <= 40) == (most is not None) for each in roles)
+    assert float((gradients[0] - gradients[1]).abs().max()) < 1e-12
+
+
 def test_a_reward_function_that_fails_ends_the_run_with_its_name() -> None:
     def broken(*, completions: list[str]) -> list[float]:
         raise ValueError("no such thing")

@@ -185,7 +185,7 @@ def test_a_model_scores_answers_in_their_order_whatever_their_lengths(monkeypatc
 
 def test_rows_that_share_a_pass_are_of_similar_length() -> None:
     lengths = [600, 20, 500, 30, 610, 480, 25, *[10] * 70]
-    parts = order.at_once(lengths, 64, torch.device("cpu"))
+    parts = order.at_once(lengths, None, torch.device("cpu"))
     assert sorted(place for part in parts for place in part) == list(range(len(lengths)))
     assert [[lengths[place] for place in part] for part in parts] == [
         [610],
@@ -194,8 +194,11 @@ def test_rows_that_share_a_pass_are_of_similar_length() -> None:
         [30, 25, 20] + [10] * 31,
         [10] * 39,
     ]
-    on_accelerator = order.at_once(lengths, 64, torch.device("meta"))
-    assert [len(part) for part in on_accelerator] == [64, 13]
+    on_accelerator = order.at_once(lengths, None, torch.device("meta"))
+    assert [len(part) for part in on_accelerator] == [53, 24]
+    for device in ("cpu", "meta"):
+        bounded = order.at_once(lengths, 640, torch.device(device))
+        assert [len(part) for part in bounded] == [1, 1, 1, 1, 21, 52]
 
 
 def test_a_column_that_the_prompts_do_not_have_is_named() -> None:
