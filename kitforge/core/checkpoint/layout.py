@@ -6,6 +6,7 @@ checkpoints/
     ├── optimizer-00001-of-00001.safetensors
     ├── table-users-rows-00001.safetensors      ids and rows of a table; as many files as it takes
     ├── state.json
+    ├── state.safetensors      tensors among the state, where there are any
     └── manifest.json          what the others must hold; written last, and signed by its own checksum
 
 Many ranks write side by side, each its own files: model-r00002-00001.safetensors is the first of rank 2. A step that
@@ -35,6 +36,7 @@ from kitforge.foundation.untrusted import parse_json
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
+STATE_TENSORS = "state.safetensors"
 # An empty file beside the manifest: this step is not deleted when newer ones come.
 KEEP = "keep"
 # The part of a table's files that holds ids which went away.

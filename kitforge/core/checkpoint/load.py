@@ -18,6 +18,7 @@ from kitforge.core.checkpoint.boxes import num_elements, overlap, within
 from kitforge.core.checkpoint.layout import (
     MANIFEST,
     PARTS,
+    STATE_TENSORS,
     FileEntry,
     Manifest,
     Part,
@@ -30,6 +31,7 @@ from kitforge.core.checkpoint.layout import (
 )
 from kitforge.core.checkpoint.leftovers import restore
 from kitforge.core.checkpoint.slices import region_of
+from kitforge.core.checkpoint.state_tensors import attach_tensors
 from kitforge.core.checkpoint.tables import ALL, Step, StoredTable, chain, load_tables
 from kitforge.core.checkpoint.tensor_file import DTYPE_NAMES, DTYPES, TensorFile, crc32, step_of
 from kitforge.core.optim.rows import RowTable, Share
@@ -290,7 +292,10 @@ def _open(folder: Path, verified: Sequence[Part] | None, world: World) -> Checkp
                 names = link.table_files()
                 files = [file for file in link.manifest.files if file.name in names]
                 _verify(link.folder, link.manifest, _share(files, world))
-        return Checkpoint(folder, step.manifest, read_state(folder), links)
+        state = read_state(folder)
+        if any(file.name == STATE_TENSORS for file in step.manifest.files):
+            state = attach_tensors(state, TensorFile(folder / STATE_TENSORS, CheckpointError))
+        return Checkpoint(folder, step.manifest, state, links)
     except OSError as cause:
         raise CheckpointError(f"{folder} cannot be read", got=cause) from cause
 

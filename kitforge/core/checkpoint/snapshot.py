@@ -14,6 +14,7 @@ from torch import Tensor
 from kitforge.core.checkpoint import tensor_file
 from kitforge.core.checkpoint.arrangement import Ranks, owned
 from kitforge.core.checkpoint.layout import Part, encode_state
+from kitforge.core.checkpoint.state_tensors import detach_tensors
 from kitforge.core.parallel.layout import Layout
 from kitforge.foundation.device import synchronize
 from kitforge.foundation.errors import CheckpointError
@@ -40,6 +41,7 @@ class Snapshot:
         self._is_owned: list[bool] = []
         self.step = 0
         self.state = b""
+        self.state_tensors: dict[str, Tensor] = {}
         # Names as they were given; a name in `aliases` has no buffer of its own.
         self.names: dict[Part, list[str]] = {}
         self.buffers: dict[str, Tensor] = {}
@@ -50,7 +52,8 @@ class Snapshot:
     @property
     def num_bytes(self) -> int:
         """Bytes that this rank's share of a checkpoint takes, headers and manifest aside."""
-        return sum(buffer.nbytes for buffer in self.buffers.values()) + len(self.state)
+        tensors = (*self.buffers.values(), *self.state_tensors.values())
+        return sum(each.nbytes for each in tensors) + len(self.state)
 
     def region(self, name: str) -> Region:
         """Where a buffer lies in its tensor."""
@@ -69,11 +72,12 @@ class Snapshot:
         """Copy all tensors and the state as they are now; of a split tensor, `layouts` says how it is split.
 
         Raises CheckpointError for a name given twice, a tensor without values or not of the shape that its layout
-        gives to this rank, or state that JSON cannot hold.
+        gives to this rank, or state that neither JSON nor safetensors can hold.
         """
         self.step = step
         # The state of a run is the first rank's.
-        self.state = encode_state(state) if self._rank == 0 else b""
+        self.state_tensors = {}
+        self.state = encode_state(detach_tensors(state, self.state_tensors)) if self._rank == 0 else b""
         sources: dict[str, Tensor] = {}
         self.aliases = {}
         # Tied tensors are tied within the model; the optimizer has no reason to share memory with it.

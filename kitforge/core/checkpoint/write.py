@@ -16,6 +16,7 @@ from kitforge.core.checkpoint.layout import (
     FORMAT_VERSION,
     PARTS,
     STATE,
+    STATE_TENSORS,
     Base,
     FileEntry,
     Manifest,
@@ -46,7 +47,9 @@ class Written:
 
 def write_files(draft: Path, snapshot: Snapshot, shard_bytes: int, rank: int | None) -> Written:
     """Write a snapshot's tensors, and its state where it has one. `rank` is None for a process that saves alone."""
-    state = (write_state(draft, snapshot.state),) if snapshot.state else ()
+    state = [write_state(draft, snapshot.state)] if snapshot.state else []
+    if snapshot.state_tensors:
+        state.append(tensor_file.write(draft / STATE_TENSORS, list(snapshot.state_tensors.items())))
     shards: list[tuple[Path, list[tuple[str, Tensor]]]] = []
     for part in PARTS:
         stored = [(name, snapshot.buffers[name]) for name in snapshot.names[part] if name in snapshot.buffers]

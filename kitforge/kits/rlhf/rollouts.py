@@ -5,13 +5,11 @@ Tokens come from the engine and go into training as they are: nothing is decoded
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -126,14 +124,13 @@ class Round:
         return self.targets != IGNORED
 
     def to_plain(self) -> dict[str, Any]:
-        """Ready for JSON, bit for bit."""
-        tensors = {name: _to_text(getattr(self, name)) for name in _TENSORS}
-        return {**tensors, "figures": self.figures}
+        """Ready for a checkpoint's state: the tensors and the figures by name."""
+        return {name: getattr(self, name) for name in (*_TENSORS, "figures")}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Round:
-        """What `to_plain` gave."""
-        return cls(figures=plain["figures"], **{name: _from_text(plain[name]) for name in _TENSORS})
+        """What `to_plain` gave, in memory of its own."""
+        return cls(figures=plain["figures"], **{name: plain[name].clone() for name in _TENSORS})
 
 
 _TENSORS = [field.name for field in dataclasses.fields(Round) if field.name != "figures"]
@@ -234,13 +231,3 @@ def token_values(critic: ScalarModel, tokens: Tensor, mask: Tensor) -> Tensor:
     device = critic.score.weight.device
     values = critic(tokens.to(device))
     return torch.where(mask.to(device), values, 0.0)
-
-
-def _to_text(value: Tensor) -> dict[str, Any]:
-    data = base64.b64encode(value.contiguous().view(torch.uint8).numpy().tobytes()).decode()
-    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "data": data}
-
-
-def _from_text(value: dict[str, Any]) -> Tensor:
-    array = np.frombuffer(base64.b64decode(value["data"]), dtype=np.dtype(value["dtype"])).copy()
-    return torch.from_numpy(array).view(value["shape"])

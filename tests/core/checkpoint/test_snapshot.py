@@ -144,9 +144,24 @@ def test_state_comes_back(tmp_path: Path) -> None:
     assert (checkpoint.step, checkpoint.state) == (7, state)
 
 
+def test_tensors_among_the_state_come_back(tmp_path: Path) -> None:
+    values = torch.arange(6, dtype=torch.float64).view(2, 3)
+    with closing(CheckpointWriter(tmp_path, asynchronous=True)) as writer:
+        writer.save(7, model=[], optimizer=[], state={"a": [1, {"t": values.T}], "b": values > 2})
+        values += 1
+    state = open_checkpoint(step_folder(tmp_path, 7)).state
+    assert torch.equal(state["a"][1]["t"], (values - 1).T) and torch.equal(state["b"], values > 3)
+    assert state["a"][0] == 1
+
+
 @pytest.mark.parametrize(
     ("state", "named"),
-    [({"a": {3: 1}}, "state.a"), ({"a": [0, {1}]}, r"state\.a\[1\]"), ({"t": torch.ones(1)}, "Tensor")],
+    [
+        ({"a": {"state_tensor": 1}}, "state.a"),
+        ({"a": {3: 1}}, "state.a"),
+        ({"a": [0, {1}]}, r"state\.a\[1\]"),
+        ({"t": torch.ones(1, dtype=torch.complex128)}, r"state\.t"),
+    ],
 )
 def test_state_that_json_would_change_is_refused(tmp_path: Path, state: dict[str, object], named: str) -> None:
     with closing(CheckpointWriter(tmp_path)) as writer, pytest.raises(CheckpointError, match=named):

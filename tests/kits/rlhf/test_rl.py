@@ -9,13 +9,15 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizer import ByteTokenizer
-from kitforge.foundation.errors import ConfigError, TrainingError
+from kitforge.foundation.errors import CheckpointError, ConfigError, TrainingError
 from kitforge.foundation.types import MicroBatch
 from kitforge.kits.rlhf.actor_critic import ActorCritic, critic_of, policy_of
 from kitforge.kits.rlhf.build import STAGES
@@ -139,12 +141,30 @@ def test_an_adaptive_coefficient_moves_and_is_remembered() -> None:
     assert fresh.loop.task.state()["controller"] == state["controller"]
 
 
-def test_a_round_survives_its_way_through_text_bit_for_bit() -> None:
-    assembly = runs.begin("ppo", None, {"rl.epochs": 2})
-    task = cast(RLTask, assembly.loop.task)
-    runs.first_step(task, assembly.loop.model)
-    plain = task.state()["round"]
-    assert Round.from_plain(plain).to_plain() == plain
+def test_an_open_round_lies_beside_the_state_bit_for_bit(tmp_path: Path) -> None:
+    assembly = runs.begin("ppo", tmp_path, {"rl.epochs": 2, "trainer.max_steps": 1})
+    runs.finish(assembly)
+    step, round_ = tmp_path / "checkpoints" / "step_1", assembly.loop.task.state()["round"]
+    found = find_checkpoint(step)
+    assert found is not None and found.state["task"]["round"]["figures"] == round_["figures"]
+    stored = load_file(step / "state.safetensors")
+    assert {name.rpartition(".")[2] for name in stored} == set(round_) - {"figures"}
+    for name, tensor in stored.items():
+        own = name.rpartition(".")[2]
+        assert torch.equal(tensor, round_[own])
+        assert torch.equal(getattr(Round.from_plain(found.state["task"]["round"]), own), tensor)
+    # No number of a token is spelt out.
+    assert (step / "state.json").stat().st_size < 20_000
+    whole = (step / "state.safetensors").read_bytes()
+    (step / "state.safetensors").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"state\.safetensors is damaged"):
+        find_checkpoint(step)
+    (step / "state.safetensors").write_bytes(whole[:99])
+    with pytest.raises(CheckpointError, match=r"state\.safetensors cannot be read"):
+        find_checkpoint(step, verify=False)
+    (step / "state.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"state\.safetensors is missing"):
+        find_checkpoint(step)
 
 
 def test_importance_weights_are_found_from_a_second_look() -> None:
