@@ -330,7 +330,7 @@ class RolloutOptions(InferenceOptions):
     max_turns: int = 8  # answers in an episode, where there is an environment; max_new_tokens is that of each
     # Answers are drawn, beside the training, by the policy of so many rounds ago; 0: by the one that they train.
     max_staleness: int = 0
-    kept_rounds: int = 8  # rounds whose answers lie in the run folder, the latest ones; 0: none
+    kept_rounds: int = 8  # rounds whose answers stay: the latest, and behind each kept checkpoint; 0: none
     # Nobody waits for the first token of a rollout, so that many are written at once.
     engine: EngineOptions = field(default_factory=lambda: EngineOptions(max_sequences=64, max_step_tokens=4096))
 

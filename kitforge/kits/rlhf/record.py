@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, final
 
+from kitforge.core.checkpoint.layout import steps
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import write_text
@@ -18,12 +19,14 @@ FOLDER = "rollouts"
 
 @final
 class KeptRounds(Callback):
-    """Writes rollouts/round_N.jsonl once a round has had its first update, and keeps the latest `most` of them."""
+    """Writes rollouts/round_N.jsonl once a round has had its first update, and keeps the latest `most` of them, and as
+    many behind each checkpoint that is kept, from which they are replayed."""
 
-    def __init__(self, task: RLTask, tokenizer: Tokenizer, most: int) -> None:
+    def __init__(self, task: RLTask, tokenizer: Tokenizer, most: int, updates_per_round: int) -> None:
         self._task = task
         self._tokenizer = tokenizer
         self._most = most
+        self._updates_per_round = updates_per_round
         self._written: int | None = None
 
     def on_event(self, event: Event, run: Run) -> None:
@@ -35,12 +38,12 @@ class KeptRounds(Callback):
         if number == self._written:
             return
         self._written = number
-        folder = run.folder / FOLDER
         text = "".join(json.dumps(self._line(each), ensure_ascii=False) + "\n" for each in answers)
         write_text(round_file(run.folder, number), text)
-        for path in folder.glob("round_*.jsonl"):
-            if int(path.stem.removeprefix("round_")) <= number - self._most:
-                path.unlink()
+        first = [first_round(step, self._updates_per_round) for step in steps(run.folder / "checkpoints")]
+        for kept in kept_rounds(run.folder):
+            if kept <= number - self._most and not any(each <= kept < each + self._most for each in first):
+                round_file(run.folder, kept).unlink()
 
     def _line(self, trajectory: Trajectory) -> dict[str, Any]:
         """What people look for comes first."""
@@ -54,6 +57,16 @@ class KeptRounds(Callback):
         }
 
 
+def first_round(step: int, updates_per_round: int) -> int:
+    """The first round whose answers a run draws that goes on from the checkpoint of that step."""
+    return -(-step // updates_per_round)
+
+
+def kept_rounds(run: Path) -> list[int]:
+    """The rounds whose answers lie in the folder of a run."""
+    return sorted(int(each.stem.removeprefix("round_")) for each in (run / FOLDER).glob("round_*.jsonl"))
+
+
 def round_file(run: Path, number: int) -> Path:
     """Where the answers of a round lie."""
     return run / FOLDER / f"round_{number}.jsonl"
@@ -63,11 +76,11 @@ def read_round(run: Path, number: int) -> list[Trajectory]:
     """The answers of a round, bit for bit as they were trained on. Raises DataError."""
     path = round_file(run, number)
     if not path.is_file():
-        kept = sorted(int(each.stem.removeprefix("round_")) for each in (run / FOLDER).glob("round_*.jsonl"))
+        kept = kept_rounds(run)
         raise DataError(
             f"the answers of round {number} are not there",
             got=f"rounds {', '.join(map(str, kept)) or 'none'} in {run / FOLDER}",
-            fix="train with a larger rollout.kept_rounds, or a smaller trainer.checkpoint_every",
+            fix="train with a larger rollout.kept_rounds",
         )
     found = []
     # Text may hold what `splitlines` would take for the end of a line.

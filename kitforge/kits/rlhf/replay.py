@@ -18,7 +18,7 @@ from kitforge.data.tokenizer import find_tokenizer
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
 from kitforge.kits.rlhf.config import PlacementOptions, RLOptions
 from kitforge.kits.rlhf.networks import load_policy
-from kitforge.kits.rlhf.record import read_round
+from kitforge.kits.rlhf.record import first_round, kept_rounds, read_round
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.stages import Inputs, Parts, Prepared, parts_of
 from kitforge.report.metrics import read_run
@@ -48,14 +48,9 @@ def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[Parts
     """
     recorded = _recorded(folder, step)
     root = folder / "checkpoints"
-    before = [each for each in steps(root) if each < step]
-    if not before:
-        raise CheckpointError(
-            f"there is no checkpoint before step {step}",
-            got=f"steps {', '.join(map(str, steps(root))) or 'none'} in {root}",
-            fix="name a later step, or train with a smaller trainer.checkpoint_every",
-        )
-    checkpoint = open_checkpoint(step_folder(root, before[-1]))
+    _check_kept(folder, step, options)
+    start = max(each for each in steps(root) if each < step)
+    checkpoint = open_checkpoint(step_folder(root, start))
     device = torch.device("cpu") if options.device == "auto" else torch.device(options.device)
     trainer = dataclasses.replace(
         options.trainer, allow_changes=True, allow_data_changes=True, progress=False, evaluate_every=None
@@ -79,7 +74,45 @@ def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[Parts
     loop = Loop(task, options, World(device=device), callbacks=[watch])
     loop.resume(checkpoint)
     loop.train()
-    return Replay(step=step, start=before[-1], recorded=recorded, found=watch.line)
+    return Replay(step=step, start=start, recorded=recorded, found=watch.line)
+
+
+def _check_kept(folder: Path, step: int, options: RLOptions) -> None:
+    """Raise CheckpointError without a checkpoint before the step, DataError without the answers since then."""
+    root, per_round, most = folder / "checkpoints", options.rl.updates_per_round, options.rollout.kept_rounds
+    kept, before = set(kept_rounds(folder)), [each for each in steps(root) if each < step]
+    needed = range(first_round(before[-1], per_round) if before else 0, (step - 1) // per_round + 1)
+    if before and kept.issuperset(needed):
+        return
+    places = [place for start in steps(root) for place in _reachable(start, per_round, kept)]
+    expected = f"a step such as {', '.join(map(str, sorted(set(places))[-5:]))}" if places else None
+    if before:
+        raise DataError(
+            f"the answers between checkpoint {before[-1]} and step {step} were not kept",
+            got=f"rounds {', '.join(map(str, sorted(kept))) or 'none'} in {folder}",
+            expected=expected or f"rounds {needed[0]} to {needed[-1]}",
+            fix=f"train with rollout.kept_rounds={len(needed)}",
+        )
+    last = max(read_run(folder).train["loss"].steps)
+    every = min(max(most, 1) * per_round, step - 1)
+    fix = "train with trainer.evaluate_first=true, which saves the weights before step 1 as the best so far"
+    if every:
+        keep = last // every - (step - 1) // every + 2
+        fix = f"train with trainer.checkpoint_every={every} trainer.keep_checkpoints={keep}"
+    raise CheckpointError(
+        f"there is no checkpoint before step {step}",
+        got=f"steps {', '.join(map(str, steps(root))) or 'none'} in {root}",
+        expected=expected,
+        fix=fix,
+    )
+
+
+def _reachable(start: int, per_round: int, kept: set[int]) -> range:
+    """The steps that can be trained again from a checkpoint: up to the first round that was not kept."""
+    number = first_round(start, per_round)
+    while number in kept:
+        number += 1
+    return range(start + 1, max(number * per_round, start) + 1)
 
 
 @final

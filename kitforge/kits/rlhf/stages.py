@@ -304,7 +304,7 @@ def reinforcement(parts: Parts) -> Prepared:
         made = RLTask(options, rows, roles, build, world, pretraining)
         return made, [
             ShownAnswers(made, parts.tokenizer),
-            KeptRounds(made, parts.tokenizer, options.rollout.kept_rounds),
+            KeptRounds(made, parts.tokenizer, options.rollout.kept_rounds, options.rl.updates_per_round),
         ]
 
     network = (origin() if pieces is None else pieces[0]).described() if is_built else None

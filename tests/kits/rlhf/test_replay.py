@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from kitforge.api import replay
 from kitforge.cli import main as cli
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
-from kitforge.kits.rlhf.record import round_file
+from kitforge.kits.rlhf.record import kept_rounds, round_file
 from tests.kits.rlhf import runs
 
 # Two updates a round, so that step 4 is the second one of round 1 and begins within it.
@@ -75,3 +76,50 @@ def test_what_cannot_be_replayed_is_told(run: Path, tmp_path: Path) -> None:
     runs.finish(runs.begin("dpo", tmp_path / "pairs", {"trainer.max_steps": 1}))
     with pytest.raises(ConfigError, match="keep what they were trained on"):
         replay(tmp_path / "pairs", 1)
+
+
+# A run of more rounds than are kept, a step each, whose best evaluation is its first.
+LONG: dict[str, Any] = {
+    "trainer.max_steps": 12,
+    "trainer.evaluate_first": True,
+    "rollout.kept_rounds": 3,
+    "rollout.max_new_tokens": 3,
+    "data.validation": 0.0,
+}
+
+
+def test_rounds_stay_behind_the_checkpoints_that_stay(tmp_path: Path) -> None:
+    choices = LONG | {"trainer.checkpoint_every": 4, "trainer.keep_checkpoints": 2}
+    runs.finish(runs.begin("grpo", tmp_path, choices))
+    # Step 4 went when step 12 came, with which the run ended; the next round takes those behind it away.
+    assert kept_rounds(tmp_path) == [4, 5, 6, 8, 9, 10, 11]
+    for step in (9, 11, 12):
+        assert replay(tmp_path, step).is_same
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint before step 7.*a step such as 9, 10, 11, 12"):
+        replay(tmp_path, 7)
+
+
+@pytest.mark.parametrize("step", [2, 11])
+def test_what_a_refusal_advises_would_have_worked(tmp_path: Path, step: int) -> None:
+    choices: dict[str, Any] = LONG | {"trainer.evaluate_first": False}
+    runs.finish(runs.begin("grpo", tmp_path / "first", choices))
+    with pytest.raises(CheckpointError) as refusal:
+        replay(tmp_path / "first", step)
+    runs.finish(runs.begin("grpo", tmp_path / "second", choices | advised(str(refusal.value))))
+    assert replay(tmp_path / "second", step).is_same
+
+
+def test_missing_rounds_are_told_with_what_would_have_kept_them(tmp_path: Path) -> None:
+    choices = LONG | {"trainer.checkpoint_every": 6, "rollout.kept_rounds": 2}
+    runs.finish(runs.begin("grpo", tmp_path / "first", choices))
+    with pytest.raises(DataError, match=r"(?s)between checkpoint 6 and step 11 were not kept") as refusal:
+        replay(tmp_path / "first", 11)
+    runs.finish(runs.begin("grpo", tmp_path / "second", choices | advised(str(refusal.value))))
+    assert replay(tmp_path / "second", 11).is_same
+
+
+def advised(message: str) -> dict[str, int]:
+    """The options that a refusal names."""
+    found = {name: int(value) for name, value in re.findall(r"((?:trainer|rollout)\.\w+)=(\d+)", message)}
+    assert found
+    return found
