@@ -23,7 +23,7 @@ Capture = pytest.CaptureFixture[str]
 NETWORK = [f"model.{name}={value}" for name, value in tiny.LLAMA.items() if name != "family"] + ["model.num_kv_heads=2"]
 SHORT = ["trainer.max_steps=2", "trainer.progress=false", "device=cpu", "optimizer.learning_rate=0.01"]
 SHORT += ["data.sequence_length=40", "data.batch_size=4"]
-ROUNDS = ["rl.prompts_per_step=4", "rollout.max_new_tokens=5", "kl.controller.coefficient=0.0"]
+ROUNDS = ["rl.prompts_per_step=4", "rollout.max_new_tokens=5", "kl.controller.coefficient=0.0", "kl.measure=true"]
 
 
 @pytest.fixture(autouse=True)
