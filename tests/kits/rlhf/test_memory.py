@@ -187,7 +187,8 @@ def measured(_rank: int, folder: Path, case: tuple[str, Path, Degrees]) -> dict[
 
 @pytest.mark.parametrize("stage", ["ppo", "grpo", "dpo", "reward"])
 def test_an_evaluation_in_pieces_is_that_of_the_whole(place: Path, tmp_path: Path, stage: str) -> None:
-    choices = {"checkpoint": str(place / "exported"), "trainer.max_steps": 2, "kl.controller.coefficient": 0.0}
+    choices: dict[str, Any] = {"checkpoint": str(place / "exported"), "trainer.max_steps": 2}
+    choices |= {"kl.controller.coefficient": 0.0, "kl.measure": True}
     choices = {name: each for name, each in choices.items() if name[:2] != "kl" or stage in runs.RL}
     runs.finish(runs.begin(stage, tmp_path / stage, choices, model=None))
     alone = measured(0, place, (stage, tmp_path / stage, ALONE))

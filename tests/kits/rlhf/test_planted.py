@@ -84,7 +84,7 @@ def values_after_each_token(patch: Patch) -> None:
 
 def one_noise_for_all_rounds(patch: Patch) -> None:
     answered = rollouts.answered
-    replace_everywhere(patch, answered, lambda *arguments: answered(*arguments[:-1], "41"))
+    replace_everywhere(patch, answered, lambda *given, **named: answered(*given[:-1], "41", **named))
 
 
 def greedy_rollouts(patch: Patch) -> None:

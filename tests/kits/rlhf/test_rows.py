@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kitforge.data.dialogues import DialogueReader, Prompt, RowKind
+from kitforge.data.dialogues import DialogueReader, RowKind
 from kitforge.data.row_cache import build_rows
 from kitforge.data.template import template_of
 from kitforge.data.tokenizer import ByteTokenizer
@@ -55,7 +55,7 @@ def test_each_response_of_a_pair_is_cut_by_itself(tmp_path: Path) -> None:
 
 def test_prompts_are_cut_to_leave_room_for_answers(tmp_path: Path) -> None:
     (prompt,) = read(None, [{"prompt": "pqrs", "answer": 4}], tmp_path, reserved=3, truncation="left").train
-    assert prompt == Prompt(tokens=(ord("r"), ord("s")), columns={"prompt": "pqrs", "answer": 4})
+    assert (prompt.tokens, prompt.columns) == ((ord("r"), ord("s")), {"prompt": "pqrs", "answer": 4})
     with pytest.raises(DataError, match="3 are kept for the answer"):
         read(None, [{"prompt": "pqrs"}], tmp_path, reserved=3)
     with pytest.raises(DataError, match="too long"):
