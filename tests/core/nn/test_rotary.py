@@ -148,6 +148,8 @@ CASES: list[dict[str, Any]] = [
     {"kind": "llama3", "factor": 8.0, "original_length": 64},
     {"kind": "yarn", "factor": 4.0, "original_length": 256, "attention_factor": 1.0},
     {"kind": "yarn", "original_length": 256, "attention_factor": 1.0},
+    # Here the ramp begins behind the first dims.
+    {"kind": "yarn", "factor": 6.0, "original_length": 4096, "attention_factor": 1.0},
     {"kind": "longrope", "original_length": 64, "attention_factor": 1.0}
     | {"short_factor": [1.0 + each for each in range(8)], "long_factor": [2.0 + each**2 for each in range(8)]},
 ]
