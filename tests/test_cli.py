@@ -250,6 +250,7 @@ def test_a_vocabulary_is_trained_with_the_model() -> None:
     assert cli.run(["generate", "checkpoint=runs/a", "prompt=ROMEO: line", "inference.max_new_tokens=2"]) == 0
 
 
+@pytest.mark.slow
 def test_a_preset_of_ones_own_trains_and_is_listed(capsys: Capture) -> None:
     Path("configs/model").mkdir(parents=True)
     Path("configs/model/mine.yaml").write_text("family: gpt2\ndim: 32\nnum_layers: 1\nnum_heads: 2\nmax_length: 64\n")
@@ -421,6 +422,7 @@ def test_data_that_may_not_be_read_is_told() -> None:
         train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
@@ -518,6 +520,7 @@ def test_a_preset_is_no_checkpoint() -> None:
 # As a person meets it
 
 
+@pytest.mark.slow
 def test_a_mistake_is_told_without_a_traceback() -> None:
     process = started("train", "trainer.max_step=3")
     output, told = process.communicate(timeout=60)
@@ -525,6 +528,7 @@ def test_a_mistake_is_told_without_a_traceback() -> None:
     assert told == "error: unknown option 'trainer.max_step'\n  do:       did you mean 'trainer.max_steps'?\n"
 
 
+@pytest.mark.slow
 def test_a_traceback_is_there_for_the_asking() -> None:
     process = started("train", "trainer.max_step=3", "--traceback")
     assert "Traceback" in process.communicate(timeout=60)[1]
@@ -564,6 +568,7 @@ def test_an_interrupted_run_is_saved_and_reported_and_goes_on(small_run: Path) -
     assert cli.run(["train", *arguments, *again]) == 0
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_not_an_error() -> None:
     with started("config") as process:
         assert process.stdout is not None

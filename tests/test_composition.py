@@ -292,6 +292,7 @@ def test_what_is_no_option_is_refused(argument: str) -> None:
         parse(argument)
 
 
+@pytest.mark.slow
 def test_every_task_has_words_for_the_options_that_need_them() -> None:
     for task in KITS:
         options = kit_of(task).OPTIONS

@@ -40,6 +40,7 @@ def check_page(folder: Path) -> str:
     return page
 
 
+@pytest.mark.slow
 def test_the_demo_ends_on_one_page_that_leads_to_every_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

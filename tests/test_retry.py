@@ -32,6 +32,7 @@ def test_broken():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_only_what_fails_twice_fails(tmp_path: Path, is_broken: bool) -> None:
     (tmp_path / "test_few.py").write_text(TESTS.replace("BROKEN", str(not is_broken)))

@@ -109,6 +109,7 @@ def plant(folder: Path, path: str, text: str) -> list[Source]:
     return read(folder / "kitforge")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_package_keeps_the_rule(rule: Rule, package: list[Source]) -> None:
     found = list(rule(package))

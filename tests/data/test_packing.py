@@ -106,6 +106,7 @@ def documents_of(cache: TokenCache) -> list[list[int]]:
     return [cache.tokens[a:b].tolist() for a, b in zip(cache.offsets, cache.offsets[1:], strict=False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 64, 1000])
 @pytest.mark.parametrize("fraction", [1e-9, 0.05, 0.999999])
 @pytest.mark.parametrize("num_documents", [19, len(RAGGED)])
@@ -178,6 +179,7 @@ def test_every_token_but_a_documents_first_is_a_target_once(drawn: tuple[list[in
     assert packed.num_targets == len(found)
 
 
+@pytest.mark.slow
 @given(CORPORA)
 def test_no_target_crosses_into_another_document(drawn: tuple[list[int], int]) -> None:
     lengths, length = drawn

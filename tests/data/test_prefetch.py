@@ -86,6 +86,7 @@ def test_closing_does_not_raise_what_nobody_asked_for() -> None:
     assert list(items) == []
 
 
+@pytest.mark.slow
 def test_a_forgotten_prefetcher_ends_its_thread() -> None:
     before = num_threads()
     items = Prefetcher(iter(range(100)))

@@ -74,6 +74,7 @@ def test_tokens_are_views_of_mapped_files(tmp_path: Path) -> None:
     assert row.tokens.dtype == np.uint16
 
 
+@pytest.mark.slow
 def test_processes_and_shards_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kitforge.data.formats.SHARD_BYTES", 200)
     file = written(tmp_path / "rows.jsonl", ROWS["pairs"] * 40)

@@ -108,6 +108,7 @@ def assert_equal(found: Outcome, wanted: Outcome) -> None:
         torch.testing.assert_close(gradient, wanted[2][name], rtol=1e-8, atol=1e-11, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     "degrees",

@@ -37,6 +37,7 @@ def seen(rank: int, folder: Path, output: Path, choices: dict[str, Any]) -> tupl
     return rows, next(line["eval/loss"] for line in told.lines if "eval/loss" in line)
 
 
+@pytest.mark.slow
 def test_evaluation_has_the_rows_of_training(tmp_path: Path) -> None:
     write_text(tmp_path)
     _, alone = seen(0, tmp_path, tmp_path / "alone", {})

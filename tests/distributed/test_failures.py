@@ -340,6 +340,7 @@ def blocked_in_a_kernel(folder: Path, aborts: bool) -> None:
     time.sleep(PATIENCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("aborts", "code"), [(True, -signal.SIGABRT), (False, 1)])
 def test_the_watch_says_who_failed_before_a_watchdog_may_abort_and_ends_the_rank_without_one(
     aborts: bool, code: int, tmp_path: Path

@@ -181,6 +181,7 @@ def test_a_port_that_is_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None
             Lobby.open(Degrees(shard=2, timeout=2), "cpu")
 
 
+@pytest.mark.slow
 def test_a_first_rank_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     for name, value in environment.items():
@@ -223,6 +224,7 @@ def in_turn(opened: Lobby, rank: int) -> float:
         return began
 
 
+@pytest.mark.slow
 def test_the_first_rank_of_a_machine_goes_first_and_the_others_after_it(store: None) -> None:
     first, *others = map(float, meet(in_turn, 3))
     assert all(other >= first + 0.4 for other in others)
@@ -233,6 +235,7 @@ def fails_in_turn(opened: Lobby, rank: int) -> None:
         raise DataError("the corpus is empty")
 
 
+@pytest.mark.slow
 def test_a_first_rank_that_fails_in_its_turn_ends_the_waiting(store: None) -> None:
     started = time.monotonic()
     first, second = meet(fails_in_turn, timeout=600)
@@ -258,6 +261,7 @@ def other_code(opened: Lobby, rank: int) -> None:
     opened.check_same({"configuration": "same", "training text": "one"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("facts", "differs", "is_alike"),
     [
@@ -311,6 +315,7 @@ def fails(opened: Lobby, rank: int) -> None:
         world.agree(rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deed", "first", "second"),
     [

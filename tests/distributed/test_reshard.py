@@ -68,6 +68,7 @@ def assert_resharded(
 PAIRS = [(SQUARE, ROW), (ROW, SQUARE), (SQUARE, COLUMN), (COLUMN, Degrees(data=4)), (Degrees(data=4), SQUARE)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda degrees: degrees.words())
 @pytest.mark.parametrize("chunk_bytes", [1, 50, 2**20])
 def test_every_rank_ends_with_its_pieces(before: Degrees, after: Degrees, chunk_bytes: int) -> None:
@@ -143,6 +144,7 @@ def arrangements(draw: st.DrawFn) -> tuple[Arrangement, Arrangement, dict[str, T
     return result[0], result[1], tensors
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(arranged=arrangements(), chunk_bytes=st.sampled_from([1, 20, 2**20]))
 def test_any_two_arrangements(arranged: tuple[Arrangement, Arrangement, dict[str, Tensor]], chunk_bytes: int) -> None:

@@ -33,6 +33,7 @@ def empty(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "story", [pytest.param(story, id=story.name, marks=[pytest.mark.slow] * story.is_slow) for story in TOLD]
 )

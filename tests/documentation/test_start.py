@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.warm.shell import Run
 
 SCRIPT = """
@@ -18,6 +20,7 @@ print(*sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_run_of_one_process_does_not_import_torchs_compiler(tmp_path: Path, run: Run) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -264,6 +264,7 @@ def test_unseen_ids_of_an_evaluation_take_no_lasting_room() -> None:
         table.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", [{}, {"device_rows": 60}, {"device_rows": 60, "host_rows": 20, "path": "rows"}])
 def test_forgetting_gives_back_slots_and_counts(
     tiers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

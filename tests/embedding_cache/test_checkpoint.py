@@ -135,6 +135,7 @@ def no_rates(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RowCache, "lay_down", without)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "case"),
     [
@@ -161,6 +162,7 @@ def rows_by_id(source: RowSource, part: str = "rows") -> dict[int, list[int]]:
     return dict(zip(ids.tolist(), bits, strict=True))
 
 
+@pytest.mark.slow
 def test_rows_that_are_forgotten_and_counts_of_admission_are_in_every_step(tmp_path: Path) -> None:
     case = Case(optimizer="adagrad", depth=2)
     options = {

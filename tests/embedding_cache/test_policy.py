@@ -181,6 +181,7 @@ def searches_for_the_oldest(gap: int) -> int:
     return searches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", [1, 2**13])
 def test_the_oldest_are_found_by_few_looks_at_all_slots(gap: int) -> None:
     assert searches_for_the_oldest(gap) < 30

@@ -137,6 +137,7 @@ def lose_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis.client.Pipeline, "execute", lossy)
 
 
+@pytest.mark.slow
 def test_answers_that_are_lost_change_nothing(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     lose_answers(monkeypatch)
     with store_of(server) as store:

@@ -88,6 +88,7 @@ class After(Callback):
             self._act()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_back", [False, True])
 def test_a_server_that_goes_away_stops_the_run_and_a_resume_ends_as_if_it_had_not(
     tmp_path: Path, server: RedisServer, is_back: bool

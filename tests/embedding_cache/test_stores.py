@@ -98,6 +98,7 @@ def test_a_store_is_a_dict(
         assert {key for keys in store.keys(2) for key in keys.tolist()} == set(oracle)
 
 
+@pytest.mark.slow
 def test_a_store_grows(store: RowStore) -> None:
     keys = torch.arange(5000) * 7 - 100
     for part in torch.split(keys, 900):

@@ -32,6 +32,7 @@ def test_random_state_travels() -> None:
     assert torch.equal(first, torch.rand(3))
 
 
+@pytest.mark.slow
 def test_peak_memory_counts_bytes() -> None:
     before = device.peak_memory(torch.device("cpu"))
     block = torch.ones(64 * 2**20)
@@ -46,6 +47,7 @@ def test_peak_memory_knows_the_unit_of_each_system(platform: str, unit: int, mon
     assert device.peak_memory(torch.device("cpu")) == 5000 * unit
 
 
+@pytest.mark.slow
 def test_a_stand_in_for_an_npu_is_found_and_picked() -> None:
     """Huawei's adapter registers its backend under torch.npu; a renamed private backend stands in for it."""
     program = (

@@ -58,6 +58,7 @@ def test_a_value_that_contains_itself_is_refused(text: str) -> None:
         check_yaml(text)
 
 
+@pytest.mark.slow
 def test_many_values_without_aliases_are_refused_as_well() -> None:
     with pytest.raises(ValueError, match="values"):
         check_yaml("a: [" + "1," * 100_001 + "]")

@@ -102,6 +102,7 @@ def calls(pipeline: TextGenerationPipeline, thread: int) -> list[Callable[[], An
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interleaved")
 def test_every_thread_gets_the_texts_that_it_gets_alone(pipeline: TextGenerationPipeline) -> None:
     alone = [[call() for call in calls(pipeline, thread)] for thread in range(4)]
@@ -202,6 +203,7 @@ def test_tokens_without_words_concern_their_own_text_whoever_makes_the_step(
     assert is_idle(pipeline._texts.engine)
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_collected_in_the_middle_of_a_step_harms_nobody(
     pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

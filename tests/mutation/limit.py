@@ -13,7 +13,7 @@ SECONDS = 30
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Fast tests take less than three seconds, also on a busy machine far less than this."""
+    """Fast tests take less than one second, also on a busy machine far less than this."""
     # Not through pytest's capture: the process is gone before it would be shown.
     faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.__stderr__)
     try:

@@ -14,6 +14,7 @@ from tests.mutation.planting import Fault, planted, shape
 from tests.mutation.table import ROOMS, faults, room_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", faults(), ids=lambda fault: fault.id)
 def test_a_fault_still_applies(fault: Fault) -> None:
     found = planted(fault)

@@ -120,6 +120,7 @@ def test_the_markup_check_sees_a_planted_script() -> None:
     assert _Elements(render([record()], [panel])).names.count("script") == 2
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_stay_below_300_kilobytes(write_run) -> None:
     assert write_report([write_run(num_steps=10_000)]).stat().st_size < 300_000
 

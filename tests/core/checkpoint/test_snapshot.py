@@ -116,6 +116,7 @@ def test_tensors_made_on_the_way_are_not_taken_for_tied_ones(tmp_path: Path) -> 
     assert values == list(range(50))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=6),

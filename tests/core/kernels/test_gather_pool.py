@@ -55,6 +55,7 @@ def forward_and_back(
     return out, sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [LENGTHS, [0, 0], []], ids=["ragged", "empty_bags", "no_bags"])
 @pytest.mark.parametrize("dim", [1, 7, 16, 33])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -116,6 +116,7 @@ def test_a_weight_that_is_off_by_a_billionth_shows() -> None:
     assert distance(faulty, reference, [random(5, 7), random(3, 7), random(3)]) > 10 * TOLERANCE[torch.float64]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [False], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
@@ -173,6 +174,7 @@ print(found)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the older processor is one of x86")
 def test_an_older_processor_multiplies_them_in_shorter_vectors() -> None:
     pytest.importorskip("numba")

@@ -62,6 +62,7 @@ def train(
     return slab
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 1), (torch.float32, 19), (torch.float64, 5)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_has_the_bits_of_the_reference(name: str, dtype: torch.dtype, dim: int) -> None:
@@ -175,6 +176,7 @@ def test_a_count_of_updates_that_cannot_be_is_refused() -> None:
         rule.update(slab, torch.tensor([0, 1]), torch.ones(2, 3), 0.1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["adam", "lazy_adam"])

@@ -51,6 +51,7 @@ def test_the_compiled_loop_is_the_reference(
     assert relative(compiled()(*inputs, window=window), exact(inputs, window)) < 2e-6
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_keys_in_bfloat16_are_read_as_they_are() -> None:
     inputs = texts([17, 1, 3, 64, 40], dtype=torch.bfloat16)

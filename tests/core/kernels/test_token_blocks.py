@@ -117,6 +117,7 @@ def test_one_call_is_the_reference(kind: str, num_texts: int) -> None:
         assert relative(got.nan_to_num(0), exact.nan_to_num(0)) < 3e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_texts", [1, 9])
 @torch.no_grad()

@@ -232,6 +232,7 @@ def test_a_planted_fault_in_going_on_is_seen(
         assert contents(root) == wanted
 
 
+@pytest.mark.slow
 def test_a_build_that_is_killed_at_any_file_operation_ends_with_the_same_bytes(
     path: Path, tmp_path: Path, wanted: dict[str, bytes]
 ) -> None:

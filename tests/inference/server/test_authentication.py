@@ -53,6 +53,7 @@ def test_what_is_no_token_is_refused_without_being_shown(tmp_path: Path, monkeyp
     assert "ss" not in str(told.value).replace("ASCII", "")
 
 
+@pytest.mark.slow
 def test_any_of_the_tokens_lets_in_however_the_scheme_is_spelt(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "ann,bob")
     with serving(make_service(model, ServeOptions(), EngineOptions())) as guarded:

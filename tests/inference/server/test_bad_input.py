@@ -160,6 +160,7 @@ def test_a_request_dies_with_its_client(model: Decoder, stream: bool) -> None:
     assert texts.engine.stats()["blocks_used"] == 0
 
 
+@pytest.mark.slow
 def test_a_client_that_stops_reading_holds_nobody_up_and_is_given_up(model: Decoder) -> None:
     service = make_service(model, ServeOptions(patience=1), EngineOptions(max_sequences=16))
     with serving(service) as served:

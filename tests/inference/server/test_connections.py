@@ -115,6 +115,7 @@ def test_a_connection_with_a_request_under_way_is_never_closed_for_others(model:
         assert httpx.get(f"{served.url}/health", timeout=60).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_header_must_come_in_time_and_a_connection_at_rest_has_more(model: Decoder, connected: Clients) -> None:
     whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with serving(make_service(model, ServeOptions(patience=1.5), EngineOptions())) as served:

@@ -171,6 +171,7 @@ def test_a_bias_changes_what_is_said(client: openai.OpenAI) -> None:
     assert answer.choices[0].text == "xxxx"
 
 
+@pytest.mark.slow
 def test_what_it_is_and_how_it_fares(client: openai.OpenAI, served: Served) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}

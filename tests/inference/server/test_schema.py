@@ -70,6 +70,7 @@ def check(client: httpx.Client, path: str, body: Any, documented: set[str]) -> i
     return answer.status_code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_every_body_gets_an_answer_of_the_described_kind(model: Decoder, path: str) -> None:
     service = make_service(model, ServeOptions(max_new_tokens=3), EngineOptions())

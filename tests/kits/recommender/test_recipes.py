@@ -46,6 +46,7 @@ def options_of(recipe: str, rows: Path, **choices: Any) -> Any:
     return read_options(composed("recommendation", given | choices).values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_trains_on_rows_of_its_form(recipe: str, tmp_path: Path) -> None:
     rows = rows_for(recipe, tmp_path)

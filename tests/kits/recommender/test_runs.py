@@ -42,6 +42,7 @@ def test_micro_batches_are_one_batch(tmp_path: Path, family: str) -> None:
     assert numbers(whole, "loss")[-1] < numbers(whole, "loss")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path, family: str) -> None:
     choices = {"cache.device_rows": 40, "cache.prefetch_depth": 2}
@@ -66,6 +67,7 @@ def test_a_cache_is_invisible(tmp_path: Path, family: str, cache: str) -> None:
         assert numbers(cached, name) == numbers(plain, name)
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     for family in ("wide_deep", "two_tower", "sasrec"):
         told = {
@@ -113,6 +115,7 @@ def test_the_metric_that_says_what_is_best_is_the_family_s_own(tmp_path: Path) -
     ]
 
 
+@pytest.mark.slow
 def test_another_number_of_items_or_another_metric_may_say_what_is_best(tmp_path: Path) -> None:
     told, _ = run(tmp_path / "run", "sasrec", {"retrieval.top": 7, "trainer.max_steps": 2})
     assert set(told.lines[-1]) >= {f"eval/{name}@{top}" for name in ("hr", "ndcg") for top in (1, 5, 7, 10, 20)}
@@ -131,6 +134,7 @@ def test_the_tensor_axis_is_refused_before_any_rank_is_started(tmp_path: Path) -
         ready(tmp_path, "wide_deep", {"parallel.tensor": 2})
 
 
+@pytest.mark.slow
 def test_bf16_is_near_fp32(tmp_path: Path) -> None:
     exact, _ = run(tmp_path / "fp32", "wide_deep")
     rounded, _ = run(tmp_path / "bf16", "wide_deep", {"precision": "bf16"})
@@ -187,6 +191,7 @@ def test_the_first_logits_are_the_log_odds_of_a_click(tmp_path: Path, family: st
         assert not model.network.get_parameter("linear.weight").any()
 
 
+@pytest.mark.slow
 def test_a_small_table_is_learned_without_a_word_about_how(tmp_path: Path) -> None:
     numbers = np.random.default_rng(0).normal(size=(4000, 2))
     clicks = np.random.default_rng(1).random(4000) < np.where(np.abs(numbers[:, 0]) > 1, 0.8, 0.1)

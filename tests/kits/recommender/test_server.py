@@ -26,6 +26,7 @@ def server(tmp_path: Path) -> Iterator[tuple[RedisServer, Path]]:
     found.stop(signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_in_environment", [False, True])
 def test_a_server_changes_no_number_and_its_password_is_kept_nowhere(
     tmp_path: Path, server: tuple[RedisServer, Path], monkeypatch: pytest.MonkeyPatch, is_in_environment: bool

@@ -107,6 +107,7 @@ def test_snapshots_hold_what_changed(tmp_path: Path) -> None:
     assert sizes[4][1] <= sizes[2][1] + 40
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_with_what_comes_next(tmp_path: Path) -> None:
     choices = {"trainer.max_steps": 8, "resume": "auto"}
     online(tmp_path / "run", endless(), stop_at=4, **choices)
@@ -131,6 +132,7 @@ def test_a_stream_needs_a_number_of_steps(tmp_path: Path) -> None:
         online(tmp_path, endless(), **{"trainer.max_steps": None})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 2])
 def test_rows_that_were_read_ahead_are_trained_on_by_the_run_that_goes_on(tmp_path: Path, depth: int) -> None:
     rows, choices = numbered(endless()), {"trainer.max_steps": 20, "resume": "auto", "cache.prefetch_depth": depth}
@@ -155,6 +157,7 @@ def test_a_source_that_falls_silent_behind_the_last_step_does_not_hold_up_a_run(
     assert numbers(told, "samples")[-1] == 800
 
 
+@pytest.mark.slow
 def test_a_source_with_positions_is_sent_back_to_the_first_row_that_was_not_trained_on(tmp_path: Path) -> None:
     choices = {"trainer.max_steps": 20, "resume": "auto"}
     online(tmp_path / "run", Shelf(), stop_at=4, **choices)

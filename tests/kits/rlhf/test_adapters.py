@@ -169,6 +169,7 @@ def test_a_step_of_adapters_is_replayed_to_the_last_bit(tmp_path: Path) -> None:
     assert replay(tmp_path, 2, {"device": "cpu"}).is_same
 
 
+@pytest.mark.slow
 def test_a_run_of_adapters_writes_text_as_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +192,7 @@ def test_a_run_of_adapters_writes_text_as_any_other(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["who/questions"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "choices"), [("sft", SMALL), ("ppo", {}), ("ppo", SMALL)])
 def test_the_policy_of_a_run_goes_on_as_a_plain_language_model(
     stage: str, choices: dict[str, Any], tmp_path: Path

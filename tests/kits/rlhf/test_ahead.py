@@ -90,6 +90,7 @@ def test_what_an_older_policy_wrote_is_weighed_by_how_likely_it_is_now() -> None
     assert float((whole.weights[whole.mask] - 1).abs().max()) > 1e-4
 
 
+@pytest.mark.slow
 def test_a_run_that_draws_ahead_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choices = CHOICES | {"trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 9, "rl.epochs": 2}
     choices["trainer.max_steps"] = 8

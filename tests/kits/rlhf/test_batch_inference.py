@@ -34,12 +34,14 @@ def predict(folder: Path, source: Path, target: Path, *more: str) -> list[dict[s
     return [json.loads(line) for line in target.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_rows_are_scored_as_by_the_pipeline(scorer: Path, tmp_path: Path) -> None:
     found = predict(scorer, write(tmp_path / "rows.jsonl", ROWS), tmp_path / "scores.jsonl")
     expected = [answer[0]["score"] for answer in pipeline("reward", model=scorer)(ROWS)]
     assert found == [{**row, "score": score} for row, score in zip(ROWS, expected, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_bad_row_is_named_or_dropped(scorer: Path, tmp_path: Path) -> None:
     bad = [*ROWS[:2], {"prompt": "Q", "id": 99}, *ROWS[2:4]]
     source, target = write(tmp_path / "rows.jsonl", bad), tmp_path / "scores.jsonl"
@@ -52,6 +54,7 @@ def test_a_bad_row_is_named_or_dropped(scorer: Path, tmp_path: Path) -> None:
     assert [row["score"] for row in found] == [answer[0]["score"] for answer in expected]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_is_refused(scorer: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", [ROWS[0] | {"score": 1}])
     with pytest.raises(DataError, match="would overwrite"):

@@ -85,6 +85,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(stage: str, tmp_path: P
         tiny.assert_same(folder, tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["ppo", "grpo", "reinforce_pp"])
 def test_a_round_that_was_interrupted_goes_on_bit_for_bit(stage: str, tmp_path: Path) -> None:
     choices = {

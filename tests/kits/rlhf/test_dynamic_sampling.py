@@ -99,6 +99,7 @@ def test_a_step_without_a_token_moves_neither_weights_nor_moments_and_is_counted
     assert assembly.loop.state.updates == 1
 
 
+@pytest.mark.slow
 def test_a_resampled_round_that_was_interrupted_goes_on_bit_for_bit(tmp_path: Path) -> None:
     choices = {
         "rl.prompts_per_step": 5,

@@ -313,6 +313,7 @@ class HangingAsync(Failing):
         return "", 1.0, True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [Failing, Hanging, HangingAsync])
 def test_a_step_that_fails_has_the_reward_of_on_error_and_is_counted(
     environment: Any, caplog: pytest.LogCaptureFixture

@@ -73,6 +73,7 @@ def test_the_command_to_try_next_gives_the_figures_of_the_run(stage: str, capsys
         assert found["kl"] > 1e-4
 
 
+@pytest.mark.slow
 def test_the_run_began_with_another_run(capsys: Capture) -> None:
     train("sft")
     train("grpo", "checkpoint=sft", "adapter.rank=2")
@@ -85,6 +86,7 @@ def test_the_run_began_with_another_run(capsys: Capture) -> None:
     assert step == close(recorded("grpo"))
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_gone_leaves_the_figure_out_unless_it_is_named(
     capsys: Capture, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_reference_that_is_gone_leaves_the_figure_out_unless_it_is_named(
     assert "kl" not in evaluated(capsys, *asked) and "holds others" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_reference_is_named_from_the_shell_and_written_down(capsys: Capture) -> None:
     train("sft")
     train("orpo")
@@ -118,6 +121,7 @@ def test_a_reference_is_named_from_the_shell_and_written_down(capsys: Capture) -
         train("orpo", "reference=sft")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [0, 2])
 @pytest.mark.parametrize("start", ["preset", "network", "run"])
 def test_a_trainer_evaluates_what_it_has_trained(start: str, adapter: int) -> None:

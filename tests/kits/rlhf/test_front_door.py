@@ -30,6 +30,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_three_stages_from_files_each_from_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     demos = written(tmp_path / "demos.jsonl", runs.DEMONSTRATIONS)

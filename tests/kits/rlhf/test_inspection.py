@@ -39,6 +39,7 @@ def test_learnt_tokens_are_printed(task: str, tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.splitlines() == WANTED[task]
 
 
+@pytest.mark.slow
 def test_a_call_is_printed_with_the_tokens_of_its_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
     save_tokenizer(tmp_path, "bytes", THINKING)

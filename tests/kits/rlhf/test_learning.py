@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.kits.rlhf import adapters
 from benchmarks.kits.rlhf.learning import beginner, learnt
 from kitforge.data.tokenizer import ByteTokenizer
@@ -12,6 +14,7 @@ from tests.trainer import tiny
 FEW = {"grpo": 40, "ppo": 90}
 
 
+@pytest.mark.slow
 def test_rewards_teach_to_copy_by_groups_and_by_a_critic(tmp_path: Path) -> None:
     policy = beginner(str(tmp_path), 0, length=2, steps=100)
     for task, steps in FEW.items():

@@ -32,6 +32,7 @@ def rates(task: str, **choices: Any) -> tuple[float, float, float | None]:
     return optimizer["learning_rate"], optimizer["weight_decay"], values.get("critic", {}).get("learning_rate")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ALIGNMENT)
 def test_a_run_from_weights_learns_gently(task: str, tmp_path: Path) -> None:
     rate, critic = RATES.get(task, 1e-6), CRITIC.get(task)
@@ -46,6 +47,7 @@ def test_a_run_from_weights_learns_gently(task: str, tmp_path: Path) -> None:
     assert rates(task)[0] == (6e-4 if task in RATES else 5e-5)
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(tmp_path)
     assert rates("sft", checkpoint=folder, optimizer="muon")[0] == 3e-3
@@ -65,6 +67,7 @@ def test_what_was_asked_for_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
     assert rates("sft", checkpoint=folder, recipe="own")[0] == 2e-4
 
 
+@pytest.mark.slow
 def test_a_network_in_memory_is_weights_too(tmp_path: Path) -> None:
     given = {"tokenizer": ByteTokenizer(), "options": SHORT, "output_dir": tmp_path / "run"}
     trainer = Trainer("dpo", runs.network(), runs.PAIRS, **given)

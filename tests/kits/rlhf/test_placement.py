@@ -177,6 +177,7 @@ def unmoved(rank: int, folders: list[Path], cases: list[Case]) -> list[Any]:
         return played(rank, folders, cases)
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_handed_over_are_noticed(tmp_path: Path) -> None:
     choices = at(rollout=[1])
     (ranks,) = together([tmp_path / "stale"], [("grpo", choices)], unmoved)
@@ -187,6 +188,7 @@ def test_weights_that_are_not_handed_over_are_noticed(tmp_path: Path) -> None:
         assert_equal(tmp_path / "stale", ranks, tmp_path / "one", one, False, "stale")
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_under_another_placement(tmp_path: Path) -> None:
     """Within a round, with answers drawn ahead, and with a reference that is known by its weights wherever it is."""
     choices = AHEAD | {"trainer.max_steps": 6, "trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 9}
@@ -291,6 +293,7 @@ def holding(rank: int, folders: list[Path], cases: list[Case]) -> list[Any]:
     return [found]
 
 
+@pytest.mark.slow
 def test_a_rank_holds_what_it_has_a_part_in(tmp_path: Path) -> None:
     model_folder.save(cast(Decoder, runs.network()), tmp_path / "policy")
     runs.finish(runs.begin("reward", tmp_path / "reward", {"trainer.max_steps": 1}))

@@ -88,6 +88,7 @@ def one() -> dict[str, Any]:
     return trained(0, Degrees())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "stages"), [(2, STAGES_TRIED), pytest.param(4, FOUR, marks=pytest.mark.slow)])
 def test_ranks_equal_one(number: int, stages: tuple[str, ...], one: dict[str, Any]) -> None:
     many = run_ranks(number, trained, Degrees(data=number), stages)

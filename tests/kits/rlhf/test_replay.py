@@ -99,6 +99,7 @@ def test_rounds_stay_behind_the_checkpoints_that_stay(tmp_path: Path) -> None:
         replay(tmp_path, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 11])
 def test_what_a_refusal_advises_would_have_worked(tmp_path: Path, step: int) -> None:
     choices: dict[str, Any] = LONG | {"trainer.evaluate_first": False}
@@ -109,6 +110,7 @@ def test_what_a_refusal_advises_would_have_worked(tmp_path: Path, step: int) -> 
     assert replay(tmp_path / "second", step).is_same
 
 
+@pytest.mark.slow
 def test_missing_rounds_are_told_with_what_would_have_kept_them(tmp_path: Path) -> None:
     choices = LONG | {"trainer.checkpoint_every": 6, "rollout.kept_rounds": 2}
     runs.finish(runs.begin("grpo", tmp_path / "first", choices))

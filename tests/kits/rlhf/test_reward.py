@@ -93,6 +93,7 @@ def test_the_policy_that_it_began_as_stays_as_it_was() -> None:
     assert all(torch.equal(each, old) for each, old in zip(policy.parameters(), before, strict=True))
 
 
+@pytest.mark.slow
 def test_planted_preferences_are_found_as_far_as_they_can_be(tmp_path: Path) -> None:
     truth, found = preferred(str(tmp_path), 0)
     assert found > truth - 0.01

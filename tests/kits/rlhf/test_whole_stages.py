@@ -154,6 +154,7 @@ def test_a_step_is_that_of_the_papers(stage: str, choices: Mapping[str, Any], tm
     assert all(torch.allclose(*pair, rtol=0, atol=tolerance) for pair in zip(trained, parameters, strict=True))
 
 
+@pytest.mark.slow
 def test_every_checkpoint_of_a_reward_model_holds_the_mean_and_deviation_of_its_scores(tmp_path: Path) -> None:
     choices = {"trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 9, "trainer.max_steps": 3}
     runs.finish(runs.begin("reward", tmp_path, choices | {"data.validation": 0.0}))

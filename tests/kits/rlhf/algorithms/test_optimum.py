@@ -100,6 +100,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trace", [1.0, 0.5])
 def test_ppo_finds_the_best_policy(trace: float) -> None:
     assert distance(trained(penalised("k1", trace)), best()) < 0.02
