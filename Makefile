@@ -19,7 +19,7 @@ SOURCES := kitforge tests $(wildcard benchmarks examples scripts)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev quickstart format check test prove mutate gpu-check clean
+.PHONY: help env env-dev quickstart format lint check test prove mutate docs gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -34,11 +34,13 @@ format: env-dev ## put every file into the one format
 	$(BIN)/ruff check --quiet --fix $(SOURCES)
 	$(BIN)/ruff format --quiet $(SOURCES)
 
-check: env-dev ## format, lint, types, house and the fast tests: under three minutes
+lint: env-dev ## format, lint, types and the floors of the house; nothing is changed
 	$(BIN)/ruff format --check --quiet $(SOURCES)
 	$(BIN)/ruff check --quiet $(SOURCES)
 	$(BIN)/mypy --no-error-summary
 	$(BIN)/lint-imports --no-logo
+
+check: lint ## lint and the fast tests: under three minutes
 	$(PYTEST) -q -m "not slow and not prove"
 
 test: env-dev ## every test
@@ -51,6 +53,9 @@ prove: env-dev ## the large products whole, not sampled; writes docs/proof.md
 
 mutate: env-dev ## plant the faults of tests/mutation one by one; writes what the tests found into docs/proof.md
 	$(BIN)/python scripts/mutate.py --workers $(WORKERS)
+
+docs: env-dev ## the pages of docs/ with an API reference, into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 gpu-check: env ## train and check the kernels on this machine's accelerator; prints a table
 	$(BIN)/python scripts/gpu_check.py

@@ -1,0 +1,36 @@
+"""The site of `make docs` and the workflows of the forge."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_every_page_and_every_docstring_of_the_reference_is_built(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Trainer.train" in (tmp_path / "api" / "entry" / "index.html").read_text(encoding="utf-8")
+    assert "trainer.max_steps=" in (tmp_path / "api" / "options" / "index.html").read_text(encoding="utf-8")
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    # The hooks and the emoji of mkdocs.yml need no constructor of mkdocs's own.
+    pages = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2])
+    found = [str(path.relative_to(ROOT / "docs").as_posix()) for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(pages) == sorted(found)
+
+
+def test_workflows_run_the_gate() -> None:
+    workflows = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
+    steps = [step.get("run") for each in workflows for job in each["jobs"].values() for step in job["steps"]]
+    assert steps.count(".ci/run") == len(workflows) == 2
+    assert "make lint" in (ROOT / ".ci" / "run").read_text()
