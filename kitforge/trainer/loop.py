@@ -166,6 +166,8 @@ class Loop:
         self.state.optimizer.materialise()
         has_ended = self.state.cursor.step >= self.max_steps or self.stop_reason is not None
         steps = iter(()) if has_ended else self.task.steps(self.model, self.state.cursor)
+        if self.state.cursor.step == 0:
+            self._checkpoint(False)
         started = time.perf_counter()
         for step in steps:
             self.state.is_settled = False
@@ -188,14 +190,17 @@ class Loop:
                 metrics |= self._evaluate()
             if last or self.stop_reason is not None:
                 break
-            if _is_due(self.options.checkpoint_every, number):
-                self._emit("checkpoint")
+            self._checkpoint(_is_due(self.options.checkpoint_every, number))
             started = time.perf_counter()
         if self.state.cursor.step == 0:
             raise TrainingError("the task gave no step", expected="at least one", fix="check its data and cursor")
         if self.state.window and not self._interrupted:
             metrics |= self._log()
         return metrics | self._conclude(has_ended)
+
+    def _checkpoint(self, is_due: bool) -> None:
+        if is_due or self.task.needs_checkpoint(self.state.cursor.step, self.max_steps):
+            self._emit("checkpoint")
 
     def _conclude(self, has_ended: bool) -> dict[str, float]:
         """The last evaluation, unless there was one at this step, and a word on why the run ends."""

@@ -61,6 +61,11 @@ class Task(ABC):
         """Steps in that many passes over the data; None where the task cannot know."""
         return None
 
+    def needs_checkpoint(self, step: int, max_steps: int) -> bool:
+        """Whether a checkpoint is due after that many steps, none or more, whatever the options say of their number.
+        Default: no."""
+        return False
+
     def close(self, ending: Ending) -> None:
         """The run is over, and ended as runs should. Default: nothing is to be done."""
 

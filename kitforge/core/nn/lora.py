@@ -51,8 +51,10 @@ class LowRank(nn.Module):
         super().__init__()
         out_dim, in_dim = weight.shape
         self.scale = config.scale
-        self.down = nn.Parameter(torch.empty(config.rank, in_dim, device=weight.device, dtype=weight.dtype))
-        self.up = nn.Parameter(torch.zeros(out_dim, config.rank, device=weight.device, dtype=weight.dtype))
+        # What is trained is kept in fp32 beside a matrix that is held in half precision.
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.down = nn.Parameter(torch.empty(config.rank, in_dim, device=weight.device, dtype=dtype))
+        self.up = nn.Parameter(torch.zeros(out_dim, config.rank, device=weight.device, dtype=dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""

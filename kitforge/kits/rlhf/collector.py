@@ -24,7 +24,15 @@ from kitforge.kits.rlhf.fragments import Fragments
 from kitforge.kits.rlhf.frozen import Frozen
 from kitforge.kits.rlhf.judgement import select
 from kitforge.kits.rlhf.order import at_once
-from kitforge.kits.rlhf.rollouts import Trajectory, answered, laid, token_log_probs, token_values
+from kitforge.kits.rlhf.rollouts import (
+    Trajectory,
+    answered,
+    from_state,
+    laid,
+    to_state,
+    token_log_probs,
+    token_values,
+)
 from kitforge.kits.rlhf.rows import Rows
 from kitforge.kits.rlhf.scoring import Scorer
 from kitforge.kits.rlhf.weights import copied
@@ -73,10 +81,13 @@ class Collector:
             "fingerprints": self._fingerprints,
         }
 
-    def prepare(self, build: Callable[[World], nn.Module]) -> None:
-        """Make the networks that are drawn with, where they are not those that are trained."""
+    def prepare(self, build: Callable[[World], nn.Module], model: nn.Module | None) -> None:
+        """Make the networks that are drawn with, where they are not those that are trained, the `model`. From now on
+        those that stay as they are lie in memory in the run's precision."""
         if self._fragments.needs_copy:
             self._whole = build(World(device=self._world.device))
+        moving = nn.ModuleList(each for each in (model, self._whole) if each is not None)
+        self._roles.frozen.hold_in(self._options.precision, moving)
 
     def moved(self) -> None:
         """The weights may be others from now on, and have to be handed over before the next answer is drawn."""
@@ -95,11 +106,10 @@ class Collector:
         found: list[Trajectory] = self._together("evaluation", num_prompts, self._has_moved)
         return found
 
-    def drawn(self) -> dict[str, list[dict[str, Any]]]:
-        """The answers of rounds to come that are drawn ahead, by the number of their round, ready for JSON."""
-        found: dict[str, list[dict[str, Any]]] = (
-            self._together("drawn") if self._options.rollout.max_staleness > 0 else {}
-        )
+    def drawn(self) -> dict[str, dict[str, Any]]:
+        """The answers of rounds to come that are drawn ahead, by the number of their round, for a checkpoint's state.
+        They are tensors there, as those of a round that is open."""
+        found: dict[str, dict[str, Any]] = self._together("drawn") if self._options.rollout.max_staleness > 0 else {}
         return found
 
     def restore(self, rounds: Mapping[str, Any]) -> None:
@@ -185,19 +195,19 @@ class Collector:
         again = None if model is None else policy_of(model)
         return self._asked(found, {"rollout": partial(self._looks, policies={"old": again}, valued=None)})
 
-    def _drawn(self) -> dict[str, list[dict[str, Any]]]:
+    def _drawn(self) -> dict[str, dict[str, Any]]:
         found = {} if self._ahead is None else self._ahead.drawn()
-        merged: dict[str, list[dict[str, Any]]] = {}
+        merged: dict[str, list[Trajectory]] = {}
         for part in self._fragments.gather({str(number): answers for number, answers in found.items()}):
             for number, answers in part.items():
-                merged.setdefault(number, []).extend(each.to_plain() for each in answers)
-        return merged
+                merged.setdefault(number, []).extend(answers)
+        return {number: to_state(answers) for number, answers in merged.items()}
 
     def _restore(self, rounds: Mapping[str, Any]) -> None:
         if self._ahead is None:
             return
         own = set(self._fragments.share("rollout", self._options.rl.prompts_per_step).tolist())
-        read = {int(number): map(Trajectory.from_plain, plain) for number, plain in rounds.items()}
+        read = {int(number): from_state(state) for number, state in rounds.items()}
         self._ahead.restore(
             {number: [each for each in answers if each.prompt_index in own] for number, answers in read.items()}
         )

@@ -10,27 +10,48 @@ from torch import nn
 
 from kitforge.core.parallel.apply import parallel_of
 from kitforge.core.parallel.world import ALONE
+from kitforge.foundation.dtype import DTYPES, Precision
 from kitforge.foundation.errors import ConfigError
-from kitforge.kits.rlhf.weights import fingerprint
+from kitforge.kits.rlhf.weights import fingerprint, to_half
 
 
 @final
 class Frozen:
     """`reference`: what the policy is compared with; None for losses that need none. `bases`: what adapters are trained
-    beside; none where the weights themselves are trained."""
+    beside; none where the weights themselves are trained. `judges`: reward models. `given`: networks of the caller's,
+    which stay as they are."""
 
     def __init__(
-        self, reference: nn.Module | None = None, bases: Sequence[nn.Module] = (), known: str | None = None
+        self,
+        reference: nn.Module | None = None,
+        bases: Sequence[nn.Module] = (),
+        known: str | None = None,
+        *,
+        judges: Sequence[nn.Module] = (),
+        given: Sequence[nn.Module] = (),
     ) -> None:
         """`known`: the fingerprint of the reference, where that was read piece by piece."""
         self.reference = reference
         self._bases = tuple(bases)
         self._known = known
+        self._judges = tuple(judges)
+        self._given = tuple(given)
 
     def rest(self) -> None:
         """After a forward pass of a reference that is cut: its pieces are let go again."""
         if self.reference is not None:
             parallel_of(self.reference, ALONE).rest()
+
+    def hold_in(self, precision: Precision, model: nn.Module) -> None:
+        """Hold matrices in the run's precision, once `model` has been built: of networks that are not trained, and of
+        its own those that are not."""
+        if precision == "fp32":
+            return
+        # Fingerprints are those of the weights as they were found, whatever a run's precision is.
+        assert self.state
+        networks = [model, *self._bases, *self._judges, *([] if self.reference is None else [self.reference])]
+        trained = nn.ParameterList(each for each in model.parameters() if each.requires_grad)
+        to_half(networks, [trained, *self._given], DTYPES[precision])
 
     @cached_property
     def state(self) -> dict[str, Any]:

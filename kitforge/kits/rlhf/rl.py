@@ -74,14 +74,14 @@ class RLTask(Task):
         assert build is not None
         model = build(world)
         # What answers, and looks at answers, where the trained networks lie in pieces.
-        self._collector.prepare(build)
+        self._collector.prepare(build, model)
         return model
 
     def attend(self) -> Ending:
         """On a rank that trains nothing: do its part in what the others ask for, until they end."""
         build, self._build = self._build, None
         assert build is not None
-        self._collector.prepare(build)
+        self._collector.prepare(build, None)
         del build
         return self._collector.attend()
 
@@ -97,6 +97,13 @@ class RLTask(Task):
         """Updates in that many passes over the prompts."""
         rounds = math.ceil(len(self._rows.train) * epochs / self._options.rl.prompts_per_step)
         return rounds * self._options.rl.updates_per_round
+
+    def needs_checkpoint(self, step: int, max_steps: int) -> bool:
+        """Where nothing but the end of the run is to be saved: before the last of the rounds whose answers are kept, so
+        that their steps can be replayed."""
+        kept, per_round = self._options.rollout.kept_rounds, self._options.rl.updates_per_round
+        first = max(0, -(-max_steps // per_round) - kept)
+        return self._options.trainer.checkpoint_every is None and kept > 0 and step == first * per_round
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Updates from the cursor on, with new answers for each round."""

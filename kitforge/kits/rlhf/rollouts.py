@@ -27,6 +27,13 @@ from kitforge.kits.rlhf.stop_strings import StoppingEngine
 
 # What was found out about each token that the policy wrote.
 _TOKEN_NUMBERS = ("log_probs", "reference", "values", "old")
+# How a checkpoint holds what there is for each token; of scores where an answer has several.
+_STORED_DTYPES = {
+    "prompt_tokens": torch.int64,
+    "tokens": torch.int64,
+    "learnt": torch.bool,
+    **dict.fromkeys(("score", *_TOKEN_NUMBERS), torch.float64),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +104,28 @@ class Trajectory:
             has_timed_out=plain["has_timed_out"],
             **{name: tuple(plain[name]) for name in _TOKEN_NUMBERS},
         )
+
+
+def to_state(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Answers for a checkpoint's state: what there is for each token in one tensor of all answers by name, with the
+    answers' numbers of tokens; the rest ready for JSON."""
+    rows = [each.to_plain() for each in trajectories]
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, dtype in _STORED_DTYPES.items():
+        held = [row.pop(name) if isinstance(row[name], tuple) else () for row in rows]
+        values = [value for each in held for value in each]
+        lengths = torch.tensor([len(each) for each in held], dtype=torch.int64)
+        tensors[name] = {"values": torch.tensor(values, dtype=dtype), "lengths": lengths}
+    return {"rows": rows, "tensors": tensors}
+
+
+def from_state(state: dict[str, Any]) -> list[Trajectory]:
+    """What `to_state` was given."""
+    rows = [dict(row) for row in state["rows"]]
+    for name, stored in state["tensors"].items():
+        for row, values in zip(rows, stored["values"].split(stored["lengths"].tolist()), strict=True):
+            row.setdefault(name, values.tolist())
+    return [Trajectory.from_plain(row) for row in rows]
 
 
 @final

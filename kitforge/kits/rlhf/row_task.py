@@ -47,7 +47,9 @@ class RowTask(Task, Generic[Options, Row]):
 
     def build(self, world: World) -> nn.Module:
         """The network, on the device, cut as the world's degrees say."""
-        return self._build(world)
+        model = self._build(world)
+        self._frozen.hold_in(self._options.precision, model)
+        return model
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Matrices decay; embeddings, the head, norms and biases do not."""

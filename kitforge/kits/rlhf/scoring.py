@@ -291,6 +291,16 @@ class RewardModel:
     tokenizer: Tokenizer | None
 
 
+def networks_in(given: Any) -> list[torch.nn.Module]:
+    """The networks in what a role was given: in a run, a reward model, several of them, or alone."""
+    if isinstance(given, (Run, RewardModel)):
+        return [given.model]
+    if isinstance(given, torch.nn.Module):
+        return [given]
+    members = list(given.values()) if isinstance(given, Mapping) else given if isinstance(given, (list, tuple)) else []
+    return [network for each in members for network in networks_in(each)]
+
+
 def find_function(path: str) -> Callable[..., Any]:
     """The function `package.module:function`, of an installed package or of the current folder. Raises ConfigError."""
     module_name, _, name = path.partition(":")

@@ -54,7 +54,7 @@ from kitforge.kits.rlhf.reward import Normalisation, RewardTask
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.rows import Rows, read_rows
 from kitforge.kits.rlhf.scalar_model import ScalarModel
-from kitforge.kits.rlhf.scoring import RewardModel, scorer_of, several_of, weighed
+from kitforge.kits.rlhf.scoring import RewardModel, networks_in, scorer_of, several_of, weighed
 from kitforge.kits.rlhf.sft import SFTTask
 from kitforge.kits.rlhf.shown import ShownAnswers
 from kitforge.kits.rlhf.tool_environment import playground_of, with_tools
@@ -126,12 +126,14 @@ class Parts:
         reference: nn.Module | None = None,
         critics: ScalarModel | None = None,
         known: str | None = None,
+        judge: object = None,
     ) -> Frozen:
         """What stays as it is beside what is trained; a critic's adapter begins beside the weights of a reward model,
         where it is a critic of one."""
         bases = (origin.given, None if critics is None else critics.backbone)
         own = [each for each in bases if each is not None] if self.options.adapter.is_on else ()
-        return Frozen(reference, own, known)
+        given = networks_in([self.inputs.model, *self.inputs.roles.values()])
+        return Frozen(reference, own, known, judges=networks_in(judge), given=given)
 
     def reference(self, named: str | None) -> Origin | None:
         """The language model in the role `reference`, or in the folder that is named: of a Run, in a folder, or in
@@ -296,7 +298,12 @@ def reinforcement(parts: Parts) -> Prepared:
             scorer=scorer_of(judge, parts.tokenizer, options.rl.max_tokens_per_microbatch)
             if judge is not None and "reward" in held
             else None,
-            frozen=parts.frozen(origin(), reference, basis) if is_built and pieces is None else Frozen(reference),
+            frozen=parts.frozen(
+                origin() if is_built and pieces is None else Origin(given=None, config=None),
+                reference,
+                basis,
+                judge=judge,
+            ),
             eos_ids=parts.tokenizer.eos_ids,
             playground=playground,
             tokenizer=parts.tokenizer,

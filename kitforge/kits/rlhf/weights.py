@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import CompileLevel
+from kitforge.core.kernels.half import NATIVE
 from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, config_of, copy_factors, deltas
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.apply import ParallelModel
+from kitforge.core.parallel.shard import local_tensor
 from kitforge.kits.rlhf.actor_critic import critic_of
 from kitforge.kits.rlhf.config import CriticOptions
 from kitforge.models.folder import build, outline
@@ -93,6 +96,30 @@ def whole_factors(network: Decoder, name: str, parallel: ParallelModel) -> dict[
         path: (parallel.whole(names[id(down)]), parallel.whole(names[id(up)]))
         for path, (down, up) in adapter_tensors(network, name).items()
     }
+
+
+@torch.no_grad()
+def to_half(networks: Iterable[nn.Module], keep: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Hold the matrices of linear layers in `dtype`, the one in which autocast takes their products, so that no output
+    changes. Memory of weights that `keep` trains or holds is left alone, and so are pieces that torch's FSDP keeps.
+
+    A processor without arithmetic in `dtype` takes products in fp32; there a matrix that would lose something stays.
+    """
+    kept = {each.data_ptr() for network in keep for each in network.parameters()}
+    # Networks may share memory. All that hold a matrix are given the same new one, and the old one is let go.
+    holders: dict[int, list[nn.Parameter]] = {}
+    for layer in (each for network in networks for each in network.modules() if isinstance(each, Linear)):
+        weight = layer.weight
+        if weight.dtype is torch.float32 and local_tensor(weight) is weight and weight.data_ptr() not in kept:
+            holders.setdefault(weight.data_ptr(), []).append(weight)
+    for weights in holders.values():
+        first = weights[0]
+        rounded = first.to(dtype)
+        if (first.is_cpu and not NATIVE[dtype]) and not torch.equal(rounded.float(), first):
+            continue
+        for each in weights:
+            each.requires_grad_(False)
+            each.data = rounded
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -99,6 +100,11 @@ def test_a_run_that_draws_ahead_goes_on_bit_for_bit(tmp_path: Path, monkeypatch:
         folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / f"killed_{killed}", killed)
         runs.finish(runs.begin("ppo", folder, choices | {"resume": "auto"}))
         tiny.assert_same(folder, tmp_path / "whole")
+    # What there is for each token is no JSON.
+    state = json.loads((tmp_path / "whole" / "checkpoints" / "step_4" / "state.json").read_text())
+    for ahead in state["task"]["ahead"].values():
+        assert not {"prompt_tokens", "tokens", "log_probs"} & set(ahead["rows"][0])
+        assert "state_tensor" in ahead["tensors"]["log_probs"]["values"]
     # Rounds to come that a checkpoint forgot would be drawn by another policy.
     monkeypatch.setattr(Ahead, "restore", lambda ahead, rounds: None)
     folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "forgotten", 4)

@@ -11,6 +11,7 @@ import pytest
 
 from kitforge.api import replay
 from kitforge.cli import main as cli
+from kitforge.core.checkpoint.layout import steps
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
 from kitforge.kits.rlhf.record import kept_rounds, round_file
 from tests.kits.rlhf import runs
@@ -99,8 +100,20 @@ def test_rounds_stay_behind_the_checkpoints_that_stay(tmp_path: Path) -> None:
         replay(tmp_path, 7)
 
 
+@pytest.mark.parametrize("num_steps", [3, 12])
+def test_the_last_steps_of_a_run_that_says_nothing_of_checkpoints_can_be_replayed(
+    tmp_path: Path, num_steps: int
+) -> None:
+    choices = LONG | {"trainer.evaluate_first": False, "trainer.max_steps": num_steps, "rl.epochs": 2}
+    runs.finish(runs.begin("grpo", tmp_path, choices))
+    # Rounds of two updates, of which three are kept.
+    assert steps(tmp_path / "checkpoints") == ([0, 3] if num_steps == 3 else [6, 12])
+    for step in (num_steps - 2, num_steps):
+        assert replay(tmp_path, step).is_same
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [2, 11])
+@pytest.mark.parametrize("step", [2, 8])
 def test_what_a_refusal_advises_would_have_worked(tmp_path: Path, step: int) -> None:
     choices: dict[str, Any] = LONG | {"trainer.evaluate_first": False}
     runs.finish(runs.begin("grpo", tmp_path / "first", choices))

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.linear import Linear
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import TrainingError
 from kitforge.foundation.types import Cursor
 from kitforge.kits.rlhf.actor_critic import critic_of, policy_of
+from kitforge.kits.rlhf.frozen import Frozen
+from kitforge.kits.rlhf.networks import load_policy
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.rollouts import token_log_probs
+from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.models.folder import save
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
@@ -156,3 +163,51 @@ def test_a_policy_that_has_not_moved_is_at_no_distance_in_half_precision_either(
     assert assembly.loop.task.evaluate(assembly.loop.model)["eval/kl"] == 0
     # What an answer's line says is the same.
     assert {each.nats for each in cast(RLTask, assembly.loop.task).evaluated} == {0.0}
+
+
+@pytest.mark.parametrize("adapter", [{}, {"adapter.rank": 4}])
+def test_frozen_weights_lie_in_half_precision_and_the_policy_is_at_no_distance(
+    tmp_path: Path, adapter: dict[str, Any]
+) -> None:
+    # Weights as they are published. Those of embeddings and norms are no products, and stay.
+    save(cast(Decoder, runs.network().to(torch.bfloat16).float()), tmp_path)
+    choices = {"precision": "bf16", "checkpoint": str(tmp_path), **adapter}
+    assembly = runs.begin("grpo", None, choices, model=None)
+    frozen = cast(Any, cast(RLTask, assembly.loop.task)._collector)._roles.frozen.reference
+    halves = {name for name, each in frozen.named_parameters() if each.dtype is torch.bfloat16}
+    assert halves == {f"{name}.weight" for name, each in frozen.named_modules() if isinstance(each, Linear)}
+    assert {each.dtype for each in assembly.loop.model.parameters() if each.requires_grad} == {torch.float32}
+    pointers = {each.data_ptr() for each in frozen.parameters()}
+    assert all((each.data_ptr() in pointers) is not each.requires_grad for each in assembly.loop.model.parameters())
+    assert assembly.loop.task.evaluate(assembly.loop.model)["eval/kl"] == 0
+
+
+def test_a_reward_model_lies_in_half_precision_and_scores_the_same(tmp_path: Path) -> None:
+    scorer = ScalarModel(cast(Decoder, runs.network().to(torch.bfloat16).float()))
+    scorer.reset_head(3)
+    expected = ScalarModel(cast(Decoder, runs.network().to(torch.bfloat16).float()))
+    expected.load_state_dict(scorer.state_dict())
+    frozen = Frozen(judges=[scorer])
+    frozen.hold_in("bf16", runs.network())
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(scorer(tokens), expected(tokens))
+    assert {each.weight.dtype for each in scorer.modules() if isinstance(each, Linear)} == {torch.bfloat16}
+
+
+def test_a_network_that_was_handed_over_keeps_its_weights() -> None:
+    network = runs.network()
+    begun = runs.begin("grpo", None, {"precision": "bf16", "adapter.rank": 4}, model=network)
+    begun.loop.task.evaluate(begun.loop.model)
+    assert {each.dtype for each in network.parameters()} == {torch.float32}
+
+
+def test_a_run_beside_weights_in_half_precision_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    save(cast(Decoder, runs.network().to(torch.bfloat16).float()), tmp_path / "base")
+    choices = {"precision": "bf16", "checkpoint": str(tmp_path / "base"), "adapter.rank": 4, "trainer.max_steps": 2}
+    choices |= {"trainer.checkpoint_every": 1}
+    runs.finish(runs.begin("grpo", tmp_path / "whole", choices, model=None))
+    folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "killed", 1)
+    runs.finish(runs.begin("grpo", folder, choices | {"resume": "auto"}, model=None))
+    tiny.assert_same(folder, tmp_path / "whole")
+    assert {each.dtype for each in load_policy(folder, torch.device("cpu")).parameters()} == {torch.float32}
