@@ -175,11 +175,21 @@ class ChatRender:
             # A reply may be tidied up, but not because others follow.
             is_same = written == _bare(self.text(num_messages=message + 1)[len(opened) :])
         if not is_same:
+            role, closed = kept[message + 1]["role"], self.text(num_messages=message)
+            got = f"another text for the first {message + 1} messages once {role!r} follows"
+            fix = "" if role == "tool" else "answer with messages of the role tool, or "
+            fix += "use a chat template that keeps earlier turns"
+            if opened.startswith(closed) and text.startswith(closed) and not text.startswith(opened):
+                got = f"{opened[len(closed) :]!r} opens the reply, and is gone once {role!r} follows"
+                fix = (
+                    "leave out what makes the template open a reply so, as enable_thinking=false of "
+                    "chat_template_kwargs, or use one that keeps what opens a reply"
+                )
             raise DataError(
                 "the chat template rewrites earlier turns, so that a conversation cannot be gone on with as tokens",
-                got=f"another text for the first {message + 1} messages once {kept[message + 1]['role']!r} follows",
+                got=got,
                 expected="a text that begins with that of the conversation before",
-                fix="answer with messages of the role tool, or use a chat template that keeps earlier turns",
+                fix=fix,
             )
         for number in range(message + 1, len(kept)):
             has_letters = any(each.isascii() and each.isalnum() for each in str(kept[number].get("content", "")))

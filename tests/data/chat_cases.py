@@ -77,6 +77,41 @@ THINKING = """
     {{- '<|im_start|>assistant\n' }}{% if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
 {%- endif %}
 """
+# Replies of tools that follow one another are one turn of the user; thoughts stay while tools are called.
+MERGING = """
+{%- if tools %}<|im_start|>system
+{%- for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}<|im_end|>
+{% endif -%}
+{%- set ns = namespace(asked=-1, is_told=false) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {{- '' if ns.is_told else '<|im_start|>user' }}{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+        {%- set ns.is_told = not (loop.last or messages[loop.index0 + 1].role != 'tool') %}
+        {{- '' if ns.is_told else '<|im_end|>\n' }}
+    {%- elif m.role == 'assistant' %}
+        {%- set parts = m.content.split('</think>') %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if parts | length > 1 and loop.index0 > ns.asked %}
+            {{- '<think>\n' + parts[0].split('<think>')[-1].strip('\n') + '\n</think>\n\n' }}
+        {%- endif %}
+        {{- parts[-1].lstrip('\n') + '<|im_end|>\n' }}
+    {%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}{% if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
+{%- endif %}
+"""
+# Tools stand in the first message of the user, whose role has another name than tools' results, which are JSON.
+HEADERS = """
+{{- bos_token }}
+{%- for m in messages %}
+    {{- '<|start|>' + ('ipython' if m.role == 'tool' else m.role) + '<|message|>' }}
+    {%- if loop.first and tools %}{% for tool in tools %}{{ tool | tojson(indent=4) + '\n\n' }}{% endfor %}{% endif %}
+    {{- m.content | tojson if m.role == 'tool' else m.content | trim }}<|im_end|>
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant<|message|>' }}{% endif %}
+"""
 # The form of templates to train from: they mark what a reply is, and keep all thoughts.
 TRAINING = (
     THINKING.replace("{%- if loop.index0 > ns.last %}{{ ", "{{ ")

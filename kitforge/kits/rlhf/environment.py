@@ -10,7 +10,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 import numpy as np
 
@@ -47,6 +47,14 @@ class Environment(Protocol):
     def step(self, response: str) -> Step | Awaitable[Step]:
         """Take what the policy said; returns what it is told, what that was worth, and whether the episode is over."""
         ...
+
+
+@runtime_checkable
+class CountsToolCalls(Protocol):
+    """An environment that calls tools, whose calls stand in the metrics tools/*."""
+
+    num_tool_calls: int  # in the episode so far
+    num_tool_results: int  # calls that a tool answered; the others failed
 
 
 @final
@@ -95,9 +103,12 @@ class Episode:
             is_stopped=self.is_stopped,
             columns=self.prompt.columns,
         )
+        tools = self.environment if isinstance(self.environment, CountsToolCalls) else None
         return Trajectory(
             answer=answer,
             prompt_index=self.number,
+            num_tool_calls=None if tools is None else tools.num_tool_calls,
+            num_tool_failures=0 if tools is None else tools.num_tool_calls - tools.num_tool_results,
             log_probs=tuple(self.log_probs),
             score=tuple(self.rewards) if has_rewards else None if self.failure is None else self.rewards[-1],
             turn_rewards=tuple(self.turn_rewards),

@@ -52,6 +52,8 @@ class Trajectory:
     turn_rewards: tuple[float, ...] = ()  # what an environment gave for each turn
     failure: str | None = None  # what went wrong in the last step of an environment
     has_timed_out: bool = False  # it took too long
+    num_tool_calls: int | None = None  # in the episode; None where no tools are called
+    num_tool_failures: int = 0  # of these: calls that could not be run, raised or took too long
 
     @property
     def reward(self) -> float:
@@ -80,6 +82,8 @@ class Trajectory:
             "turn_rewards": self.turn_rewards,
             "failure": self.failure,
             "has_timed_out": self.has_timed_out,
+            "num_tool_calls": self.num_tool_calls,
+            "num_tool_failures": self.num_tool_failures,
             **{name: getattr(self, name) for name in _TOKEN_NUMBERS},
         }
 
@@ -102,6 +106,8 @@ class Trajectory:
             turn_rewards=tuple(plain["turn_rewards"]),
             failure=plain["failure"],
             has_timed_out=plain["has_timed_out"],
+            num_tool_calls=plain["num_tool_calls"],
+            num_tool_failures=plain["num_tool_failures"],
             **{name: tuple(plain[name]) for name in _TOKEN_NUMBERS},
         )
 
@@ -212,15 +218,23 @@ def answered(
 
 
 def episode_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Turns an answer, and how many steps of an environment raised or took too long; nothing without one."""
+    """Turns an answer, and how many steps of an environment raised or took too long; nothing without one. Where tools
+    are called, their calls an answer, and the share of these that failed."""
     if not any(each.turn_rewards for each in trajectories):
         return {}
+    tools = [each for each in trajectories if each.num_tool_calls is not None]
+    num_calls = sum(each.num_tool_calls or 0 for each in tools)
+    frequencies = {
+        "tools/call_frequency": num_calls / max(len(tools), 1),
+        "tools/failure_frequency": sum(each.num_tool_failures for each in tools) / max(num_calls, 1),
+    }
     num_timeouts = sum(each.has_timed_out for each in trajectories)
     num_failures = sum(each.failure is not None for each in trajectories)
     return {
         "environment/turns": sum(len(each.turn_rewards) for each in trajectories) / len(trajectories),
         "environment/errors": float(num_failures - num_timeouts),
         "environment/timeouts": float(num_timeouts),
+        **(frequencies if tools else {}),
     }
 
 

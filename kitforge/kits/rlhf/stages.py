@@ -302,7 +302,7 @@ def reinforcement(parts: Parts) -> Prepared:
                 origin() if is_built and pieces is None else Origin(given=None, config=None),
                 reference,
                 basis,
-                judge=judge,
+                judge=judge if "reward" in held else None,
             ),
             eos_ids=parts.tokenizer.eos_ids,
             playground=playground,

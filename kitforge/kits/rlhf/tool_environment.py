@@ -54,6 +54,7 @@ class ToolEnvironment(ABC):
     def __init__(self, tools: Sequence[Callable[..., Any]], max_turns: int | None = None) -> None:
         self.schemas = [function_schema(each) for each in tools]
         self.row: Mapping[str, Any] = {}
+        self.num_tool_calls = self.num_tool_results = 0
         self._tools = {schema["function"]["name"]: tool for schema, tool in zip(self.schemas, tools, strict=True)}
         self._parameters = {each["function"]["name"]: each["function"]["parameters"] for each in self.schemas}
         if len(self._tools) < len(tools) or not tools:
@@ -80,6 +81,7 @@ class ToolEnvironment(ABC):
         calls = [self._checked(each) for each in parse_tool_calls(response)]
         if not calls:
             return "", self.reward(response), True
+        self.num_tool_calls += len(calls)
         results = [
             {"error": each.problem} if each.problem is not None else self._tools[each.name](**(each.arguments or {}))
             for each in calls
@@ -89,6 +91,7 @@ class ToolEnvironment(ABC):
         return self._answered(response, calls, results)
 
     def _answered(self, response: str, calls: Sequence[ToolCall], results: Sequence[Any]) -> Any:
+        self.num_tool_results += sum(each.problem is None for each in calls)
         messages: list[Message] = [
             {"role": "tool", "name": call.name, "content": result if isinstance(result, str) else _to_json(result)}
             for call, result in zip(calls, results, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -12,13 +13,14 @@ import torch
 
 from kitforge.data.template import template_of
 from kitforge.data.tokenizer import HuggingFaceTokenizer
-from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.rlhf.function_schema import function_schema
 from kitforge.kits.rlhf.rl import RLTask
+from kitforge.kits.rlhf.rollouts import Trajectory, episode_figures
 from kitforge.kits.rlhf.tool_environment import FunctionTools, ToolCall, ToolEnvironment, parse_tool_calls
 from kitforge.models.catalog import config_of
 from kitforge.models.folder import build
-from tests.data.chat_cases import CHATML, THINKING, save_tokenizer
+from tests.data.chat_cases import CHATML, HEADERS, MERGING, THINKING, save_tokenizer
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
@@ -123,6 +125,48 @@ def test_a_reply_without_a_call_calls_nothing() -> None:
     assert parse_tool_calls('{"sum": 4}') == []
 
 
+CALLS = [call("add", a=1), call("add", a=3, b=4) + "\n" + call("ad", a=1), "It is <5>."]
+THOUGHTS = ["<think>\nwell\n</think>\n\n" + each for each in CALLS]
+NAMED = ['{"name": "add", "parameters": {"a": 1}}', '{"name": "add", "parameters": {"a": "1"}}']
+
+
+@pytest.mark.parametrize(
+    ("source", "replies"),
+    [(MERGING, CALLS), (MERGING, THOUGHTS), (THINKING, THOUGHTS), (HEADERS, NAMED), (HEADERS, CALLS)],
+)
+def test_turns_with_tools_are_fed_the_tokens_of_the_whole_conversation(
+    tmp_path: Path, source: str, replies: list[str]
+) -> None:
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", source))
+    end = tokenizer.special_tokens["<|im_end|>"]
+    tokenizer.eos_ids = (end,)
+    template, episode = template_of(tokenizer), FunctionTools([add])
+    talk: list[dict[str, Any]] = [{"role": "user", "content": "What is 1+2 and 3+4?"}]
+    fed = template.tokens(talk, opens_reply=True, tools=episode.schemas)
+    for reply in replies:
+        told, _, is_over = episode.step(reply)
+        messages = [{"role": "user", "content": "sure?"}] if is_over else told
+        if is_over and "<think>" in reply:
+            with pytest.raises(DataError, match="rewrites earlier turns"):
+                template.continuation(talk, reply, messages, has_end=True, tools=episode.schemas)
+            break
+        fed += [*tokenizer.encode(reply), end]
+        fed += template.continuation(talk, reply, messages, has_end=True, tools=episode.schemas)
+        talk += [{"role": "assistant", "content": reply}, *messages]
+    assert fed == template.tokens(talk, opens_reply=True, tools=episode.schemas)
+    assert (episode.num_tool_calls, episode.num_tool_results) == ((3, 2) if len(replies) == 3 else (2, 1))
+
+
+def test_what_opens_a_reply_and_is_left_out_later_is_told(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, "bytes", MERGING))
+    tokenizer.eos_ids = (tokenizer.special_tokens["<|im_end|>"],)
+    asked, told = [{"role": "user", "content": "1+2?"}], [{"role": "tool", "content": "3"}]
+    with pytest.raises(DataError, match=r"(?s)<think>\\n\\n</think>.*opens the reply.*enable_thinking=false"):
+        template_of(tokenizer).continuation(
+            asked, CALLS[0], told, has_end=True, chat_template_kwargs={"enable_thinking": False}
+        )
+
+
 PROMPTS = [{"prompt": [{"role": "user", "content": f"{n}+1?"}], "answer": str(n + 1)} for n in range(8)]
 CHOICES: dict[str, Any] = {
     "rl.prompts_per_step": 2,
@@ -171,6 +215,10 @@ def test_a_policy_that_calls_a_tool_is_told_its_result(
     tokenizer, schemas = HuggingFaceTokenizer(tmp_path / "tokenizer"), [function_schema(add), function_schema(search)]
     told = "<|im_start|>user\n<tool_response>3.0</tool_response>2<|im_end|>\n<|im_start|>assistant\n"
     heard = []
+    # Every turn makes a call.
+    figures = episode_figures(task.collected[1])
+    assert figures["tools/call_frequency"] == figures["environment/turns"] > 1
+    assert figures["tools/failure_frequency"] == 0
     for each in task.collected[1]:
         prompts = [template_of(tokenizer).tokens(row["prompt"], opens_reply=True, tools=schemas) for row in PROMPTS]
         assert list(each.answer.prompt) in prompts
@@ -184,6 +232,38 @@ def test_a_policy_that_calls_a_tool_is_told_its_result(
     text = "".join(special.get(token, tokenizer.decode([token])) for token in heard)
     assert text.replace("\n" + told, "") == ""
     assert told in text
+
+
+def test_failed_calls_are_counted_whoever_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(a: int) -> int:
+        """Raises.
+
+        Args:
+            a: Nothing.
+        """
+        raise ConnectionError("gone")
+
+    # One call that is answered, or one that no tool takes and one that raises.
+    def parsed(text: str) -> list[ToolCall]:
+        failing = [ToolCall(name="ad"), ToolCall(name="broken", arguments={"a": 1})]
+        return failing if len(text) % 2 else [ToolCall(name="add", arguments={"a": 1})]
+
+    monkeypatch.setattr("kitforge.kits.rlhf.tool_environment.parse_tool_calls", parsed)
+    task = begin(tmp_path, THINKING, {"tools": [add, broken], "reward": of_tokens})
+    assert task.collected is not None
+    answers = task.collected[1]
+    num_failed = sum(each.failure is not None for each in answers)
+    assert num_failed > 0
+    for each in answers:
+        assert each.num_tool_failures == 2 * (each.failure is not None)
+        assert each.num_tool_calls == len(each.turn_rewards) + (each.failure is not None)
+        assert Trajectory.from_plain(json.loads(json.dumps(each.to_plain()))) == replace(
+            each, answer=replace(each.answer, columns={})
+        )
+    num_calls = sum(len(each.turn_rewards) for each in answers) + num_failed
+    figures = episode_figures(answers)
+    assert figures["tools/call_frequency"] == num_calls / len(answers)
+    assert figures["tools/failure_frequency"] == 2 * num_failed / num_calls
 
 
 def test_tools_need_a_template_that_writes_them_and_something_that_scores(tmp_path: Path) -> None:
