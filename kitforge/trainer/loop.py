@@ -29,7 +29,7 @@ from kitforge.trainer.resume import check_changes
 from kitforge.trainer.signals import signals
 from kitforge.trainer.state import TrainingState
 from kitforge.trainer.task import Ending, Task
-from kitforge.trainer.update import update
+from kitforge.trainer.update import let_go, update
 
 # A run that was given no length ends while its owner is still watching, and says so.
 DEFAULT_STEPS = 300
@@ -225,6 +225,7 @@ class Loop:
         self._agree_to_stop()
         rate = scale(self._run_options.schedule, state.updates, self.max_steps) * state.plateau.factor
         learning_rate, is_empty = self._run_options.optimizer.learning_rate, float(counts["loss"]) == 0
+        let_go(state, self.task.parts_at_rest(step))
         norms = update(state, rate, learning_rate, self.options.gradient_clip, is_empty=is_empty)
         own = {group.part: group.learning_rate for group in state.groups if group.learning_rate is not None}
         samples, tokens = int(counts.get("samples", 0)), int(counts.get("tokens", 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,11 @@ class Task(ABC):
     def num_steps(self, epochs: float) -> int | None:
         """Steps in that many passes over the data; None where the task cannot know."""
         return None
+
+    def parts_at_rest(self, step: Sequence[MicroBatch]) -> Collection[str]:
+        """Parts of the parameter groups that this step leaves as they are, moments and weight decay included. Default:
+        none."""
+        return ()
 
     def needs_checkpoint(self, step: int, max_steps: int) -> bool:
         """Whether a checkpoint is due after that many steps, none or more, whatever the options say of their number.

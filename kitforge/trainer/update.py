@@ -51,6 +51,14 @@ def update(
     return {"grad_norm": norm} | {f"grad_norm/{part}": each for part, each in norms.items()}
 
 
+def let_go(state: TrainingState, parts: Collection[str]) -> None:
+    """Forget the gradients of these parts, once all ranks have summed them up, so that `update` leaves them alone."""
+    for group in state.groups:
+        if group.part in parts:
+            for parameter in group.parameters:
+                parameter.grad = None
+
+
 def _parts(state: TrainingState) -> dict[str, tuple[set[str], float | None]]:
     """The names of each part's parameters and the bound of its norm; nothing where all are of one part."""
     found: dict[str, tuple[set[str], float | None]] = {}

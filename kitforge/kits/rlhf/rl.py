@@ -6,7 +6,7 @@ A round of rollouts gives `epochs * minibatches` steps of the one training loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -130,6 +130,10 @@ class RLTask(Task):
         of_answers = dict.fromkeys((*figures, "samples"), answers)
         return {"loss": weight, **of_tokens, **of_answers, **pretraining_count(step)}
 
+    def parts_at_rest(self, step: Sequence[MicroBatch]) -> Collection[str]:
+        """The policy, while the critic warms up."""
+        return ("policy",) if any(each.get("warms_up", False) for each in step) else ()
+
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
         """The sums of the policy's losses, weighed as `rl.aggregation` says, and of the critic's."""
         if is_pretraining(micro_batch):
@@ -165,7 +169,7 @@ class RLTask(Task):
             errors, _ = value_loss(values, before, wanted, options.rl.value_clip)
             sums["value_loss"] = errors.sum()
             critical = options.rl.value_weight * micro_batch["value_scale"] * sums["value_loss"]
-            # While it warms up the policy's part has weight 0, and so gradients that are 0.
+            # While it warms up the policy's part has weight 0; its gradients, which are 0, are let go.
             total = critical + total * (0.0 if micro_batch["warms_up"] else 1.0)
         return {"loss": total, **sums}
 

@@ -29,19 +29,19 @@ class PlainAdam:
     """Adam (Kingma and Ba, 2015), without decay."""
 
     def __init__(self, parameters: Sequence[Tensor], options: Any) -> None:
-        self.parameters, self.options, self.time = list(parameters), options, 0
+        self.parameters, self.options, self.times = list(parameters), options, [0] * len(parameters)
         self.moments = [(torch.zeros_like(each), torch.zeros_like(each)) for each in self.parameters]
 
     def step(self, gradients: Sequence[Tensor | None]) -> None:
         (one, two), rate, eps = self.options.betas, self.options.learning_rate, self.options.eps
-        self.time += 1
         for number, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
             if gradient is None:
                 continue
+            self.times[number] = time = self.times[number] + 1
             mean, square = self.moments[number]
             mean, square = one * mean + (1 - one) * gradient, two * square + (1 - two) * gradient**2
             self.moments[number] = mean, square
-            mean, square = mean / (1 - one**self.time), square / (1 - two**self.time)
+            mean, square = mean / (1 - one**time), square / (1 - two**time)
             parameter.data -= rate * mean / (square.sqrt() + eps)
 
 
@@ -239,7 +239,11 @@ class PlainRun:
         line["loss"] = total.item()
         line["grad_norm"] = math.sqrt(sum(float((each**2).sum()) for each in gradients if each is not None))
         self.lines.append(line)
-        self.adam.step(gradients)
+        # While the critic warms up nobody updates the policy.
+        critic = {id(each) for each in self.critic.parameters()} if self.critic is not None else set()
+        warms_up = number < o.rl.critic_warmup
+        members = zip(self.parameters, gradients, strict=True)
+        self.adam.step([each if not warms_up or id(own) in critic else None for own, each in members])
 
     def value_errors(self, answer: Answer) -> Tensor:
         values, clip = self.values(answer), self.options.rl.value_clip

@@ -78,7 +78,7 @@ def test_rows_come_from_a_file_and_a_resumed_run_is_the_run_that_was_never_stopp
 
 def test_while_the_critic_warms_up_the_policy_stays() -> None:
     policy = runs.network()
-    choices = MIXED | {"rl.critic_warmup": 1, "trainer.max_steps": 1, "optimizer.weight_decay": 0.0}
+    choices = MIXED | {"rl.critic_warmup": 1, "trainer.max_steps": 1, "optimizer.weight_decay": 0.1}
     assembly = runs.begin("ppo", None, choices, model=policy, roles={"reward": runs.letters, "ptx": TEXTS})
     runs.finish(assembly)
     pairs = zip(policy_of(assembly.loop.model).parameters(), policy.parameters(), strict=True)

@@ -102,7 +102,7 @@ def test_the_critic_begins_as_the_reward_model_in_units_of_its_scores() -> None:
 
 
 def test_while_the_critic_warms_up_the_policy_stays() -> None:
-    choices = {"rl.critic_warmup": 2, "rl.epochs": 1, "trainer.max_steps": 2, "optimizer.weight_decay": 0.0}
+    choices = {"rl.critic_warmup": 2, "rl.epochs": 1, "trainer.max_steps": 2, "optimizer.weight_decay": 0.1}
     policy = runs.network()
     assembly = runs.begin("ppo", None, choices, model=policy)
     critic = [each.clone() for each in cast(ActorCritic, assembly.loop.model).critic.parameters()]
@@ -110,6 +110,10 @@ def test_while_the_critic_warms_up_the_policy_stays() -> None:
     trained = cast(ActorCritic, assembly.loop.model)
     assert all(torch.equal(a, b) for a, b in zip(trained.policy.parameters(), policy.parameters(), strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(trained.critic.parameters(), critic, strict=True))
+    # The first update of the policy is the first that its moments and counters see.
+    counters = {name: float(each) for name, each in assembly.loop.state.optimizer.tensors() if name.endswith(".step")}
+    assert {each for name, each in counters.items() if name.startswith("policy.")} == {0.0}
+    assert {each for name, each in counters.items() if name.startswith("critic.")} == {2.0}
 
 
 def test_groups_that_all_score_alike_count_for_nothing_where_that_is_asked() -> None:
