@@ -137,13 +137,13 @@ def composed(
 
 
 def composed_for_evaluation(task: str, choices: Mapping[str, Any], unread: Sequence[str] = ()) -> Composition:
-    """The same for an evaluation: of a run of alignment it begins with the run's own options, so that its figures are
-    those of the run."""
+    """The same for an evaluation: it begins with the run's own options where the kit says which (`evaluation_options`),
+    so that its figures are those of the run."""
     flat, checkpoint = dotted(choices), choices.get("checkpoint")
     config = recorded_config(checkpoint) if isinstance(checkpoint, (str, Path)) else None
-    if config is None or task not in ALIGNMENT or recorded_task(checkpoint) != task:
-        return composed(task, choices, unread)
     kit = kit_of(task)
+    if config is None or not hasattr(kit, "evaluation_options") or recorded_task(checkpoint) != task:
+        return composed(task, choices, unread)
     return compose_over(kit.evaluation_options(plain(read_yaml(config)), flat), choices, kit.OPTIONS, unread)
 
 

@@ -52,6 +52,11 @@ OPTIONS = TextGenerationOptions
 ROLES: tuple[str, ...] = ()
 
 
+# Options of a run that say where it ran, what it began with, or what is asked of it besides; its evaluation does not
+# begin with them.
+NOT_EVALUATED = frozenset(
+    ("checkpoint", "model", "resume", "output_dir", "prompt", "device", "parallel", "tasks", "limit", "output", "port")
+)
 # Reads the model under a folder, whichever stage trained it, onto the device of that name.
 LoadModel: TypeAlias = Callable[[str, str], nn.Module]
 # Opens the model of a folder, whose checkpoint the second finds.
@@ -342,10 +347,19 @@ def _spread(num_rows: int) -> Any:
     return torch.tensor(sorted({0, num_rows // 2})).numpy()
 
 
+def evaluation_options(recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the options that a run wrote down, those that its evaluation begins with; another text to take a share of is
+    not passed over for the one that the run was evaluated on."""
+    found = {name: value for name, value in recorded.items() if name not in NOT_EVALUATED}
+    if "data.train" in chosen and "data.eval" not in chosen:
+        found["data"] = {**found["data"], "eval": None}
+    return found
+
+
 def evaluate(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> dict[str, float]:
     """Loss and perplexity of the evaluation text, for a model in memory or under `options.checkpoint`."""
-    train = _source(inputs.train_dataset, options.data.train, options)
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
+    train = _source(inputs.train_dataset, options.data.train, options) if evaluation is None else None
     if train is None and evaluation is None:
         raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
     given = _given_network(inputs)
@@ -356,9 +370,8 @@ def evaluate(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> di
     tokenizer = _tokenizer(options, inputs, evaluation or train)
     if config is not None:
         _check_fit(config, options, tokenizer)
-    text = None if evaluation is not None else train
     with lobby.turns():
-        corpus = load_corpus(text, evaluation, tokenizer, options.data, options.seed)
+        corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed)
     world = lobby.join().with_precision(options.precision)
     model = _cut(options, given, world, opened)
     task = TextGenerationTask(options, corpus, lambda _world: model, world)
