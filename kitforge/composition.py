@@ -28,6 +28,7 @@ from yaml import YAMLError
 
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.untrusted import check_yaml, names_function
+from kitforge.peer_names import PEER_NAMES
 
 CONFIGS = Path(__file__).parent / "configs"
 OWN_CONFIGS = Path("configs")
@@ -41,94 +42,6 @@ CODE = ("reward",)
 TEXTS = ("prompt",)
 # Options that may be typed without their section where exactly one that the verb reads has this name.
 SHORT_NAMES = ("max_new_tokens", "temperature", "top_p", "num_generations")
-# What TRL, the Hugging Face Trainer, PEFT, verl, OpenRLHF and vLLM call our options, by the last part of the name. A
-# name of theirs is never accepted, as it may count otherwise (`per_device_train_batch_size`); the error names ours.
-PEER_NAMES: dict[str, tuple[str, ...]] = {
-    # the Hugging Face Trainer, PEFT
-    "per_device_train_batch_size": ("data.batch_size", "trainer.micro_batch_size"),
-    "gradient_accumulation_steps": ("trainer.micro_batch_size",),
-    "train_batch_size": ("rl.prompts_per_step", "data.batch_size"),
-    "num_train_epochs": ("trainer.epochs",),
-    "total_epochs": ("trainer.epochs",),
-    "lr": ("optimizer.learning_rate",),
-    "lr_scheduler_type": ("schedule.name",),
-    "warmup_ratio": ("schedule.warmup_fraction",),
-    "max_grad_norm": ("trainer.gradient_clip",),
-    "grad_clip": ("trainer.gradient_clip",),
-    "gradient_checkpointing": ("trainer.recompute",),
-    "enable_gradient_checkpointing": ("trainer.recompute",),
-    "logging_steps": ("trainer.log_every",),
-    "eval_steps": ("trainer.evaluate_every",),
-    "test_freq": ("trainer.evaluate_every",),
-    "save_steps": ("trainer.checkpoint_every",),
-    "save_freq": ("trainer.checkpoint_every",),
-    "save_total_limit": ("trainer.keep_checkpoints",),
-    "metric_for_best_model": ("trainer.monitor",),
-    "report_to": ("trainer.wandb",),
-    "bf16": ("precision",),
-    "fp16": ("precision",),
-    "torch_compile": ("compile_level",),
-    "model_name_or_path": ("checkpoint", "model"),
-    "resume_from_checkpoint": ("resume",),
-    "max_length": ("data.sequence_length",),
-    "max_seq_length": ("data.sequence_length",),
-    "max_prompt_length": ("data.sequence_length",),
-    "lora_r": ("adapter.rank",),
-    "lora_rank": ("adapter.rank",),
-    "lora_alpha": ("adapter.alpha",),
-    "lora_target_modules": ("adapter.targets",),
-    "target_modules": ("adapter.targets",),
-    # TRL, verl, OpenRLHF
-    "beta": ("preference.beta", "kto.beta", "kl.controller.coefficient"),
-    "kl_coef": ("kl.controller.coefficient",),
-    "init_kl_coef": ("kl.controller.coefficient",),
-    "kl_loss_coef": ("kl.controller.coefficient", "kl.used_as"),
-    "kl_loss_type": ("kl.estimator",),
-    "use_kl_loss": ("kl.used_as",),
-    "num_generations": ("rl.samples_per_prompt",),
-    "n_samples_per_prompt": ("rl.samples_per_prompt",),
-    "rollout_batch_size": ("rl.prompts_per_step",),
-    "ppo_mini_batch_size": ("rl.minibatches",),
-    "num_mini_batches": ("rl.minibatches",),
-    "ppo_max_token_len_per_gpu": ("rl.max_tokens_per_microbatch",),
-    "num_iterations": ("rl.epochs",),
-    "num_ppo_epochs": ("rl.epochs",),
-    "ppo_epochs": ("rl.epochs",),
-    "max_completion_length": ("rollout.max_new_tokens",),
-    "max_response_length": ("rollout.max_new_tokens",),
-    "response_length": ("rollout.max_new_tokens",),
-    "generate_max_len": ("rollout.max_new_tokens",),
-    "epsilon": ("rl.clip.low",),
-    "cliprange": ("rl.clip.low", "rl.clip.high"),
-    "clip_ratio": ("rl.clip.low", "rl.clip.high"),
-    "epsilon_high": ("rl.clip.high",),
-    "clip_ratio_high": ("rl.clip.high",),
-    "clip_ratio_low": ("rl.clip.low",),
-    "clip_ratio_c": ("rl.clip.dual",),
-    "cliprange_value": ("rl.value_clip",),
-    "vf_coef": ("rl.value_weight",),
-    "entropy_coeff": ("rl.entropy_weight",),
-    "entropy_coef": ("rl.entropy_weight",),
-    "gamma": ("rl.discount",),
-    "lam": ("rl.trace",),
-    "gae_lambda": ("rl.trace",),
-    "missing_eos_penalty": ("rl.missing_end_penalty",),
-    "loss_agg_mode": ("rl.aggregation",),
-    "adv_estimator": ("rl.advantage",),
-    "advantage_estimator": ("rl.advantage",),
-    "filter_groups": ("rl.drop_equal_groups",),
-    "reward_funcs": ("reward",),
-    "reward_model_path": ("reward",),
-    "simpo_gamma": ("preference.margin",),
-    # verl and vLLM
-    "tensor_parallel_size": ("parallel.tensor",),
-    "tensor_model_parallel_size": ("parallel.tensor",),
-    "max_num_seqs": ("inference.engine.max_sequences",),
-    "max_num_batched_tokens": ("inference.engine.max_step_tokens",),
-    "gpu_memory_utilization": ("inference.engine.memory",),
-    "enable_prefix_caching": ("inference.engine.prefix_cache",),
-    "max_tokens": ("inference.max_new_tokens", "rollout.max_new_tokens"),
-}
 FIELD = re.compile(r"^((?:    # .*\n)*)    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
@@ -305,7 +218,9 @@ def full_name(name: str, value: Any, options: type[Any], unread: Sequence[str] =
         return meant[0]
     last = name.split(".")[-1]
     same = [[option for option in options if option.split(".")[-1] == last] for options in (read, known)]
-    ours = [option for option in PEER_NAMES.get(last, ()) if option in known or option in groups()]
+    parts = name.split(".")
+    theirs = next((each for place in range(len(parts)) if (each := ".".join(parts[place:])) in PEER_NAMES), "")
+    ours = [option for option in PEER_NAMES.get(theirs, ()) if option in known or option in groups()]
     if ours and not any(same):
         words = " and ".join(map(repr, ours))
         raise ConfigError(f"unknown option {name!r}", got="a name of another library", fix=f"here it is {words}")

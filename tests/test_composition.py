@@ -13,7 +13,6 @@ from hydra import initialize_config_dir
 from kitforge.api import KITS, kit_of, recorded_task, task_of
 from kitforge.composition import (
     CONFIGS,
-    PEER_NAMES,
     compose,
     dotted,
     groups,
@@ -26,6 +25,7 @@ from kitforge.composition import (
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.transformers.config import TextGenerationOptions
+from kitforge.peer_names import PEER_NAMES
 
 
 def values(**choices: Any) -> dict[str, Any]:
@@ -152,6 +152,20 @@ def test_an_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
         ("grpo", "beta", "here it is 'kl.controller.coefficient'"),
         ("text_generation", "per_device_train_batch_size", "'data.batch_size' and 'trainer.micro_batch_size'"),
         ("text_generation", "report_to", "here it is 'trainer.wandb'"),
+        ("dpo", "loss_type", "here it is 'preference.loss'"),
+        ("grpo", "loss_type", "here it is 'rl.loss_mode' and 'rl.aggregation' and 'rl.advantage'"),
+        ("grpo", "epsilon_high", "here it is 'rl.clip.high'"),
+        ("grpo", "importance_sampling_level", "here it is 'rl.loss_mode'"),
+        ("grpo", "mask_truncated_completions", "did you mean 'rl.mask_truncated_completions'"),
+        ("grpo", "max_prompt_length", "here it is 'data.sequence_length' and 'data.truncation'"),
+        ("dpo", "truncation_mode", "here it is 'data.truncation'"),
+        ("grpo", "max_tool_calling_iterations", "here it is 'rollout.max_turns'"),
+        ("grpo", "actor_rollout_ref.rollout.multi_turn.max_parallel_calls", "here it is 'environment.max_workers'"),
+        # The same last part means another option below another section.
+        ("ppo", "critic.optim.lr", "here it is 'critic.learning_rate'"),
+        ("ppo", "actor_rollout_ref.actor.optim.lr", "here it is 'optimizer.learning_rate'"),
+        ("ppo", "critic.grad_clip", "here it is 'critic.max_grad_norm'"),
+        ("ppo", "actor_rollout_ref.rollout.n", "here it is 'rl.samples_per_prompt'"),
     ],
 )
 def test_the_name_of_another_library_is_refused_and_ours_is_named(task: str, name: str, ours: str) -> None:
