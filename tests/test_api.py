@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from kitforge.api import Trainer, load_model, load_tokenizer, pipeline, save_model
+from kitforge.api import Trainer, load_model, load_tokenizer, pipeline, replay, save_model
 from kitforge.core.checkpoint.layout import steps
 from kitforge.core.parallel.world import World
 from kitforge.data.tokenizer import ByteTokenizer
@@ -84,6 +84,12 @@ def test_signatures_are_those_that_others_rely_on(method: Any, expected: str) ->
     signature = inspect.signature(method)
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     assert str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)) == expected
+
+
+def test_a_replay_knows_the_names_of_other_libraries_for_its_options(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("task: grpo\n")
+    with pytest.raises(ConfigError, match=r"(?s)unknown option 'num_generations'.*here it is 'rl\.samples_per_prompt'"):
+        replay(tmp_path, 1, {"num_generations": 2})
 
 
 def test_a_run_has_folder_model_tokenizer_and_metrics() -> None:

@@ -106,6 +106,23 @@ def test_a_short_name_of_several_options_or_of_none_names_them(verb: str, argume
     assert words in str(told.value)
 
 
+@pytest.mark.parametrize("arguments", [["seed=3"], ["--fast"], ["one", "two"]])
+def test_the_demo_takes_no_options(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Were it taken for the folder of the demo, that would be refused as well, in other words.
+    (tmp_path / arguments[0]).mkdir()
+    with pytest.raises(ConfigError, match="takes no options"):
+        cli.run(["demo", *arguments])
+
+
+def test_a_replay_is_of_one_run(tmp_path: Path) -> None:
+    for arguments in ([], [str(tmp_path), str(tmp_path)]):
+        with pytest.raises(ConfigError, match="one step of one run"):
+            cli.run(["replay", *arguments, "step=1"])
+    with pytest.raises(KitforgeError, match=r"(?s)only runs of alignment"):
+        cli.run(["replay", str(tmp_path), "step=1"])
+
+
 def test_a_run_tells_where_everything_lies_and_what_to_try_next(capsys: Capture) -> None:
     assert train("output_dir=runs/a", "trainer.evaluate_first=true", 'prompt=["ROMEO:"]') == 0
     shown = capsys.readouterr().out

@@ -116,6 +116,19 @@ def test_it_does_what_a_dict_does(server: RedisServer) -> None:
         run_against_a_dict(store)
 
 
+def test_a_store_that_is_closed_has_let_go_of_its_connection(server: RedisServer) -> None:
+    with redis.Redis.from_url(server.url) as watching:
+        store = store_of(server)
+        before = {each["id"] for each in watching.client_list()}
+        store.close()
+        deadline = time.monotonic() + 10
+        # The server hears of it a moment later.
+        while len(left := {each["id"] for each in watching.client_list()}) == len(before):
+            assert time.monotonic() < deadline, "the connection is still open"
+            time.sleep(0.01)
+        assert left < before
+
+
 def test_values_that_are_not_finite_and_rows_of_zeros_are_rows(server: RedisServer) -> None:
     rows = torch.tensor([[float("inf"), float("nan"), -0.0], [0.0, 0.0, 0.0]])
     with store_of(server) as store:

@@ -11,6 +11,7 @@ from kitforge.core.nn.rotary import RopeScaling, RotaryAngles
 from kitforge.foundation.errors import ConfigError, KitforgeError, ModelError
 from kitforge.models.catalog import family_of_type
 from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.mapping import ConfigFile, read_rope
 from tests.models.conftest import GetPeer
 from tests.models.variants import VARIANTS, family_of
 
@@ -44,6 +45,13 @@ LLAMA32: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }
+
+
+@pytest.mark.parametrize("fraction", [0.25, 1.0])
+def test_a_share_of_the_head_that_rotates_may_be_all_of_it(fraction: float) -> None:
+    assert read_rope(ConfigFile({"rope_theta": 1e4, "partial_rotary_factor": fraction}))["fraction"] == fraction
+    with pytest.raises(ModelError, match="partial_rotary_factor"):
+        read_rope(ConfigFile({"partial_rotary_factor": fraction + 1}))
 
 
 def test_a_published_file_of_the_fourth_generation_is_read() -> None:

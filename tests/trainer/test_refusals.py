@@ -5,17 +5,35 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from kitforge.core.checkpoint.layout import steps
 from kitforge.foundation.errors import CheckpointError, ConfigError
+from kitforge.trainer.options import RunOptions
 from kitforge.trainer.resume import check_changes, find
+from kitforge.trainer.run import train as train_run
 from tests.trainer import tiny
 from tests.trainer.regression import train
 
 SAVED = {"trainer.max_steps": 3, "trainer.checkpoint_every": 1}
+
+
+def test_no_file_is_touched_before_all_ranks_have_agreed(tmp_path: Path) -> None:
+    class Refusing:
+        """Another rank has found something to refuse."""
+
+        rank = 0
+
+        def agree(self, value: Any) -> list[Any]:
+            raise ConfigError("another rank refuses the run")
+
+    loop = SimpleNamespace(world=Refusing(), train=lambda: {})
+    with pytest.raises(ConfigError, match="another rank"):
+        train_run(cast(Any, loop), RunOptions(), tmp_path / "run", "seed: 1")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture
