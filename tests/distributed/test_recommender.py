@@ -17,6 +17,7 @@ from kitforge.kits.recommender.ranking import ranking_metrics
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Losses, TestLobby
 from tests.kits.recommender.runs import FAMILIES, in_folder, numbers, run
+from tests.kits.recommender.test_negatives import trained
 from tests.kits.recommender.test_streams import endless, online
 
 pytestmark = pytest.mark.slow
@@ -55,6 +56,19 @@ def test_a_run_goes_on_under_other_ranks_tiers_and_placements(tmp_path: Path) ->
     later = {"parallel.data": 2, "cache.device_rows": 30, "cache.placement": placement, "resume": "auto"}
     second = run_ranks(2, in_folder, tmp_path / "parts", "wide_deep", later)[0]
     assert numbers(first, "loss") + numbers(second, "loss") == pytest.approx(numbers(whole, "loss"), abs=2e-6)
+
+
+def sampled(rank: int, folder: Path, choices: dict[str, Any]) -> Losses:
+    told: Losses = trained(folder, **choices)[0]
+    return told
+
+
+def test_negatives_on_ranks_are_those_of_one_process(tmp_path: Path) -> None:
+    choices = {"data.batch_size": 33, "trainer.micro_batch_size": 10, "data.negatives.negative_sampling": "popularity"}
+    one = sampled(0, tmp_path / "one", choices)
+    for told in run_ranks(2, sampled, tmp_path / "many", {**choices, "parallel.data": 2, "cache.placement": "row"}):
+        for name in ("loss", "eval/loss", "eval/auc"):
+            assert numbers(told, name) == pytest.approx(numbers(one, name), abs=2e-6)
 
 
 def streamed(rank: int, folder: Path) -> Losses:

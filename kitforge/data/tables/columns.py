@@ -5,7 +5,7 @@ Legend: n rows, d columns of numbers, k columns of keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, final
 
@@ -126,6 +126,7 @@ class NamedColumns:
 
     def __init__(self, columns: Columns, layout: Layout) -> None:
         self._columns = columns
+        self._layout = layout
         self._numbers = {name: place for place, name in enumerate(layout.numbers)}
         self._keys = {column.name: place for place, column in enumerate(layout.keys)}
 
@@ -149,6 +150,43 @@ class NamedColumns:
     def lists(self, name: str) -> Lists:
         """Keys of every row."""
         return self._columns.lists[name]
+
+    def take(self, rows: NDArray[np.int64]) -> NamedColumns:
+        """These rows, in this order."""
+        return NamedColumns(self._columns.take(rows), self._layout)
+
+    def select(self, names: Collection[str]) -> NamedColumns:
+        """These columns alone, without labels."""
+        old = self._layout
+        layout = Layout(
+            numbers=tuple(name for name in old.numbers if name in names),
+            keys=tuple(column for column in old.keys if column.name in names),
+            lists=tuple(column for column in old.lists if column.name in names),
+        )
+        keys = [self._keys[column.name] for column in layout.keys]
+        columns = Columns(
+            numbers=self._columns.numbers[:, [self._numbers[name] for name in layout.numbers]],
+            keys=self._columns.keys[:, keys],
+            absent=self._columns.absent[:, keys],
+            lists={column.name: self._columns.lists[column.name] for column in layout.lists},
+        )
+        return NamedColumns(columns, layout)
+
+    def replaced(self, rows: NDArray[np.int64], other: NamedColumns, chosen: NDArray[np.int64]) -> NamedColumns:
+        """The same, but that `rows` [m] have the columns of `other` from its rows `chosen` [m]."""
+        old, new = self._columns, other._columns
+        numbers, keys, absent, lists = old.numbers.copy(), old.keys.copy(), old.absent.copy(), dict(old.lists)
+        for name, place in other._numbers.items():
+            numbers[rows, self._numbers[name]] = new.numbers[chosen, place]
+        for name, place in other._keys.items():
+            keys[rows, self._keys[name]] = new.keys[chosen, place]
+            absent[rows, self._keys[name]] = new.absent[chosen, place]
+        sources = np.arange(len(old))
+        sources[rows] = len(old) + chosen
+        for name, items in new.lists.items():
+            lists[name] = _joined([lists[name], items]).take(sources)
+        columns = Columns(numbers=numbers, keys=keys, absent=absent, lists=lists, labels=old.labels)
+        return NamedColumns(columns, self._layout)
 
 
 class Table(Protocol):

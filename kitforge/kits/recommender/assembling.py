@@ -12,7 +12,7 @@ from kitforge.core.checkpoint.tables import tables_of
 from kitforge.core.nn.lookup import RecommenderConfig
 from kitforge.core.parallel.world import World
 from kitforge.data.tables.names import names_of
-from kitforge.foundation.config import from_dict
+from kitforge.foundation.config import check, from_dict
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.kits.recommender.catalogue import Catalogue, catalogue_of
 from kitforge.kits.recommender.clicks import Clicks
@@ -22,6 +22,7 @@ from kitforge.kits.recommender.features import Encoder
 from kitforge.kits.recommender.inspection import inspect
 from kitforge.kits.recommender.matching import Matching
 from kitforge.kits.recommender.model import Recommender, begin_at_rate, initialise, make_tables, plan_of, sample_shape
+from kitforge.kits.recommender.negatives import NegativeSampler
 from kitforge.kits.recommender.next_item import HELD_OUT, NextItem
 from kitforge.kits.recommender.objective import Finding, Objective
 from kitforge.kits.recommender.placing import EMPTY, spread_tables
@@ -48,7 +49,10 @@ def new_recommender(
     model = Recommender(config, encoder, tables, options.compile_level)
     initialise(model.network, options.seed)
     if config.logit is not None:
-        begin_at_rate(model.network, config.logit, encoder.statistics)
+        statistics = encoder.statistics
+        if num_negatives := options.data.negatives.num_negatives:
+            statistics = dataclasses.replace(statistics, positive_rate=1 / (1 + num_negatives))
+        begin_at_rate(model.network, config.logit, statistics)
     return model.to(world.device)
 
 
@@ -70,15 +74,23 @@ def restored(
 def objective_of(config: RecommenderConfig, options: RecommendationOptions, dataset: Dataset) -> Objective[Any]:
     """What a network of that family is trained for. Raises ConfigError for rows that it cannot be trained on."""
     found = finding_of(config, options, dataset.encoder, dataset.catalogue)
+    negatives = options.data.negatives
     if found is not None:
+        name, expected = "data.negatives.num_negatives", f"0: a {config.family} learns from the other items of a step"
+        check(not negatives.num_negatives, name, negatives.num_negatives, expected)
         return found
+    if negatives.num_negatives:
+        rows = dataset.train if isinstance(dataset.train, Samples) else None
+        sampler = NegativeSampler(negatives, dataset.encoder.schema, options.seed, rows)
+        return Clicks(plan_of(config, dataset.encoder), options.seed, sampler)
     if dataset.encoder.schema.label is None:
         is_guessed = options.data.schema is None and dataset.source is not None
         raise DataError(
             "these rows have no label",
             got=inspect(dataset.source).no_label if is_guessed else "a data.schema without a label",
             expected="a column of 0 and 1, of two texts, or of -1 and 1",
-            fix="name it in data.schema: `label: {name: COLUMN}`, with `positive: TEXT` where it is not 0 and 1",
+            fix="name it in data.schema: `label: {name: COLUMN}`, with `positive: TEXT` where it is not 0 and 1; where "
+            "all rows are positives (purchases, ratings, views), data.negatives.num_negatives=4 draws the others",
         )
     return Clicks(plan_of(config, dataset.encoder), options.seed)
 

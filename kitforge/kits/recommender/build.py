@@ -132,6 +132,9 @@ def evaluate(options: RecommendationOptions, inputs: Inputs, lobby: Lobby) -> di
         checkpoint = checkpoint_of(Path(options.checkpoint))
         recorded = recorded_options(checkpoint)
         data = data_of(options.data, recorded.data)
+        if data.negatives.num_negatives and data.train is None:
+            # Which items there are, and who has taken which, is known of the training rows.
+            data = dataclasses.replace(data, train=recorded.data.train)
         retrieval = with_asked(options.retrieval, recorded.retrieval)
         # What is said goes to programs, which want the metrics alone.
         trainer = dataclasses.replace(options.trainer, progress=False)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
@@ -18,36 +19,49 @@ from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.lookups import LookupPlan
 from kitforge.kits.recommender.metrics import ClickMetrics
 from kitforge.kits.recommender.model import Recommender, inputs_of
+from kitforge.kits.recommender.negatives import ClickRows, NegativeSampler
 from kitforge.kits.recommender.objective import Objective
 from kitforge.kits.recommender.samples import Samples
 
 
 @final
-class Clicks(Objective[FeatureBatch]):
-    """The cross entropy of labels 0 and 1."""
+class Clicks(Objective[ClickRows]):
+    """The cross entropy of labels 0 and 1: those of the rows, or 1 for all of them and 0 for the negatives drawn."""
 
     monitor = "eval/auc"
     monitor_mode: Literal["min", "max"] = "max"
 
-    def __init__(self, plan: LookupPlan, seed: int) -> None:
+    def __init__(self, plan: LookupPlan, seed: int, negatives: NegativeSampler | None = None) -> None:
         self._plan = plan
         self._seed = seed
+        self._negatives = negatives
 
-    def read(self, rows: Samples, indices: NDArray[np.int64], own: slice, step: int) -> FeatureBatch:
+    def read(self, rows: Samples, indices: NDArray[np.int64], own: slice, step: int) -> ClickRows:
         """See `Objective`."""
-        return rows.batch(indices[own])
+        if self._negatives is not None:
+            return self._negatives.training_rows(rows, indices, own, step)
+        batch = rows.batch(indices[own])
+        starts = torch.arange(len(batch) + 1)
+        return ClickRows(batch=batch, starts=starts, places=torch.zeros_like(starts[1:]))
 
-    def part(self, batch: FeatureBatch, start: int, stop: int) -> Mapping[str, Any]:
+    def part(self, batch: ClickRows, start: int, stop: int) -> Mapping[str, Any]:
         """See `Objective`."""
-        own = batch.narrow(start, stop)
+        starts = batch.starts[start : stop + 1]
+        first, last = int(starts[0]), int(starts[-1])
+        own = batch.batch.narrow(first, last)
         inputs = inputs_of(own, self._plan)
-        return {**inputs, "labels": labels_of(own), "calls": [inputs["requests"]]}
+        owners = torch.repeat_interleave(torch.arange(stop - start), starts.diff())
+        numbers = {"owners": owners, "places": batch.places[first:last]}
+        return {**inputs, **numbers, "labels": labels_of(own), "calls": [inputs["requests"]]}
 
     def loss(self, model: Recommender, micro_batch: MicroBatch) -> Sums:
         """See `Objective`."""
         noise = None
         if model.training:
-            noise = SampleNoise(seed=self._seed, step=micro_batch["step"], samples=micro_batch["samples"])
+            samples = micro_batch["samples"][micro_batch["owners"]]
+            if self._negatives is not None:
+                samples = samples * self._negatives.rows_of_sample + micro_batch["places"]
+            noise = SampleNoise(seed=self._seed, step=micro_batch["step"], samples=samples)
         logits = model(lambda: model.logits(micro_batch, noise))
         labels = micro_batch["labels"].to(logits.device)
         return {"loss": functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")}
@@ -64,7 +78,8 @@ class Clicks(Objective[FeatureBatch]):
         is_grouped = rows.encoder.schema.group is not None
         metrics, truth = ClickMetrics(is_grouped=is_grouped), ClickMetrics()
         for indices in batches:
-            batch = rows.batch(indices)
+            found = None if self._negatives is None else self._negatives.evaluation_rows(rows, indices)
+            batch = rows.batch(indices) if found is None else found.batch
             inputs = inputs_of(batch, self._plan)
             logits = model(lambda inputs=inputs: model.logits(inputs)).double().cpu().numpy()
             groups = None if batch.groups is None else batch.groups.numpy()
@@ -72,11 +87,11 @@ class Clicks(Objective[FeatureBatch]):
             metrics.add(logits, labels, groups)
             if (chances := rows.chances(indices)) is not None:
                 truth.add(np.log(chances / (1 - chances)), labels)
-        found = clicks_over_ranks(metrics, world)
+        values = clicks_over_ranks(metrics, world)
         best = {}
         if rows.is_made_up:
             best["best_auc"] = clicks_over_ranks(truth, world)["auc"]
-        return {"loss": found.pop("log_loss"), **found, **best}
+        return {"loss": values.pop("log_loss"), **values, **best}
 
 
 def clicks_over_ranks(metrics: ClickMetrics, world: World) -> dict[str, float]:

@@ -32,6 +32,26 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NegativeOptions:
+    """Negative sampling, for families that score rows: every row is a positive, and items are drawn beside it. They are
+    drawn anew at each step, by the seed; for evaluation once."""
+
+    num_negatives: int = 0  # items drawn beside each row, whose label is 1 then; theirs are 0. 0: rows have labels
+    # From the items of the training rows: each is as likely, or by how often it was taken; of a stream among the items
+    # of the step.
+    negative_sampling: Literal["uniform", "popularity"] = "uniform"
+    item: str | None = None  # the feature that holds the item; None: that of data.schema.events
+    item_features: tuple[str, ...] = ()  # further features of the item, drawn with it
+    # Draw no item that the user (data.schema.group, or the user of data.schema.events) is known to have taken. Takes 8
+    # bytes for each pair of a user and an item of the training rows.
+    exclude_seen: bool = True
+
+    def __post_init__(self) -> None:
+        name = "data.negatives.num_negatives"
+        check(self.num_negatives >= 0, name, self.num_negatives, "a whole number of at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
     """Which rows, what they mean, and how they are cut into batches."""
 
@@ -45,6 +65,7 @@ class DataOptions:
     # tabs; a tab in a tsv file.
     delimiter: str | None = None
     missing_values: tuple[str, ...] = ()  # texts that stand for no value, besides an empty cell
+    negatives: NegativeOptions = field(default_factory=NegativeOptions)
     batch_size: int | None = None  # samples of a step; None: a 256th of the rows, from 64 to 4096
     validation: float = 0.05  # share of the training rows kept for evaluation where data.eval is not given
     split: SplitRule = "random"  # which rows those are: random, the last ones, all rows of some groups, the newest ones

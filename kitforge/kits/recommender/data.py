@@ -18,12 +18,14 @@ from kitforge.data.tables.split import RowRange, split
 from kitforge.data.token_cache import default_root
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.log import logger
 from kitforge.foundation.progress import Advance
 from kitforge.kits.recommender.catalogue import Catalogue
 from kitforge.kits.recommender.config import DataOptions
 from kitforge.kits.recommender.features import Encoder
 from kitforge.kits.recommender.fitting import fit
 from kitforge.kits.recommender.inspection import inspect
+from kitforge.kits.recommender.negatives import with_user
 from kitforge.kits.recommender.samples import Samples
 from kitforge.kits.recommender.schema import (
     BucketFeature,
@@ -35,6 +37,8 @@ from kitforge.kits.recommender.schema import (
     read_schema,
 )
 from kitforge.kits.recommender.stream import Stream
+
+_log = logger(__name__)
 
 CLICK_LOG = "click_log"
 # What is learned to near the best AUC in the steps and the time that a first look has.
@@ -81,6 +85,7 @@ def load_dataset(
     if (rows := iter_of(spec)) is not None:
         return _endless(rows, evaluation, options, encoder)
     schema = schema_of(spec, options) if encoder is None else encoder.schema
+    schema = with_user(schema) if options.negatives.num_negatives and encoder is None else schema
     share = 0.0 if evaluation is not None else options.validation
     time = time_column(options, schema) if share > 0 else None
     table = _table(spec, options, schema, progress, time)
@@ -125,6 +130,20 @@ def schema_of(spec: Any, options: DataOptions, *, wants_sequences: bool = False)
     if (log := click_log(spec)) is not None:
         return click_log_schema(log)
     found = inspect(spec, table_config(options))
+    if options.negatives.num_negatives:
+        expected = "a schema, or columns called user_id, item_id and timestamp, or much like that"
+        check(
+            found.targets is not None,
+            "data.schema",
+            "null",
+            expected,
+            "write data.schema: events, or group and features",
+        )
+        assert found.targets is not None
+        used = found.targets.layout().names
+        left_out = ", ".join(view.name for view in found.columns if view.name not in used)
+        _log.info("the guessed schema uses user, item and time; left out: %s", left_out or "nothing")
+        return found.targets
     return found.sequences if wants_sequences and not found.schema.sequences and found.sequences else found.schema
 
 

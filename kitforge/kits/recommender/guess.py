@@ -127,19 +127,50 @@ def guess_schema(
 
 def guess_sequences(columns: Sequence[ColumnView]) -> Schema | None:
     """The items of each user in order of time, where names say which columns are user, item and time."""
+    found = _events(columns)
+    if found is None:
+        return None
+    events, _, item = found
+    name, column = _feature_name(item)
+    return Schema(
+        events=events, sequences={name: SequenceFeature(column=column, kind=_kind(item), encoding="vocabulary")}
+    )
+
+
+def guess_targets(columns: Sequence[ColumnView]) -> Schema | None:
+    """Each event as a row with its user, its item and the items before it, where names say which columns those are."""
+    found = _events(columns)
+    if found is None:
+        return None
+    events, user, item = found
+    (user_name, user_column), (item_name, item_column) = _feature_name(user), _feature_name(item)
+    history = _unused("history", {view.name for view in columns})
+    ids: dict[str, Any] = {"kind": _kind(item), "encoding": "vocabulary", "table": "items"}
+    return Schema(
+        events=replace(events, history=history),
+        categorical={
+            user_name: CategoricalFeature(column=user_column, **_ids(user)),
+            item_name: CategoricalFeature(column=item_column, **ids),
+        },
+        sequences={history: SequenceFeature(**ids)},
+        group=user.name,
+        group_kind=_kind(user),
+    )
+
+
+def _events(columns: Sequence[ColumnView]) -> tuple[EventColumns, ColumnView, ColumnView] | None:
+    """The columns of events, and what is known of user and item."""
     by_name = {view.name.lower().partition(":")[0]: view for view in columns if view.type != "list"}
     found = [next((by_name[name] for name in names if name in by_name), None) for names in (_USERS, _ITEMS, _TIMES)]
     user, item, time = found
     if user is None or item is None or time is None:
         return None
-    return Schema(
-        events=EventColumns(user=user.name, item=item.name, time=time.name),
-        sequences={
-            item.name.partition(":")[0]: SequenceFeature(
-                column=item.name if ":" in item.name else None, kind=_kind(item), encoding="vocabulary"
-            )
-        },
-    )
+    return EventColumns(user=user.name, item=item.name, time=time.name), user, item
+
+
+def _feature_name(view: ColumnView) -> tuple[str, str | None]:
+    """The name of a feature, and its column where that has another name."""
+    return view.name.partition(":")[0], view.name if ":" in view.name else None
 
 
 def with_length(schema: Schema, length: int) -> Schema:

@@ -18,6 +18,7 @@ from kitforge.kits.recommender.guess import (
     guess_label,
     guess_schema,
     guess_sequences,
+    guess_targets,
     why_no_label,
 )
 from kitforge.kits.recommender.schema import Schema, schema_yaml
@@ -47,6 +48,7 @@ class Inspection:
     bad_rows: Mapping[str, int]  # rows that could not be read, by reason
     no_label: str | None = None  # why no column is the label, where none is
     sequences: Schema | None = None  # of the same rows as events (user, item, time), where they seem to be such
+    targets: Schema | None = None  # of the same events: each as a row with its user and the items taken before
 
     @property
     def missing_values(self) -> tuple[str, ...]:
@@ -89,6 +91,7 @@ def inspect(spec: object, config: TableConfig | None = None, num_rows: int = INS
         bad_rows=dict(bad.counts),
         no_label=why_no_label(columns, table.num_rows) if label is None else None,
         sequences=guess_sequences(columns),
+        targets=guess_targets(columns),
     )
 
 
