@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import final
 
 import torch
@@ -19,7 +20,11 @@ CHUNK = 2**15
 
 @final
 class Forgetting:
-    """Goes through all tiers at a step boundary. What it forgets depends on rows alone, not on where they are.
+    """Lets rows go at a step boundary. What it forgets depends on rows alone, not on where they are.
+
+    Bounds of age and of updates hold a row for a while that is known when it changes: each key that has moved stands in
+    the bucket of the first step at which its row may have to go, and only due buckets are read. A row that has changed
+    meanwhile is put into a later one. A bound of the norm says nothing beforehand: then all rows are read.
 
     A row that a planned lookup already waits for begins anew where it stands; the place of any other is free.
     """
@@ -30,32 +35,77 @@ class Forgetting:
         self._options, self._initial = options, initial
         self._planner, self._device, self._ladder = planner, planner.device, planner.ladder
         self._watchers = watchers
+        self.has_buckets = options.every > 0 and options.norm is None
+        self._buckets: dict[int, list[Tensor]] = {}  # keys by step
 
     def is_due(self, num_steps: int) -> bool:
         """Whether rows are to be forgotten after that many steps."""
         return self._options.every > 0 and num_steps > 0 and num_steps % self._options.every == 0
 
+    def changed(self, keys: Tensor, last_steps: Tensor, num_steps: int) -> None:
+        """These rows [n], which changed last at these steps [n], moved for the first time or were restored: from now
+        on they may have to go."""
+        if self._options.updates is not None:
+            last_steps = torch.full((len(keys),), num_steps - (self._options.age or 0) - 1)
+        self._put(keys, last_steps)
+
+    def clear(self) -> None:
+        """Know of no row."""
+        self._buckets = {}
+
     def run(self, num_steps: int) -> Tensor:
         """Forget, while nobody plans; the keys of the rows that went."""
-        # Below first: what is there of rows that the device has are old copies, which do not count.
-        below = self._from_below(num_steps)
-        gone = torch.cat([*below, self._from_device(num_steps)])
-        if len(gone):
-            self._ladder.delete(gone)
-        return gone
-
-    def _from_device(self, num_steps: int) -> Tensor:
-        device, layout = self._device, self._initial.layout
-        parts = [device.index.used()[:0]]
-        for slots in torch.split(device.index.used(), CHUNK):
-            parts.append(slots[goes(self._options, layout, device.rows(slots), num_steps)])
-            keys = device.index.keys_at(parts[-1])
-            self._watchers.before_change(keys, _rows_of(device.rows(parts[-1])))
-        slots = torch.cat(parts)
-        keys, is_needed = device.index.keys_at(slots), self._planner.needed(slots, slots[:0])
-        device.index.remove(slots[~is_needed])
+        layout, gone = self._initial.layout, [torch.zeros(0, dtype=torch.int64)]
+        for keys, rows in self._due(num_steps) if self.has_buckets else self._all():
+            going = goes(self._options, layout, rows, num_steps)
+            self._watchers.before_change(keys[going], _rows_of(rows[going]))
+            gone.append(keys[going])
+            counters = layout.whole(rows)
+            stays = ~going & (counters[:, layout.updates] > 0)
+            if self.has_buckets and self._options.age is not None:
+                self._put(keys[stays], counters[stays][:, layout.last_step])
+        found = torch.cat(gone)
+        slots = self._device.index.lookup(found)
+        slots = slots[slots >= 0]
+        is_needed = self._planner.needed(slots, slots[:0])
         self._begin_anew(slots[is_needed])
-        return keys
+        self._device.index.remove(slots[~is_needed])
+        if len(found):
+            self._ladder.delete(found)
+        return found
+
+    def _put(self, keys: Tensor, last_steps: Tensor) -> None:
+        """Into the buckets of the first steps at which rows that changed at these steps may be too old."""
+        every = self._options.every
+        steps = -(-(last_steps.long() + (self._options.age or 0) + 1) // every) * every
+        for step in torch.unique(steps).tolist():
+            self._buckets.setdefault(step, []).append(keys[steps == step])
+
+    def _due(self, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows of the buckets that are due, from the highest tier that has them; zeros for one that has none."""
+        due = [step for step in self._buckets if step <= num_steps]
+        found = [keys for step in due for keys in self._buckets.pop(step)]
+        if not found:
+            return
+        for keys in torch.split(torch.unique(torch.cat(found)), CHUNK):
+            rows = torch.zeros(len(keys), self._initial.layout.width)
+            slots = self._device.index.lookup(keys)
+            here, below = slots >= 0, (slots < 0).nonzero().squeeze(1)
+            rows[here] = self._device.rows(slots[here])
+            lower = rows[below]
+            # The host tier comes last: what lies below of its rows is old.
+            self._ladder.peek_store(keys[below], lower)
+            self._ladder.peek_host(keys[below], lower)
+            rows[below] = lower
+            yield keys, rows
+
+    def _all(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for slots in torch.split(self._device.index.used(), CHUNK):
+            yield self._device.index.keys_at(slots), self._device.rows(slots)
+        for keys, rows in self._ladder.scan(CHUNK):
+            # What is there of rows that the device has are old copies, which do not count.
+            own = self._device.index.lookup(keys) < 0
+            yield keys[own], rows[own]
 
     def _begin_anew(self, slots: Tensor) -> None:
         keys = self._device.index.keys_at(slots)
@@ -65,14 +115,6 @@ class Forgetting:
             slab[self._device.there(slots)] = rows.to(slab.device)
             self._device.is_dirty[slots] = False
         self._planner.begin_anew(slots)
-
-    def _from_below(self, num_steps: int) -> list[Tensor]:
-        gone = []
-        for keys, rows in self._ladder.scan(CHUNK):
-            going = goes(self._options, self._initial.layout, rows, num_steps) & (self._device.index.lookup(keys) < 0)
-            self._watchers.before_change(keys[going], _rows_of(rows[going]))
-            gone.append(keys[going])
-        return gone
 
 
 def _rows_of(rows: Tensor) -> RowsAt:

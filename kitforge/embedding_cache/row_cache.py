@@ -161,6 +161,10 @@ class RowCache:
             self.optimizer.update(slab, there, part.gradients, rate, self.num_steps)
             put(self.device.is_dirty, part.slots, True)
             put(self.device.is_guest, part.slots, False)
+            if self.forgetting.has_buckets:
+                is_first = self.layout.whole(slab)[:, self.layout.updates][there].cpu() == 1
+                keys = self.device.index.keys_at(part.slots[is_first])
+                self.forgetting.changed(keys, torch.full((len(keys),), self.num_steps), self.num_steps)
 
     @torch.no_grad()
     def forget(self) -> None:
@@ -185,9 +189,15 @@ class RowCache:
         self.planner.clear()
         self.admission.clear()
         self.deltas.restart(None)
+        self.forgetting.clear()
 
     def lay_down(self, keys: Tensor, rows: Tensor) -> None:
         """Put rows in, in place of those that may be there, while nobody plans."""
+        if self.forgetting.has_buckets:
+            counters = self.layout.whole(rows)
+            has_moved = counters[:, self.layout.updates] > 0
+            last_steps = counters[has_moved][:, self.layout.last_step]
+            self.forgetting.changed(keys[has_moved], last_steps, self.num_steps)
         if not self.ladder.is_empty:
             self.ladder.put(keys, rows, torch.ones(len(keys), dtype=torch.bool))
             return

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE
+from kitforge.embedding_cache import forgetting
 from kitforge.embedding_cache.admission import Admission
 from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions
 from kitforge.embedding_cache.table import CachedEmbedding
@@ -80,6 +81,7 @@ FORGETTING = {
     "nothing": ForgettingOptions(),
     "age": ForgettingOptions(every=2, age=2),
     "updates": ForgettingOptions(every=3, updates=2),
+    "both": ForgettingOptions(every=2, age=3, updates=2),
     "norm": ForgettingOptions(every=1, norm=2.0),
 }
 
@@ -281,3 +283,32 @@ def test_forgetting_gives_back_slots_and_counts(
         assert sum(stats.resident.values()) <= 20 * (5 + 3 + 2 + 2)
         assert len(table.rows.device.slab) <= 1024
         assert len(table.rows.admission.counts()[0]) <= 20 * (5 + 3 + 1)
+
+
+@pytest.mark.parametrize("tiers", [{}, {"device_rows": 60, "host_rows": 20, "path": "rows"}])
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_expiry_reads_the_rows_that_are_due_and_no_others(
+    is_restored: bool, tiers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    read: list[int] = []
+    goes = forgetting.goes
+    monkeypatch.setattr(forgetting, "goes", lambda *given: read.append(len(given[2])) or goes(*given))
+    options: dict[str, Any] = {"optimizer": "lazy_adam", "forgetting": ForgettingOptions(every=4, age=40)}
+    table = CachedEmbedding(None, DIM, **options, **tiers)
+    for step in range(120):
+        if is_restored and step == 35:
+            with table as before:
+                table = CachedEmbedding(None, DIM, **options)
+                table.load_rows(before.begin_snapshot())
+        # One key changes at each step, one twice.
+        ids = [*range(20 * step, 20 * step + 20), -1, *([-2] if step in (12, 32) else [])]
+        table(torch.tensor(ids).view(-1, 1)).sum().backward()
+        table.step(RATE)
+        if step in (71, 75):
+            assert (-2 in rows_of(table.begin_snapshot())[0].tolist()) == (step == 71)
+    # All but these two are read once, when they go.
+    assert table.stats().forgotten == 20 * 79 + 1
+    assert sum(read) <= 20 * 79 + 3 + 2
+    assert rows_of(table.begin_snapshot())[0].tolist() == [-1, *range(20 * 79, 20 * 120)]
+    table.close()
