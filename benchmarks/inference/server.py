@@ -31,6 +31,7 @@ from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.device import describe
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
+from kitforge.inference.server.app import create
 from kitforge.inference.server.exchange import Service
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.server.run import server_of
@@ -50,7 +51,7 @@ def texts(slots: int) -> TextEngine:
 def serving(slots: int) -> Iterator[str]:
     service = Service(texts(slots), "small", InferenceOptions(), ServeOptions(max_requests=10_000))
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    server = server_of(service)
+    server = server_of(service, create(service))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     while not server.started:

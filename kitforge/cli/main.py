@@ -69,7 +69,7 @@ VERBS = {
     "serve": Verb(
         words="answer over HTTP: kitforge serve checkpoint=RUN port=8000",
         run=serve,
-        writes_text=True,
+        serves=True,
         unread=TRAINING,
     ),
     "export": Verb(words="for other programs: kitforge export checkpoint=RUN output_dir=FOLDER", run=export),

@@ -48,6 +48,7 @@ def members(verb: Verb, overrides: Sequence[str], *, is_sweep: bool = False) -> 
         ]
         # Questions are put to whatever writes text, whichever stage trained it.
         writes_text = verb.writes_text or choices.get("tasks") or (verb.predicts and task_of(choices) not in SCORERS)
+        writes_text = writes_text or (verb.serves and not hasattr(kit_of(task_of(choices)), "open_service"))
         task = writer_of(choices) if writes_text else task_of(choices)
         choices.pop("task", None)
         unread = verb.unread + (kit_of(task).OPTIONS.UNREAD_IN_TRAINING if verb.starts_run else ())

@@ -20,5 +20,6 @@ def serve(chosen: Composition) -> int:
     tokenizer = load_tokenizer(options.checkpoint)
     model = load_model(options.checkpoint, options.device)
     service = kit.open_service(model, tokenizer, Path(options.checkpoint).resolve().name, options)
-    answer(service, options.port, lambda address: say(f"{service.name} answers at {address} (stop with Ctrl-C)"))
+    app = kit.new_app(service)
+    answer(service, app, options.port, lambda address: say(f"{service.name} answers at {address} (stop with Ctrl-C)"))
     return 0

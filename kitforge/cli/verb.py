@@ -22,4 +22,5 @@ class Verb:
     unread: tuple[str, ...] = ()  # sections of options that it has no use for
     measures_run: bool = False  # begins with the options that the run under checkpoint= wrote down
     starts_run: bool = False  # makes a run folder, whose name is decided once for all ranks
+    serves: bool = False  # by the kit of the run where it has a service, else as what continues text
     predicts: bool = False  # a row for a row: scores and items, or continued texts

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from kitforge.foundation.config import MASK
 from kitforge.foundation.errors import ConfigError
-from kitforge.inference.server.options import TOKEN_VARIABLE, ServeOptions, is_loopback, is_token
+from kitforge.inference.server.options import TOKEN_VARIABLE, HttpOptions, is_loopback, is_token
 
 
-def tokens_of(options: ServeOptions) -> tuple[str, ...]:
+def tokens_of(options: HttpOptions) -> tuple[str, ...]:
     """Every token of `serve.token`, of `serve.token_file` (one a line) and of $KITFORGE_SERVE_TOKEN (separated by
     commas). Raises ConfigError for a file without tokens and for what is not a token; no message shows one."""
     if options.token == MASK:

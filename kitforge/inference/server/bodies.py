@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, final
 
-from kitforge.inference.server.options import ServeOptions
+from kitforge.inference.server.options import HttpOptions
 from kitforge.inference.server.refusal import RefusalError, client_left
 
 
@@ -19,7 +19,7 @@ class BodyBuffers:
     are held back to fill the memory are the oldest, and those of other clients arrive at once.
     """
 
-    def __init__(self, limits: ServeOptions) -> None:
+    def __init__(self, limits: HttpOptions) -> None:
         self.num_bytes = 0
         self.limits = limits
         self._arriving: dict[Body, None] = {}  # the oldest first

@@ -15,7 +15,7 @@ from typing import Any, final
 from kitforge.data.extras import load_extra
 from kitforge.foundation.log import logger
 from kitforge.inference.server.gate import ABORT
-from kitforge.inference.server.options import ServeOptions
+from kitforge.inference.server.options import HttpOptions
 from kitforge.inference.server.refusal import RefusalError
 
 _log = logger(__name__)
@@ -74,7 +74,7 @@ def raise_file_limit() -> None:
         _log.info("the number of open files stays as it is: %s", error)
 
 
-def room_for(limits: ServeOptions) -> tuple[int, int]:
+def room_for(limits: HttpOptions) -> tuple[int, int]:
     """How many connections may be open, and how many may wait to be accepted, so that descriptors never run out."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if allowed == resource.RLIM_INFINITY:

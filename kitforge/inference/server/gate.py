@@ -11,15 +11,15 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from contextlib import ExitStack
 from typing import Any, final
 from urllib.parse import quote
 
 from kitforge.foundation.log import logger
 from kitforge.inference.server.authentication import has_token
-from kitforge.inference.server.metrics import Metrics
-from kitforge.inference.server.options import ServeOptions, is_loopback
+from kitforge.inference.server.metrics import ServerMetrics
+from kitforge.inference.server.options import HttpOptions, is_loopback
 from kitforge.inference.server.refusal import CLIENT_LEFT, RefusalError
 
 Scope = MutableMapping[str, Any]
@@ -27,10 +27,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-PATHS = (
-    *("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/completions", "/v1/chat/completions"),
-    *("/tokenize", "/detokenize", "/tokenizer_info"),
-)
 # The page asks for the token itself, and whoever watches over us need not know it.
 _OPEN = ("/", "/health")
 # In the scope of a request: what is to be closed when its answer has ended, however it ended.
@@ -49,15 +45,22 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 @final
 class Gate:
-    """Stands before an application. Without `tokens` the clients of this machine may ask."""
+    """Stands before an application. Without `tokens` the clients of this machine may ask. Requests are counted by
+    `paths`, and as "other" where theirs is none of them."""
 
     def __init__(
-        self, application: Application, limits: ServeOptions, tokens: tuple[str, ...], metrics: Metrics
+        self,
+        application: Application,
+        limits: HttpOptions,
+        tokens: tuple[str, ...],
+        metrics: ServerMetrics,
+        paths: Collection[str],
     ) -> None:
         self._application = application
         self._limits = limits
         self._tokens = tokens
         self._metrics = metrics
+        self._paths = frozenset(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let one request pass, or not."""
@@ -105,7 +108,7 @@ class Gate:
         return RefusalError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def _record(self, scope: Scope, reply: _Reply, seconds: float) -> None:
-        path = scope["path"] if scope["path"] in PATHS else "other"
+        path = scope["path"] if scope["path"] in self._paths else "other"
         self._metrics.requests.labels(path, str(reply.status)).inc()
         self._metrics.request_seconds.observe(seconds)
         if not self._limits.access_log:

@@ -13,8 +13,8 @@ TOKEN_VARIABLE = "KITFORGE_SERVE_TOKEN"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Who may ask, and how much. None of these changes an answer."""
+class HttpOptions:
+    """Options of every HTTP server: who may ask, and how much. None of these changes an answer."""
 
     host: str = "127.0.0.1"  # the address to listen on; others than this machine's own need a token
     # Asked for as `Authorization: Bearer TOKEN`, as are those of token_file and $KITFORGE_SERVE_TOKEN, which, unlike
@@ -23,22 +23,19 @@ class ServeOptions:
     token_file: str | None = None  # a file of tokens, one a line
     name: str | None = None  # what the model is called; None: its folder's name
     max_body: int = 1_048_576  # bytes of a request
-    max_requests: int = 256  # prompts being answered or waiting; those beyond are told to come again
-    max_choices: int = 32  # answers that one request may ask for, over all its prompts
+    # Requests being answered or waiting, of a language model prompts; those beyond are told to come again.
+    max_requests: int = 256
     max_connections: int = 4096  # open at once; beyond it the one that has been silent longest is closed
     max_inflight_bytes: int = 67_108_864  # bytes of all bodies that are being received or read at once
-    max_new_tokens: int | None = None  # tokens of one answer; None: as many as the model has room for
     patience: float = 30.0  # seconds for a header or a body to arrive, and for a client to take what it is sent
     drain: float = 30.0  # seconds in which answers may be finished once the server is to stop
     access_log: bool = False  # log a line for every request
 
     def __post_init__(self) -> None:
-        for name in ("max_body", "max_requests", "max_choices", "max_connections"):
+        for name in ("max_body", "max_requests", "max_connections"):
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a whole number of at least 1")
         fits = self.max_inflight_bytes >= self.max_body
         check(fits, "serve.max_inflight_bytes", self.max_inflight_bytes, f"at least serve.max_body={self.max_body}")
-        most = self.max_new_tokens
-        check(most is None or most > 0, "serve.max_new_tokens", most, "a whole number of at least 1")
         for name in ("patience", "drain"):
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number of seconds above 0")
         is_plain = self.token is None or is_token(self.token)
@@ -46,6 +43,20 @@ class ServeOptions:
         has_token = any((self.token, self.token_file, os.environ.get(TOKEN_VARIABLE)))
         fix = f"serve.token_file=FILE or ${TOKEN_VARIABLE} lets others in who know a token; so does serve.token=SECRET"
         check(has_token or is_loopback(self.host), "serve.host", self.host, "this machine alone", fix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions(HttpOptions):
+    """Options of a server that continues text."""
+
+    max_choices: int = 32  # answers that one request may ask for, over all its prompts
+    max_new_tokens: int | None = None  # tokens of one answer; None: as many as the model has room for
+
+    def __post_init__(self) -> None:
+        HttpOptions.__post_init__(self)
+        check(self.max_choices > 0, "serve.max_choices", self.max_choices, "a whole number of at least 1")
+        most = self.max_new_tokens
+        check(most is None or most > 0, "serve.max_new_tokens", most, "a whole number of at least 1")
 
 
 def is_token(text: str) -> bool:

@@ -19,7 +19,7 @@ _MAX_DEPTH = 64
 
 def fields_of(body: bytes) -> dict[str, Any]:
     """The object of JSON that a body holds, without the fields that are null at any depth. Raises RefusalError."""
-    value: dict[str, Any] = _given(_parse(body))
+    value: dict[str, Any] = _given(parse(body))
     return value
 
 
@@ -47,7 +47,8 @@ def cut(text: str) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
-def _parse(body: bytes) -> Any:
+def parse(body: bytes) -> Any:
+    """The object of JSON that a body holds, as it is. Raises RefusalError."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
         if b"\\u" in body:

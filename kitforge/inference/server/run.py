@@ -10,9 +10,8 @@ from typing import Any
 
 from kitforge.data.extras import load_extra
 from kitforge.foundation.errors import ConfigError, EngineError
-from kitforge.inference.server.app import create
+from kitforge.inference.server.application import HttpService
 from kitforge.inference.server.connections import ConnectionLimit, protocol_of, raise_file_limit, room_for
-from kitforge.inference.server.exchange import Service
 from kitforge.inference.server.logs import calm, write_access_log
 
 # Seconds that a connection may rest between two requests. Where the server ends it first, a client that is just then
@@ -20,12 +19,12 @@ from kitforge.inference.server.logs import calm, write_access_log
 KEEP_ALIVE = 75
 
 
-def serve(service: Service, port: int, ready: Callable[[str], None]) -> None:
-    """Answer on that port until SIGTERM or SIGINT; `ready` is told the address. Prompts that are being answered then
-    have `serve.drain` seconds. Raises ConfigError where the port cannot be listened on, and EngineError once the engine
-    has failed, so that whoever watches over this process starts it again."""
+def serve(service: HttpService, app: Any, port: int, ready: Callable[[str], None]) -> None:
+    """Answer by an application on that port until SIGTERM or SIGINT; `ready` is told the address. What is being
+    answered then has `serve.drain` seconds. Raises ConfigError where the port cannot be listened on, and EngineError
+    once the engine has failed, so that whoever watches over this process starts it again."""
     raise_file_limit()
-    server, limits = server_of(service), service.limits
+    server, limits = server_of(service, app), service.limits
     if limits.access_log:
         write_access_log()
     service.worker.on_failure = lambda: setattr(server, "should_exit", True)
@@ -53,13 +52,13 @@ def serve(service: Service, port: int, ready: Callable[[str], None]) -> None:
         ) from failure
 
 
-def server_of(service: Service) -> Any:
-    """What answers for a service on sockets that are listening."""
+def server_of(service: HttpService, app: Any) -> Any:
+    """What answers for a service by its application on sockets that are listening."""
     uvicorn = load_extra("uvicorn", needed_for="kitforge serve", extra="serve")
     max_connections, backlog = room_for(service.limits)
     limit = ConnectionLimit(max_connections, service.metrics.evicted_connections.inc)
     config = uvicorn.Config(
-        create(service),
+        app,
         http=protocol_of(limit, service.limits.patience),
         ws="none",
         backlog=backlog,

@@ -30,6 +30,7 @@ from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, Mo
 from kitforge.foundation.progress import show_progress
 from kitforge.inference.engine import Engine
 from kitforge.inference.pipeline import TextGenerationPipeline
+from kitforge.inference.server.app import create
 from kitforge.inference.server.exchange import Service
 from kitforge.inference.text import TextEngine
 from kitforge.kits.transformers.config import TextGenerationOptions
@@ -191,6 +192,11 @@ def open_service(model: nn.Module, tokenizer: Tokenizer, name: str, options: Tex
     """What answers over HTTP."""
     texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
     return Service(texts, name, options.inference, options.serve)
+
+
+def new_app(service: Service) -> Any:
+    """The routes of that service."""
+    return create(service)
 
 
 def evaluate_questions(options: TextGenerationOptions, load_model: LoadModel) -> dict[str, float]:

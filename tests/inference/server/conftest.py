@@ -19,6 +19,7 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
+from kitforge.inference.server.app import create
 from kitforge.inference.server.exchange import Service
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.server.run import server_of
@@ -55,7 +56,7 @@ def make_service(model: Decoder, limits: ServeOptions, engine: EngineOptions) ->
 def serving(service: Service) -> Iterator[Served]:
     """The server behind a real socket; it has ended when the block has."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    server = server_of(service)
+    server = server_of(service, create(service))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -13,6 +13,7 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import DeviceError, EngineError
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server import run
+from kitforge.inference.server.app import create
 from kitforge.inference.server.exchange import Service
 from kitforge.inference.server.options import ServeOptions
 from tests.inference.server.conftest import make_service, serving, until
@@ -80,7 +81,7 @@ def test_the_server_ends_with_the_reason(model: Decoder, monkeypatch: pytest.Mon
 
     def serve() -> None:
         try:
-            run.serve(service, 0, found.put)
+            run.serve(service, create(service), 0, found.put)
         except EngineError as error:
             errors.append(str(error))
 
