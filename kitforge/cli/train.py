@@ -14,6 +14,7 @@ from kitforge.core.checkpoint.layout import steps
 from kitforge.core.parallel.lobby import place
 from kitforge.foundation.log import console
 from kitforge.report.metrics import RunRecord, read_run
+from kitforge.report.summary import evaluated_by
 
 
 def train(chosen: Composition) -> int:
@@ -27,9 +28,9 @@ def train(chosen: Composition) -> int:
     show_sample(record)
     width = max(15, *map(len, result.metrics))
     lines = [f"{name:<{width}}  {value:.4f}" for name, value in result.metrics.items()]
-    losses = record.eval.get("eval/loss")
-    if losses is not None and losses.steps[0] == 0:
-        lines.append(f"{'before training':<{width}}  {losses.values[0]:.4f}  (eval/loss)")
+    metric = evaluated_by(record)
+    if metric is not None and record.eval[metric].steps[0] == 0:
+        lines.append(f"{'before training':<{width}}  {record.eval[metric].values[0]:.4f}  ({metric})")
     lines += [f"{'checkpoint':<{width}}  {result.folder / 'checkpoints'}"]
     lines += [f"{'report':<{width}}  {result.folder / 'report.html'}"]
     say("\n".join(lines))

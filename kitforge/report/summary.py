@@ -125,19 +125,22 @@ def last_values(run: RunRecord) -> list[Figure]:
 
 
 def best_evaluation(run: RunRecord) -> Figure | None:
-    """The best evaluation by reward, else by loss, else by the first metric whose better way is known."""
-    known = sorted(
-        (name for name in run.eval if goal(name) and run.eval[name].finite()),
-        key=lambda name: (name != "eval/reward", name != "eval/loss", name),
-    )
-    if not known:
+    """The best evaluation by the metric of `evaluated_by`."""
+    name = evaluated_by(run)
+    if name is None:
         return None
-    name = known[0]
     way = goal(name)
     pick = min if way == "lower" else max
     step, value = pick(run.eval[name].finite(), key=lambda point: point[1])
     label = f"Best evaluation {title(name.removeprefix('eval/')).lower()}"
     return Figure(label=label, text=number(value), detail=f"at step {step:,}", value=value, goal=way)
+
+
+def evaluated_by(run: RunRecord) -> str | None:
+    """The evaluation metric that tells how a run went: its reward, else its loss, else the first whose better way
+    is known."""
+    known = (name for name in run.eval if goal(name) and run.eval[name].finite())
+    return min(known, key=lambda name: (name != "eval/reward", name != "eval/loss", name), default=None)
 
 
 def num_steps(run: RunRecord) -> int:

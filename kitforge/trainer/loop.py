@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.trainer.callbacks.callback import Callback, Event
-from kitforge.trainer.options import RunOptions
+from kitforge.trainer.options import RunOptions, TrainerOptions
 from kitforge.trainer.precision import LossScaler, autocast
 from kitforge.trainer.resume import check_changes
 from kitforge.trainer.signals import signals
@@ -54,7 +55,7 @@ class Loop:
         devices.set_deterministic(options.deterministic)
         torch.manual_seed(options.seed)
         self.task = task
-        self.options = options.trainer
+        self.options = _with_best_metric(options.trainer, task)
         self.folder = folder
         self.callbacks = list(callbacks)
         self.stop_reason: str | None = None
@@ -325,7 +326,7 @@ class Loop:
         if not metrics:
             return {}
         state, monitor = self.state, self.options.monitor
-        if monitor not in metrics:
+        if monitor is None or monitor not in metrics:
             raise ConfigError(
                 "the monitored metric does not exist", got=monitor, expected=f"one of {', '.join(sorted(metrics))}"
             )
@@ -375,6 +376,14 @@ def _part_noise(seed: int, world: World) -> None:
     """All ranks build from one seed; from then on those with different samples draw different noise."""
     if world.replica > 0:
         torch.manual_seed(seeds.key(seed, "replica", world.replica))
+
+
+def _with_best_metric(options: TrainerOptions, task: Task) -> TrainerOptions:
+    """With the task's own metric as the one that says what is best, unless another one is named."""
+    own = task.metric_for_best()
+    name = own.name if options.monitor is None else options.monitor
+    mode = options.monitor_mode or (own.mode if name == own.name else "min")
+    return dataclasses.replace(options, monitor=name, monitor_mode=mode)
 
 
 def _max_steps(task: Task, options: RunOptions) -> int:

@@ -29,8 +29,10 @@ class TrainerOptions:
     checkpoint_every: int | None = None  # steps; None: at the end only
     keep_checkpoints: int = 3  # the last ones; the best is kept besides, and what these build on
     delta_checkpoints: int = 0  # after each whole one, so many that hold only those rows of tables that changed
-    monitor: str = "eval/loss"  # which metric says what is best
-    monitor_mode: Literal["min", "max"] = "min"
+    # Which metric says what is best; None: the task's own, which is eval/loss, a policy's eval/reward, eval/auc of
+    # recommenders that score rows, or eval/hr@k of those that find items.
+    monitor: str | None = None
+    monitor_mode: Literal["min", "max"] | None = None  # None: that of the task's own metric, min for any other
     early_stopping: int | None = None  # evaluations without a new best before the run stops; None: never
     max_consecutive_skips: int = 25  # non-finite steps in a row before the run gives up or rolls back
     rollback: bool = False  # go back to the last checkpoint's weights instead of giving up

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,6 +21,14 @@ class Ending:
 
     metrics: dict[str, float]
     was_interrupted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestMetric:
+    """Which metric of an evaluation says what is best, and whether that is its smallest or its largest value."""
+
+    name: str
+    mode: Literal["min", "max"]
 
 
 class Task(ABC):
@@ -54,8 +62,12 @@ class Task(ABC):
         return decay_groups(model.named_parameters(), weight_decay=weight_decay)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Metrics of the evaluation set by name, "eval/loss" among them. Default: none."""
+        """Metrics of the evaluation set by name, that of `metric_for_best` among them. Default: none."""
         return {}
+
+    def metric_for_best(self) -> BestMetric:
+        """What says which evaluation is the best, unless trainer.monitor names it. Default: the least eval/loss."""
+        return BestMetric(name="eval/loss", mode="min")
 
     def num_steps(self, epochs: float) -> int | None:
         """Steps in that many passes over the data; None where the task cannot know."""

@@ -33,7 +33,7 @@ from kitforge.kits.recommender.assembling import (
     with_items,
 )
 from kitforge.kits.recommender.batch_inference import check_target, write_predictions
-from kitforge.kits.recommender.config import AUTO, RecommendationOptions, sized
+from kitforge.kits.recommender.config import RecommendationOptions, sized
 from kitforge.kits.recommender.counting import CountTables, curves, distinct_rows
 from kitforge.kits.recommender.data import (
     Dataset,
@@ -51,7 +51,6 @@ from kitforge.kits.recommender.inspection_view import rendered
 from kitforge.kits.recommender.keeping import KeepFeatures, features_to_go_on_with, find_catalogue, find_features
 from kitforge.kits.recommender.model import Recommender, sample_shape
 from kitforge.kits.recommender.next_item import HELD_OUT
-from kitforge.kits.recommender.objective import Objective
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
 from kitforge.kits.recommender.samples import Samples
 from kitforge.kits.recommender.serving import serve_as, served
@@ -102,7 +101,6 @@ def assemble(options: RecommendationOptions, inputs: Inputs, lobby: Lobby) -> As
         apply(model, Sharding(), world)
         return model
 
-    options = _watched(options, objective)
     folder = world.first(default_folder(options, inputs.model_name))
     loop = make_loop(
         RecommendationTask(options, dataset, objective, build, world),
@@ -310,11 +308,3 @@ def _recorded(options: RecommendationOptions, config: RecommenderConfig) -> dict
     if (server := options.cache.server()) is not None:
         values["cache"]["remote"] = server.place
     return values
-
-
-def _watched(options: RecommendationOptions, objective: Objective[Any]) -> RecommendationOptions:
-    """With the objective's own metric as the one that says what is best, unless another one is named."""
-    if options.trainer.monitor != AUTO:
-        return options
-    trainer = dataclasses.replace(options.trainer, monitor=objective.monitor, monitor_mode=objective.monitor_mode)
-    return dataclasses.replace(options, trainer=trainer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -28,8 +28,7 @@ from kitforge.kits.recommender.samples import Samples
 class Clicks(Objective[ClickRows]):
     """The cross entropy of labels 0 and 1: those of the rows, or 1 for all of them and 0 for the negatives drawn."""
 
-    monitor = "eval/auc"
-    monitor_mode: Literal["min", "max"] = "max"
+    metric_for_best = "eval/auc"
 
     def __init__(self, plan: LookupPlan, seed: int, negatives: NegativeSampler | None = None) -> None:
         self._plan = plan

@@ -16,7 +16,7 @@ from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions
 from kitforge.embedding_cache.placement import Way
 from kitforge.embedding_cache.serving.table import ServedDtype
 from kitforge.foundation.config import check
-from kitforge.trainer.options import RunOptions, TrainerOptions
+from kitforge.trainer.options import RunOptions
 
 TASK = "recommendation"
 SMALLEST_BATCH, LARGEST_BATCH = 64, 4096
@@ -28,7 +28,6 @@ WIDE_RATE = 0.1
 PASSES = ((200_000, 4.0), (1_000_000, 2.0))
 # Passes over sequences, of which each pass sees all items with other negatives.
 SEQUENCE_PASSES = 10.0
-AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,14 +196,6 @@ class PredictOptions:
         check(self.top_k >= 1, "predict.top_k", self.top_k, "a whole number of at least 1")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopOptions(TrainerOptions):
-    """Those of every run, but for what says which evaluation is the best."""
-
-    # A metric, or auto: eval/auc of families that score rows, eval/hr@k of those that find items, where more is better.
-    monitor: str = AUTO
-
-
 def _optimizer() -> OptimizerConfig:
     return OptimizerConfig(learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.999))
 
@@ -216,7 +207,6 @@ class RecommendationOptions(RunOptions):
     task: str = TASK
     model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
     optimizer: OptimizerConfig = field(default_factory=_optimizer)  # of all that is no row of a table
-    trainer: LoopOptions = field(default_factory=LoopOptions)
     data: DataOptions = field(default_factory=DataOptions)
     tables: TableOptions = field(default_factory=TableOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)

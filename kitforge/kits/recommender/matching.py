@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -49,8 +49,6 @@ class Matching(Finding[Pool]):
     """Softmax over the items of the batch, corrected by how often each is sampled (Yi et al., 2019). Rows whose label
     is 0 are items, and no users."""
 
-    monitor_mode: Literal["min", "max"] = "max"
-
     def __init__(
         self, config: TwoTowerConfig, plan: LookupPlan, catalogue: Catalogue, retrieval: RetrievalOptions, seed: int
     ) -> None:
@@ -75,7 +73,7 @@ class Matching(Finding[Pool]):
         self._seed = seed
         self._top = retrieval.top
         self._excludes_seen = retrieval.exclude_seen
-        self.monitor = f"eval/hr@{self._top}"
+        self.metric_for_best = f"eval/hr@{self._top}"
 
     def read(self, rows: Samples, indices: NDArray[np.int64], own: slice, step: int) -> Pool:
         """See `Objective`."""

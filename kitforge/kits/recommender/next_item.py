@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -46,8 +46,6 @@ class Draw:
 class NextItem(Finding[Draw]):
     """Softmax over the next item and K that are drawn, which stand for all others (Jean et al., 2015)."""
 
-    monitor_mode: Literal["min", "max"] = "max"
-
     def __init__(
         self, feature: str, plan: LookupPlan, catalogue: Catalogue, retrieval: RetrievalOptions, seed: int
     ) -> None:
@@ -59,7 +57,7 @@ class NextItem(Finding[Draw]):
         self._seed = seed
         self._top = retrieval.top
         self._excludes_seen = retrieval.exclude_seen
-        self.monitor = f"eval/hr@{self._top}"
+        self.metric_for_best = f"eval/hr@{self._top}"
 
     def read(self, rows: Samples, indices: NDArray[np.int64], own: slice, step: int) -> Draw:
         """See `Objective`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,7 @@ Batch = TypeVar("Batch")
 class Objective(ABC, Generic[Batch]):
     """A loss that is a sum over samples, and metrics that do not depend on how rows are batched."""
 
-    monitor: str  # the metric that says what is best
-    monitor_mode: Literal["min", "max"]
+    metric_for_best: str  # the metric whose largest value is the best
 
     @abstractmethod
     def read(self, rows: Samples, indices: NDArray[np.int64], own: slice, step: int) -> Batch:

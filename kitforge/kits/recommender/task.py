@@ -26,7 +26,7 @@ from kitforge.kits.recommender.model import Recommender
 from kitforge.kits.recommender.objective import Objective
 from kitforge.kits.recommender.samples import Samples
 from kitforge.kits.recommender.stream import Stream
-from kitforge.trainer.task import Task
+from kitforge.trainer.task import BestMetric, Task
 
 
 @final
@@ -50,6 +50,10 @@ class RecommendationTask(Task):
     def build(self, world: World) -> nn.Module:
         """The network with its tables, its dense part as the world's degrees say."""
         return self._build(world)
+
+    def metric_for_best(self) -> BestMetric:
+        """The objective's own."""
+        return BestMetric(name=self._objective.metric_for_best, mode="max")
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Matrices decay; biases and norms do not, and rows of tables are no parameters."""

@@ -33,7 +33,7 @@ from kitforge.kits.rlhf.pretraining import Pretraining, is_pretraining, pretrain
 from kitforge.kits.rlhf.rollouts import Round, Trajectory, token_log_probs, token_values
 from kitforge.kits.rlhf.rows import Rows
 from kitforge.kits.rlhf.weights import actor_critic_groups
-from kitforge.trainer.task import Ending, Task
+from kitforge.trainer.task import BestMetric, Ending, Task
 
 
 @final
@@ -175,7 +175,7 @@ class RLTask(Task):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """eval/reward, eval/length and eval/ended over the evaluation prompts, eval/kl in nats an answer where there is
-        a reference, and the figures of an environment; eval/loss is minus the reward."""
+        a reference, and the figures of an environment."""
         limit, size = self._options.trainer.evaluate_batches, self._options.rl.prompts_per_step
         num_prompts = len(self._rows.eval) if limit is None else min(limit * size, len(self._rows.eval))
         if num_prompts == 0:
@@ -184,7 +184,11 @@ class RLTask(Task):
         figures = judged(everyone, single(self._options), 0.0, self._rows.pad_id).figures
         kept = {f"eval/{name}": figures[name] for name in ("reward", "kl", "length", "ended") if name in figures}
         kept |= {f"eval/{name}": value for name, value in figures.items() if name.startswith("environment/")}
-        return kept | {"eval/loss": -figures["reward"]}
+        return kept
+
+    def metric_for_best(self) -> BestMetric:
+        """The reward, of which more is better."""
+        return BestMetric(name="eval/reward", mode="max")
 
     def state(self) -> dict[str, Any]:
         """The prompts, the reference, what a nat costs, and the answers of a round that is not over."""

@@ -108,7 +108,7 @@ def test_grouped_auc_comes_with_a_group_key(tmp_path: Path) -> None:
 
 
 def test_the_metric_that_says_what_is_best_is_the_family_s_own(tmp_path: Path) -> None:
-    monitors = {family: ready(tmp_path / family, family, {})[0].options.trainer for family in ("dlrm", "sasrec")}
+    monitors = {family: ready(tmp_path / family, family, {})[0].loop.options for family in ("dlrm", "sasrec")}
     assert [(each.monitor, each.monitor_mode) for each in monitors.values()] == [
         ("eval/auc", "max"),
         ("eval/hr@10", "max"),
@@ -119,8 +119,8 @@ def test_the_metric_that_says_what_is_best_is_the_family_s_own(tmp_path: Path) -
 def test_another_number_of_items_or_another_metric_may_say_what_is_best(tmp_path: Path) -> None:
     told, _ = run(tmp_path / "run", "sasrec", {"retrieval.top": 7, "trainer.max_steps": 2})
     assert set(told.lines[-1]) >= {f"eval/{name}@{top}" for name in ("hr", "ndcg") for top in (1, 5, 7, 10, 20)}
-    assert ready(tmp_path / "top", "sasrec", {"retrieval.top": 7})[0].options.trainer.monitor == "eval/hr@7"
-    said = ready(tmp_path / "said", "sasrec", {"trainer.monitor": "eval/loss"})[0].options.trainer
+    assert ready(tmp_path / "top", "sasrec", {"retrieval.top": 7})[0].loop.options.monitor == "eval/hr@7"
+    said = ready(tmp_path / "said", "sasrec", {"trainer.monitor": "eval/loss"})[0].loop.options
     assert (said.monitor, said.monitor_mode) == ("eval/loss", "min")
     asked = {"checkpoint": str(tmp_path / "run"), "device": "cpu"}
     for top, choices in ((7, {}), (3, {"retrieval": {"top": 3}})):

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.nn.functional import logsigmoid
 
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.kits.rlhf.networks import load_scalar
+from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from tests.kits.rlhf import runs
 from tests.kits.rlhf.plain_round import PlainAdam
@@ -171,6 +173,22 @@ def test_every_checkpoint_of_a_reward_model_holds_the_mean_and_deviation_of_its_
 
 
 def test_the_best_evaluation_of_a_policy_is_that_of_the_largest_reward(tmp_path: Path) -> None:
-    metrics = runs.finish(runs.begin("reinforce_pp", tmp_path, {"trainer.max_steps": 1}))
-    assert metrics["eval/reward"] != 0
-    assert metrics["eval/loss"] == -metrics["eval/reward"]
+    assembly = runs.begin("reinforce_pp", tmp_path, {"trainer.max_steps": 3, "trainer.evaluate_every": 1})
+    rewards = iter((0.2, 0.6, 0.4))
+    evaluate = assembly.loop.task.evaluate
+    with mock.patch.object(RLTask, "evaluate", lambda _, model: evaluate(model) | {"eval/reward": next(rewards)}):
+        metrics = runs.finish(assembly)
+    assert "eval/loss" not in metrics
+    state = assembly.loop.state
+    assert (state.best, state.best_step) == (0.6, 2)
+
+
+def test_the_metric_that_is_named_says_which_evaluation_of_a_policy_is_the_best() -> None:
+    for choices, wanted in (
+        ({}, ("eval/reward", "max")),
+        ({"trainer.monitor": "eval/length"}, ("eval/length", "min")),
+        ({"trainer.monitor": "eval/ended", "trainer.monitor_mode": "max"}, ("eval/ended", "max")),
+        ({"trainer.monitor_mode": "min"}, ("eval/reward", "min")),
+    ):
+        options = runs.begin("reinforce_pp", None, choices).loop.options
+        assert (options.monitor, options.monitor_mode) == wanted
