@@ -25,6 +25,8 @@ _ORDER = (
 _ALIGNMENT = (
     "reward",
     "reward_margin",
+    "reward_shaped",
+    "reward_std",
     "kl",
     "length",
     "entropy",
@@ -37,7 +39,11 @@ _ALIGNMENT = (
     "approximate_kl",
     "value_loss",
     "coefficient",
+    "frac_reward_zero_std",
+    "mismatch_kl",
 )
+# More of that by what its names begin with: each of several rewards, lengths, weights and turns.
+_ALIGNMENT_GROUPS = ("rewards/", "completion/", "importance_sampling/", "environment/")
 _UNITS = {
     "kl": "nats an answer",
     "length": "tokens",
@@ -45,6 +51,12 @@ _UNITS = {
     "clip_fraction": "share of tokens",
     "approximate_kl": "nats a token",
     "ended": "share of answers",
+    "mismatch_kl": "nats a token",
+    "frac_reward_zero_std": "share of groups",
+    "completion/min_length": "tokens",
+    "completion/max_length": "tokens",
+    "completion/clipped_ratio": "share of answers",
+    "importance_sampling/truncated_ratio": "share of tokens",
     "time/input_tokens_per_second": "tokens read per second",
     "time/tokens_per_second": "tokens learnt per second",
     "time/samples_per_second": "samples per second",
@@ -62,7 +74,8 @@ def groups(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str, 
     """The charts of `runs`, which are called `labels`, under the titles of their panels."""
     names = {_short(name) for run in runs for name, _ in _all(run) if _short(name) not in PROGRESS}
     is_aligned = not names.isdisjoint(_ALIGNMENT[:2])
-    rewards = [name for name in _ALIGNMENT if name in names] if is_aligned else []
+    more = sorted(name for name in names if name.startswith(_ALIGNMENT_GROUPS))
+    rewards = [name for name in _ALIGNMENT if name in names] + more if is_aligned else []
     others = names - set(rewards)
     ordered = [name for name in _ORDER if name in others] + sorted(others - set(_ORDER))
     found = [("Rewards and answers", rewards)] * is_aligned + [("Curves", ordered)]

@@ -58,8 +58,8 @@ _HIGHER = frozenset(
         "explained",
     }
 )
-# One side of a pair: only the distance between the two is better or worse.
-_NEITHER = frozenset({"chosen", "rejected"})
+# One side of a pair, of which only the distance is better or worse; how far values are apart.
+_NEITHER = frozenset({"chosen", "rejected", "std"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

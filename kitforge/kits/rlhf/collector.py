@@ -34,7 +34,7 @@ from kitforge.kits.rlhf.rollouts import (
     token_values,
 )
 from kitforge.kits.rlhf.rows import Rows
-from kitforge.kits.rlhf.scoring import Scorer
+from kitforge.kits.rlhf.scoring import Scored, Scorer
 from kitforge.kits.rlhf.weights import copied
 from kitforge.trainer.precision import autocast
 from kitforge.trainer.task import Ending
@@ -281,13 +281,14 @@ class Collector:
         open_ones = [each for each in found if each.score is None]
         asked = [replace(each.answer, columns=prompts[each.prompt_index].columns) for each in open_ones]
         assert self._roles.scorer is not None or not asked
-        scores = iter(self._roles.scorer.scores(asked) if self._roles.scorer is not None and asked else ())
+        scored = iter(self._roles.scorer.all_scored(asked) if self._roles.scorer is not None and asked else ())
         for each in found:
-            score = next(scores) if each.score is None else each.score
+            own = Scored(score=None, rewards=each.rewards) if each.score is not None else next(scored)
+            score = each.score if own.score is None else own.score
             if isinstance(score, list) and each.answer.learnt:
                 # Rewards are of what the policy wrote, and not of what it was told.
                 score = [one for one, is_own in zip(score, each.answer.learnt, strict=True) if is_own]
-            yield {"score": tuple(score) if isinstance(score, list) else score}
+            yield {"score": tuple(score) if isinstance(score, list) else score, "rewards": own.rewards}
 
     def _trained_looks(self, found: Sequence[Trajectory], model: nn.Module | None) -> Iterator[dict[str, Any]]:
         """The critic's values and, where asked for, the policy's own log-probabilities."""

@@ -271,6 +271,11 @@ class UpdateOptions:
         return self.advantage == "gae"
 
     @property
+    def shapes_rewards(self) -> bool:
+        """Whether answers pay for having no end, or for their length."""
+        return self.missing_end_penalty != 0 or self.overlong_soft > 0
+
+    @property
     def updates_per_round(self) -> int:
         """Steps of the optimizer over the answers of one round."""
         return self.epochs * self.minibatches

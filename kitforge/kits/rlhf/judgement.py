@@ -18,6 +18,7 @@ from kitforge.kits.rlhf.algorithms.policy import explained_variance
 from kitforge.kits.rlhf.algorithms.token_rewards import last_token, overlong_penalty, token_rewards, without_end
 from kitforge.kits.rlhf.algorithms.whitening import whiten
 from kitforge.kits.rlhf.config import RLOptions
+from kitforge.kits.rlhf.rollout_metrics import answer_metrics, mismatch_metrics
 from kitforge.kits.rlhf.rollouts import Round, Trajectory, episode_figures, grid, laid
 
 
@@ -94,6 +95,7 @@ def judged(everyone: Sequence[Trajectory], options: RLOptions, coefficient: floa
         is_kept=is_kept,
         figures=_of_answers(everyone, options)
         | episode_figures(everyone)
+        | (mismatch_metrics(old, drawn, mask, weights, options.correction) if trajectories[0].old else {})
         | ({"kl": float(nats.sum(-1).mean())} if trajectories[0].reference else {})
         | ({"explained_variance": float(explained_variance(values, targets, mask))} if trajectories[0].values else {}),
     )
@@ -151,17 +153,35 @@ def _of_groups(scores: Tensor, penalties: Tensor, mask: Tensor, options: RLOptio
     return torch.where(mask, gains.unsqueeze(-1), 0.0)
 
 
-def _of_answers(drawn: Sequence[Trajectory], options: RLOptions) -> dict[str, float]:
-    """What people want to see of all answers drawn for a round, also of those that are not trained on."""
-    rl = options.rl
+def shaped_rewards(drawn: Sequence[Trajectory], options: RLOptions) -> list[float]:
+    """What each answer earned after penalties, those for no end and for length; see `shaped_scores`."""
     lengths = [len(each.log_probs) for each in drawn]
     mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)
     scores = shaped_scores(drawn, options, mask)
-    found = {
-        "reward": float((scores.sum(-1) if scores.dim() == 2 else scores).mean()),
-        "length": float(mask.sum(-1).float().mean()),
-        "ended": sum(each.answer.has_ended for each in drawn) / len(drawn),
-    }
+    found: list[float] = (scores.sum(-1) if scores.dim() == 2 else scores).tolist()
+    return found
+
+
+def outcomes(drawn: Sequence[Trajectory], found: Round, options: RLOptions) -> list[dict[str, float | None]]:
+    """Of each answer drawn for a round its reward after penalties, where there are any, and the mean of its tokens'
+    advantages; None for one that is not trained on."""
+    rl = options.rl
+    places = select(drawn, options).places if rl.drop_equal_groups else range(len(drawn))
+    means = (found.advantages * found.mask).sum(-1) / found.mask.sum(-1)
+    advantage = dict(zip(places, means.tolist(), strict=True))
+    named: list[dict[str, float | None]] = [{"advantage": advantage.get(place)} for place in range(len(drawn))]
+    if rl.shapes_rewards:
+        shaped = shaped_rewards(drawn, options)
+        named = [{"reward_shaped": one, **each} for one, each in zip(shaped, named, strict=True)]
+    return named
+
+
+def _of_answers(drawn: Sequence[Trajectory], options: RLOptions) -> dict[str, float]:
+    """What people want to see of all answers drawn for a round, also of those that are not trained on."""
+    rl = options.rl
+    found = answer_metrics(drawn)
+    if rl.shapes_rewards:
+        found["reward_shaped"] = float(torch.tensor(shaped_rewards(drawn, options), dtype=torch.float64).mean())
     if rl.samples_per_prompt > 1:
         found["frac_reward_zero_std"] = select(drawn, options).fraction_without
     if rl.max_num_gen_batches > 1:

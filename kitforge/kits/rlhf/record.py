@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -38,20 +39,22 @@ class KeptRounds(Callback):
         if number == self._written:
             return
         self._written = number
-        text = "".join(json.dumps(self._line(each), ensure_ascii=False) + "\n" for each in answers)
+        lines = zip(answers, self._task.outcomes, strict=True)
+        text = "".join(json.dumps(self._line(*each), ensure_ascii=False) + "\n" for each in lines)
         write_text(round_file(run.folder, number), text)
         first = [first_round(step, self._updates_per_round) for step in steps(run.folder / "checkpoints")]
         for kept in kept_rounds(run.folder):
             if kept <= number - self._most and not any(each <= kept < each + self._most for each in first):
                 round_file(run.folder, kept).unlink()
 
-    def _line(self, trajectory: Trajectory) -> dict[str, Any]:
+    def _line(self, trajectory: Trajectory, outcome: Mapping[str, float | None]) -> dict[str, Any]:
         """What people look for comes first."""
         answer = trajectory.answer
         return {
             "prompt": self._tokenizer.decode(answer.prompt),
             "answer": self._tokenizer.decode(answer.spoken),
             "reward": trajectory.reward,
+            **outcome,
             **({} if trajectory.nats is None else {"nats": trajectory.nats}),
             **trajectory.to_plain(),
         }

@@ -27,7 +27,7 @@ from kitforge.kits.rlhf.algorithms.policy import cispo_loss, policy_loss, value_
 from kitforge.kits.rlhf.collector import Collector, Roles
 from kitforge.kits.rlhf.config import CriticOptions, RLOptions
 from kitforge.kits.rlhf.frozen import check_same
-from kitforge.kits.rlhf.judgement import judged, select
+from kitforge.kits.rlhf.judgement import judged, outcomes, select
 from kitforge.kits.rlhf.order import Order
 from kitforge.kits.rlhf.pretraining import Pretraining, is_pretraining, pretraining_count, pretraining_loss
 from kitforge.kits.rlhf.rollouts import Round, Trajectory, token_log_probs, token_values
@@ -67,6 +67,7 @@ class RLTask(Task):
         # A round's answers by its number, where they are already known.
         self.recorded: Callable[[int], list[Trajectory]] | None = None
         self.collected: tuple[int, list[Trajectory]] | None = None  # the newest round's number, and its answers
+        self.outcomes: list[dict[str, float | None]] = []  # of each of these answers, see `outcomes`
 
     def build(self, world: World) -> nn.Module:
         """The policy, with a critic where there is one, on the device."""
@@ -174,17 +175,16 @@ class RLTask(Task):
         return {"loss": total, **sums}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """eval/reward, eval/length and eval/ended over the evaluation prompts, eval/kl in nats an answer where there is
-        a reference, and the figures of an environment."""
+        """eval/reward and eval/reward_std before penalties, eval/reward_shaped after them where there are any, the mean
+        and deviation of each reward, eval/length and eval/ended over the evaluation prompts, eval/kl in nats an answer
+        where there is a reference, and the figures of an environment."""
         limit, size = self._options.trainer.evaluate_batches, self._options.rl.prompts_per_step
         num_prompts = len(self._rows.eval) if limit is None else min(limit * size, len(self._rows.eval))
         if num_prompts == 0:
             return {}
         everyone = self.evaluated = self._collector.evaluation(model, num_prompts)
         figures = judged(everyone, single(self._options), 0.0, self._rows.pad_id).figures
-        kept = {f"eval/{name}": figures[name] for name in ("reward", "kl", "length", "ended") if name in figures}
-        kept |= {f"eval/{name}": value for name, value in figures.items() if name.startswith("environment/")}
-        return kept
+        return {f"eval/{name}": value for name, value in figures.items() if name in EVALUATED or name.startswith(NAMED)}
 
     def metric_for_best(self) -> BestMetric:
         """The reward, of which more is better."""
@@ -227,6 +227,7 @@ class RLTask(Task):
         self.collected = (number, drawn)
         coefficient, rl = self._controller.coefficient, self._options.rl
         found = judged(drawn, self._options, coefficient, self._rows.pad_id)
+        self.outcomes = outcomes(drawn, found, self._options)
         self._next_prompt += select(drawn, self._options).num_prompts if rl.drop_equal_groups else rl.prompts_per_step
         if "kl" in found.figures:
             self._controller.update(found.figures["kl"], len(found.tokens))
@@ -300,3 +301,6 @@ def _counted(micro_batch: MicroBatch) -> Tensor:
 # Grids of a round that a micro-batch takes rows of; those that the critic's loss reads.
 GRIDS = ("tokens", "targets", "old", "reference", "values", "advantages", "returns", "weights")
 CRITIC = ("values", "returns")
+# Figures of a round that an evaluation has too.
+EVALUATED = ("reward", "reward_std", "reward_shaped", "kl", "length", "ended")
+NAMED = ("environment/", "rewards/")

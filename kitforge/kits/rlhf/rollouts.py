@@ -6,8 +6,8 @@ Tokens come from the engine and go into training as they are: nothing is decoded
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast, final
 
 import torch
@@ -49,6 +49,7 @@ class Trajectory:
     reference: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
     old: tuple[float, ...] = ()  # the trainer's own log-probabilities, where it was asked for them
+    rewards: Mapping[str, float] = field(default_factory=dict)  # what rewards say of it by name, see `Scored`
     turn_rewards: tuple[float, ...] = ()  # what an environment gave for each turn
     failure: str | None = None  # what went wrong in the last step of an environment
     has_timed_out: bool = False  # it took too long
@@ -79,6 +80,7 @@ class Trajectory:
             "prompt_tokens": answer.prompt,
             "tokens": answer.tokens,
             "learnt": answer.learnt,
+            "rewards": dict(self.rewards),
             "turn_rewards": self.turn_rewards,
             "failure": self.failure,
             "has_timed_out": self.has_timed_out,
@@ -103,6 +105,7 @@ class Trajectory:
             ),
             prompt_index=plain["prompt_index"],
             score=tuple(score) if isinstance(score, list) else score,
+            rewards=dict(plain["rewards"]),
             turn_rewards=tuple(plain["turn_rewards"]),
             failure=plain["failure"],
             has_timed_out=plain["has_timed_out"],
@@ -168,7 +171,7 @@ class Round:
         return cls(figures=plain["figures"], **{name: plain[name].clone() for name in _TENSORS})
 
 
-_TENSORS = [field.name for field in dataclasses.fields(Round) if field.name != "figures"]
+_TENSORS = [each.name for each in dataclasses.fields(Round) if each.name != "figures"]
 
 
 def answered(

@@ -12,7 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -54,24 +54,39 @@ class Answer:
         return self.tokens[:-1] if self.has_ended and not self.is_stopped else self.tokens
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What an answer is worth, and what the reward says of it by name."""
+
+    score: Score | None  # None: the reward does not apply
+    # Each of several rewards, without its weight, and the numbers that a reward gives beside its score.
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+
 class Scorer(ABC):
     """Scores answers."""
 
     def scores(self, answers: Sequence[Answer]) -> list[Score]:
         """A number for each answer, or one for each of its tokens. Raises TrainingError for an answer without any."""
-        found: list[Score] = [each for each in self.applicable_scores(answers) if each is not None]
-        if len(found) < len(answers):
+        return [each.score for each in self.all_scored(answers) if each.score is not None]
+
+    def all_scored(self, answers: Sequence[Answer]) -> list[Scored]:
+        """The same with what the reward says by name."""
+        found = self.scored(answers)
+        num_without = sum(each.score is None for each in found)
+        if num_without:
             raise TrainingError(
                 "no reward applies to some completions",
-                got=f"None for {len(answers) - len(found)} of {len(answers)}",
+                got=f"None for {num_without} of {len(answers)}",
                 expected="a number from at least one reward for each completion",
                 fix="return a number where no other reward does, or add a reward that applies to every row",
             )
         return found
 
     @abstractmethod
-    def applicable_scores(self, answers: Sequence[Answer]) -> list[Score | None]:
-        """The same; None for an answer that the reward does not apply to."""
+    def scored(self, answers: Sequence[Answer]) -> list[Scored]:
+        """The same; a score of None for an answer that the reward does not apply to."""
 
 
 @final
@@ -91,9 +106,9 @@ class ModelScorer(Scorer):
         self._template: ChatTemplate | None = template_of(own) if own is not None and is_other else None
 
     @torch.no_grad()
-    def applicable_scores(self, answers: Sequence[Answer]) -> list[Score | None]:
+    def scored(self, answers: Sequence[Answer]) -> list[Scored]:
         """Normalised scores after each answer's last token."""
-        found: list[Score | None] = [0.0] * len(answers)
+        found = [Scored(score=0.0)] * len(answers)
         device = self.model.score.weight.device
         whole = [self._tokens(each) for each in answers]
         pad_id = (self._own or self._tokenizer).pad_id
@@ -102,7 +117,7 @@ class ModelScorer(Scorer):
             batch = padded(texts, pad_id)
             scores = self.model.at(batch["tokens"].to(device), batch["ends"].to(device))
             for place, score in zip(places, self.model.normalised(scores).tolist(), strict=True):
-                found[place] = score
+                found[place] = Scored(score=score)
         return found
 
     def _tokens(self, answer: Answer) -> tuple[int, ...]:
@@ -123,7 +138,8 @@ class FunctionScorer(Scorer):
     """A function `f(*, prompts, completions, prompt_tokens, completion_tokens, **columns)`, plain or async.
 
     Texts and tokens are without the end token, and each column is a list as long as they are. It names the arguments
-    that it wants. It returns a number for each answer, a list with one for each token, or a mapping with "score".
+    that it wants. It returns a number for each answer, a list with one for each token, or a mapping with "score", whose
+    other numbers are logged by their names.
     """
 
     def __init__(self, function: Callable[..., Any], tokenizer: Tokenizer) -> None:
@@ -136,7 +152,7 @@ class FunctionScorer(Scorer):
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self._needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
 
-    def applicable_scores(self, answers: Sequence[Answer]) -> list[Score | None]:
+    def scored(self, answers: Sequence[Answer]) -> list[Scored]:
         """What the function says. Raises TrainingError for what it raises, and for answers that are no scores."""
         arguments = self._arguments(answers)
         try:
@@ -155,7 +171,10 @@ class FunctionScorer(Scorer):
                 got=len(values) if isinstance(values, list) else f"{type(found).__name__} {str(found)[:60]}",
                 expected=f"a list of {len(answers)}, one for each completion",
             )
-        return [self._score(value, answer) for value, answer in zip(values, answers, strict=True)]
+        return [
+            Scored(score=self._score(value, answer), rewards=self._figures(value))
+            for value, answer in zip(values, answers, strict=True)
+        ]
 
     def _arguments(self, answers: Sequence[Answer]) -> dict[str, Any]:
         known: dict[str, Any] = {
@@ -176,6 +195,20 @@ class FunctionScorer(Scorer):
                 else f"data.columns.{missing[0]}=NAME; {nearest(missing[0], columns)}",
             )
         return {name: value for name, value in known.items() if self._wants_all or name in self._wanted}
+
+    def _figures(self, value: Any) -> dict[str, float]:
+        """What a mapping holds beside its score."""
+        given = value if isinstance(value, Mapping) else {}
+        found = {str(name): _plain(each) for name, each in given.items() if name != "score" and each is not None}
+        for name, each in found.items():
+            if "score" in given and not (isinstance(each, (int, float)) and math.isfinite(each)):
+                raise TrainingError(
+                    f"the reward function {self._name!r} gave something beside its score that cannot be logged",
+                    got=f"{name}: {each!r}",
+                    expected="a finite number, or None where it does not apply",
+                    fix="leave it out of the mapping",
+                )
+        return {name: float(each) for name, each in found.items()} if "score" in given else {}
 
     def _score(self, value: Any, answer: Answer) -> Score | None:
         if isinstance(value, Mapping):
@@ -209,24 +242,19 @@ class WeightedScorer(Scorer):
     def __init__(self, scorers: Mapping[str, tuple[float, Scorer]]) -> None:
         self._scorers = dict(scorers)
 
-    def parts(self, answers: Sequence[Answer]) -> dict[str, list[float | None]]:
-        """What each of them gives, without its weight; None where it does not apply."""
-        found: dict[str, list[float | None]] = {name: [] for name in self._scorers}
-        for name, (_, scorer) in self._scorers.items():
-            for score in scorer.applicable_scores(answers):
-                if isinstance(score, list):
+    def scored(self, answers: Sequence[Answer]) -> list[Scored]:
+        """The sums; None where none of them applies. What a reward gives beside its score is named behind its name."""
+        sums: list[float | None] = [None] * len(answers)
+        rewards: list[dict[str, float]] = [{} for _ in answers]
+        for name, (weight, scorer) in self._scorers.items():
+            for place, each in enumerate(scorer.scored(answers)):
+                if isinstance(each.score, list):
                     raise TrainingError(f"reward {name!r} scores tokens", expected="one number for each answer")
-                found[name].append(score)
-        return found
-
-    def applicable_scores(self, answers: Sequence[Answer]) -> list[Score | None]:
-        """The sums; None where none of them applies."""
-        weights, parts = [weight for weight, _ in self._scorers.values()], self.parts(answers)
-        sums: list[Score | None] = []
-        for scores in zip(*parts.values(), strict=True):
-            given = [weight * each for weight, each in zip(weights, scores, strict=True) if each is not None]
-            sums.append(sum(given) if given else None)
-        return sums
+                if each.score is not None:
+                    sums[place] = (sums[place] or 0.0) + weight * each.score
+                    rewards[place][name] = each.score
+                rewards[place] |= {f"{name}/{own}": value for own, value in each.rewards.items()}
+        return [Scored(score=total, rewards=own) for total, own in zip(sums, rewards, strict=True)]
 
 
 def exact_match(*, completions: list[str], answer: list[Any]) -> list[float]:

@@ -273,7 +273,7 @@ class PlainRun:
         self.judge(answers)
         kl = statistics.fmean(float(each.kl.sum()) for each in answers)
         figures = {
-            "reward": statistics.fmean(each.total for each in answers),
+            "reward": statistics.fmean(each.reward for each in trajectories),
             "kl": kl,
             "length": statistics.fmean(each.size for each in answers),
             "ended": statistics.fmean(each.ended for each in answers),

@@ -75,7 +75,7 @@ def test_the_filter_looks_at_the_reward_before_penalties() -> None:
     step = runs.first_step(task, assembly.loop.model)
     assert float(task.count(step)["loss"]) == 0
     assert task._round is not None and task._round.figures["num_gen_batches"] == 4
-    assert task._round.figures["reward"] < 0
+    assert task._round.figures["reward_shaped"] < 0
 
 
 def test_a_step_without_a_token_moves_neither_weights_nor_moments_and_is_counted(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_policy_that_is_not_trained_yet_has_no_distance_from_itself() -> None:
     trainer = Trainer(
         "ppo", runs.network(), runs.PROMPTS, tokenizer=BYTE, options=options, roles={"reward": runs.letters}
     )
-    assert set(trainer.evaluate()) == {"eval/reward", "eval/length", "eval/ended"}
+    assert set(trainer.evaluate()) == {"eval/reward", "eval/reward_std", "eval/length", "eval/ended"}
 
 
 def test_a_file_names_no_code() -> None:

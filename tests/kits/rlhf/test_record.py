@@ -22,7 +22,7 @@ def test_a_round_that_was_kept_is_the_round_that_was_trained_on(tmp_path: Path) 
     assert read_round(tmp_path, 2) == answers
     lines = [json.loads(line) for line in round_file(tmp_path, 2).read_text().splitlines()]
     assert [line["prompt"][0] for line in lines] == ["Q"] * 4
-    assert list(lines[0])[:4] == ["prompt", "answer", "reward", "nats"]
+    assert list(lines[0])[:5] == ["prompt", "answer", "reward", "advantage", "nats"]
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["round_1.jsonl", "round_2.jsonl"]
     with pytest.raises(DataError, match=r"(?s)round 0 are not there.*rounds 1, 2.*kept_rounds"):
         read_round(tmp_path, 0)

@@ -124,7 +124,9 @@ def test_an_answer_without_an_end_pays_for_it() -> None:
     (plain, _), (paid, _) = (first("rloo", {"rl.missing_end_penalty": each}) for each in (0.0, 3.0))
     figures = plain["figures"]
     assert 0 < figures["ended"] < 1
-    assert paid["figures"]["reward"] == figures["reward"] - 3.0 * (1 - figures["ended"])
+    assert paid["figures"]["reward"] == figures["reward"]
+    assert "reward_shaped" not in figures
+    assert paid["figures"]["reward_shaped"] == pytest.approx(figures["reward"] - 3.0 * (1 - figures["ended"]))
 
 
 def test_keeping_options_open_is_worth_its_weight() -> None:

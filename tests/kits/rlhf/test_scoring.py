@@ -93,7 +93,8 @@ def test_a_reward_that_does_not_apply_is_left_out_of_the_sum_and_of_its_own_scor
 
     scorer = scorer_of([first_only, "exact"], TOKENIZER)
     assert isinstance(scorer, WeightedScorer)
-    assert scorer.parts(ANSWERS) == {"first_only": [5.0, None], "exact": [1.0, 0.0]}
+    found = [dict(each.rewards) for each in scorer.all_scored(ANSWERS)]
+    assert found == [{"first_only": 5.0, "exact": 1.0}, {"exact": 0.0}]
     assert scorer.scores(ANSWERS) == [6.0, 0.0]
     for given in (first_only, [first_only], {"first": (0.5, first_only)}):
         with pytest.raises(TrainingError, match=r"(?s)no reward applies.*None for 1 of 2"):
@@ -206,7 +207,19 @@ def test_a_column_that_the_prompts_do_not_have_is_named() -> None:
         scores(lambda *, levels, further=None, **columns: [0.0, 0.0])
 
 
+def test_what_a_mapping_says_beside_its_score_is_kept_by_name() -> None:
+    def judge(*, completions: list[str]) -> list[dict[str, Any]]:
+        return [{"score": 2.0, "acc": True, "depth": None}, {"score": 1.0, "acc": False, "depth": 3}]
+
+    alone, several = (scorer_of(each, TOKENIZER).all_scored(ANSWERS) for each in (judge, {"judge": (0.5, judge)}))
+    assert [each.score for each in alone] == [2.0, 1.0]
+    assert [each.rewards for each in alone] == [{"acc": 1.0}, {"acc": 0.0, "depth": 3.0}]
+    assert [each.score for each in several] == [1.0, 0.5]
+    assert several[1].rewards == {"judge": 1.0, "judge/acc": 0.0, "judge/depth": 3.0}
+
+
 WRONG = {
+    "it says more than numbers": (lambda *, completions: [{"score": 1.0, "why": "so"}, 0.0], "cannot be logged"),
     "it raises": (lambda *, completions: 1 / 0, "failed"),
     "it gives NaN": (lambda *, completions: [float("nan"), 0.0], "no score"),
     "it gives one number for all": (lambda *, completions: 1.0, r"(?s)wrong number.*got: *float 1.0.*a list of 2"),

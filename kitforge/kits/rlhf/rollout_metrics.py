@@ -1,0 +1,67 @@
+"""What people want to see of the answers drawn for a round or an evaluation, as figures by name. Pure. S answers, T
+tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kitforge.kits.rlhf.algorithms.correction import CorrectionOptions, importance_weights
+from kitforge.kits.rlhf.algorithms.divergence import divergence
+from kitforge.kits.rlhf.rollouts import Trajectory
+
+
+def answer_metrics(drawn: Sequence[Trajectory]) -> dict[str, float]:
+    """Rewards before any penalty, each of them by its name, lengths, and how many answers came to their end.
+
+    Deviations are over all answers, with n - 1 (of one answer 0). A reward that does not apply to an answer is left out
+    of its own mean and deviation.
+    """
+    lengths = [len(each.log_probs) for each in drawn]
+    rewards = [each.reward for each in drawn]
+    ended = sum(each.answer.has_ended for each in drawn) / len(drawn)
+    named = {name for each in drawn for name in each.rewards}
+    found = {
+        "reward": _mean(rewards),
+        "reward_std": _std(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+        "length": sum(lengths) / len(lengths),
+        "completion/min_length": float(min(lengths)),
+        "completion/max_length": float(max(lengths)),
+        "ended": ended,
+        "completion/clipped_ratio": 1.0 - ended,
+    }
+    for name in sorted(named):
+        values = [each.rewards[name] for each in drawn if name in each.rewards]
+        found |= {f"rewards/{name}/mean": _mean(values), f"rewards/{name}/std": _std(values)}
+    return found
+
+
+def mismatch_metrics(
+    old: Tensor, behaviour: Tensor, mask: Tensor, weights: Tensor | None, options: CorrectionOptions
+) -> dict[str, float]:
+    """How far the trainer's log-probabilities `old` are from those of the rollout engine, and what is done about it:
+    `mismatch_kl`, KL(engine || trainer) in nats a token by k3, and of the importance weights, where there are any, the
+    mean and the share of tokens whose ratio was out of bounds. Grids are [S, T]."""
+    found = {"mismatch_kl": float(divergence(behaviour, old, "k3")[mask].mean())}
+    if weights is None:
+        return found
+    unbounded = dataclasses.replace(options, mode="truncate", low=0.0, high=math.inf)
+    free = importance_weights(old, behaviour, mask, unbounded)
+    assert free is not None
+    found["importance_sampling/mean"] = float(weights[mask].mean())
+    found["importance_sampling/truncated_ratio"] = float((free != weights)[mask].double().mean())
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _std(values: Sequence[float]) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).std()) if len(values) > 1 else 0.0
