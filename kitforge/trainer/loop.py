@@ -59,6 +59,7 @@ class Loop:
         self.folder = folder
         self.callbacks = list(callbacks)
         self.stop_reason: str | None = None
+        self.progress_metrics = task.progress_metrics()
         self.max_steps = _max_steps(task, options)
         # A schedule that does not fit the run is refused here, before the run has a folder.
         scale(options.schedule, 0, self.max_steps)
@@ -185,8 +186,8 @@ class Loop:
                 metrics |= self._log()
             if not math.isfinite(record["grad_norm"]):
                 self._skipped(record["grad_norm"])
-            elif record["is_empty"]:
-                self.note("skip", f"nothing to learn from in step {number}: weights left as they were")
+            elif record["skip"] is not None:
+                self.note("skip", f"{record['skip']} in step {number}: weights left as they were")
             if _is_due(self.options.evaluate_every, number):
                 metrics |= self._evaluate()
             if last or self.stop_reason is not None:
@@ -220,14 +221,20 @@ class Loop:
     def _step(self, step: Sequence[MicroBatch]) -> dict[str, Any]:
         """One step of the weights, or a skip. Returns sums, counts, and what was done."""
         state = self.state
+        if not step:
+            self._agree_to_stop()
+            state.skipped += 1
+            state.cursor = state.cursor.advance(samples=0, tokens=0)
+            return {"sums": {}, "counts": {}, "grad_norm": 0.0, "skip": None, "last": {}}
         # Known on all ranks before the first forward pass, so that every micro-batch divides by the whole batch.
         counts = self.world.sum(self.task.count(step))
         sums = self.world.sum(self._accumulate(step, counts))
         self._agree_to_stop()
         rate = scale(self._run_options.schedule, state.updates, self.max_steps) * state.plateau.factor
-        learning_rate, is_empty = self._run_options.optimizer.learning_rate, float(counts["loss"]) == 0
+        learning_rate = self._run_options.optimizer.learning_rate
+        skip = "nothing to learn from" if float(counts["loss"]) == 0 else self.task.reason_to_skip(sums, counts)
         let_go(state, self.task.parts_at_rest(step))
-        norms = update(state, rate, learning_rate, self.options.gradient_clip, is_empty=is_empty)
+        norms = update(state, rate, learning_rate, self.options.gradient_clip, is_skipped=skip is not None)
         own = {group.part: group.learning_rate for group in state.groups if group.learning_rate is not None}
         samples, tokens = int(counts.get("samples", 0)), int(counts.get("tokens", 0))
         state.cursor = state.cursor.advance(samples=samples, tokens=tokens)
@@ -235,7 +242,7 @@ class Loop:
             "sums": sums,
             "counts": counts,
             "grad_norm": norms["grad_norm"],
-            "is_empty": is_empty,
+            "skip": skip,
             "last": {"learning_rate": rate * learning_rate}
             | {f"learning_rate/{part}": rate * each for part, each in own.items()}
             | norms,

@@ -44,7 +44,8 @@ class Task(ABC):
 
     @abstractmethod
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of each step from `cursor` on, on any device. Ends when the data do."""
+        """The micro-batches of each step from `cursor` on, on any device. Ends when the data do. A step without any, on
+        all ranks, is counted and moves nothing."""
 
     @abstractmethod
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
@@ -68,6 +69,15 @@ class Task(ABC):
     def metric_for_best(self) -> BestMetric:
         """What says which evaluation is the best, unless trainer.monitor names it. Default: the least eval/loss."""
         return BestMetric(name="eval/loss", mode="min")
+
+    def progress_metrics(self) -> tuple[str, ...]:
+        """The metrics of a step that people follow while it trains, as far as it has them. Default: the loss."""
+        return ("loss",)
+
+    def reason_to_skip(self, sums: Sums, counts: Sums) -> str | None:
+        """Why this step must not move the weights; None: it may. `sums` and `counts` are those of all ranks, which then
+        decide alike. Default: it always may."""
+        return None
 
     def num_steps(self, epochs: float) -> int | None:
         """Steps in that many passes over the data; None where the task cannot know."""

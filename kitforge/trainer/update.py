@@ -11,15 +11,15 @@ from kitforge.trainer.state import TrainingState
 
 
 def update(
-    state: TrainingState, rate: float, learning_rate: float, largest_norm: float, *, is_empty: bool = False
+    state: TrainingState, rate: float, learning_rate: float, largest_norm: float, *, is_skipped: bool = False
 ) -> dict[str, float]:
     """Move parameters and table rows at `rate` times their learning rates, and return `grad_norm`, the norm of all
     gradients, and `grad_norm/PART` for each of several parts.
 
     The norm of each part, or of all where there is one, is scaled down to `largest_norm` (0: any) or to the part's own
     bound. A norm that is not finite, which all ranks see alike, leaves everything as it was, and so does a step that
-    `is_empty`, in which nothing was counted: moments and weight decay would move the weights all the same. The
-    gradients are gone afterwards.
+    `is_skipped`, for example because nothing was counted: moments and weight decay would move the weights otherwise.
+    The gradients are gone afterwards.
     """
     tables = state.parallel.tables
     if state.scaler.scale != 1.0:
@@ -28,7 +28,7 @@ def update(
     norms = {part: float(state.parallel.norm(names)) for part, (names, _) in parts.items()}
     norm = math.hypot(*norms.values()) if parts else float(state.parallel.norm())
     is_finite = math.isfinite(norm)
-    if is_finite and not is_empty:
+    if is_finite and not is_skipped:
         if not parts and 0 < largest_norm < norm:
             _multiply(state, largest_norm / norm)
         for part, (names, own) in parts.items():
@@ -44,7 +44,7 @@ def update(
         for table in tables:
             table.clear_gradients()
         state.skipped += 1
-        # Steps without anything to learn from are no sign of divergence.
+        # Steps without anything to learn from, or that a task leaves out, are no sign of divergence.
         state.consecutive_skips += not is_finite
     state.optimizer.zero_grad()
     state.scaler.update(is_finite)

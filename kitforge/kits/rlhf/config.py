@@ -221,6 +221,8 @@ class UpdateOptions:
     # only weighs each token, none of which loses its gradient.
     loss_mode: LossMode = "ppo"
     clip: ClipOptions = field(default_factory=ClipOptions)
+    # A round makes no further update once approximate_kl exceeds 1.5 times this, in nats a token; None: it makes all.
+    target_kl: float | None = None
     value_clip: float | None = 0.2
     value_weight: float = 0.5  # of the critic's loss beside the policy's
     discount: float = 1.0
@@ -262,6 +264,7 @@ class UpdateOptions:
         alpha, adapts = self.length_adaptive_alpha, self.advantage == "gae"
         is_sound = alpha is None or (alpha > 0 and adapts)
         check(is_sound, "rl.length_adaptive_alpha", alpha, "a number above 0 with rl.advantage=gae, or null")
+        check(self.target_kl is None or self.target_kl > 0, "rl.target_kl", self.target_kl, "above 0, or null")
         warms = self.critic_warmup == 0 or self.advantage == "gae"
         check(warms, "rl.critic_warmup", self.critic_warmup, "0 without a critic")
 

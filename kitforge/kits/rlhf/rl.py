@@ -62,6 +62,8 @@ class RLTask(Task):
         self._controller = controller(options.kl.controller)
         self._round: Round | None = None
         self._num_served = 0
+        self._is_stopped = False  # the open round has ended early
+        self._num_stops = 0  # rounds that did
         self._next_prompt = 0  # in the endless order of prompts, where the next round begins
         self.evaluated: list[Trajectory] = []  # the answers of the last evaluation
         # A round's answers by its number, where they are already known.
@@ -111,12 +113,14 @@ class RLTask(Task):
         number, served = divmod(cursor.step, self._options.rl.updates_per_round)
         while True:
             if served == 0:
+                self._is_stopped = False
                 self._round = self._collect(model, number)
             assert self._round is not None
             for within in range(served, self._options.rl.updates_per_round):
                 self._num_served = within + 1
                 self._collector.moved()
-                yield self._micro_batches(self._round, number, within)
+                # A round has as many steps as ever, so that the step tells the round; those left of it are empty.
+                yield [] if self._is_stopped else self._micro_batches(self._round, number, within)
             number, served = number + 1, 0
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
@@ -186,6 +190,22 @@ class RLTask(Task):
         figures = judged(everyone, single(self._options), 0.0, self._rows.pad_id).figures
         return {f"eval/{name}": value for name, value in figures.items() if name in EVALUATED or name.startswith(NAMED)}
 
+    def progress_metrics(self) -> tuple[str, ...]:
+        """Reward before penalties, distance from the reference, and length; the loss of a policy tells nothing."""
+        return ("reward", "kl", "length")
+
+    def reason_to_skip(self, sums: Sums, counts: Sums) -> str | None:
+        """`rl.target_kl`: beyond 1.5 times it this update and those that the round has left are not made."""
+        target = self._options.rl.target_kl
+        if target is None:
+            return None
+        kl = float(sums["approximate_kl"]) / max(float(counts["approximate_kl"]), 1.0)
+        # What is not finite is skipped, and counted, as a step that is not.
+        if not kl > TARGET_KL_SLACK * target:
+            return None
+        self._is_stopped, self._num_stops = True, self._num_stops + 1
+        return f"approximate KL {kl:.4g} above {TARGET_KL_SLACK} * rl.target_kl={target:g}; the round ends here"
+
     def metric_for_best(self) -> BestMetric:
         """The reward, of which more is better."""
         return BestMetric(name="eval/reward", mode="max")
@@ -199,6 +219,8 @@ class RLTask(Task):
             **self._collector.fingerprints(),
             "controller": self._controller.state(),
             "next_prompt": self._next_prompt,
+            "is_stopped": self._is_stopped,
+            "num_stops": self._num_stops,
             "pretraining": None if self._pretraining is None else self._pretraining.fingerprint,
             "round": self._round.to_plain() if is_open and self._round is not None else None,
             "ahead": self._collector.drawn(),
@@ -214,6 +236,7 @@ class RLTask(Task):
             self._pretraining.check_same(state["pretraining"], trainer.allow_data_changes)
         self._controller.load_state(state["controller"])
         self._next_prompt = state["next_prompt"]
+        self._is_stopped, self._num_stops = state["is_stopped"], state["num_stops"]
         self._round = None if state["round"] is None else Round.from_plain(state["round"])
         self._collector.restore(state["ahead"])
         self._collector.moved()
@@ -231,7 +254,8 @@ class RLTask(Task):
         self._next_prompt += select(drawn, self._options).num_prompts if rl.drop_equal_groups else rl.prompts_per_step
         if "kl" in found.figures:
             self._controller.update(found.figures["kl"], len(found.tokens))
-        return replace(found, figures=found.figures | {"coefficient": coefficient})
+        stops = {} if rl.target_kl is None else {"num_target_kl_stops": float(self._num_stops)}
+        return replace(found, figures=found.figures | {"coefficient": coefficient} | stops)
 
     def _distance(self, log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
         """From the reference, as a loss for every token [B, T]."""
@@ -301,6 +325,8 @@ def _counted(micro_batch: MicroBatch) -> Tensor:
 # Grids of a round that a micro-batch takes rows of; those that the critic's loss reads.
 GRIDS = ("tokens", "targets", "old", "reference", "values", "advantages", "returns", "weights")
 CRITIC = ("values", "returns")
+# By how much an update may exceed rl.target_kl, as in the PPO of OpenAI's baselines and of Stable-Baselines3.
+TARGET_KL_SLACK = 1.5
 # Figures of a round that an evaluation has too.
 EVALUATED = ("reward", "reward_std", "reward_shaped", "kl", "length", "ended")
 NAMED = ("environment/", "rewards/")

@@ -42,6 +42,7 @@ class Run(Protocol):
     folder: Path | None
     max_steps: int
     stop_reason: str | None
+    progress_metrics: tuple[str, ...]
 
     def stop(self, reason: str) -> None:
         """End the run after this step."""

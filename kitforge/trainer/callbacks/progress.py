@@ -17,7 +17,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @final
 class ProgressDisplay(Callback):
-    """A bar with loss, rate of learning and throughput; notes and evaluations are printed above it."""
+    """A bar with the task's `progress_metrics`, learning rate and throughput; notes and evaluations are printed above."""
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
@@ -54,8 +54,9 @@ class ProgressDisplay(Callback):
 
     def _show(self, event: Event, run: Run) -> None:
         record = event.record
-        loss = record.get("loss", math.nan)
-        words = f"loss {loss:.4f}  lr {record['learning_rate']:.2e}  {_throughput(record)}"
+        figures = [f"{name} {record[name]:.4f}" for name in run.progress_metrics if name in record]
+        rate = f"lr {record.get('learning_rate', math.nan):.2e}"
+        words = "  ".join([*figures, rate, _throughput(record)])
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=record["step"], description=words)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or record["step"] == run.max_steps:

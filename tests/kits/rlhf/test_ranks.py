@@ -27,6 +27,8 @@ CHOICES = {"data.batch_size": 5, "trainer.micro_batch_size": 2, "trainer.max_ste
 AHEAD = {"rollout.max_staleness": 1, "rl.old": "trainer", "correction.mode": "truncate"}
 # Micro-batches of ragged sizes, of which ranks have different numbers, and text beside the answers.
 CUT = {"trainer.micro_batch_size": None, "rl.max_tokens_per_microbatch": 80, "ptx.weight": 0.5, "ptx.batch_size": 3}
+# Whose second update is too far.
+TARGET = {"rl.target_kl": 1e-6}
 TEXTS = [{"text": "the sea is wide"}, {"text": "a hill"}, {"text": "of towns and woods"}, {"text": "b"}]
 STAGES_TRIED = (*runs.ROWS, *runs.RL)
 # Of which some ranks have no row at all.
@@ -42,6 +44,7 @@ def trained(_rank: int, degrees: Degrees, stages: tuple[str, ...] = STAGES_TRIED
         shaped = (
             runs.SHAPED.get(stage, {})
             | (AHEAD if stage == "ppo" else {})
+            | (TARGET if stage == "rloo" else {})
             | (runs.ROUNDS | {"rl.minibatches": 2} if stage in runs.RL else {})
         )
         cut = CUT if stage == "grpo" else {}

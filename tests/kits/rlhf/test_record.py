@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import cast
 
 import pytest
+from rich.console import Console
 
 from kitforge.foundation.errors import DataError
 from kitforge.kits.rlhf.record import read_round, round_file
 from kitforge.kits.rlhf.rl import RLTask
+from kitforge.trainer.callbacks import progress
 from tests.kits.rlhf import runs
+from tests.trainer import tiny
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_progress_of_a_policy_is_its_reward_its_distance_and_its_length(
+    is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=200, color_system=None)
+    monkeypatch.setattr(progress, "console", console)
+    runs.finish(runs.begin("ppo", tmp_path, {"trainer.max_steps": 1, "trainer.progress": True}))
+    line = tiny.records(tmp_path, "train")[0]
+    text = cast(io.StringIO, console.file).getvalue()
+    assert f"reward {line['reward']:.4f}  kl {line['kl']:.4f}  length {line['length']:.4f}  lr " in text
+    assert "loss" not in text
 
 
 def test_a_round_that_was_kept_is_the_round_that_was_trained_on(tmp_path: Path) -> None:
