@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, TypeAlias, final
 
@@ -16,9 +16,10 @@ from kitforge.data.packing import IGNORED
 from kitforge.data.sampler import order
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.inference.engine import Engine
+from kitforge.inference.text import InferenceOptions
 from kitforge.kits.rlhf.actor_critic import critic_of, policy_of
 from kitforge.kits.rlhf.ahead import Ahead
-from kitforge.kits.rlhf.config import RLOptions
+from kitforge.kits.rlhf.config import RLOptions, RolloutOptions
 from kitforge.kits.rlhf.environment import Playground
 from kitforge.kits.rlhf.fragments import Fragments
 from kitforge.kits.rlhf.frozen import Frozen
@@ -101,7 +102,7 @@ class Collector:
         return found
 
     def evaluation(self, model: nn.Module, num_prompts: int) -> list[Trajectory]:
-        """The same for one answer to each of the first evaluation prompts."""
+        """The same for the answers, as `rl.eval` says, to each of the first evaluation prompts."""
         self._model = model
         found: list[Trajectory] = self._together("evaluation", num_prompts, self._has_moved)
         return found
@@ -187,7 +188,10 @@ class Collector:
 
     def _evaluation(self, num_prompts: int, is_new: bool) -> list[Trajectory]:
         model, prompts = self._networks(is_new), self._rows.eval[:num_prompts]
-        own = [] if model is None else self._answers(policy_of(model), prompts, "evaluation", 1)
+        chosen, own = self._options.rl.eval, list[Trajectory]()
+        if model is not None:
+            policy, heat = policy_of(model), chosen.temperature
+            own = self._answers(policy, prompts, "evaluation", chosen.num_generations, heat)
         found = self._examined(self._gathered(own), model, prompts)
         if not found[0].reference or found[0].old:
             return found
@@ -230,8 +234,15 @@ class Collector:
         rl, name = self._options.rl, f"{self._options.seed}/{number}"
         return self._answers(policy, self._prompts(number * rl.prompts_per_step), name, rl.samples_per_prompt)
 
-    def _answers(self, policy: nn.Module, prompts: Sequence[Prompt], name: str, num_samples: int) -> list[Trajectory]:
-        """This rank's answers, scored at once where the same ranks do that."""
+    def _answers(
+        self,
+        policy: nn.Module,
+        prompts: Sequence[Prompt],
+        name: str,
+        num_samples: int,
+        temperature: float | None = None,
+    ) -> list[Trajectory]:
+        """This rank's answers, scored at once where the same ranks do that; at `rollout.temperature` unless told."""
         own = [(int(place), prompts[place]) for place in self._fragments.share("rollout", len(prompts))]
         if not own:
             return []
@@ -240,7 +251,7 @@ class Collector:
             # Made anew each time: what an older policy has read is of no use.
             engine = Engine(policy, options.rollout.engine, stop_ids=self._roles.eos_ids)
             draw = partial(answered, tokenizer=self._roles.tokenizer) if playground is None else playground.played
-            found = draw(engine, own, options.rollout, num_samples, name)
+            found = draw(engine, own, _drawn_at(options.rollout, temperature), num_samples, name)
             if self._fragments.are_together("rollout", "reward"):
                 scores = list(self._scores(found, prompts))
                 found = [replace(each, **score) for each, score in zip(found, scores, strict=True)]
@@ -326,3 +337,11 @@ class Collector:
 
     def _copied(self, policy: nn.Module) -> nn.Module:
         return copied(policy, self._world.device, self._options.compile_level)
+
+
+def _drawn_at(options: RolloutOptions, temperature: float | None) -> InferenceOptions:
+    """How answers are drawn; at another temperature, which may be 0, they are not trained on."""
+    if temperature is None:
+        return options
+    shared = {each.name: getattr(options, each.name) for each in fields(InferenceOptions)}
+    return InferenceOptions(**shared | {"temperature": temperature})

@@ -16,6 +16,7 @@ from kitforge.kits.rlhf.algorithms.aggregation import Mode
 from kitforge.kits.rlhf.algorithms.controllers import ControllerOptions
 from kitforge.kits.rlhf.algorithms.correction import CorrectionOptions
 from kitforge.kits.rlhf.algorithms.divergence import Estimator
+from kitforge.kits.rlhf.algorithms.pass_at_k import EvaluationOptions
 from kitforge.kits.rlhf.algorithms.policy import ClipOptions, LossMode
 from kitforge.trainer.options import RunOptions
 
@@ -242,6 +243,7 @@ class UpdateOptions:
     # Batches of prompts_per_step prompts that are answered at the most for one round, until prompts_per_step groups of
     # answers differ in their rewards (dynamic sampling of DAPO); 1: groups without a difference are not replaced.
     max_num_gen_batches: int = 1
+    eval: EvaluationOptions = field(default_factory=EvaluationOptions)
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "samples_per_prompt", "epochs", "minibatches", "max_num_gen_batches"):

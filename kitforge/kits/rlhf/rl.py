@@ -30,6 +30,7 @@ from kitforge.kits.rlhf.frozen import check_same
 from kitforge.kits.rlhf.judgement import judged, outcomes, select
 from kitforge.kits.rlhf.order import Order
 from kitforge.kits.rlhf.pretraining import Pretraining, is_pretraining, pretraining_count, pretraining_loss
+from kitforge.kits.rlhf.rollout_metrics import attempt_metrics
 from kitforge.kits.rlhf.rollouts import Round, Trajectory, token_log_probs, token_values
 from kitforge.kits.rlhf.rows import Rows
 from kitforge.kits.rlhf.weights import actor_critic_groups
@@ -181,14 +182,19 @@ class RLTask(Task):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """eval/reward and eval/reward_std before penalties, eval/reward_shaped after them where there are any, the mean
         and deviation of each reward, eval/length and eval/ended over the evaluation prompts, eval/kl in nats an answer
-        where there is a reference, and the figures of an environment."""
+        where there is a reference, and the figures of an environment; eval/avg@n and eval/pass@k as `rl.eval` says."""
         limit, size = self._options.trainer.evaluate_batches, self._options.rl.prompts_per_step
         num_prompts = len(self._rows.eval) if limit is None else min(limit * size, len(self._rows.eval))
         if num_prompts == 0:
             return {}
         everyone = self.evaluated = self._collector.evaluation(model, num_prompts)
+        chosen = self._options.rl.eval
         figures = judged(everyone, single(self._options), 0.0, self._rows.pad_id).figures
-        return {f"eval/{name}": value for name, value in figures.items() if name in EVALUATED or name.startswith(NAMED)}
+        # Answers of another temperature are no sample of the policy that is trained, and tell no divergence.
+        other = {"kl"} if chosen.temperature not in (None, self._options.rollout.temperature) else set()
+        kept = {name: each for name, each in figures.items() if name in EVALUATED or name.startswith(NAMED)}
+        kept |= attempt_metrics(everyone, chosen.num_generations, chosen.pass_threshold)
+        return {f"eval/{name}": each for name, each in kept.items() if name not in other}
 
     def progress_metrics(self) -> tuple[str, ...]:
         """Reward before penalties, distance from the reference, and length; the loss of a policy tells nothing."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kitforge.kits.rlhf.algorithms.correction import CorrectionOptions, importance_weights
 from kitforge.kits.rlhf.algorithms.divergence import divergence
+from kitforge.kits.rlhf.algorithms.pass_at_k import pass_at_k, tried
 from kitforge.kits.rlhf.rollouts import Trajectory
 
 
@@ -39,6 +40,18 @@ def answer_metrics(drawn: Sequence[Trajectory]) -> dict[str, float]:
     for name in sorted(named):
         values = [each.rewards[name] for each in drawn if name in each.rewards]
         found |= {f"rewards/{name}/mean": _mean(values), f"rewards/{name}/std": _std(values)}
+    return found
+
+
+def attempt_metrics(drawn: Sequence[Trajectory], num_generations: int, threshold: float | None) -> dict[str, float]:
+    """Of several answers to each prompt, those to one next to one another: `avg@n`, the mean reward, and `pass@k`, see
+    `pass_at_k`, of those whose reward is at least the threshold, where there is one."""
+    groups = [drawn[first : first + num_generations] for first in range(0, len(drawn), num_generations)]
+    found = {f"avg@{num_generations}": _mean([each.reward for each in drawn])} if num_generations > 1 else {}
+    if threshold is not None:
+        correct = [sum(each.reward >= threshold for each in group) for group in groups]
+        for k in tried(num_generations):
+            found[f"pass@{k}"] = _mean([pass_at_k(num_generations, each, k) for each in correct])
     return found
 
 

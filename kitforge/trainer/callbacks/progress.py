@@ -17,7 +17,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @final
 class ProgressDisplay(Callback):
-    """A bar with the task's `progress_metrics`, rate and throughput; notes and evaluations are printed above."""
+    """A bar with the task's `progress_metrics`, learning rate and throughput, and above it notes and evaluations."""
 
     def __init__(self) -> None:
         self._bar: Progress | None = None

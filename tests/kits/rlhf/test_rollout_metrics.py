@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.foundation.errors import ConfigError
 from kitforge.kits.rlhf.algorithms.correction import CorrectionOptions, importance_weights
 from kitforge.kits.rlhf.record import round_file
+from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.rollout_metrics import answer_metrics, mismatch_metrics
 from kitforge.kits.rlhf.rollouts import Trajectory
 from kitforge.kits.rlhf.scoring import Answer
@@ -97,3 +101,39 @@ def test_metrics_rollouts_and_evaluations_call_the_raw_and_the_shaped_reward_ali
     assert sum(each["advantage"] for each in answers) == pytest.approx(0.0, abs=1e-6)
     assert {"mismatch_kl", "importance_sampling/mean", "importance_sampling/truncated_ratio"} <= line.keys()
     assert "frac_reward_zero_std" in line
+
+
+def evaluated(**choices: Any) -> tuple[dict[str, float], list[Trajectory]]:
+    given = {f"rl.eval.{name}": value for name, value in choices.items()}
+    assembly = runs.begin("ppo", None, given | {"rl.missing_end_penalty": 2.0})
+    return assembly.loop.evaluate(), cast(RLTask, assembly.loop.task).evaluated
+
+
+def test_an_evaluation_of_several_answers_tells_how_often_a_prompt_is_solved() -> None:
+    plain, once = evaluated()
+    found, answers = evaluated(num_generations=3, pass_threshold=0.5)
+    assert len(answers) == 3 * len(once) and not any("@" in name for name in plain)
+    groups = [answers[first : first + 3] for first in range(0, len(answers), 3)]
+    assert all(len({each.answer.prompt for each in group}) == 1 for group in groups)
+    assert len({each.answer.tokens for each in groups[0]}) > 1
+    rewards = [[each.reward for each in group] for group in groups]
+    solved = [[each >= 0.5 for each in group] for group in rewards]
+    assert 0 < sum(map(sum, solved)) < len(answers)
+    assert found["eval/avg@3"] == found["eval/reward"] == pytest.approx(statistics.fmean(sum(rewards, [])))
+    assert found["eval/pass@1"] == pytest.approx(statistics.fmean(sum(solved, [])))
+    pairs = [any(pair) for group in solved for pair in itertools.combinations(group, 2)]
+    assert found["eval/pass@2"] == pytest.approx(statistics.fmean(pairs))
+    assert found["eval/pass@3"] == pytest.approx(statistics.fmean(map(any, solved)))
+
+
+def test_a_greedy_evaluation_takes_the_likeliest_tokens_and_tells_no_divergence() -> None:
+    sampled, _ = evaluated()
+    greedy, answers = evaluated(temperature=0.0)
+    assert "eval/kl" in sampled and sampled.keys() - greedy.keys() == {"eval/kl"}
+    network = cast(CausalLM, runs.network())
+    for each in answers[:3]:
+        text = torch.tensor([[*each.answer.prompt, *each.answer.tokens]])
+        likeliest = network(text)[0].argmax(-1)[len(each.answer.prompt) - 1 : -1]
+        assert likeliest.tolist() == list(each.answer.tokens)
+    with pytest.raises(ConfigError, match=r"num_generations.*\n.*\n.*all are the same"):
+        evaluated(temperature=0.0, num_generations=2)
