@@ -5,7 +5,7 @@ How it was cut when it was saved makes no difference to who reads it. Writes not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, final
@@ -168,10 +168,16 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    folder: Path, *, verify: bool = True, parts: Sequence[Part] = PARTS, world: World = ALONE
+    folder: Path,
+    *,
+    verify: bool = True,
+    parts: Sequence[Part] = PARTS,
+    world: World = ALONE,
+    verified: Collection[Path] = (),
 ) -> Checkpoint:
     """Open the checkpoint in `folder`; `verify` reads every file once and compares sizes and checksums, but for files
-    that hold nothing else than tensors of parts which are not asked for.
+    that hold nothing else than tensors of parts which are not asked for, and for those of steps that it builds on which
+    are known to be `verified`.
 
     In a world of many ranks, all of them call it: each verifies its share of the files, and all get the checkpoint or
     the same error. Raises CheckpointError that names what is missing, truncated, changed or of an unknown version.
@@ -179,7 +185,7 @@ def open_checkpoint(
     opened: list[Checkpoint] = []
 
     def work() -> str:
-        opened.append(_open(folder, parts if verify else None, world))
+        opened.append(_open(folder, parts if verify else None, world, verified))
         return "" if world.mesh is None else sha256(folder / MANIFEST)
 
     manifests = together(work, world.agree)
@@ -281,14 +287,14 @@ def _check_fit(what: str, num_targets: int, *, missing: list[str], unexpected: l
         )
 
 
-def _open(folder: Path, verified: Sequence[Part] | None, world: World) -> Checkpoint:
+def _open(folder: Path, parts: Sequence[Part] | None, world: World, verified: Collection[Path]) -> Checkpoint:
     try:
         step = Step(folder=folder, manifest=read_manifest(folder))
         links = chain(step)
-        if verified is not None:
-            _verify(folder, step.manifest, _share(_files_of(step.manifest, verified), world))
+        if parts is not None:
+            _verify(folder, step.manifest, _share(_files_of(step.manifest, parts), world))
             # Of the steps that it builds on, only rows are read.
-            for link in links[1:]:
+            for link in (each for each in links[1:] if each.folder not in verified):
                 names = link.table_files()
                 files = [file for file in link.manifest.files if file.name in names]
                 _verify(link.folder, link.manifest, _share(files, world))

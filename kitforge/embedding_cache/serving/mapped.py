@@ -58,11 +58,19 @@ class Index(Protocol):
 class HashedIds:
     """An index in memory over files in any order, of which a newer one hides what older ones say of an id."""
 
-    def __init__(self, new_hash_map: NewHashMap, layers: Iterable[tuple[Sequence[Chunk], Sequence[Tensor]]]) -> None:
-        """`layers`: from the newest on, files of ids and rows, and ids that went away; see `StoredTable.layers`."""
-        parts: list[Tensor] = []
+    def __init__(
+        self,
+        new_hash_map: NewHashMap,
+        layers: Iterable[tuple[Sequence[Chunk], Sequence[Tensor]]],
+        older: HashedIds | None = None,
+    ) -> None:
+        """`layers`: from the newest on, files of ids and rows, and ids that went away; see `StoredTable.layers`. They
+        go on from `older`, which stays as it is: its largest index is shared, what came after that is copied."""
+        parts: list[Tensor] = [] if older is None else list(older.stack.parts)
         self._places = new_hash_map()
-        start = 0
+        # The index of the oldest, whole checkpoint below.
+        self._whole: HashedIds | None = None if older is None else older._whole or older
+        start = 0 if older is None else len(older.stack)
         for files, removed in layers:
             for ids, rows in files:
                 self._add(ids, torch.arange(start, start + len(ids)))
@@ -70,16 +78,26 @@ class HashedIds:
                 start += len(ids)
             for ids in removed:
                 self._add(ids, torch.full((len(ids),), GONE))
-        self.stack = Stack(parts)
+        if older is not None and older._whole is not None:
+            self._add(*older._places.items())
+        self.stack: Stack = Stack(parts)
 
     def find(self, ids: Tensor) -> Tensor:
         """See `Index`."""
         places = self._places.lookup(ids)
+        if self._whole is not None:
+            unknown = (places < 0).nonzero().squeeze(1)
+            places[unknown] = self._whole._places.lookup(ids[unknown].contiguous())
         return torch.where(places == GONE, -1, places)
 
     def ids(self) -> tuple[Tensor, Tensor]:
         """See `Index`."""
         ids, places = self._places.items()
+        if self._whole is not None:
+            known, (older, older_places) = torch.unique(ids), self._whole._places.items()
+            left = ~torch.isin(older, known)
+            order = torch.cat([ids, older[left]]).argsort()
+            ids, places = (torch.cat(pair)[order] for pair in ((ids, older[left]), (places, older_places[left])))
         is_there = places != GONE
         return ids[is_there], places[is_there]
 

@@ -48,9 +48,22 @@ class ServedTable(nn.Module):
     """
 
     def __init__(
-        self, stored: StoredTable, *, mode: Literal["sum", "mean"] | None = "sum", include_last_offset: bool = True
+        self,
+        stored: StoredTable,
+        *,
+        mode: Literal["sum", "mean"] | None = "sum",
+        include_last_offset: bool = True,
+        older: ServedTable | None = None,
     ) -> None:
+        """`older` is the table of the step that `stored` goes on from, where it holds changes only. It stays as it is.
+        Raises CheckpointError where they do not fit."""
         super().__init__()
+        if stored.since is not None and (older is None or stored.since != older._version):
+            raise CheckpointError(
+                f"the rows of table {stored.name!r} do not go on from those that are served",
+                got=f"changes since version {stored.since}",
+                expected="all rows" if older is None else f"changes since version {older._version}",
+            )
         schema = stored.schema
         self.dtype = cast(ServedDtype | None, schema.get(SERVED, {}).get("dtype"))
         self.config = _config(schema)
@@ -64,8 +77,11 @@ class ServedTable(nn.Module):
         self._kernels = select_table()
         self._optimizer = build_row_optimizer(from_dict(SparseOptimizerConfig, schema["optimizer"]), self._kernels)
         self._version, self._state = stored.version, stored.state
-        self._pieces = [self._piece(stored, part) for part in stored.parts if is_of_rows(part)]
-        self._pieces = [piece for piece in self._pieces if len(piece.rows)]
+        known: dict[str, Piece] = {} if older is None or stored.since is None else older._parts
+        names = dict.fromkeys([*known, *filter(is_of_rows, stored.parts)])
+        parts = {part: self._piece(stored, part, known.get(part)) for part in names}
+        self._parts: dict[str, Piece] = {part: piece for part, piece in parts.items() if len(piece.rows)}
+        self._pieces = list(self._parts.values())
 
     @property
     def embedding_dim(self) -> int:
@@ -105,13 +121,15 @@ class ServedTable(nn.Module):
         """What `print` shows of the table."""
         return f"{self.options.num_embeddings}, {self.options.dim}, mode={self.options.mode}, {self.dtype or 'records'}"
 
-    def _piece(self, stored: StoredTable, part: str) -> Piece:
+    def _piece(self, stored: StoredTable, part: str, older: Piece | None) -> Piece:
         match = PIECE.fullmatch(part)
         if part != ROWS and match is None:
             raise CheckpointError("rows of an unknown part", got=part, expected=f"{ROWS}, or {ROWS}-FROM-TO")
         columns = slice(0, self.config.dim) if match is None else slice(int(match[1]), int(match[2]))
         if self.dtype is None:
-            index = HashedIds(self._kernels.hash_map, stored.layers(part))
+            before = older.index if older is not None else None
+            assert before is None or isinstance(before, HashedIds)
+            index = HashedIds(self._kernels.hash_map, stored.layers(part), before)
             return Piece(columns=columns, index=index, rows=index.stack)
         files = list(stored.chunks(part))
         scales = Stack([rows for _, rows in stored.chunks(SCALES)]) if self.dtype == "int8" else None

@@ -40,7 +40,7 @@ def client_left() -> RefusalError:
     return RefusalError(CLIENT_LEFT, "the client has left", code="client_left")
 
 
-def too_busy(max_requests: int) -> RefusalError:
+def too_busy(max_requests: int, what: str = "prompts") -> RefusalError:
     """What is said while the queue is full."""
-    message = f"{max_requests} prompts are being answered already; come again in a second"
+    message = f"{max_requests} {what} are being answered already; come again in a second"
     return RefusalError(429, message, code="queue_full", headers={"Retry-After": "1"})

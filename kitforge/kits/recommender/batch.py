@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 from typing import final
 
@@ -59,6 +60,31 @@ class FeatureBatch:
             },
             labels=None if self.labels is None else self.labels[start:stop],
             groups=None if self.groups is None else self.groups[start:stop],
+        )
+
+    @staticmethod
+    def concatenate(batches: Sized[FeatureBatch]) -> FeatureBatch:
+        """The rows of batches of one encoder, without labels and groups."""
+        if len(batches) == 1:
+            return batches[0]
+        first = batches[0]
+        bags = {}
+        for name in first.bags:
+            parts = [batch.bags[name] for batch in batches]
+            lengths = torch.cat([part.offsets.diff() for part in parts])
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            bags[name] = Bag(ids=torch.cat([part.ids for part in parts]), offsets=offsets)
+        return FeatureBatch(
+            dense=torch.cat([batch.dense for batch in batches]),
+            ids={name: torch.cat([batch.ids[name] for batch in batches]) for name in first.ids},
+            bags=bags,
+            sequences={
+                name: Sequence(
+                    ids=torch.cat([batch.sequences[name].ids for batch in batches]),
+                    lengths=torch.cat([batch.sequences[name].lengths for batch in batches]),
+                )
+                for name in first.sequences
+            },
         )
 
     def to(self, device: torch.device) -> FeatureBatch:

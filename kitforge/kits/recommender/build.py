@@ -11,7 +11,7 @@ import torch
 from rich.console import RenderableType
 from torch import nn
 
-from kitforge.core.checkpoint.load import Checkpoint
+from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.lookup import RecommenderConfig, used_features
 from kitforge.core.parallel.apply import apply, parallel_of
@@ -44,6 +44,7 @@ from kitforge.kits.recommender.data import (
     schema_of,
     table_config,
 )
+from kitforge.kits.recommender.export import export_program
 from kitforge.kits.recommender.features import Encoder
 from kitforge.kits.recommender.guess import with_length, with_own_items, with_rare_values
 from kitforge.kits.recommender.inspection import inspect
@@ -53,6 +54,8 @@ from kitforge.kits.recommender.model import Recommender, sample_shape
 from kitforge.kits.recommender.next_item import HELD_OUT
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
 from kitforge.kits.recommender.samples import Samples
+from kitforge.kits.recommender.server.app import new_app as new_app
+from kitforge.kits.recommender.server.service import RecommenderService
 from kitforge.kits.recommender.serving import serve_as, served
 from kitforge.kits.recommender.task import RecommendationTask
 from kitforge.models.catalog import RECOMMENDERS, recommender_of
@@ -178,6 +181,24 @@ def open_pipeline(model: nn.Module, tokenizer: Encoder, options: RecommendationO
     return RecommendationPipeline(found, tokenizer, options)
 
 
+def open_service(model: nn.Module, tokenizer: Encoder, name: str, options: RecommendationOptions) -> RecommenderService:
+    """What scores rows and finds items over HTTP, by the options of the run but for those that are asked for."""
+    found, seconds = _given(Inputs(model=model)), options.serve.refresh_seconds
+    if found is None or found.origin is None:
+        raise ConfigError("serving needs a run", fix="add checkpoint=RUN")
+    folder = Path(options.checkpoint or found.origin).expanduser()
+    if seconds is not None and (options.tables.served is not None or not (folder / "checkpoints").is_dir()):
+        raise ConfigError(
+            "newer checkpoints can be taken over from a run folder, by its own rows",
+            got=f"serve.refresh_seconds={seconds:g} checkpoint={folder} tables.served={options.tables.served}",
+            fix="name the run folder, and leave tables.served out",
+        )
+    recorded = recorded_options(open_checkpoint(found.origin, verify=False))
+    retrieval = with_asked(options.retrieval, recorded.retrieval)
+    options = dataclasses.replace(options, seed=recorded.seed, retrieval=retrieval)
+    return RecommenderService(open_pipeline(found, tokenizer, options), name)
+
+
 def predict_file(options: RecommendationOptions, load_model: Callable[[str, str], nn.Module]) -> Path:
     """Score the rows of `data.eval`, or find items for them, into the file `output`."""
     spec = options.data.eval
@@ -202,6 +223,22 @@ def predict_file(options: RecommendationOptions, load_model: Callable[[str, str]
     with show_progress("rows predicted", enabled=options.trainer.progress) as progress:
         write_predictions(opened, source, target, progress)
     return target
+
+
+def export_file(options: RecommendationOptions) -> list[Path]:
+    """Write the network of a run to `output` as a program of torch.export; the files that were written."""
+    if options.checkpoint is None or options.output is None:
+        raise ConfigError(
+            "an exported program needs a run and a file",
+            got=f"checkpoint={options.checkpoint} output={options.output}",
+            fix="add checkpoint=RUN output=model.pt2",
+        )
+    model = served(Path(options.checkpoint).expanduser(), torch.device("cpu"), "O1")
+    assert model.origin is not None
+    checkpoint = open_checkpoint(model.origin, verify=False)
+    target = Path(options.output).expanduser()
+    export_program(model, recorded_options(checkpoint).tables.pooling, checkpoint.step, target)
+    return [target, target.with_suffix(".json")]
 
 
 def save(model: nn.Module, folder: Path, tokenizer: Encoder, dtype: str | None = None) -> None:

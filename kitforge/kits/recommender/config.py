@@ -16,6 +16,7 @@ from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions
 from kitforge.embedding_cache.placement import Way
 from kitforge.embedding_cache.serving.table import ServedDtype
 from kitforge.foundation.config import check
+from kitforge.inference.server.options import HttpOptions
 from kitforge.trainer.options import RunOptions
 
 TASK = "recommendation"
@@ -196,6 +197,26 @@ class PredictOptions:
         check(self.top_k >= 1, "predict.top_k", self.top_k, "a whole number of at least 1")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecommenderServeOptions(HttpOptions):
+    """Those of every server, and how rows are batched and newer checkpoints taken over."""
+
+    max_rows: int = 1024  # rows or users of one request
+    max_batch_rows: int = 4096  # rows answered together, of any number of requests; a larger request goes alone
+    max_wait_ms: float = 1.0  # milliseconds that the first request of a batch waits for others
+    max_top_k: int = 1000  # items that one user may ask for, and items that a request may exclude
+    # Seconds between two looks at the run's checkpoints, of which a newer one is taken over; null: none is.
+    refresh_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        HttpOptions.__post_init__(self)
+        for name in ("max_rows", "max_batch_rows", "max_top_k"):
+            check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a whole number of at least 1")
+        check(self.max_wait_ms >= 0, "serve.max_wait_ms", self.max_wait_ms, "milliseconds, at least 0")
+        seconds = self.refresh_seconds
+        check(seconds is None or seconds > 0, "serve.refresh_seconds", seconds, "seconds above 0, or null")
+
+
 def _optimizer() -> OptimizerConfig:
     return OptimizerConfig(learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.999))
 
@@ -213,12 +234,17 @@ class RecommendationOptions(RunOptions):
     retrieval: RetrievalOptions = field(default_factory=RetrievalOptions)
     predict: PredictOptions = field(default_factory=PredictOptions)
     checkpoint: str | None = None  # weights and rows to start from, or to evaluate
-    output: str | None = None  # file that `predict` writes: .csv, .jsonl or .parquet
+    output: str | None = None  # file that `predict` writes: .csv, .jsonl or .parquet; or `export`: .pt2
+    # What `export` writes: index, of items, into output_dir; torch_export, the network that scores, to output.
+    format: Literal["index", "torch_export"] = "index"
+    port: int = 8000  # that `serve` listens on; 0: any that is free
+    serve: RecommenderServeOptions = field(default_factory=RecommenderServeOptions)
 
     def __post_init__(self) -> None:
         degree = self.parallel.tensor
         expected = "1: a recommender's network is small, and its rows lie on all ranks in any case"
         check(degree == 1, "parallel.tensor", degree, expected, f"parallel.data={degree}")
+        check(0 <= self.port < 65536, "port", self.port, "0 to 65535")
 
     @property
     def summary(self) -> str | None:

@@ -69,6 +69,11 @@ class LookupPlan:
         table = self._shape.table_of(item)
         return tuple(name for name in self._shape.sequences if name in features and self._shape.table_of(name) == table)
 
+    def table_of(self, lookup: Lookup, feature: str) -> tuple[str, int]:
+        """The table that a feature's rows of a lookup lie in, and where in it the feature's ids begin."""
+        table = self._table(lookup, feature)
+        return table.name, table.starts[self._shape.table_of(feature)]
+
     def requests(self, batch: FeatureBatch, lookups: Collection[str] | None = None) -> dict[str, Request]:
         """What each call is called with, for the lookups that are named or for all."""
         return {

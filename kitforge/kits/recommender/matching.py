@@ -52,7 +52,7 @@ class Matching(Finding[Pool]):
     def __init__(
         self, config: TwoTowerConfig, plan: LookupPlan, catalogue: Catalogue, retrieval: RetrievalOptions, seed: int
     ) -> None:
-        self._item = config.item[0]
+        self._item = self.item_feature = config.item[0]
         self.user_features = config.user
         sequences = [name for name in config.item if any(name in each.features for each in plan.sequences())]
         check(not sequences, "model.item", sequences, "features of one value or a bag: an item has no history")

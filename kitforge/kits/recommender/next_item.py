@@ -49,7 +49,7 @@ class NextItem(Finding[Draw]):
     def __init__(
         self, feature: str, plan: LookupPlan, catalogue: Catalogue, retrieval: RetrievalOptions, seed: int
     ) -> None:
-        self._feature = feature
+        self._feature = self.item_feature = feature
         self.user_features = self.histories = (feature,)
         self._plan = plan
         self._catalogue = catalogue

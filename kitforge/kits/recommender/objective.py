@@ -50,6 +50,7 @@ class Objective(ABC, Generic[Batch]):
 class Finding(Objective[Batch]):
     """An objective of a family that finds items: vectors of users and items whose products say what goes together."""
 
+    item_feature: str  # whose values are the items
     user_features: tuple[str, ...]  # what a user's vector is made of
     histories: tuple[str, ...]  # sequences of items that a user has taken
 

@@ -17,6 +17,7 @@ from kitforge.data.shard import digest
 from kitforge.data.tables.chunk import BadRows
 from kitforge.data.tables.column_cache import load_table
 from kitforge.data.tables.columns import NamedColumns
+from kitforge.data.tables.hashing import hash_text
 from kitforge.data.tables.source import open_table
 from kitforge.data.token_cache import default_root
 from kitforge.foundation.config import check
@@ -93,11 +94,20 @@ class RecommendationPipeline:
     @torch.no_grad()
     def items(self, users: FeatureBatch, k: int) -> list[list[dict[str, Any]]]:
         """The same for users whose rows are encoded by `user_encoder`."""
-        finding, catalogue, index = self._ready()
+        return self.search(*self.queries(users), k)
+
+    @torch.no_grad()
+    def queries(self, users: FeatureBatch) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """The vectors [B, dim] of users, and the places [B, L] of items that they are not given, -1 for none."""
+        finding, catalogue, _ = self._ready()
         vectors = finding.user_vectors(self.model, users).float().cpu().numpy()
-        seen = np.zeros((len(vectors), 0), np.int64)
-        if self.options.retrieval.exclude_seen:
-            seen = catalogue.seen_places(users, finding.histories)
+        if not self.options.retrieval.exclude_seen:
+            return vectors, np.zeros((len(vectors), 0), np.int64)
+        return vectors, catalogue.seen_places(users, finding.histories)
+
+    def search(self, vectors: NDArray[np.float32], seen: NDArray[np.int64], k: int) -> list[list[dict[str, Any]]]:
+        """The k items for each vector [B, dim] that are not at the places `seen` [B, L], the best first."""
+        _, catalogue, index = self._ready()
         # As many more as a user may have seen: k are left.
         wanted = min(k + seen.shape[1], len(catalogue))
         scores, places = index.search(np.ascontiguousarray(vectors), wanted)
@@ -106,6 +116,15 @@ class RecommendationPipeline:
             chosen = np.flatnonzero(~np.isin(row, own))[:k]
             answers.append(_named(catalogue, row[chosen], row_scores[chosen]))
         return answers
+
+    def places_of(self, items: Sequence[int | str]) -> NDArray[np.int64]:
+        """Where in the catalogue items are, by what the data call them; -1 for one that is not there."""
+        finding, catalogue, _ = self._ready()
+        feature = finding.item_feature
+        is_text = self.encoder.schema.column_of(feature).kind == "text"
+        keys = np.array([hash_text(str(item)) if is_text else int(item) for item in items], np.int64)
+        places = catalogue.places(torch.from_numpy(self.encoder.ids_of(feature, keys)))
+        return np.where((places >= 0) & (catalogue.keys[places] == keys), places, -1)
 
     @property
     def finds_items(self) -> bool:
@@ -160,6 +179,10 @@ class RecommendationPipeline:
             )
             _log.log(WARNING if more else INFO, words, options.top, options.index, found, more)
         return index
+
+    def scoring_encoder(self) -> Encoder:
+        """What encodes rows that are only scored, for which no group is needed."""
+        return Encoder(dataclasses.replace(self.encoder.schema, group=None), self.encoder.statistics)
 
     def user_encoder(self) -> tuple[Encoder, set[str]]:
         """What encodes rows of users, and the columns that it needs; all others are empty in such rows."""

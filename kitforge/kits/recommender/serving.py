@@ -6,6 +6,7 @@ that nothing is taken for what another training left there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from torch import nn
 
 from kitforge.core.checkpoint.layout import MANIFEST
 from kitforge.core.checkpoint.load import Checkpoint, load_tensors, open_checkpoint
+from kitforge.core.checkpoint.tables import StoredTable
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.data.shard import digest
 from kitforge.embedding_cache.serving.convert import convert
 from kitforge.embedding_cache.serving.table import ServedDtype, ServedTable
-from kitforge.foundation.errors import ConfigError, DependencyError
+from kitforge.foundation.errors import ConfigError, DependencyError, ModelError
 from kitforge.foundation.files import atomic_file, one_at_a_time
 from kitforge.foundation.log import logger
 from kitforge.kits.recommender.assembling import checkpoint_of, recorded_options
 from kitforge.kits.recommender.keeping import find_catalogue, find_features
+from kitforge.kits.recommender.lookups import LookupPlan
 from kitforge.kits.recommender.model import Recommender, ServedTables, plan_of
 from kitforge.models.catalog import recommender_of
 
@@ -33,18 +36,44 @@ _log = logger(__name__)
 def served(folder: Path, device: torch.device, level: CompileLevel) -> Recommender:
     """The recommender of a run or a step, over the rows as training left them."""
     checkpoint = checkpoint_of(folder)
-    options = recorded_options(checkpoint)
-    config, encoder = recommender_of(options.model), find_features(folder)
-    plan = plan_of(config, encoder)
-    tables: dict[str, nn.Module] = {
-        name: ServedTable(checkpoint.table(name), mode="sum" if table.kind == "wide" else options.tables.pooling)
-        for name, table in plan.tables.items()
-    }
-    model = Recommender(config, encoder, ServedTables(tables, plan.features), level)
+    encoder = find_features(folder)
+    config = recommender_of(recorded_options(checkpoint).model)
+    tables = _served_tables(checkpoint, plan_of(config, encoder), {}, 0)
+    model = Recommender(config, encoder, tables, level)
     load_tensors(dict(model.named_parameters()), checkpoint.model(), what="model")
     model.catalogue = find_catalogue(folder)
     model.origin = checkpoint.folder
     return model.to(device)
+
+
+def refreshed(model: Recommender, checkpoint: Checkpoint, num_newer: int, level: CompileLevel) -> Recommender:
+    """The recommender of a newer checkpoint of the same run; `model` stays as it is. Of the checkpoint's links the
+    first `num_newer` came after the step of `model`: where that is not all of them, only rows that changed are read.
+    Raises CheckpointError or ModelError where it is another network's."""
+    config = recommender_of(recorded_options(checkpoint).model)
+    if config != model.config:
+        raise ModelError("the newer checkpoint is of another network", got=config, expected=model.config)
+    assert isinstance(model.tables, ServedTables)
+    older = {name: table for name, table in model.tables.tables.items() if isinstance(table, ServedTable)}
+    tables = _served_tables(checkpoint, model.plan, older, num_newer)
+    newer = Recommender(config, model.encoder, tables, level)
+    load_tensors(dict(newer.named_parameters()), checkpoint.model(), what="model")
+    newer.catalogue = model.catalogue
+    return newer.to(next(model.parameters()).device)
+
+
+def _served_tables(
+    checkpoint: Checkpoint, plan: LookupPlan, older: Mapping[str, ServedTable], num_newer: int
+) -> ServedTables:
+    pooling = recorded_options(checkpoint).tables.pooling
+    links = checkpoint.links[:num_newer] or checkpoint.links
+    tables: dict[str, nn.Module] = {
+        name: ServedTable(
+            StoredTable(name, links), mode="sum" if table.kind == "wide" else pooling, older=older.get(name)
+        )
+        for name, table in plan.tables.items()
+    }
+    return ServedTables(tables, plan.features)
 
 
 def serve_as(model: Recommender, dtype: ServedDtype) -> None:

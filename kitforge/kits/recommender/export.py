@@ -1,0 +1,223 @@
+"""The network that scores, or that makes users' vectors, as a program of torch.export: ids in, probabilities out.
+
+Any program that has torch reads it, without this package: it is made of torch's own operations. Beside it lies a file
+of JSON, which says what each input holds and how values become ids.
+
+Legend: B rows, d numbers, N ids of a bag in all rows, L places of a sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.checkpoint.load import load_tensors
+from kitforge.core.kernels.dispatch import REFERENCE
+from kitforge.core.nn.lookup import Lookup
+from kitforge.embedding_cache.serving.table import ServedTable
+from kitforge.foundation.config import check, to_dict
+from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.foundation.files import atomic_file
+from kitforge.kits.recommender.batch import FeatureBatch
+from kitforge.kits.recommender.model import Recommender, ServedTables, sample_shape
+from kitforge.kits.recommender.schema import Schema
+from kitforge.models.sasrec.model import SASRec
+from kitforge.models.two_tower.model import TwoTower
+
+FORMAT_VERSION = 1
+
+
+@final
+class ScoringProgram(nn.Module):
+    """`inputs` of `program_inputs` -> probabilities [B], or of two towers vectors of users [B, dim]. The rows of each
+    table are a weight, as if each had been looked up."""
+
+    def __init__(self, model: Recommender, pooling: str, max_lengths: Mapping[str, int]) -> None:
+        super().__init__()
+        network = model.config.network(sample_shape(model.encoder), REFERENCE)
+        load_tensors(dict(network.named_parameters()), model.network.named_parameters(), what="network")
+        is_user = isinstance(network, TwoTower)
+        self.network = network.user if isinstance(network, TwoTower) else network
+        self._is_user = is_user
+        names = {*getattr(model.config, "user", ()), "user"}
+        self._lookups = [each for each in model.plan.lookups if not is_user or each.name in names]
+        self._plan = model.plan
+        self._pooling = pooling
+        self._max_lengths = dict(max_lengths)
+        self._bags = frozenset(model.encoder.schema.bags)
+        used = {self._plan.table_of(lookup, feature)[0] for lookup in self._lookups for feature in lookup.features}
+        assert isinstance(model.tables, ServedTables)
+        self._places = {name: f"table_{number}" for number, name in enumerate(sorted(used))}
+        for name, place in self._places.items():
+            self.register_buffer(place, _all_rows(model.tables.tables[name]))
+
+    @property
+    def features(self) -> list[str]:
+        """The features that have ids here."""
+        return list(dict.fromkeys(feature for lookup in self._lookups for feature in lookup.features))
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """See the class."""
+        vectors: dict[str, Tensor] = {}
+        for lookup in self._lookups:
+            if lookup.pooling == "sequence":
+                (feature,) = lookup.features
+                vectors[lookup.name] = self._rows(lookup, feature, inputs[f"sequences.{feature}.ids"])
+                vectors[f"{lookup.name}.lengths"] = inputs[f"sequences.{feature}.lengths"]
+                continue
+            parts = [self._pooled(lookup, feature, inputs) for feature in lookup.features]
+            stacked = torch.stack(parts, dim=1)
+            vectors[lookup.name] = stacked.sum(1) if lookup.pooling == "sum" else stacked
+        output: Tensor = self.network(inputs["dense"], vectors)
+        return output.float() if self._is_user else output.float().sigmoid()
+
+    def _rows(self, lookup: Lookup, feature: str, ids: Tensor) -> Tensor:
+        table, start = self._plan.table_of(lookup, feature)
+        return nn.functional.embedding(ids + start, getattr(self, self._places[table]))
+
+    def _pooled(self, lookup: Lookup, feature: str, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The vector of a feature for each row [B, dim]."""
+        if feature in self._bags:
+            rows = self._rows(lookup, feature, inputs[f"bags.{feature}.ids"])
+            lengths = inputs[f"bags.{feature}.lengths"]
+            # The row that the id at each place belongs to: as many bags have ended before it.
+            places = torch.arange(rows.shape[0], device=rows.device)
+            owners = torch.searchsorted(lengths.cumsum(0), places, right=True)
+            total = rows.new_zeros(lengths.shape[0], rows.shape[1]).index_add(0, owners, rows)
+            is_sum = lookup.kind == "wide" or self._pooling == "sum"
+            return total if is_sum else total / lengths.clamp(min=1).unsqueeze(1)
+        if feature in self._max_lengths:
+            rows, lengths = (
+                self._rows(lookup, feature, inputs[f"sequences.{feature}.ids"]),
+                inputs[f"sequences.{feature}.lengths"],
+            )
+            is_there = torch.arange(rows.shape[1], device=rows.device) < lengths.unsqueeze(1)
+            total = (rows * is_there.unsqueeze(2)).sum(1)
+            return total / lengths.clamp(min=1).unsqueeze(1)
+        return self._rows(lookup, feature, inputs[f"ids.{feature}"])
+
+
+def program_inputs(batch: FeatureBatch, features: list[str]) -> dict[str, Tensor]:
+    """What a program is called with for encoded rows: of the features that it uses."""
+    inputs = {"dense": batch.dense}
+    for name in features:
+        if name in batch.ids:
+            inputs[f"ids.{name}"] = batch.ids[name]
+        elif name in batch.bags:
+            inputs[f"bags.{name}.ids"] = batch.bags[name].ids
+            inputs[f"bags.{name}.lengths"] = batch.bags[name].offsets.diff()
+        else:
+            inputs[f"sequences.{name}.ids"] = batch.sequences[name].ids
+            inputs[f"sequences.{name}.lengths"] = batch.sequences[name].lengths
+    return inputs
+
+
+def export_program(model: Recommender, pooling: str, step: int, target: Path) -> None:
+    """Write the program to `target`, and how its inputs are encoded to the file of the same name and `.json`. Raises
+    ModelError for a network that cannot be exported, and ConfigError for a table without an end."""
+    check(target.suffix == ".pt2", "output", target, "a file .pt2")
+    if isinstance(model.network, SASRec):
+        raise ModelError("this family is not exported", got="sasrec", expected="a family that scores, or a two_tower")
+    schema = model.encoder.schema
+    lengths = {name: feature.max_length for name, feature in schema.sequences.items()}
+    program = ScoringProgram(model, pooling, lengths).eval().requires_grad_(False)
+    features = program.features
+    example = _example(model, features)
+    shapes = _dynamic_shapes(example)
+    with torch.no_grad():
+        exported = torch.export.export(program, (example,), dynamic_shapes=(shapes,))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(target) as file:
+        torch.export.save(exported, file)
+    with atomic_file(target.with_suffix(".json")) as file:
+        file.write(json.dumps(_description(model, program, example, step), indent=1, ensure_ascii=False).encode())
+
+
+def _all_rows(table: nn.Module) -> Tensor:
+    """Every row [n, dim] of a table; one that training never saw as it began."""
+    assert isinstance(table, ServedTable)
+    num_rows = table.options.num_embeddings
+    if num_rows is None:
+        raise ConfigError(
+            "a table of any 64-bit id has no end, so its rows cannot be weights of a program",
+            got=f"encoding: exact, table {table.options.name}",
+            expected="encoding hash or vocabulary",
+            fix="train with another encoding, or serve the run: kitforge serve checkpoint=RUN",
+        )
+    return table.vectors(torch.arange(num_rows))
+
+
+def _example(model: Recommender, features: list[str]) -> dict[str, Tensor]:
+    """Inputs of three rows, by which the program is traced: no size is 0 or 1, which would be taken as fixed."""
+    schema, rows = model.encoder.schema, 3
+    inputs = {"dense": torch.zeros(rows, model.encoder.num_dense)}
+    for name in features:
+        if name in schema.bags:
+            inputs[f"bags.{name}.ids"] = torch.zeros(5, dtype=torch.int64)
+            inputs[f"bags.{name}.lengths"] = torch.tensor([2, 0, 3])
+        elif name in schema.sequences:
+            length = schema.sequences[name].max_length
+            inputs[f"sequences.{name}.ids"] = torch.zeros(rows, length, dtype=torch.int64)
+            inputs[f"sequences.{name}.lengths"] = torch.tensor([0, 1, length])
+        else:
+            inputs[f"ids.{name}"] = torch.zeros(rows, dtype=torch.int64)
+    return inputs
+
+
+def _dynamic_shapes(inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+    batch = torch.export.Dim("batch", min=1)
+    shapes: dict[str, Any] = {}
+    for number, name in enumerate(inputs):
+        is_ragged = name.startswith("bags.") and name.endswith(".ids")
+        shapes[name] = {0: torch.export.Dim(f"values_{number}", min=0) if is_ragged else batch}
+    return shapes
+
+
+def _description(model: Recommender, program: ScoringProgram, example: Mapping[str, Tensor], step: int) -> Any:
+    statistics = model.encoder.statistics
+    return {
+        "format_version": FORMAT_VERSION,
+        "family": model.config.family,
+        "step": step,
+        "output": "user vectors [batch, dim]" if program._is_user else "probabilities [batch]",
+        "inputs": [_input(name, tensor, model.encoder.schema) for name, tensor in example.items()],
+        # What kitforge's own Encoder reads them by: features.json of the run.
+        "features": {"schema": to_dict(model.encoder.schema), "statistics": to_dict(statistics)},
+    }
+
+
+def _input(name: str, tensor: Tensor, schema: Schema) -> dict[str, Any]:
+    """What one input of the program holds."""
+    kind, _, feature = name.partition(".")
+    shape: list[Any] = ["batch", *tensor.shape[1:]]
+    found: dict[str, Any] = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
+    if kind == "dense":
+        return found | {"holds": [_number(each, schema) for each in sample_numbers(schema)]}
+    feature, _, part = (feature, "", "ids") if kind == "ids" else feature.rpartition(".")
+    if part == "lengths":
+        return found | {"feature": feature, "holds": "number of ids of each row"}
+    if kind == "bags":
+        found["shape"] = ["all ids of the batch"]
+    features: dict[str, Any] = {
+        **schema.bucketed, **schema.categorical, **schema.bags, **schema.sequences, **schema.crosses
+    }  # fmt: skip
+    return found | {"feature": feature, "holds": "ids", "encoding": to_dict(features[feature])}
+
+
+def sample_numbers(schema: Schema) -> list[str]:
+    """The numbers of the dense input in order."""
+    names = []
+    for name, feature in schema.numeric.items():
+        names += [name, f"{name} is missing"] if feature.indicator else [name]
+    return names
+
+
+def _number(name: str, schema: Schema) -> dict[str, Any]:
+    feature = schema.numeric.get(name)
+    return {"name": name} if feature is None else {"name": name, **dataclasses.asdict(feature)}

@@ -1,0 +1,1 @@
+"""A recommender over HTTP: scores of rows, items for users, and newer checkpoints while it answers."""

@@ -1,0 +1,172 @@
+"""The routes of a server of a recommender. FastAPI is imported when they are made."""
+
+# Annotations are evaluated where they stand here: FastAPI reads them, and its names exist in these functions only.
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kitforge.foundation.errors import KitforgeError
+from kitforge.inference.server.application import (
+    BODY,
+    REFUSALS,
+    documented,
+    new_application,
+    read_body,
+    unless_gone,
+)
+from kitforge.inference.server.refusal import RefusalError
+from kitforge.inference.server.request_body import wrong_value
+from kitforge.kits.recommender.batch import FeatureBatch
+from kitforge.kits.recommender.server.requests import RowReader, fields_of, whole_number
+from kitforge.kits.recommender.server.service import Query, RecommenderService, Reply
+
+PATHS = ("/", "/health", "/metrics", "/openapi.json", "/score", "/retrieve")
+_ROWS = ("rows", "columns")
+
+
+def new_app(service: RecommenderService) -> Any:
+    """The application that answers for a service. Raises DependencyError where FastAPI is not installed."""
+    app = new_application(service, PATHS)
+    _add_facts(app, service)
+    if service.row_reader is not None:
+        _add_score(app, service, service.row_reader)
+    if service.user_reader is not None:
+        _add_retrieve(app, service, service.user_reader)
+    return app
+
+
+def _add_facts(app: Any, service: RecommenderService) -> None:
+    from fastapi import FastAPI
+    from fastapi.responses import JSONResponse, PlainTextResponse
+
+    routes: FastAPI = app
+
+    @routes.head("/health", include_in_schema=False)
+    @routes.get("/health", responses=documented(503))
+    async def health() -> JSONResponse:
+        if service.worker.failure is not None:
+            raise RefusalError(503, "the engine has stopped; the server's log says why", code="engine_stopped")
+        return JSONResponse({"status": "ok", "model": service.name, "step": service.version.step})
+
+    @routes.get("/metrics", response_class=PlainTextResponse, responses=documented(401, 403))
+    async def metrics() -> PlainTextResponse:
+        text, kind = service.metrics.rendered()
+        return PlainTextResponse(text, headers={"Content-Type": kind})
+
+
+def _add_score(app: Any, service: RecommenderService, reader: RowReader) -> None:
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse
+
+    routes: FastAPI = app
+    scores = {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}}
+
+    @routes.post("/score", **_described(reader.schema(), "scores", scores))
+    async def score(request: Request) -> JSONResponse:
+        """The probability of a click for each row."""
+        batch: FeatureBatch = await read_body(request, service, lambda body: reader.read(fields_of(body, _ROWS)))
+        reply = await _answer(request, service, Query(batch=batch))
+        return JSONResponse({"model": service.name, "step": reply.step, "scores": reply.rows})
+
+
+def _add_retrieve(app: Any, service: RecommenderService, reader: RowReader) -> None:
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse
+
+    routes: FastAPI = app
+    most, default = service.limits.max_top_k, min(10, service.limits.max_top_k)
+    item = {"type": ["integer", "string"]}
+    excluded = {
+        "oneOf": [{"type": "array", "items": item}, {"type": "array", "items": {"type": "array", "items": item}}]
+    }
+    properties = {
+        **reader.schema(),
+        "k": {
+            "description": "Items for each row.",
+            "type": "integer",
+            "minimum": 1,
+            "maximum": most,
+            "default": default,
+        },
+        "exclude": {"description": "Items that are not given: for all rows, or a list for each row.", **excluded},
+    }
+    found = {"type": "object", "properties": {"item": item, "score": {"type": "number"}}}
+    items = {"type": "array", "items": {"type": "array", "items": found}}
+
+    def understood(body: bytes) -> Query:
+        fields = fields_of(body, (*_ROWS, "k", "exclude"))
+        k, batch = whole_number(fields, "k", default, most), reader.read(fields)
+        return Query(batch=batch, k=k, excluded=_excluded(fields.get("exclude"), service, len(batch)))
+
+    @routes.post("/retrieve", **_described(properties, "items", items))
+    async def retrieve(request: Request) -> JSONResponse:
+        """The k items that go best with each row, the best first."""
+        query: Query = await read_body(request, service, understood)
+        reply = await _answer(request, service, query)
+        return JSONResponse({"model": service.name, "step": reply.step, "items": reply.rows})
+
+
+async def _answer(request: Any, service: RecommenderService, query: Query) -> Reply:
+    """The reply. Raises RefusalError where the server is full or the model fails at this query."""
+    # From here on the number of requests is what is limited.
+    service.check_room()
+    request.scope[BODY].close()
+    service.metrics.num_live += 1
+    try:
+        return await unless_gone(request, service.batcher.submit(query, len(query.batch)))
+    except RefusalError as refusal:
+        if refusal.code == "client_left":
+            service.metrics.cancelled.inc()
+        raise
+    except KitforgeError as error:
+        if service.worker.failure is not None:
+            raise RefusalError(
+                503, "the engine has stopped; the server's log says why", code="engine_stopped"
+            ) from None
+        raise RefusalError(400, str(error), code="invalid_value") from None
+    finally:
+        service.metrics.num_live -= 1
+
+
+def _excluded(value: Any, service: RecommenderService, num_rows: int) -> NDArray[np.int64] | None:
+    """The places [B, E] of excluded items; those that are no items of the catalogue would never be given."""
+    if value is None or value == []:
+        return None
+    is_nested = isinstance(value, list) and all(isinstance(each, list) for each in value)
+    lists = value if is_nested else [value]
+    if is_nested and len(value) != num_rows:
+        raise wrong_value("exclude", value, f"a list of items for all rows, or a list for each of the {num_rows} rows")
+    most = service.limits.max_top_k
+    for each in lists:
+        is_list = isinstance(each, list) and all(type(item) in (int, str) for item in each)
+        if not is_list or len(each) > most or any(isinstance(item, int) and abs(item) >= 2**63 for item in each):
+            raise wrong_value("exclude", each, f"at most {most} items, whole numbers or texts as the data call them")
+    try:
+        places = [service.version.pipeline.places_of(each) for each in lists]
+    except ValueError:
+        raise wrong_value("exclude", value, "whole numbers, as the data call the items") from None
+    padded = np.full((len(places), max(map(len, places))), -1, np.int64)
+    for row, found in enumerate(places):
+        padded[row, : len(found)] = found
+    return padded if is_nested else np.repeat(padded, num_rows, axis=0)
+
+
+def _described(properties: dict[str, Any], answer: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """What the server's description of itself says of a route with rows."""
+    body = {
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+        "oneOf": [{"required": [name]} for name in _ROWS],
+    }
+    reply = {
+        "type": "object",
+        "required": ["model", "step", answer],
+        "properties": {"model": {"type": "string"}, "step": {"type": "integer"}, answer: schema},
+    }
+    content = {"application/json": {"schema": reply}}
+    responses = {200: {"description": "The answer.", "content": content}, **documented(*REFUSALS)}
+    request = {"required": True, "content": {"application/json": {"schema": body}}}
+    return {"responses": responses, "openapi_extra": {"requestBody": request}, "response_model": None}

@@ -1,0 +1,140 @@
+"""A run as a program of torch.export: probabilities of the pipeline, in a process that knows nothing of Kitforge."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kitforge.api import load_model, load_tokenizer, pipeline
+from kitforge.cli import main as cli
+from kitforge.data.tables.chunk import BadRows
+from kitforge.data.tables.column_cache import load_table
+from kitforge.data.tables.columns import NamedColumns
+from kitforge.data.tables.source import open_table
+from kitforge.data.token_cache import default_root
+from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.kits.recommender.build import open_pipeline, read_options
+from kitforge.kits.recommender.export import program_inputs
+from kitforge.trainer.run import train
+from tests.kits.recommender.runs import FAMILIES, ready, run
+
+PROGRAM = """
+import sys, torch
+program = torch.export.load(sys.argv[1]).module()
+torch.save([program(inputs) for inputs in torch.load(sys.argv[2])], sys.argv[3])
+assert not any(name.startswith("kitforge") for name in sys.modules)
+"""
+SCHEMA: dict[str, Any] = {
+    "label": {"name": "click"},
+    "numeric": {"price": {"indicator": True}},
+    "bucketed": {"age": {"edges": [20.0, 40.0]}},
+    "categorical": {"user": {"kind": "integer", "num_buckets": 50}, "item": {"kind": "text", "encoding": "vocabulary"}},
+    "bags": {"tags": {"kind": "text", "num_buckets": 40}},
+    "sequences": {"history": {"kind": "text", "encoding": "vocabulary", "table": "item", "max_length": 4}},
+    "crosses": {"user_age": {"of": ["user", "age"], "num_buckets": 30}},
+}
+SCHEMA["categorical"]["item"]["table"] = "item"
+
+
+def row(number: int) -> dict[str, Any]:
+    return {
+        "click": number % 3 % 2,
+        "price": None if number % 5 == 0 else number / 7,
+        "age": number % 60,
+        "user": number % 11,
+        "item": f"i{number % 7}",
+        "tags": [f"t{place}" for place in range(number % 4)],
+        "history": [f"i{place}" for place in range(number % 6)],
+    }
+
+
+# Ids that training never saw, and cells that are empty.
+STRANGE = [
+    {**row(3), "user": 10**12, "item": "new", "tags": ["new", "t1"], "history": ["new"] * 6},
+    {"click": None, "price": None, "age": None, "user": None, "item": None, "tags": None, "history": None},
+]
+
+
+def trained(folder: Path, family: str, **choices: Any) -> Path:
+    model = {name: value for name, value in FAMILIES[family].items() if name not in ("model.user", "model.item")}
+    given = {**model, **choices, "data.schema": SCHEMA, "trainer.max_steps": 3, "data.batch_size": 40}
+    assembly, _ = ready(folder, family, given, [row(number) for number in range(120)])
+    train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+    assembly.loop.model.tables.close()  # type: ignore[operator, union-attr]
+    return folder
+
+
+def batch_of(folder: Path, rows: list[dict[str, Any]]) -> Any:
+    encoder = load_tokenizer(folder)
+    layout = encoder.schema.layout(with_label=False)
+    table = load_table(open_table(rows), layout, default_root(), BadRows())
+    return encoder.encode(NamedColumns(table.rows(torch.arange(len(rows)).numpy()), layout))
+
+
+def exported(folder: Path, given: list[list[dict[str, Any]]], features: list[str], place: Path) -> list[torch.Tensor]:
+    """What the program gives for the rows, in a process of its own."""
+    assert cli.run(["export", f"checkpoint={folder}", "format=torch_export", f"output={place / 'model.pt2'}"]) == 0
+    torch.save([program_inputs(batch_of(folder, rows), features) for rows in given], place / "inputs.pt")
+    files = [str(place / name) for name in ("model.pt2", "inputs.pt", "outputs.pt")]
+    subprocess.run([sys.executable, "-c", PROGRAM, *files], check=True, cwd=place)
+    found: list[torch.Tensor] = torch.load(place / "outputs.pt")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "choices"),
+    [
+        ("wide_deep", {}),
+        ("wide_deep", {"tables.pooling": "mean"}),
+        ("deepfm", {}),
+        ("dcn_v2", {}),
+        ("dlrm", {}),
+        ("din", {}),
+    ],
+)
+def test_a_program_gives_the_probabilities_of_the_run(tmp_path: Path, family: str, choices: dict[str, Any]) -> None:
+    folder = trained(tmp_path / "run", family, **choices)
+    given = [[row(number) for number in range(9)] + STRANGE, [row(5)], [STRANGE[1]]]
+    names = [name for name in ("age", "user", "item", "tags", "history", "user_age")]
+    used = [name for name in names if name in str(load_model(folder, "cpu").plan.lookups)]
+    found = exported(folder, given, used, tmp_path)
+    score = pipeline("recommendation", model=folder)
+    for rows, scores in zip(given, found, strict=True):
+        assert scores.tolist() == pytest.approx([each["score"] for each in score(rows)], rel=2e-6)
+    described = json.loads((tmp_path / "model.json").read_text())
+    assert (described["family"], described["step"]) == (family, 3)
+    inputs = {each["name"]: each for each in described["inputs"]}
+    assert set(inputs) == set(program_inputs(batch_of(folder, given[0]), used))
+    assert [each["name"] for each in inputs["dense"]["holds"]] == ["price", "price is missing"]
+    assert inputs["bags.tags.ids"]["encoding"]["num_buckets"] == 40
+
+
+@pytest.mark.slow
+def test_the_tower_of_users_is_exported(tmp_path: Path) -> None:
+    folder = trained(
+        tmp_path / "run", "two_tower", **{"model.user": ["user", "tags", "history", "price"], "model.item": ["item"]}
+    )
+    given = [[row(number) for number in range(9)] + STRANGE]
+    (found,) = exported(folder, given, ["user", "tags", "history"], tmp_path)
+    opened = open_pipeline(load_model(folder, "cpu"), load_tokenizer(folder), read_options({}))
+    vectors, _ = opened.queries(batch_of(folder, given[0]))  # type: ignore[attr-defined]
+    assert found.numpy() == pytest.approx(vectors, abs=2e-6)
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "run", "sasrec", {"trainer.max_steps": 1})
+    words = ["export", f"checkpoint={tmp_path / 'run'}", "format=torch_export"]
+    with pytest.raises(ModelError, match="sasrec"):
+        cli.run([*words, f"output={tmp_path / 'model.pt2'}"])
+    with pytest.raises(ConfigError, match=r"a file \.pt2"):
+        cli.run([*words, f"output={tmp_path / 'model.onnx'}"])
+    with pytest.raises(ConfigError, match=r"output=model\.pt2"):
+        cli.run(words)
+    assert not list(tmp_path.glob("model*"))
