@@ -107,7 +107,7 @@ def finding_of(
     if isinstance(config, TwoTowerConfig):
         return Matching(config, plan, catalogue, options.retrieval, options.seed)
     feature = config.items(sample_shape(encoder))
-    return NextItem(feature, plan, catalogue, options.retrieval, options.seed)
+    return NextItem(feature, config.max_length, plan, catalogue, options.retrieval, options.seed)
 
 
 def with_items(dataset: Dataset, config: RecommenderConfig, root: Path) -> Dataset:

@@ -69,6 +69,10 @@ OPTIONS = RecommendationOptions
 ROLES: tuple[str, ...] = ()
 
 
+# Events of a user that a sasrec is trained on where no schema says how many, the newest ones: in windows of max_length.
+LONGEST = 1000
+
+
 Inputs: TypeAlias = RunInputs[Encoder]
 Assembly: TypeAlias = RunAssembly[RecommendationOptions, Encoder]
 
@@ -331,7 +335,7 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
         # Every item is to be found, however rare and however many there are.
         guessed = schema_of(train, data, wants_sequences=isinstance(config, SASRecConfig))
         if isinstance(config, SASRecConfig) and guessed.events is not None:
-            guessed = with_length(guessed, config.max_length + HELD_OUT)
+            guessed = with_length(guessed, max(LONGEST, config.max_length + HELD_OUT))
         items = config.item[:1] if isinstance(config, TwoTowerConfig) else tuple(guessed.sequences)
         data = dataclasses.replace(data, schema=to_dict(with_own_items(with_rare_values(guessed), items)))
     with show_progress("rows read", enabled=options.trainer.progress) as progress:

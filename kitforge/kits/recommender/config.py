@@ -27,8 +27,10 @@ WIDE_RATE = 0.1
 # Passes over as many training rows as that, or fewer, where nobody says how long; of more rows, one. Few rows are
 # learned in several passes at a low rate; many are learned in one, and a second makes vectors of rare ids fit noise.
 PASSES = ((200_000, 4.0), (1_000_000, 2.0))
-# Passes over sequences, of which each pass sees all items with other negatives.
-SEQUENCE_PASSES = 10.0
+# Passes over as many sequences or fewer, each of which sees all items with other negatives, and the least of a batch: a
+# sequence is as many samples as it has items.
+SEQUENCE_PASSES = ((10_000, 50.0), (math.inf, 10.0))
+SMALLEST_SEQUENCE_BATCH = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class DataOptions:
     delimiter: str | None = None
     missing_values: tuple[str, ...] = ()  # texts that stand for no value, besides an empty cell
     negatives: NegativeOptions = field(default_factory=NegativeOptions)
-    batch_size: int | None = None  # samples of a step; None: a 256th of the rows, from 64 to 4096
+    batch_size: int | None = None  # samples of a step; None: a 256th of the rows, from 64 (sequences: 16) to 4096
     validation: float = 0.05  # share of the training rows kept for evaluation where data.eval is not given
     split: SplitRule = "random"  # which rows those are: random, the last ones, all rows of some groups, the newest ones
     # Of split=time: a column of numbers, dates or ISO 8601 texts; None: the time of data.schema.events.
@@ -264,10 +266,11 @@ def sized(options: RecommendationOptions, num_rows: int | None, family: str) -> 
     weights move. None: nobody knows how many will come."""
     size, trainer, wide = options.data.step_size, options.trainer, options.tables.wide
     if options.data.batch_size is None and num_rows is not None:
-        size = min(max(2 ** (num_rows // WANTED_STEPS).bit_length() // 2, SMALLEST_BATCH), LARGEST_BATCH)
+        smallest = SMALLEST_SEQUENCE_BATCH if family == "sasrec" else SMALLEST_BATCH
+        size = min(max(2 ** (num_rows // WANTED_STEPS).bit_length() // 2, smallest), LARGEST_BATCH)
     if num_rows is not None and trainer.max_steps == trainer.epochs is None:
-        passes = next((passes for most, passes in PASSES if num_rows <= most), 1.0)
-        trainer = replace(trainer, epochs=SEQUENCE_PASSES if family == "sasrec" else passes)
+        known = SEQUENCE_PASSES if family == "sasrec" else PASSES
+        trainer = replace(trainer, epochs=next((passes for most, passes in known if num_rows <= most), 1.0))
     if wide.learning_rate is None:
         rate = WIDE_RATE if num_rows is None else min(0.00035 * num_rows**0.5, 0.3)
         wide = replace(wide, learning_rate=rate)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from kitforge.core.nn.context import DropoutKey
 from kitforge.core.parallel.world import World
+from kitforge.data.scramble import scramble
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch, Sequence
@@ -30,15 +31,20 @@ from kitforge.kits.recommender.samples import Samples
 from kitforge.models.sasrec.model import SASRec
 
 LOOKUP = "items"
+# The numbers of samples fill the bits below that of a window, so that each has dropout of its own.
+_WINDOW_BITS = 40
 # The last item of every sequence is never trained on: evaluation asks for it.
 HELD_OUT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """The sequences of a rank's share of a step, and the items that all of the step are told apart from."""
+    """The sequences of a rank's share of a step, cut into windows that the network can read, and the items that all of
+    the step are told apart from. Sample i has the windows starts[i] .. starts[i + 1] - 1."""
 
-    sequences: Sequence
+    windows: Sequence
+    starts: Tensor  # int64 [B + 1]
+    places: Tensor  # int64 [windows]: which of its sample's windows each is
     negatives: Tensor  # int64 [K]
 
 
@@ -47,9 +53,10 @@ class NextItem(Finding[Draw]):
     """Softmax over the next item and K that are drawn, which stand for all others (Jean et al., 2015)."""
 
     def __init__(
-        self, feature: str, plan: LookupPlan, catalogue: Catalogue, retrieval: RetrievalOptions, seed: int
+        self, feature: str, window: int, plan: LookupPlan, catalogue: Catalogue, retrieval: RetrievalOptions, seed: int
     ) -> None:
         self._feature = self.item_feature = feature
+        self._window = window
         self.user_features = self.histories = (feature,)
         self._plan = plan
         self._catalogue = catalogue
@@ -64,14 +71,24 @@ class NextItem(Finding[Draw]):
         generator = seeds.generator(self._seed, "negatives", step)
         drawn = torch.randint(len(self._catalogue), (self._num_negatives,), generator=generator).numpy()
         sequences = rows.batch(indices[own]).sequences[self._feature]
-        return Draw(sequences=sequences, negatives=torch.from_numpy(self._catalogue.ids[drawn]))
+        # Other cuts at each step, so that no item has always the shortest history.
+        numbers = np.arange(own.start, own.start + len(sequences.lengths)).astype(np.uint64)
+        cuts = scramble(numbers, seeds.key(self._seed, "windows", step)) % np.uint64(self._window)
+        windows, owners = cut(sequences, self._window, cuts.astype(np.int64))
+        starts = torch.searchsorted(owners, torch.arange(len(sequences.lengths) + 1))
+        places = torch.arange(len(owners)) - starts[owners]
+        negatives = torch.from_numpy(self._catalogue.ids[drawn])
+        return Draw(windows=windows, starts=starts, places=places, negatives=negatives)
 
     def part(self, batch: Draw, start: int, stop: int) -> Mapping[str, Any]:
         """See `Objective`."""
-        ids = batch.sequences.ids[start:stop]
-        lengths = (batch.sequences.lengths[start:stop] - HELD_OUT).clamp(min=0)
+        starts = batch.starts[start : stop + 1]
+        first, last = int(starts[0]), int(starts[-1])
+        ids, lengths = batch.windows.ids[first:last], batch.windows.lengths[first:last]
         items, negatives = self._request(ids, lengths), self._ids_request(batch.negatives)
         return {
+            "owners": torch.repeat_interleave(torch.arange(stop - start), starts.diff()),
+            "places": batch.places[first:last],
             "items": items,
             "negatives": negatives,
             "calls": [items, negatives],
@@ -84,8 +101,8 @@ class NextItem(Finding[Draw]):
         """See `Objective`."""
         noise = None
         if model.training:
-            samples = tuple(micro_batch["samples"].tolist())
-            noise = DropoutKey(seed=self._seed, step=micro_batch["step"], samples=samples)
+            samples = micro_batch["samples"][micro_batch["owners"]] + (micro_batch["places"] << _WINDOW_BITS)
+            noise = DropoutKey(seed=self._seed, step=micro_batch["step"], samples=tuple(samples.tolist()))
         return {"loss": model(lambda: self._loss(model, micro_batch, noise))}
 
     def count(self, micro_batch: MicroBatch) -> int:
@@ -123,20 +140,20 @@ class NextItem(Finding[Draw]):
         return over_ranks(metrics, total, world) | beside
 
     def states(self, model: Recommender, ids: Tensor, lengths: Tensor) -> Tensor:
-        """What stands at the end of histories ids [B, L] of these lengths [B], to be compared with items: [B, dim]."""
+        """What stands at the end of histories ids [B, L] of these lengths [B], to be compared with items: [B, dim]. Of
+        longer histories than the network reads, the last items count."""
         network = network_of(model)
-        vectors = padded(self._rows(model, self._request(ids, lengths)), lengths, ids.shape[1])
+        width = min(self._window, ids.shape[1])
+        starts = (lengths - self._window).clamp(min=0).unsqueeze(1)
+        ids = ids.gather(1, (starts + torch.arange(width)).clamp(max=max(ids.shape[1] - 1, 0)))
+        lengths = lengths.clamp(max=width)
+        vectors = padded(self._rows(model, self._request(ids, lengths)), lengths, width)
         return network.last(network(vectors, lengths), lengths.clamp(min=1))
 
     def user_vectors(self, model: Recommender, batch: FeatureBatch) -> Tensor:
         """See `Finding`; nothing of a history is held out."""
         sequence = batch.sequences[self._feature]
-        longest = network_of(model).config.max_length
-        # Of a longer history the last items count.
-        starts = (sequence.lengths - longest).clamp(min=0).unsqueeze(1)
-        width = min(longest, sequence.ids.shape[1])
-        ids = sequence.ids.gather(1, (starts + torch.arange(width)).clamp(max=sequence.ids.shape[1] - 1))
-        return self.states(model, ids, sequence.lengths.clamp(max=width))
+        return self.states(model, sequence.ids, sequence.lengths)
 
     def item_vectors(self, model: Recommender) -> Tensor:
         """See `Finding`."""
@@ -173,6 +190,28 @@ class NextItem(Finding[Draw]):
 
     def _ids_request(self, ids: Tensor) -> dict[str, Any]:
         return self._plan.request_of(LOOKUP, self._feature, ids)
+
+
+def cut(sequences: Sequence, window: int, cuts: NDArray[np.int64]) -> tuple[Sequence, Tensor]:
+    """Windows of sequences [B, L] without the items that are held out, and whose each is. A window has at most
+    `window` + 1 items and begins with the last one of the window before it, so that each item but the first of a
+    sequence is asked for once. Sequences of more items are cut first behind so many (`cuts` [B], below `window`)."""
+    num_items = (sequences.lengths.numpy() - HELD_OUT).clip(min=0)
+    asked = (num_items - 1).clip(min=0)
+    cuts = np.where(asked > window, cuts, 0)
+    has_cut = cuts > 0
+    num_windows = np.maximum(-(-(asked - cuts) // window), 1) + np.where(has_cut, 1, 0)
+    owners = np.repeat(np.arange(len(num_items)), num_windows)
+    places = np.arange(len(owners)) - np.repeat(np.cumsum(num_windows) - num_windows, num_windows)
+    # Where a window ends if the sequence does not end before.
+    ends = np.where(has_cut[owners], cuts[owners] + places * window, (places + 1) * window)
+    begins = np.where(places > 0, ends - window, 0)
+    lengths = np.minimum(np.minimum(ends, asked[owners]) + 1 - begins, num_items[owners])
+    width = min(window + 1, sequences.ids.shape[1])
+    chosen = begins[:, None] + np.arange(width)
+    is_there = np.arange(width) < lengths[:, None]
+    ids = sequences.ids.numpy()[owners[:, None], np.where(is_there, chosen, 0)] * is_there
+    return Sequence(ids=torch.from_numpy(ids), lengths=torch.from_numpy(lengths)), torch.from_numpy(owners)
 
 
 def _block_scores(states: Tensor, items: Tensor, block: slice) -> Tensor:

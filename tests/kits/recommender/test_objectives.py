@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 from torch.nn import functional
 
 from kitforge.core.parallel.world import World
+from kitforge.kits.recommender.batch import Sequence
 from kitforge.kits.recommender.catalogue import catalogue_of
 from kitforge.kits.recommender.matching import side_vectors
 from kitforge.kits.recommender.model import inputs_of
-from kitforge.kits.recommender.next_item import Draw, network_of
-from tests.kits.recommender.runs import ready
+from kitforge.kits.recommender.next_item import cut, network_of
+from tests.kits.recommender.runs import numbers, ready, run, same
 
 WORDS = {"kind": "integer", "encoding": "vocabulary"}
 CLICKS: dict[str, Any] = {
@@ -43,7 +45,8 @@ def sequences(tmp_path: Path) -> tuple[Any, Any, Any]:
 def next_loss(model: Any, objective: Any, rows: Any, negatives: torch.Tensor) -> tuple[float, float]:
     """The loss of the kit with these negatives; that of a softmax over all items, whose last item is held out."""
     sequence = rows.batch(np.arange(40)).sequences["items"]
-    part = {**objective.part(Draw(sequences=sequence, negatives=negatives), 0, 40), "step": 3}
+    drawn = dataclasses.replace(objective.read(rows, np.arange(40), slice(0, 40), 3), negatives=negatives)
+    part = {**objective.part(drawn, 0, 40), "step": 3}
     items = objective.item_vectors(model)
     place_of = {int(item): place for place, item in enumerate(objective._catalogue.ids)}
     expected = 0.0
@@ -74,7 +77,10 @@ def test_with_all_items_the_loss_of_sasrec_is_the_full_softmax(sequences: tuple[
     sequence = rows.batch(np.arange(40)).sequences["items"]
     row = int((sequence.lengths >= 3).nonzero()[0])
     one = type(sequence)(ids=sequence.ids[row : row + 1, :3], lengths=torch.tensor([3]))
-    part = objective.part(Draw(sequences=one, negatives=torch.from_numpy(objective._catalogue.ids)), 0, 1)
+    windows, _ = cut(one, 12, np.zeros(1, np.int64))
+    drawn = dataclasses.replace(objective.read(rows, np.arange(1), slice(0, 1), 0), windows=windows)
+    drawn = dataclasses.replace(drawn, negatives=torch.from_numpy(objective._catalogue.ids))
+    part = objective.part(drawn, 0, 1)
     places = objective._catalogue.places(one.ids[0])
     state = network_of(model)(items[places[:1]].unsqueeze(0), torch.tensor([1]))[0, -1:]
     full = functional.cross_entropy(state @ items.t(), torch.tensor([places[1]]))
@@ -150,3 +156,44 @@ def test_rows_without_a_click_look_for_nothing(tmp_path: Path) -> None:
             wanted = int(objective._catalogue.places(rows.batch(np.array([place])).ids["item"])[0])
             hits.append(int((scores[place] >= scores[place, wanted]).sum() == 1))
     assert found["hr@1"] == pytest.approx(np.mean(hits))
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 30])
+def test_windows_ask_for_each_item_but_the_first_once_after_those_before_it(window: int) -> None:
+    lengths = torch.arange(18)
+    ids = 100 * lengths.unsqueeze(1) + torch.arange(17)
+    cuts = np.random.default_rng(0).integers(0, window, 18)
+    windows, owners = cut(Sequence(ids=ids, lengths=lengths), window, cuts)
+    asked: dict[int, list[int]] = {row: [] for row in range(18)}
+    for found, length, owner in zip(windows.ids.tolist(), windows.lengths.tolist(), owners.tolist(), strict=True):
+        assert found[length:] == [0] * (len(found) - length)
+        assert length <= window + 1
+        assert found[:length] == list(range(found[0], found[0] + length)) if length else True
+        asked[owner] += found[1:length]
+    for row, items in asked.items():
+        # The last item is held out.
+        assert items == list(range(100 * row + 1, 100 * row + max(row - 1, 0)))
+    assert torch.bincount(owners, minlength=18)[: window + 3].tolist() == [1] * min(window + 3, 18)
+
+
+def test_histories_longer_than_the_network_reads_are_trained_on_whole(tmp_path: Path) -> None:
+    rows = [{"items": [(start + place) % 30 for place in range(9)]} for start in range(40)]
+    _, objective, train = loaded(tmp_path, "sasrec", {"model.max_length": 3}, rows)
+    first, second = (objective.read(train, np.arange(40), slice(0, 40), step) for step in (0, 1))
+    assert objective.count({"lengths": first.windows.lengths}) == 40 * 7
+    assert not torch.equal(first.windows.ids, second.windows.ids)
+    own = objective.read(train, np.arange(40), slice(10, 20), 0)
+    assert torch.equal(own.windows.ids, first.windows.ids[first.starts[10] : first.starts[20]])
+
+
+@pytest.mark.slow
+def test_windows_are_the_same_on_resume_and_in_micro_batches(tmp_path: Path) -> None:
+    choices = {"model.max_length": 3, "trainer.checkpoint_every": 2, "data.batch_size": 16, "model.dropout": 0.3}
+    whole, one = run(tmp_path / "whole", "sasrec", choices)
+    start, _ = run(tmp_path / "parts", "sasrec", choices, stop_at=3)
+    rest, two = run(tmp_path / "parts", "sasrec", {**choices, "resume": "auto"})
+    assert numbers(start, "loss") + numbers(rest, "loss") == numbers(whole, "loss")
+    assert same(one, two)
+    parts, _ = run(tmp_path / "micro", "sasrec", {**choices, "trainer.micro_batch_size": 5})
+    assert numbers(parts, "loss") == pytest.approx(numbers(whole, "loss"), abs=2e-6)
+    assert numbers(parts, "eval/hr@10") == numbers(whole, "eval/hr@10")

@@ -168,6 +168,8 @@ def test_what_is_not_said_is_left_to_the_number_of_rows(
 
 def test_sequences_are_passed_over_more_often() -> None:
     assert sized(read_options({}), 10**7, "sasrec").trainer.epochs == 10
+    few = sized(read_options({}), 943, "sasrec")
+    assert (few.trainer.epochs, few.data.batch_size) == (50, 16)
 
 
 def test_what_is_said_stays() -> None:
