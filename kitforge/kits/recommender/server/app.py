@@ -32,9 +32,25 @@ def new_app(service: RecommenderService) -> Any:
     _add_facts(app, service)
     if service.row_reader is not None:
         _add_score(app, service, service.row_reader)
+    else:
+        _add_refusal(app, "/score", "a sasrec scores no rows; ask for items: POST /retrieve")
     if service.user_reader is not None:
         _add_retrieve(app, service, service.user_reader)
+    else:
+        _add_refusal(app, "/retrieve", "this run scores rows and finds no items; send them to POST /score")
     return app
+
+
+def _add_refusal(app: Any, path: str, words: str) -> None:
+    """A route that this family does not have."""
+
+    from fastapi import FastAPI
+
+    routes: FastAPI = app
+
+    @routes.post(path, include_in_schema=False)
+    async def refuse() -> None:
+        raise RefusalError(404, words, code="wrong_route")
 
 
 def _add_facts(app: Any, service: RecommenderService) -> None:

@@ -76,15 +76,25 @@ class Refresher:
     def look(self) -> None:
         """Take over the newest good checkpoint, if it is newer than what answers. One that is not good is logged, once
         for each state of its files, and what answers stays."""
-        served = self._service.version
+        served, result = self._service.version, None
         for step in reversed(steps(self._root)):
             folder = step_folder(self._root, step)
-            if step < served.step or self._skipped.get(folder) == (state := _state(folder)):
+            if (
+                step < served.step
+                or result not in (None, step)
+                or self._skipped.get(folder) == (state := _state(folder))
+            ):
                 continue
             try:
                 if sha256(folder / MANIFEST) == served.mark:
                     return
-                newer = self._opened(folder, served)
+                links = open_checkpoint(folder, verify=False)
+                # Of a run that stopped early the best step counts, not the last.
+                best = links.state["training"]["result_step"]
+                if result is None and best not in (None, step):
+                    result = best
+                    continue
+                newer = self._opened(links, served)
             except (KitforgeError, OSError) as error:
                 self._skipped[folder] = state
                 self._service.metrics.refresh_failures.inc()
@@ -93,15 +103,12 @@ class Refresher:
             self._service.take_over(newer)
             return
 
-    def _opened(self, folder: Path, served: Version) -> Version:
-        links = open_checkpoint(folder, verify=False)
+    def _opened(self, links: Checkpoint, served: Version) -> Version:
+        folder = links.folder
         marks = marks_of(links)
         # What is served was verified when it was opened.
         verified = [path for path, mark in marks.items() if served.marks.get(path) == mark]
         checkpoint = open_checkpoint(folder, parts=("model",), verified=verified)
-        result = checkpoint.state["training"]["result_step"]
-        if result not in (None, checkpoint.step):
-            raise CheckpointError(f"the result of the run is step {result}, which is older", got=f"step {links.step}")
         model = served.pipeline.model
         if find_features(folder).fingerprint != served.pipeline.encoder.fingerprint:
             raise CheckpointError("the features of the run are others now", fix="start the server again")

@@ -155,7 +155,10 @@ def test_a_wrong_body_is_refused_with_what_to_do(url: str) -> None:
         status, message = refused(url, "score", body)
         assert status == 400
         assert words in message
-    assert httpx.post(f"{url}/retrieve", json={"rows": [row]}, timeout=60).status_code == 404
+    assert refused(url, "retrieve", {"rows": [row]}) == (
+        404,
+        "this run scores rows and finds no items; send them to POST /score",
+    )
     assert httpx.get(f"{url}/score", timeout=60).status_code == 405
 
 
@@ -186,7 +189,7 @@ def test_a_history_is_continued(runs: dict[str, Path]) -> None:
         best = pipeline("recommendation", model=runs["sasrec"]).retrieve({"items": [3, 4, 5]}, k=4)
         (found,) = ask(url, "retrieve", rows=[{"items": [3, 4, 5]}], k=4)["items"]
         assert [each["item"] for each in found] == [each["item"] for each in best]
-        assert httpx.post(f"{url}/score", json={}, timeout=60).status_code == 404
+        assert refused(url, "score", {}) == (404, "a sasrec scores no rows; ask for items: POST /retrieve")
 
 
 def test_the_description_holds_the_columns_of_the_run(url: str, towers: str) -> None:
