@@ -23,6 +23,7 @@ HARMLESS = (
     "prompt",
     "tasks",
     "port",
+    "format",
     "serve.",
     "dtype",
     "compile_level",
