@@ -11,6 +11,7 @@ from pathlib import Path
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import write_text
 from kitforge.report.charts import groups
+from kitforge.report.completions import completions
 from kitforge.report.curves import NUM_DASHES, NUM_TONES, draw
 from kitforge.report.metrics import RunRecord, read_run
 from kitforge.report.panels import Panel, comparison, configuration, events, numbers, problems, tiles
@@ -33,8 +34,8 @@ def write_report(folders: Sequence[Path], target: Path | None = None) -> Path:
     if target is None:
         target = folders[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     try:
-        about_tables = tables(runs, run_labels(runs))
-        write_text(target, render(runs, [] if about_tables is None else [about_tables]))
+        further = (show(runs, run_labels(runs)) for show in (tables, completions))
+        write_text(target, render(runs, [panel for panel in further if panel is not None]))
     except OSError as error:
         raise DataError(f"the report cannot be written to {str(target)!r}", got=error.strerror) from error
     return target

@@ -47,7 +47,7 @@ def comparison(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel:
     for name in dict.fromkeys(name for column in columns for name in column):
         figures = [column.get(name) for column in columns]
         rows.append((escape(name), [_cell(figure, _is_best(figure, figures)) for figure in figures]))
-    return Panel("Final numbers", _table("", [escape(label) for label in labels], rows))
+    return Panel("Final numbers", html_table("", [escape(label) for label in labels], rows))
 
 
 def numbers(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
@@ -61,7 +61,7 @@ def numbers(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
                 kept = (points[0], points[-1], min(points, key=_value), max(points, key=_value))
                 cells = [f"{number(value)} <small>at {step:,}</small>" for step, value in kept]
                 rows.append((f"{escape(prefix)}<code>{escape(name)}</code>", cells))
-    table = _table("Metric", ["First", "Last", "Lowest", "Highest"], rows)
+    table = html_table("Metric", ["First", "Last", "Lowest", "Highest"], rows)
     return f"<details><summary>The curves as a table</summary>{table}</details>"
 
 
@@ -89,7 +89,7 @@ def configuration(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel | N
     differing, num_equal = differences(texts)
     rows = [(f"<code>{escape(name)}</code>", [_option(value) for value in row]) for name, row in differing.items()]
     note = f'<p class="note">{num_equal:,} other options are the same.</p>'
-    table = _table("Option", [escape(label) for label in labels], rows) if rows else ""
+    table = html_table("Option", [escape(label) for label in labels], rows) if rows else ""
     return Panel("Differences of configuration", table + note)
 
 
@@ -129,7 +129,7 @@ def _option(value: str | None) -> str:
     return "\N{EM DASH}" if value is None else escape(value)
 
 
-def _table(corner: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
+def html_table(corner: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
     """A table of HTML cells that scrolls within itself where the screen is narrow."""
     head = "".join(f'<th scope="col">{column}</th>' for column in columns)
     body = "".join(

@@ -151,6 +151,10 @@ class Loop:
         record = {"kind": "event", "step": self.state.cursor.step, "event": event, "message": message}
         self._emit("note", record)
 
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Hand a table of texts and numbers to whatever tracks the run."""
+        self._emit("table", {"name": name, "columns": list(columns), "rows": [list(row) for row in rows]})
+
     def checkpoint_state(self) -> dict[str, Any]:
         """The whole of state.json."""
         return {

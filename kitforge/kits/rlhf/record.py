@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -16,12 +16,14 @@ from kitforge.kits.rlhf.rollouts import Trajectory
 from kitforge.trainer.callbacks.callback import Callback, Event, Run
 
 FOLDER = "rollouts"
+MOST_SHOWN = 16  # answers of a round in a tracker's table
 
 
 @final
 class KeptRounds(Callback):
     """Writes rollouts/round_N.jsonl once a round has had its first update, and keeps the latest `most` of them, and as
-    many behind each checkpoint that is kept, from which they are replayed."""
+    many behind each checkpoint that is kept, from which they are replayed. Its first answers go to what tracks the
+    run, as a table."""
 
     def __init__(self, task: RLTask, tokenizer: Tokenizer, most: int, updates_per_round: int) -> None:
         self._task = task
@@ -33,12 +35,15 @@ class KeptRounds(Callback):
     def on_event(self, event: Event, run: Run) -> None:
         """After a step."""
         found = self._task.collected
-        if event.kind != "step" or run.folder is None or run.world.rank > 0 or self._most == 0 or found is None:
+        if event.kind != "step" or run.folder is None or run.world.rank > 0 or found is None:
             return
         number, answers = found
         if number == self._written:
             return
         self._written = number
+        self._show(answers, run)
+        if self._most == 0:
+            return
         lines = zip(answers, self._task.outcomes, strict=True)
         text = "".join(json.dumps(self._line(*each), ensure_ascii=False) + "\n" for each in lines)
         write_text(round_file(run.folder, number), text)
@@ -46,6 +51,25 @@ class KeptRounds(Callback):
         for kept in kept_rounds(run.folder):
             if kept <= number - self._most and not any(each <= kept < each + self._most for each in first):
                 round_file(run.folder, kept).unlink()
+
+    def _show(self, answers: Sequence[Trajectory], run: Run) -> None:
+        """The first answers as a table, for whatever tracks the run."""
+        shown = list(zip(answers[:MOST_SHOWN], self._task.outcomes, strict=False))
+        named = list(dict.fromkeys(name for each, _ in shown for name in each.rewards))
+        others = list(shown[0][1])
+        rows = [
+            [
+                self._tokenizer.decode(each.answer.prompt),
+                self._tokenizer.decode(each.answer.spoken),
+                each.reward,
+                *(each.rewards.get(name) for name in named),
+                *(outcome[name] for name in others),
+            ]
+            for each, outcome in shown
+        ]
+        run.log_table(
+            "completions", ["prompt", "completion", "reward", *(f"rewards/{n}" for n in named), *others], rows
+        )
 
     def _line(self, trajectory: Trajectory, outcome: Mapping[str, float | None]) -> dict[str, Any]:
         """What people look for comes first."""

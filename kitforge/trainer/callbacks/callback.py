@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -13,7 +14,7 @@ from kitforge.core.parallel.world import World
 from kitforge.trainer.options import TrainerOptions
 from kitforge.trainer.state import TrainingState
 
-EventKind = Literal["start", "step", "log", "evaluate", "checkpoint", "rollback", "note", "end"]
+EventKind = Literal["start", "step", "log", "evaluate", "checkpoint", "rollback", "note", "table", "end"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class Event:
 
     start: before the first step. step: after every step. log, evaluate: `record` is a line of metrics.jsonl.
     checkpoint: one is due now. rollback: the newest one is about to be read, so it must be on the disk.
+    table: `record` has `name`, `columns` and `rows` for people to read, which no file of the run needs.
     note: `record` has `event` and `message` (skip, resume, rollback, interrupt, ...). end: after the last step, also
     after an interruption or a failure; `is_clean` is False after a failure, when no other rank is there any more to
     exchange anything with, and what a callback holds of this process is to be let go.
@@ -50,6 +52,10 @@ class Run(Protocol):
 
     def note(self, event: str, message: str) -> None:
         """Tell all callbacks that something happened."""
+        ...
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Hand a table of texts and numbers to whatever tracks the run."""
         ...
 
     def checkpoint_state(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class MetricsFile(Callback):
         if event.kind == "start":
             is_fresh = run.state.cursor.step == 0 and run.state.evaluated is None
             _truncate(self.path, -1 if is_fresh else run.state.cursor.step)
-        if event.record:
+        if event.record and event.kind != "table":
             self.path.parent.mkdir(parents=True, exist_ok=True)
             line = json.dumps({name: _finite(value) for name, value in event.record.items()})
             with open(self.path, "a", encoding="utf-8") as file:

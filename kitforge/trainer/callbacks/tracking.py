@@ -29,5 +29,8 @@ class Tracking(Callback):
         elif event.kind in ("log", "evaluate"):
             values = {name: value for name, value in event.record.items() if isinstance(value, (int, float))}
             self._wandb.log(values, step=run.state.cursor.step)
+        elif event.kind == "table":
+            table = self._wandb.Table(columns=event.record["columns"], data=event.record["rows"])
+            self._wandb.log({event.record["name"]: table}, step=run.state.cursor.step)
         elif event.kind == "end":
             self._wandb.finish()

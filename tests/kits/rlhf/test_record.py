@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import sys
+import types
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast, final
 
 import pytest
 from rich.console import Console
@@ -24,11 +27,45 @@ def test_the_progress_of_a_policy_is_its_reward_its_distance_and_its_length(
 ) -> None:
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=200, color_system=None)
     monkeypatch.setattr(progress, "console", console)
+    # What is imported while a bar is shown may keep hold of the stream that the bar puts in place of stdout.
+    plain = partial(progress.Progress, redirect_stdout=False, redirect_stderr=False)
+    monkeypatch.setattr(progress, "Progress", plain)
     runs.finish(runs.begin("ppo", tmp_path, {"trainer.max_steps": 1, "trainer.progress": True}))
     line = tiny.records(tmp_path, "train")[0]
     text = cast(io.StringIO, console.file).getvalue()
     assert f"reward {line['reward']:.4f}  kl {line['kl']:.4f}  length {line['length']:.4f}  lr " in text
     assert "loss" not in text
+
+
+@final
+class FakeTable:
+    def __init__(self, columns: list[str], data: list[list[Any]]) -> None:
+        self.columns, self.data = columns, data
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_the_answers_of_a_round_are_a_table_in_the_tracker(
+    kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[tuple[int, dict[str, Any]]] = []
+    fake: Any = types.ModuleType("wandb")
+    fake.init = fake.finish = lambda **_: None
+    fake.log = lambda values, step: logged.append((step, values))
+    fake.Table = FakeTable
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    choices = {"trainer.max_steps": 2, "rl.epochs": 2, "rollout.kept_rounds": kept, "trainer.wandb": "project"}
+    roles = {"reward": {"letters": runs.letters, "exact": (2.0, "exact")}}
+    assembly = runs.begin("ppo", tmp_path, choices, roles=roles)
+    runs.finish(assembly)
+    (step, table), *others = [(step, values["completions"]) for step, values in logged if "completions" in values]
+    assert step == 1 and not others
+    assert table.columns == ["prompt", "completion", "reward", "rewards/letters", "rewards/exact", "advantage"]
+    _, answers = cast(RLTask, assembly.loop.task).collected or (0, [])
+    assert [row[2] for row in table.data] == [each.reward for each in answers]
+    assert [row[3] + 2 * row[4] for row in table.data] == pytest.approx([row[2] for row in table.data])
+    assert all(row[0].startswith("Q") for row in table.data)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(each)["kind"] for each in lines} <= {"train", "eval", "event"}
 
 
 def test_a_round_that_was_kept_is_the_round_that_was_trained_on(tmp_path: Path) -> None:
