@@ -213,20 +213,26 @@ def full_name(name: str, value: Any, options: type[Any], unread: Sequence[str] =
     if below := [option for option in known if option.startswith(f"{name}.")]:
         raise ConfigError(f"{name!r} is a group of options", expected=", ".join(below))
     read = [option for option in known if option.split(".")[0] not in unread]
-    meant = [option for option in read if option.split(".")[-1] == name]
-    if name in SHORT_NAMES and len(meant) == 1:
+    meant = _ending_in(name, read)
+    if name in SHORT_NAMES and len(meant) == 1 and meant[0].count(".") < 2:
         return meant[0]
     last = name.split(".")[-1]
-    same = [[option for option in options if option.split(".")[-1] == last] for options in (read, known)]
+    same = [_ending_in(last, options) for options in (read, known)]
     parts = name.split(".")
     theirs = next((each for place in range(len(parts)) if (each := ".".join(parts[place:])) in PEER_NAMES), "")
     ours = [option for option in PEER_NAMES.get(theirs, ()) if option in known or option in groups()]
-    if ours and not any(same):
+    if ours and not any(option.count(".") < 2 for options in same for option in options):
         words = " and ".join(map(repr, ours))
         raise ConfigError(f"unknown option {name!r}", got="a name of another library", fix=f"here it is {words}")
     close = next(filter(None, (*same, _spelt_like(name, read, 0.8), _spelt_like(name, known, 0.5))), [])
     fix = f"did you mean {' or '.join(map(repr, close))}?" if close else "kitforge train --help lists every option"
     raise ConfigError(f"unknown option {name!r}", fix=fix)
+
+
+def _ending_in(name: str, options: Iterable[str]) -> list[str]:
+    """The options of that last name in the fewest sections: `temperature` is not `rl.eval.temperature`."""
+    same = [option for option in options if option.split(".")[-1] == name]
+    return [option for option in same if option.count(".") == min(each.count(".") for each in same)]
 
 
 def _spelt_like(name: str, known: Iterable[str], cutoff: float) -> list[str]:
