@@ -14,7 +14,6 @@ from kitforge.core.kernels.places import put
 from kitforge.core.kernels.scratch import Scratch
 from kitforge.core.kernels.threads import beside
 from kitforge.core.optim.sparse import RowOptimizer
-from kitforge.core.parallel.sharded_table import TableConfig
 from kitforge.embedding_cache.admission import Admission
 from kitforge.embedding_cache.delta_tracker import DeltaTracker
 from kitforge.embedding_cache.forgetting import Forgetting
@@ -22,7 +21,7 @@ from kitforge.embedding_cache.gradients import Part
 from kitforge.embedding_cache.options import TableOptions
 from kitforge.embedding_cache.planner import Planner
 from kitforge.embedding_cache.query import check_range
-from kitforge.embedding_cache.records import InitialRecords
+from kitforge.embedding_cache.records import InitialRecords, TableConfig
 from kitforge.embedding_cache.spread import Spread
 from kitforge.embedding_cache.stats import Counts, TableStats
 from kitforge.embedding_cache.tickets import Register, Ticket

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from kitforge.core.checkpoint import load, snapshot, tensor_file
-from kitforge.core.checkpoint.arrangement import Ranks
 from kitforge.core.checkpoint.layout import read_manifest, step_folder, steps
 from kitforge.core.checkpoint.load import newest, open_checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
@@ -58,7 +57,7 @@ def hidden(root: Path) -> list[str]:
 @pytest.mark.parametrize("target", TARGETS, ids=Degrees.words)
 def test_any_layout_reads_what_another_saved_to_the_bit(square: Path, target: Degrees) -> None:
     checkpoint = open_checkpoint(square / "step_6")
-    for place in Ranks.grid(target).places:
+    for place in sharded.ranks_of(target).places:
         assert place is not None
         sharded.assert_pieces(checkpoint, target, place)
 
@@ -73,7 +72,7 @@ def test_any_layout_reads_what_one_process_saved(tmp_path: Path, target: Degrees
     model, optimizer = sharded.whole_model(2), sharded.whole_optimizer(2)
     writer.save(2, model=model.items(), optimizer=optimizer.items(), state={"step": 2})
     writer.close()
-    for place in Ranks.grid(target).places:
+    for place in sharded.ranks_of(target).places:
         assert place is not None
         sharded.assert_pieces(open_checkpoint(tmp_path / "step_2"), target, place)
 

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from kitforge.core.optim.sparse import SparseOptimizerConfig, build_row_optimizer
 from kitforge.core.parallel.degrees import Degrees
 from kitforge.core.parallel.mesh import Mesh
-from kitforge.core.parallel.sharded_table import ShardedTable, TableConfig
 from kitforge.core.parallel.world import World
+from kitforge.embedding_cache.records import TableConfig
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.task import Task
 from tests.distributed.ranks import run_ranks
+from tests.sharded_table import ShardedTable
 
 ROWS = 12
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from kitforge.core.optim.sparse import RowOptimizer, SparseOptimizerConfig, build_row_optimizer
 from kitforge.core.parallel import collectives, table
-from kitforge.core.parallel.sharded_table import FIRST_ROWS, ShardedTable, TableConfig, initial_rows
 from kitforge.core.parallel.table import GradientSink, Route, TableAxis
+from kitforge.embedding_cache.records import TableConfig, initial_rows
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from tests.distributed.ranks import run_ranks
+from tests.sharded_table import FIRST_ROWS, ShardedTable
 
 pytestmark = pytest.mark.slow
 

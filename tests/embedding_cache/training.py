@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE
 from kitforge.core.optim.sparse import SparseOptimizerConfig, build_row_optimizer
-from kitforge.core.parallel.sharded_table import TableConfig, initial_rows
 from kitforge.embedding_cache.options import AdmissionOptions, PolicyOptions
 from kitforge.embedding_cache.planner import Planner
+from kitforge.embedding_cache.records import TableConfig, initial_rows
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.embedding_cache.tiers.file import FileStore

@@ -18,9 +18,9 @@ from kitforge.core.checkpoint.layout import step_folder, steps
 from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
 from kitforge.core.optim.rows import ROWS
 from kitforge.core.optim.sparse import SparseOptimizerConfig, build_row_optimizer
-from kitforge.core.parallel.sharded_table import ShardedTable, TableConfig
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions, PolicyOptions
+from kitforge.embedding_cache.records import TableConfig
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
@@ -28,6 +28,7 @@ from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.run import make_loop, train
 from kitforge.trainer.task import Task
+from tests.sharded_table import ShardedTable
 from tests.trainer import tiny
 
 DIM = 4

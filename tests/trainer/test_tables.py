@@ -10,10 +10,10 @@ import torch
 from kitforge.core.checkpoint.layout import steps
 from kitforge.core.checkpoint.tables import StoredTable
 from kitforge.core.optim.rows import RowSource
-from kitforge.core.parallel.sharded_table import ShardedTable
 from kitforge.foundation.errors import CheckpointError, ConfigError, ModelError
 from kitforge.trainer.callbacks.callback import Callback, Event
 from kitforge.trainer.callbacks.callback import Run as RunView
+from tests.sharded_table import ShardedTable
 from tests.trainer import clicks, tiny
 
 WHOLE = "KITFORGE_PROVE" in os.environ

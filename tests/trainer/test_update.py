@@ -11,11 +11,12 @@ from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.optim.schedules import Plateau, ScheduleConfig
 from kitforge.core.optim.sparse import SparseOptimizerConfig, build_row_optimizer
 from kitforge.core.parallel.apply import parallel_of
-from kitforge.core.parallel.sharded_table import ShardedTable, TableConfig
 from kitforge.core.parallel.world import ALONE
+from kitforge.embedding_cache.records import TableConfig
 from kitforge.trainer.precision import LossScaler
 from kitforge.trainer.state import TrainingState
 from kitforge.trainer.update import update
+from tests.sharded_table import ShardedTable
 
 RATE = 0.5
 

@@ -29,7 +29,7 @@ from kitforge.core.checkpoint.layout import (
     write_manifest,
 )
 from kitforge.core.checkpoint.load import Checkpoint
-from kitforge.core.checkpoint.slices import by_name, entry_of
+from kitforge.core.checkpoint.regions import by_name, entry_of
 from kitforge.core.parallel.layout import Layout
 from kitforge.foundation.device import describe
 from kitforge.models.folder import outline

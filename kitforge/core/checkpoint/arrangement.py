@@ -7,10 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-import numpy as np
-
-from kitforge.core.checkpoint.boxes import num_elements
-from kitforge.core.parallel.degrees import AXES, Degrees
+from kitforge.core.checkpoint.regions import num_elements
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.foundation.types import Region
@@ -38,20 +35,6 @@ class Ranks:
         """The ranks of a mesh."""
         return cls([mesh.index_of(rank) for rank in range(mesh.size)])
 
-    @classmethod
-    def grid(cls, degrees: Degrees, *, members: Sequence[int] | None = None, world: int | None = None) -> Ranks:
-        """The places that a mesh of those degrees gives to `members`, in order, in a world of that many ranks.
-
-        By default the world is what the degrees need. Raises ConfigError when they need other than that many members.
-        """
-        members = range(degrees.world) if members is None else members
-        degrees.check_world(len(members))
-        shape = tuple(getattr(degrees, axis) for axis in AXES)
-        places: list[Mapping[str, int] | None] = [None] * (max(members) + 1 if world is None else world)
-        for number, member in enumerate(members):
-            places[member] = dict(zip(AXES, map(int, np.unravel_index(number, shape)), strict=True))
-        return cls(places)
-
     @property
     def size(self) -> int:
         """Ranks of the world, those that take no part included."""
@@ -76,14 +59,6 @@ class Ranks:
         if layout not in self._regions:
             self._regions[layout] = tuple(None if place is None else layout.region(place) for place in self.places)
         return self._regions[layout]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrangement:
-    """How named tensors lie over a world: the layout of each, and the places of the ranks."""
-
-    layouts: Mapping[str, Layout]
-    ranks: Ranks
 
 
 def owned(tensors: Iterable[tuple[Layout, int]], ranks: Ranks, rank: int) -> list[bool]:

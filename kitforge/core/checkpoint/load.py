@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kitforge.core.checkpoint.agreement import together
-from kitforge.core.checkpoint.boxes import num_elements, overlap, within
 from kitforge.core.checkpoint.layout import (
     MANIFEST,
     PARTS,
@@ -30,7 +29,7 @@ from kitforge.core.checkpoint.layout import (
     steps,
 )
 from kitforge.core.checkpoint.leftovers import restore
-from kitforge.core.checkpoint.slices import region_of
+from kitforge.core.checkpoint.regions import num_elements, overlap, region_of, within
 from kitforge.core.checkpoint.state_tensors import attach_tensors
 from kitforge.core.checkpoint.tables import ALL, Step, StoredTable, chain, load_tables
 from kitforge.core.checkpoint.tensor_file import DTYPE_NAMES, DTYPES, TensorFile, crc32, step_of

@@ -26,7 +26,7 @@ from kitforge.core.checkpoint.layout import (
     TensorEntry,
     write_manifest,
 )
-from kitforge.core.checkpoint.slices import by_name, entry_of
+from kitforge.core.checkpoint.regions import by_name, entry_of
 from kitforge.core.checkpoint.snapshot import Snapshot
 from kitforge.core.checkpoint.table_files import merged
 from kitforge.foundation.errors import CheckpointError

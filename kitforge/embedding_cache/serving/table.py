@@ -14,9 +14,9 @@ from kitforge.core.checkpoint.tables import StoredTable
 from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.optim.rows import ROWS, is_of_rows
 from kitforge.core.optim.sparse import RowOptimizer, SparseOptimizerConfig, build_row_optimizer
-from kitforge.core.parallel.sharded_table import TableConfig, initial_rows
 from kitforge.embedding_cache.options import TableOptions
 from kitforge.embedding_cache.query import check_range, read_query
+from kitforge.embedding_cache.records import TableConfig, initial_rows
 from kitforge.embedding_cache.serving.mapped import HashedIds, Index, SortedIds, Stack
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import CheckpointError

@@ -1,20 +1,18 @@
-"""A small state that can be cut for any mesh, a pure function of its step; and many ranks played by threads."""
+"""A small state that can be cut for any mesh, a pure function of its step."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kitforge.core.checkpoint.arrangement import Ranks
 from kitforge.core.checkpoint.load import Checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.parallel import collectives
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.degrees import AXES, Degrees
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
@@ -102,6 +100,13 @@ def save(writer: CheckpointWriter, step: int, degrees: Degrees, world: World, *,
     )
 
 
+def ranks_of(degrees: Degrees) -> Ranks:
+    """The places that a mesh of those degrees gives to its ranks."""
+    shape = tuple(getattr(degrees, axis) for axis in AXES)
+    places = np.stack(np.unravel_index(range(degrees.world), shape), axis=1).tolist()
+    return Ranks([dict(zip(AXES, place, strict=True)) for place in places])
+
+
 def save_steps(_rank: int, root: Path, degrees: Degrees, *steps: int) -> None:
     """What every rank does to save those steps; for `run_ranks`."""
     world = world_of(degrees)
@@ -123,54 +128,3 @@ def assert_pieces(checkpoint: Checkpoint, degrees: Degrees, place: Mapping[str, 
     parts = regions(degrees, place)
     assert_equal(dict(checkpoint.model(parts)), pieces(whole_model(checkpoint.step), parts))
     assert_equal(dict(checkpoint.optimizer(parts)), pieces(whole_optimizer(checkpoint.step), parts))
-
-
-class Stage:
-    """Ranks played by threads of one process: collectives meet at a barrier and look at one another's arguments."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.num_messages = 0
-        self.largest = 0
-        self._barrier = threading.Barrier(size, timeout=20)
-        self._rank = threading.local()
-        self._table: list[Any] = [None] * size
-
-    def play(self, act: Callable[[World], Any]) -> list[Any]:
-        """What `act(world)` returns on each rank, in rank order; an exception is returned as well."""
-        results: list[Any] = [None] * self.size
-
-        def run(rank: int) -> None:
-            self._rank.number = rank
-            try:
-                results[rank] = act(World(device=torch.device("cpu"), mesh=self._mesh(rank)))
-            except Exception as error:  # noqa: BLE001 (the test looks at it)
-                results[rank] = error
-
-        doubles = {"gather_objects": self._gather, "all_to_all": self._all_to_all, "size": lambda _: self.size}
-        with mock.patch.multiple(collectives, **doubles):
-            threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.size)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        return results
-
-    def _mesh(self, rank: int) -> Any:
-        return mock.Mock(spec=["rank", "size", "world"], rank=rank, size=self.size)
-
-    def _gather(self, value: Any, _group: object) -> list[Any]:
-        self._table[self._rank.number] = value
-        self._barrier.wait()
-        answers = list(self._table)
-        self._barrier.wait()
-        return answers
-
-    def _all_to_all(self, input: Tensor, received: list[int], sent: list[int], _group: object) -> Tensor:
-        assert len(input) == sum(sent)
-        messages = self._gather(input.split(sent), None)
-        mine = [message[self._rank.number] for message in messages]
-        assert [len(each) for each in mine] == received
-        self.num_messages += self._rank.number == 0
-        self.largest = max(self.largest, len(input), sum(received))
-        return torch.cat(mine)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kitforge.core.checkpoint.layout import FORMAT_VERSION, FileEntry, Manifest, Slice, read_manifest, write_manifest
-from kitforge.core.checkpoint.slices import by_name, entry_of
+from kitforge.core.checkpoint.regions import by_name, entry_of
 from kitforge.foundation.errors import CheckpointError
 from kitforge.foundation.types import Region
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.checkpoint import table_files, table_saves, tables
-from kitforge.core.checkpoint.compact import compact
 from kitforge.core.checkpoint.layout import step_folder, steps
 from kitforge.core.checkpoint.load import newest, open_checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
@@ -343,36 +342,6 @@ def test_a_checkpoint_without_tables_is_refused_by_a_model_with_some(tmp_path: P
     assert "tables" not in json.loads((tmp_path / "step_1" / "manifest.json").read_text())
     with pytest.raises(CheckpointError, match="other tables"):
         rows.loaded(tmp_path, 1, DictTable())
-
-
-def test_compacting_leaves_one_whole_step_with_the_same_rows(tmp_path: Path) -> None:
-    past = run_of_deltas(tmp_path, DictTable(), num_deltas=9, num_steps=4)
-    before = dict(open_checkpoint(tmp_path / "step_4").model())
-    compact(tmp_path / "step_4")
-    checkpoint = open_checkpoint(tmp_path / "step_4")
-    assert checkpoint.manifest.base is None
-    assert checkpoint.tensor("weight").equal(before["weight"])
-    assert checkpoint.state == {"step": 4}
-    for step in (1, 2, 3):
-        step_folder(tmp_path, step).rename(tmp_path / f"gone_{step}")
-    loaded = DictTable()
-    rows.loaded(tmp_path, 4, loaded)
-    assert_same(loaded, past[4])
-
-
-def test_a_step_that_others_build_on_is_not_compacted(tmp_path: Path) -> None:
-    run_of_deltas(tmp_path, DictTable(), num_deltas=9, num_steps=4)
-    with pytest.raises(CheckpointError, match="since step_3 builds on it"):
-        compact(tmp_path / "step_2")
-
-
-def test_compacting_to_another_place_leaves_the_chain_alone(tmp_path: Path) -> None:
-    past = run_of_deltas(tmp_path / "run", DictTable(), num_deltas=9, num_steps=4)
-    compact(tmp_path / "run" / "step_2", tmp_path / "copy" / "step_2")
-    for root in ("run", "copy"):
-        loaded = DictTable()
-        rows.loaded(tmp_path / root, 2, loaded)
-        assert_same(loaded, past[2])
 
 
 @pytest.mark.parametrize(

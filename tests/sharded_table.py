@@ -1,10 +1,8 @@
-"""An embedding table in memory whose rows live on all ranks of the table axis. It knows no tier, file or schedule."""
+"""A table of rows on the ranks of a group, without tiers, eviction or files: the reference of the tests."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -13,51 +11,12 @@ from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.optim.rows import ROWS, HeldRows, RowSource, Share
 from kitforge.core.optim.sparse import RowOptimizer, SparseOptimizerConfig
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.table import GAMMA, GradientSink, TableAxis, mix, owner, shifted
-from kitforge.foundation import seed as seeds
-from kitforge.foundation.config import check, to_dict
+from kitforge.core.parallel.table import GradientSink, TableAxis, owner
+from kitforge.embedding_cache.records import TableConfig, initial_rows
+from kitforge.foundation.config import to_dict
 
 # Room for rows before the first growth; room doubles.
 FIRST_ROWS = 1024
-# Eight numbers of 16 bits have this mean and this deviation as a sum.
-SUM_MEAN = 8 * (2**16 - 1) // 2
-SUM_DEVIATION = math.sqrt(8 * (2**32 - 1) / 12)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableConfig:
-    """What a table is. Its rows start as a pure function of seed, name and id."""
-
-    name: str  # tables of different names start from different rows
-    dim: int
-    seed: int = 0
-    initial: Literal["normal", "uniform"] = "normal"
-    spread: float = 0.01  # normal: the deviation. uniform: the bound, from -spread to spread
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of range."""
-        check(self.dim >= 1, "table.dim", self.dim, "a whole number of at least 1")
-        check(0 <= self.spread < math.inf, "table.spread", self.spread, "0 or more")
-        is_wide = self.dtype in (torch.float32, torch.float64)
-        check(is_wide, "table.dtype", self.dtype, "float32 or float64: a record holds whole numbers in their bits")
-
-
-def initial_rows(config: TableConfig, ids: Tensor) -> Tensor:
-    """The rows [n, dim] that `ids` [n] start from: the same bits on every device, whatever ids stand beside them.
-
-    Each id seeds a SplitMix64 of its own. A normal value is the sum of eight 16-bit numbers, which needs no function
-    that devices round differently; it lies within 4.9 deviations, and its kurtosis is 2.85, not 3.
-    """
-    streams = mix(ids + seeds.key(config.seed, "table", config.name)).unsqueeze(1)
-    columns = torch.arange(config.dim, device=ids.device)
-    if config.initial == "uniform":
-        unit = shifted(mix(streams + columns * GAMMA), 11).double() * 2.0**-52 - 1.0
-    else:
-        outputs = [mix(streams + place * GAMMA) for place in (2 * columns, 2 * columns + 1)]
-        parts = [(output >> num_bits) & 0xFFFF for output in outputs for num_bits in (0, 16, 32, 48)]
-        unit = (torch.stack(parts).sum(0) - SUM_MEAN).double() / SUM_DEVIATION
-    return (unit * config.spread).to(config.dtype)
 
 
 def table_schema(config: TableConfig, optimizer: SparseOptimizerConfig, width: int) -> dict[str, Any]:

@@ -1,16 +1,52 @@
-"""The stored slices of a checkpoint's tensors: gathered by name, and joined to tensors that they make up exactly."""
+"""Regions of tensors: their overlap, whether several tile a tensor, and stored slices joined to whole tensors."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
 
-from kitforge.core.checkpoint.boxes import overlap, tile
 from kitforge.core.checkpoint.layout import Slice, TensorEntry
 from kitforge.foundation.errors import CheckpointError
 from kitforge.foundation.types import Region
+
+
+def num_elements(box: Region) -> int:
+    """Elements of the box; 1 for that of a 0-dim tensor."""
+    return math.prod(box.shape)
+
+
+def overlap(first: Region, second: Region) -> Region | None:
+    """The elements of one global tensor that lie in both boxes, or None when there are none."""
+    starts = tuple(map(max, first.offset, second.offset))
+    shape = tuple(end - start for start, end in zip(starts, map(min, _ends(first), _ends(second)), strict=True))
+    if any(length <= 0 for length in shape):
+        return None
+    return Region(global_shape=first.global_shape, offset=starts, shape=shape)
+
+
+def within(part: Region, box: Region) -> Region:
+    """A part of the box as it lies in the tensor that holds the box and nothing else."""
+    offset = tuple(start - before for start, before in zip(part.offset, box.offset, strict=True))
+    return Region(global_shape=box.shape, offset=offset, shape=part.shape)
+
+
+def tile(boxes: Iterable[Region], whole: Region) -> bool:
+    """Whether the boxes cover every element of the whole exactly once, and nothing else.
+
+    How often an element is covered is odd inside and even outside of the whole if and only if the corners of all boxes
+    and of the whole cancel in pairs. With as many elements in the boxes as in the whole, odd can only be one. So one
+    pass over the boxes is enough, where comparing them with each other would take a pass for each.
+    """
+    unpaired: set[tuple[int, ...]] = set()
+    excess = -2 * num_elements(whole)
+    for box in (whole, *boxes):
+        excess += num_elements(box)
+        for corner in itertools.product(*zip(box.offset, _ends(box), strict=True)):
+            unpaired ^= {corner}
+    return not unpaired and excess == 0
 
 
 def region_of(entry: Slice) -> Region:
@@ -81,3 +117,7 @@ def _wrong(folder: Path, name: str, got: str, slices: Sequence[Slice]) -> Checkp
         got=f"{got}: {listed}{', ...' if len(slices) > 8 else ''}",
         expected=f"every element of {list(slices[0].global_shape)} once",
     )
+
+
+def _ends(box: Region) -> Iterable[int]:
+    return map(int.__add__, box.offset, box.shape)
