@@ -1,9 +1,12 @@
-"""A small state that can be cut for any mesh, a pure function of its step."""
+"""A small state that can be cut for any mesh, a pure function of its step; and ranks played by threads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 from kitforge.core.checkpoint.arrangement import Ranks
 from kitforge.core.checkpoint.load import Checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
+from kitforge.core.parallel import collectives
 from kitforge.core.parallel.degrees import AXES, Degrees
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
@@ -128,3 +132,42 @@ def assert_pieces(checkpoint: Checkpoint, degrees: Degrees, place: Mapping[str, 
     parts = regions(degrees, place)
     assert_equal(dict(checkpoint.model(parts)), pieces(whole_model(checkpoint.step), parts))
     assert_equal(dict(checkpoint.optimizer(parts)), pieces(whole_optimizer(checkpoint.step), parts))
+
+
+class Stage:
+    """Ranks played by threads of one process: collectives meet at a barrier and look at one another's arguments."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=20)
+        self._rank = threading.local()
+        self._table: list[Any] = [None] * size
+
+    def play(self, act: Callable[[World], Any]) -> list[Any]:
+        """What `act(world)` returns on each rank, in rank order; an exception is returned as well."""
+        results: list[Any] = [None] * self.size
+
+        def run(rank: int) -> None:
+            self._rank.number = rank
+            try:
+                results[rank] = act(World(device=torch.device("cpu"), mesh=self._mesh(rank)))
+            except Exception as error:  # noqa: BLE001 (the test looks at it)
+                results[rank] = error
+
+        with mock.patch.object(collectives, "gather_objects", self._gather):
+            threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.size)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        return results
+
+    def _mesh(self, rank: int) -> Any:
+        return mock.Mock(spec=["rank", "size", "world"], rank=rank, size=self.size)
+
+    def _gather(self, value: Any, _group: object) -> list[Any]:
+        self._table[self._rank.number] = value
+        self._barrier.wait()
+        answers = list(self._table)
+        self._barrier.wait()
+        return answers
