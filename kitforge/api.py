@@ -29,13 +29,13 @@ from kitforge.composition import (
     recipe_task,
     recorded_values,
 )
-from kitforge.core.parallel.degrees import Degrees
-from kitforge.core.parallel.lobby import Lobby
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
 from kitforge.foundation.dtype import EXPORT_DTYPES
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
-from kitforge.models.folder import is_scorer
+from kitforge.models.loading import is_reward_model
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
@@ -93,7 +93,7 @@ def recorded_task(folder: Any) -> str | None:
     if not isinstance(folder, (str, Path)):
         return None
     if (config := recorded_config(folder)) is None:
-        return "reward" if is_scorer(Path(folder).expanduser()) else None
+        return "reward" if is_reward_model(Path(folder).expanduser()) else None
     task = read_yaml(config).get("task")
     return task if isinstance(task, str) and task in KITS else None
 
@@ -261,10 +261,10 @@ class Trainer:
             model_name=self._model_name,
         )
 
-    def _own_loop(self, task: Task, options: RunOptions, lobby: Lobby) -> tuple[Loop, Path]:
-        world = lobby.join().with_precision(options.precision)
+    def _own_loop(self, task: Task, options: RunOptions, lobby: Rendezvous) -> tuple[Loop, Path]:
+        world = lobby.init_process_group().with_precision(options.precision)
         lobby.check_same({"configuration": to_yaml(to_dict(options))})
-        folder = world.first(default_folder(options, self._model_name))
+        folder = world.broadcast_object(default_folder(options, self._model_name))
         config = to_dict(options)
         return make_loop(task, options, folder, world=world, config=config, callbacks=self._callbacks), folder
 
@@ -277,7 +277,7 @@ class Trainer:
 
 
 @contextmanager
-def _together(options: RunOptions) -> Iterator[Lobby]:
+def _together(options: RunOptions) -> Iterator[Rendezvous]:
     """The ranks of this process's runs, which stay joined until it ends, as a trained model may lie on all of them."""
     lobby = _lobby(options.parallel, options.device, options.num_ranks)
     try:
@@ -289,9 +289,9 @@ def _together(options: RunOptions) -> Iterator[Lobby]:
 
 
 @cache
-def _lobby(degrees: Degrees, device: str, num_ranks: int) -> Lobby:
-    lobby = Lobby.open(degrees, device, num_ranks)
-    atexit.register(lobby.leave, failed=False)
+def _lobby(degrees: ParallelConfig, device: str, num_ranks: int) -> Rendezvous:
+    lobby = Rendezvous.open(degrees, device, num_ranks)
+    atexit.register(lobby.shutdown, failed=False)
     return lobby
 
 
@@ -299,7 +299,7 @@ def train_task(options: Any, inputs: Any) -> Run:
     """Train a task of a kit from its options and the objects handed over."""
     with _together(options) as lobby:
         inputs = _with_network(options, inputs)
-        if lobby.rank >= options.parallel.world:
+        if lobby.rank >= options.parallel.world_size:
             attended: Run = kit_of(options.task).attend(options, inputs, lobby)
             return attended
         assembly = kit_of(options.task).assemble(options, inputs, lobby)

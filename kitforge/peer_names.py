@@ -147,9 +147,9 @@ PEER_NAMES: dict[str, tuple[str, ...]] = {
     # verl and vLLM
     "tensor_parallel_size": ("parallel.tensor",),
     "tensor_model_parallel_size": ("parallel.tensor",),
-    "max_num_seqs": ("inference.engine.max_sequences",),
-    "max_num_batched_tokens": ("inference.engine.max_step_tokens",),
-    "gpu_memory_utilization": ("inference.engine.memory",),
+    "max_num_seqs": ("inference.engine.max_num_seqs",),
+    "max_num_batched_tokens": ("inference.engine.max_num_batched_tokens",),
+    "gpu_memory_utilization": ("inference.engine.kv_cache_bytes",),
     "enable_prefix_caching": ("inference.engine.prefix_cache",),
     "max_tokens": ("inference.max_new_tokens", "rollout.max_new_tokens"),
 }

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels, select
-from kitforge.core.parallel.lobby import Lobby
+from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.foundation import device as devices
 from kitforge.foundation.log import console
 from kitforge.kits.transformers.build import Inputs, assemble, read_options
@@ -78,7 +78,7 @@ def check_training(device: torch.device, precision: str, place: Path) -> tuple[s
             "trainer": {"max_steps": STEPS, "progress": False, "evaluate_batches": 2, "evaluate_first": True},
         }
     )
-    assembly = assemble(options, Inputs(), Lobby.open(options.parallel, options.device))
+    assembly = assemble(options, Inputs(), Rendezvous.open(options.parallel, options.device))
     before = assembly.loop.evaluate()["eval/loss"]
     started = time.perf_counter()
     metrics = train(assembly.loop, options, assembly.folder, assembly.config_text)

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import select_table
-from kitforge.core.optim.rows import ROWS, HeldRows, RowSource, Share
-from kitforge.core.optim.sparse import RowOptimizer, SparseOptimizerConfig
+from kitforge.core.optim.row_optimizers import RowOptimizer, SparseOptimizerConfig
+from kitforge.core.optim.table_protocols import ROWS, HeldRows, RowShard, RowSource
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.table import GradientSink, TableAxis, owner
-from kitforge.embedding_cache.records import TableConfig, initial_rows
+from kitforge.core.parallel.table import EmbeddingExchange, GradientAccumulator, owner
+from kitforge.embedding_cache.row_init import RowInitConfig, initial_rows
 from kitforge.foundation.config import to_dict
 
 # Room for rows before the first growth; room doubles.
 FIRST_ROWS = 1024
 
 
-def table_schema(config: TableConfig, optimizer: SparseOptimizerConfig, width: int) -> dict[str, Any]:
+def table_schema(config: RowInitConfig, optimizer: SparseOptimizerConfig, width: int) -> dict[str, Any]:
     """What makes records of that width rows of this table, as plain values; see `core.optim.rows.RowTable`."""
-    plain = {name: getattr(config, name) for name in ("name", "dim", "seed", "initial", "spread")}
+    plain = {name: getattr(config, name) for name in ("name", "dim", "seed", "initial", "init_scale")}
     dtype = str(config.dtype).removeprefix("torch.")
     return plain | {"width": width, "dtype": dtype, "optimizer": to_dict(optimizer)}
 
@@ -36,16 +36,16 @@ class ShardedTable(nn.Module):
 
     def __init__(
         self,
-        config: TableConfig,
+        config: RowInitConfig,
         optimizer: RowOptimizer,
         group: collectives.Group = None,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.config = config
-        self.axis = TableAxis(group)
+        self.axis = EmbeddingExchange(group)
         self._group = group
-        self.sink = GradientSink()
+        self.sink = GradientAccumulator()
         self._optimizer = optimizer
         self._layout = optimizer.layout(config.dim)
         self._slots = select_table().hash_map(FIRST_ROWS)
@@ -116,23 +116,23 @@ class ShardedTable(nn.Module):
         return table_schema(self.config, self._optimizer.config, self._layout.width)
 
     @property
-    def share(self) -> Share:
+    def shard(self) -> RowShard:
         """See `core.optim.rows.RowTable`."""
-        return collectives.index(self._group), collectives.size(self._group)
+        return collectives.group_rank(self._group), collectives.group_size(self._group)
 
     def begin_snapshot(self, since: int | None = None, *, is_base: bool = True) -> HeldRows:
         """See `core.optim.rows.RowTable`. The rows are copied at once; none ever goes away."""
         ids, slots = self._slots.items()
         if since is not None:
-            has_changed = self._layout.whole(self._slab)[slots, self._layout.last_step] > since
+            has_changed = self._layout.as_integers(self._slab)[slots, self._layout.last_step] > since
             ids, slots = ids[has_changed], slots[has_changed]
         return HeldRows(
             schema=self.schema,
             version=len(self._rates),
             since=since,
-            share=self.share,
+            shard=self.shard,
             state={"rates": torch.tensor(self._rates, dtype=torch.float64)},
-            held={ROWS: (ids, self._slab[slots])},
+            chunks_by_part={ROWS: (ids, self._slab[slots])},
         )
 
     def load_rows(self, source: RowSource) -> None:
@@ -140,7 +140,7 @@ class ShardedTable(nn.Module):
         self.sink.clear()
         self._rates = source.state["rates"].tolist()
         self._slots = select_table().hash_map(FIRST_ROWS)
-        place, num_ranks = self.share
+        place, num_ranks = self.shard
         for ids, rows in source.chunks():
             is_own = owner(ids, num_ranks) == place
             own, num_before = ids[is_own], len(self._slots)
@@ -163,7 +163,9 @@ class ShardedTable(nn.Module):
         slots[is_new] = new_slots
         self._slots.insert(new_ids.cpu(), new_slots)
         self._make_room(num_before + len(new_ids))
-        self._slab[num_before : num_before + len(new_ids)] = self._optimizer.initial(initial_rows(self.config, new_ids))
+        self._slab[num_before : num_before + len(new_ids)] = self._optimizer.new_records(
+            initial_rows(self.config, new_ids)
+        )
         return slots.to(ids.device)
 
     def _make_room(self, num_rows: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from kitforge.api import Trainer, load_model, load_tokenizer, pipeline, replay, save_model
-from kitforge.core.checkpoint.layout import steps
+from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel.world import World
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, KitforgeError, ModelError

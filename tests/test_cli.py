@@ -27,7 +27,7 @@ from kitforge.cli import main as cli
 from kitforge.cli.members import members
 from kitforge.cli.terminal import say, tell
 from kitforge.cli.train import show_sample
-from kitforge.core.checkpoint.layout import steps
+from kitforge.core.checkpoint.manifest import steps
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import (
     CheckpointError,
@@ -452,14 +452,17 @@ def test_data_that_may_not_be_read_is_told() -> None:
         ("optimizer.learning_rate=nan", ["nan"]),
         ("optimizer.betas=0.9", ["a list"]),
         ("data.shuffle=maybe", ["'maybe'", "true or false"]),
-        ("data.validation=1.0", ["below 1"]),
+        ("data.eval_fraction=1.0", ["below 1"]),
         ("precision=fp8", ["did you mean 'fp32'?"]),
         ("model.vocab_size=100", ["100", "tokenizer's 258"]),
         ("data.sequence_length=4096", ["4096", "max_length=512"]),
         ("model.num_heads=3", ["a divisor of model.dim=32"]),
         ("model.dmi=3", ["model.dmi", "dim"]),
         ("parallel.tensor=5", ["parallel.tensor=5 does not divide model.num_heads", "to be one of 1, 2"]),
-        ("parallel.tensor=2 data.sequence_length=33", ["33", "a multiple of parallel.tensor=2", "sequence=false"]),
+        (
+            "parallel.tensor=2 data.sequence_length=33",
+            ["33", "a multiple of parallel.tensor=2", "sequence_parallel=false"],
+        ),
         ("parallel.pipeline=2", ["parallel.pipeline", "not built yet"]),
         ("parallel.data=0", ["parallel.data", "at least 1"]),
         ("trainer.max_steps=1,2", ["1, 2", "-m"]),

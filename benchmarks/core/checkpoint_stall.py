@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kitforge.core.checkpoint.layout import step_folder
 from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.foundation.device import describe, pick
 from kitforge.foundation.files import write_text

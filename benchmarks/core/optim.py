@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.optim.build import OptimizerConfig, build_optimizer
+from kitforge.core.optim.grad_norm import global_norm
 from kitforge.core.optim.groups import decay_groups
 from kitforge.core.optim.muon import Muon
-from kitforge.core.optim.norm import global_norm
 from kitforge.foundation.device import describe, pick, synchronize
 
 LAYERS, DIM, HIDDEN, VOCABULARY = 8, 512, 1376, 8192

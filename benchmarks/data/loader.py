@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from kitforge.data.collate import split_micro_batches
-from kitforge.data.packing import PackedRows, Part, split_documents
-from kitforge.data.sampler import order
+from kitforge.data.packing import DocumentSplit, PackedRows, split_documents
+from kitforge.data.sampler import shuffled_indices
 from kitforge.data.source import open_source
-from kitforge.data.token_cache import TokenCache, build
+from kitforge.data.token_cache import TokenCache, build_token_cache
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.device import describe, keep_freed_memory
 from kitforge.foundation.log import console
@@ -55,10 +55,10 @@ def _cache(folder: Path) -> TokenCache:
     lengths = np.random.default_rng(0).lognormal(mean=6, sigma=1.3, size=NUM_TOKENS // 950).astype(int) + 1
     text = "lorem ipsum dolor sit amet " * 20_000
     source = open_source(text[:length] for length in lengths)
-    return build(source, ByteTokenizer(), folder, num_workers=1)
+    return build_token_cache(source, ByteTokenizer(), folder, num_workers=1)
 
 
-def _line(cache: TokenCache, part: Part, batch_size: int, length: int) -> str:
+def _line(cache: TokenCache, part: DocumentSplit, batch_size: int, length: int) -> str:
     rows = PackedRows(cache, length=length, part=part, pad_id=257)
     speeds = [_speed(rows, batch_size, batches) for batches in BATCHES_A_CALL]
     cells = [f"{statistics.median(speed):.0f} ({min(speed):.0f} to {max(speed):.0f})" for speed in speeds]
@@ -71,7 +71,7 @@ def _speed(rows: PackedRows, batch_size: int, batches: int) -> list[float]:
     for _ in range(REPEATS):
         begin, tokens = time.process_time(), 0
         while time.process_time() - begin < SECONDS:
-            found = rows.rows(order(0, rows.num_rows, start, batch_size * batches))
+            found = rows.rows(shuffled_indices(0, rows.num_rows, start, batch_size * batches))
             tokens += sum(batch["tokens"].numel() for batch in split_micro_batches(found, batch_size))
             start += batch_size * batches
         speeds.append(tokens / (time.process_time() - begin) / 1e6)

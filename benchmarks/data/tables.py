@@ -23,21 +23,21 @@ import pyarrow
 import torch
 from pyarrow import csv, parquet
 
-from kitforge.data.sampler import order
-from kitforge.data.tables.chunk import BadRows
-from kitforge.data.tables.click_log import ClickLog, ClickLogConfig
+from kitforge.data.sampler import shuffled_indices
+from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.column_cache import load_table
-from kitforge.data.tables.columns import KeyColumn, KeyKind, LabelColumn, Layout
+from kitforge.data.tables.columns import ColumnLayout, KeyColumn, KeyKind, LabelColumn
 from kitforge.data.tables.csv_files import CRITEO_COLUMNS
-from kitforge.data.tables.reading import read
+from kitforge.data.tables.reader import read_columns
 from kitforge.data.tables.source import open_table
 from kitforge.data.tables.split import RowRange
+from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClicksConfig
 from kitforge.foundation.device import describe, keep_freed_memory
 from kitforge.foundation.log import console
-from kitforge.kits.recommender.features import Encoder
-from kitforge.kits.recommender.fitting import fit
-from kitforge.kits.recommender.samples import Samples
-from kitforge.kits.recommender.schema import CategoricalFeature, NumericFeature, Schema
+from kitforge.kits.recommender.dataset import ClickDataset
+from kitforge.kits.recommender.feature_fitting import fit_features
+from kitforge.kits.recommender.features import FeatureEncoder
+from kitforge.kits.recommender.schema import CategoricalFeature, FeatureSchema, NumericFeature
 
 TEXT_ROWS, PARQUET_ROWS, GROUP_ROWS = 300_000, 1_000_000, 100_000
 BATCH = 16_000
@@ -46,8 +46,10 @@ NUMBERS, CATEGORIES = CRITEO_COLUMNS[1:14], CRITEO_COLUMNS[14:]
 LABEL = LabelColumn(name="label")
 
 
-def layout(kind: KeyKind) -> Layout:
-    return Layout(numbers=NUMBERS, keys=tuple(KeyColumn(name=name, kind=kind) for name in CATEGORIES), label=LABEL)
+def layout(kind: KeyKind) -> ColumnLayout:
+    return ColumnLayout(
+        numbers=NUMBERS, keys=tuple(KeyColumn(name=name, kind=kind) for name in CATEGORIES), label=LABEL
+    )
 
 
 def main() -> None:
@@ -132,7 +134,7 @@ def _same_columns(frame: Any) -> tuple[Any, Any, Any]:
 
 
 def _read(path: Path, kind: KeyKind) -> None:
-    for _ in read(open_table(path), layout(kind), BadRows()):
+    for _ in read_columns(open_table(path), layout(kind), BadRows()):
         pass
 
 
@@ -144,25 +146,25 @@ def _epochs(folder: Path) -> Iterable[str]:
     bytes_a_row = sum(path.stat().st_size for path in (folder / "cache").rglob("*.bin")) / PARQUET_ROWS
     yield f"| building the column cache ({bytes_a_row:.0f} bytes a row) | {_thousands(PARQUET_ROWS / built)} | | |"
     for encoding in ("hash", "vocabulary"):
-        schema = Schema(
+        schema = FeatureSchema(
             label=LABEL,
             numeric={name: NumericFeature(log=True) for name in NUMBERS},
             categorical={name: CategoricalFeature(kind="integer", encoding=encoding) for name in CATEGORIES},
         )
         begin = time.perf_counter()
-        encoder = Encoder(schema, fit(schema, table, RowRange(0, PARQUET_ROWS)))
+        encoder = FeatureEncoder(schema, fit_features(schema, table, RowRange(0, PARQUET_ROWS)))
         yield f"| fitting the features ({encoding}) | {_thousands(PARQUET_ROWS / (time.perf_counter() - begin))} | | |"
-        samples = Samples(table, RowRange(0, PARQUET_ROWS), encoder)
+        samples = ClickDataset(table, RowRange(0, PARQUET_ROWS), encoder)
         yield _line(
             f"shuffled batches of {BATCH:,}, encoded ({encoding})", 10 * BATCH, [lambda samples=samples: _draw(samples)]
         )
-    log = ClickLog(ClickLogConfig())
+    log = SyntheticClicks(SyntheticClicksConfig())
     yield _line("the click log, made up", BATCH, [lambda: log.rows(np.arange(BATCH))])
 
 
-def _draw(samples: Samples) -> None:
+def _draw(samples: ClickDataset) -> None:
     for start in range(0, 10 * BATCH, BATCH):
-        samples.batch(order(0, samples.num_rows, start, BATCH))
+        samples.batch(shuffled_indices(0, samples.num_rows, start, BATCH))
 
 
 def _line(name: str, rows: int, runs: list[Callable[[], object]]) -> str:

@@ -36,7 +36,7 @@ def ours(name: str, batch: int) -> float:
     model = network("llama", LARGE)
     if name == "bf16":
         model.to(torch.bfloat16)
-    engine = Engine(model, EngineOptions(max_sequences=batch, weights="int8" if name == "int8" else "shared"))
+    engine = Engine(model, EngineOptions(max_num_seqs=batch, quantization="int8" if name == "int8" else "none"))
     step_seconds(engine, batch, 4)
     return step_seconds(engine, batch, 24)
 

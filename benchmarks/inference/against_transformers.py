@@ -30,7 +30,7 @@ from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import build, save
+from kitforge.models.loading import build, save
 
 PROMPT, NEW, VOCAB = 32, 64, 8192
 SIZES: dict[str, dict[str, Any]] = {
@@ -71,10 +71,10 @@ def theirs(model: Decoder) -> Contestant:
 def contestants(name: str, batch: int, dtype: torch.dtype) -> dict[str, Contestant]:
     config = config_of({"family": name, "vocab_size": VOCAB} | SIZES[name])
     model = build(config, device=torch.device("cpu"), seed=0).to(dtype).eval().requires_grad_(False)
-    size = {"max_sequences": batch, "prefix_cache": False}
+    size = {"max_num_seqs": batch, "prefix_cache": False}
     return {
         "ours": ours(model, EngineOptions(**size)),
-        "ours, int8": ours(model, EngineOptions(**size, weights="int8")),
+        "ours, int8": ours(model, EngineOptions(**size, quantization="int8")),
         "transformers.generate": theirs(model),
         "plain static loop": PlainLoop(model),
     }

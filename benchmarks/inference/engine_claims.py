@@ -32,7 +32,7 @@ from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import build
+from kitforge.models.loading import build
 
 TABLE = Path(__file__).with_suffix(".md")
 LARGE = {"dim": 768, "num_layers": 12, "num_heads": 12, "mlp_dim": 2048, "vocab_size": 32000, "max_length": 1024}
@@ -75,9 +75,9 @@ def bandwidth() -> list[str]:
     lines = [f"| plain read of memory | {limit / 1e9:.1f} GB/s | |"]
     halved = network("llama", LARGE).to(torch.bfloat16)
     steps: dict[tuple[str, int], float] = {}
-    for name, running, weights in (("fp32", model, "shared"), ("bf16", halved, "shared"), ("int8", model, "int8")):
+    for name, running, weights in (("fp32", model, "none"), ("bf16", halved, "none"), ("int8", model, "int8")):
         for batch in (1, 8):
-            engine = Engine(running, EngineOptions(max_sequences=batch, weights=weights))
+            engine = Engine(running, EngineOptions(max_num_seqs=batch, quantization=weights))
             step_seconds(engine, batch, 4)
             step = steps[name, batch] = step_seconds(engine, batch, 24)
             cells = f"| 134M LLaMA, {name}, batch {batch} | {1000 * step:.1f} ms a step, {batch / step:.0f} tokens/s"
@@ -107,7 +107,7 @@ def lengths() -> list[int]:
 
 def workload() -> list[str]:
     model, wanted = network("gpt2", SMALL), lengths()
-    engine = Engine(model, EngineOptions(max_sequences=SLOTS, prefix_cache=False))
+    engine = Engine(model, EngineOptions(max_num_seqs=SLOTS, prefix_cache=False))
     costs = {batch: step_seconds(engine, batch, 40) for batch in range(1, SLOTS + 1)}
     prompts = [[place % 100 + 1] * 16 for place in range(REQUESTS)]
 
@@ -161,7 +161,7 @@ def prefix() -> list[str]:
     options = SamplingOptions(max_new_tokens=1)
     fresh, again = [], []
     for _ in range(5):
-        engine = Engine(model, EngineOptions(max_sequences=4))
+        engine = Engine(model, EngineOptions(max_num_seqs=4))
         engine.generate([[1] * 8], options)
         fresh.append(seconds(lambda engine=engine: engine.generate([prompt], options)))
         again.append(seconds(lambda engine=engine: engine.generate([prompt], options)))
@@ -174,7 +174,7 @@ def prefix() -> list[str]:
 
 def waste() -> list[str]:
     model, wanted = network("gpt2", SMALL | {"num_layers": 1}), lengths()
-    engine = Engine(model, EngineOptions(max_sequences=SLOTS, layout="paged", prefix_cache=False))
+    engine = Engine(model, EngineOptions(max_num_seqs=SLOTS, kv_layout="paged", prefix_cache=False))
     for place, length in enumerate(wanted):
         engine.submit([place % 100 + 1] * 256, SamplingOptions(max_new_tokens=length))
     held = used = 0
@@ -188,14 +188,14 @@ def waste() -> list[str]:
 
 def scheduler() -> list[str]:
     model = network("gpt2", SMALL)
-    engine = Engine(model, EngineOptions(max_sequences=64, prefix_cache=False))
+    engine = Engine(model, EngineOptions(max_num_seqs=64, prefix_cache=False))
     for place in range(64):
         engine.submit([place + 1] * 32, SamplingOptions(max_new_tokens=30))
     for _ in range(6):
         engine.step()
     plan = []
-    schedule = engine._scheduler.plan
-    engine._scheduler.plan = lambda: planned(schedule, plan)
+    schedule = engine._scheduler.schedule
+    engine._scheduler.schedule = lambda: planned(schedule, plan)
     steps = [seconds(engine.step) for _ in range(20)]
     share = statistics.median(one / other for one, other in zip(plan, steps, strict=True))
     return [

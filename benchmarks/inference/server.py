@@ -31,11 +31,11 @@ from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.device import describe
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
-from kitforge.inference.server.app import create
-from kitforge.inference.server.exchange import Service
+from kitforge.inference.server.app import create_app
 from kitforge.inference.server.options import ServeOptions
-from kitforge.inference.server.run import server_of
-from kitforge.inference.text import InferenceOptions, TextEngine
+from kitforge.inference.server.serve import build_server
+from kitforge.inference.server.service import Service
+from kitforge.inference.text_engine import InferenceOptions, TextEngine
 
 TABLE = Path(__file__).with_suffix(".md")
 PROMPT, NEW = "The quick brown fox jumps over", 16
@@ -44,14 +44,14 @@ PROMPT, NEW = "The quick brown fox jumps over", 16
 def texts(slots: int) -> TextEngine:
     tokenizer = ByteTokenizer()
     model = network("gpt2", SMALL | {"vocab_size": tokenizer.vocab_size})
-    return TextEngine(Engine(model, EngineOptions(max_sequences=slots, prefix_cache=False)), tokenizer)
+    return TextEngine(Engine(model, EngineOptions(max_num_seqs=slots, prefix_cache=False)), tokenizer)
 
 
 @contextlib.contextmanager
 def serving(slots: int) -> Iterator[str]:
     service = Service(texts(slots), "small", InferenceOptions(), ServeOptions(max_requests=10_000))
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    server = server_of(service, create(service))
+    server = build_server(service, create_app(service))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     while not server.started:

@@ -29,11 +29,11 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
 from benchmarks.core.checkpoint_stall import moments, parameters
-from kitforge.core.checkpoint import tensor_file
-from kitforge.core.checkpoint.layout import step_folder
+from kitforge.core.checkpoint import safetensors_file
 from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
@@ -51,7 +51,7 @@ def sharded() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Layout]]:
     halves = {name: tensor[: -(-len(tensor) // RANKS)].clone() for name, tensor in parameters(*SIZE).items()}
     states = moments(halves)
     layouts = {
-        name: Layout(shape=(RANKS * len(tensor), *tensor.shape[1:])).cut("shard", 0, RANKS)
+        name: Layout(shape=(RANKS * len(tensor), *tensor.shape[1:])).split("shard", 0, RANKS)
         for name, tensor in (*halves.items(), *states.items())
         if tensor.dim()
     }
@@ -79,18 +79,18 @@ def write_plainly(path: Path, data: memoryview) -> None:
 
 @contextmanager
 def slow_checksum() -> Iterator[None]:
-    quick = tensor_file.Crc32
-    tensor_file.Crc32 = hashlib.sha256  # type: ignore[assignment, misc]
+    quick = safetensors_file.Crc32
+    safetensors_file.Crc32 = hashlib.sha256  # type: ignore[assignment, misc]
     try:
         yield
     finally:
-        tensor_file.Crc32 = quick  # type: ignore[misc]
+        safetensors_file.Crc32 = quick  # type: ignore[misc]
 
 
 def measure(rank: int, root: Path, rounds: int) -> tuple[Times, int, int]:
     """Times by name, the bytes of the whole state, and the bytes of tensor files that a save has written."""
     model, optimizer, layouts = sharded()
-    world = World(device=torch.device("cpu"), mesh=Mesh(Degrees(shard=RANKS), "cpu"))
+    world = World(device=torch.device("cpu"), mesh=Mesh(ParallelConfig(shard=RANKS), "cpu"))
     tensors = [*model.values(), *optimizer.values()]
     # Counters are whole on all ranks and are written by one.
     num_state = sum(tensor.nbytes * (RANKS if tensor.dim() else 1) for tensor in tensors)

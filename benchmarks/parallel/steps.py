@@ -37,14 +37,14 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from kitforge.core.nn.context import Context
-from kitforge.core.nn.init import initialise
-from kitforge.core.parallel.apply import apply
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.nn.init import init_weights
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.parallelize import parallelize
 from kitforge.core.parallel.world import World
 from kitforge.foundation.device import describe
-from kitforge.models.folder import build, outline
 from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.loading import build, build_on_meta
 from kitforge.models.sharding import DECODER
 
 TABLE = Path(__file__).with_suffix(".md")
@@ -62,20 +62,20 @@ def data(config: LlamaConfig, rows: int, length: int) -> tuple[Tensor, Tensor]:
     return tokens, tokens.roll(-1, 1)
 
 
-def ours(config: LlamaConfig, degrees: Degrees, rows: int, length: int) -> Step:
-    world = World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu") if degrees.world > 1 else None)
-    model = outline(config)
-    parallel = apply(model, DECODER, world)
-    parallel.materialise(world.device)
+def ours(config: LlamaConfig, degrees: ParallelConfig, rows: int, length: int) -> Step:
+    world = World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu") if degrees.world_size > 1 else None)
+    model = build_on_meta(config)
+    parallel = parallelize(model, DECODER, world)
+    parallel.materialize(world.device)
     pieces = parallel.parameters()
-    initialise(pieces.items(), config.num_layers, 0, {name: parallel.region(name) for name in pieces})
+    init_weights(pieces.items(), config.num_layers, 0, {name: parallel.region(name) for name in pieces})
     tokens, targets = data(config, rows, length)
 
     def step() -> None:
         parallel.micro_batch(is_last=True)
         hidden = model.hidden(tokens, Context()).flatten(0, 1)
         model.kernels.linear_cross_entropy(hidden, model.head_weight, targets.flatten()).backward()
-        parallel.finish_gradients()
+        parallel.reduce_gradients()
         for piece in pieces.values():
             piece.grad = None
 
@@ -190,7 +190,7 @@ def distributed(config: LlamaConfig, rows: int, length: int) -> Step:
 
 def sharded(config: LlamaConfig, rows: int, length: int) -> Step:
     """fully_shard around our own network, so that the two differ by what is around them alone."""
-    model = outline(config)
+    model = build_on_meta(config)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -211,12 +211,12 @@ def sharded(config: LlamaConfig, rows: int, length: int) -> Step:
 
 # Name, ranks, what makes the step.
 CONTESTANTS: dict[str, tuple[int, Callable[[], Step]]] = {
-    "tensor: one process": (1, lambda: ours(SMALL, Degrees(), 4, 16)),
-    "tensor: ours, 2 ranks": (2, lambda: ours(SMALL, Degrees(tensor=2), 4, 16)),
+    "tensor: one process": (1, lambda: ours(SMALL, ParallelConfig(), 4, 16)),
+    "tensor: ours, 2 ranks": (2, lambda: ours(SMALL, ParallelConfig(tensor=2), 4, 16)),
     "tensor: parallelize_module, 2 ranks": (2, lambda: parallelised(SMALL, 4, 16)),
-    "data: ours, 2 ranks": (2, lambda: ours(LARGE, Degrees(data=2), 4, 128)),
+    "data: ours, 2 ranks": (2, lambda: ours(LARGE, ParallelConfig(data=2), 4, 128)),
     "data: DistributedDataParallel, 2 ranks": (2, lambda: distributed(LARGE, 4, 128)),
-    "zero3: ours, 2 ranks": (2, lambda: ours(LARGE, Degrees(shard=2), 4, 128)),
+    "zero3: ours, 2 ranks": (2, lambda: ours(LARGE, ParallelConfig(shard=2), 4, 128)),
     "zero3: fully_shard, 2 ranks": (2, lambda: sharded(LARGE, 4, 128)),
 }
 PAIRS = [

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from kitforge.core.optim.sparse import SparseOptimizerConfig, build_row_optimizer
+from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.log import logger
 
@@ -33,8 +33,8 @@ def milliseconds(work: Callable[[], object]) -> float:
 def step_time(name: str, step: int) -> float:
     """The time of one step with that number, of rows that have had as many."""
     rule = build_row_optimizer(SparseOptimizerConfig(name=name))
-    slab, slots, layout = rule.initial(torch.zeros(NUM_ROWS, DIM)), torch.arange(NUM_ROWS), rule.layout(DIM)
-    gradients, counters = torch.ones(NUM_ROWS, DIM), layout.whole(slab)
+    slab, slots, layout = rule.new_records(torch.zeros(NUM_ROWS, DIM)), torch.arange(NUM_ROWS), rule.layout(DIM)
+    gradients, counters = torch.ones(NUM_ROWS, DIM), layout.as_integers(slab)
 
     def move() -> None:
         counters[:, layout.updates] = counters[:, layout.last_step] = step - 1

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import select_table
-from kitforge.embedding_cache.estimate import stack_distances
+from kitforge.embedding_cache.miss_ratio_curve import stack_distances
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.embedding_cache.tiers.file import FileStore
 from kitforge.foundation.device import describe, keep_freed_memory, pick

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.optim.rows import HeldRows
+from kitforge.core.optim.table_protocols import HeldRows
 from kitforge.embedding_cache.options import RemoteOptions
-from kitforge.embedding_cache.serving.convert import convert
+from kitforge.embedding_cache.serving.quantize import quantize_tables
 from kitforge.embedding_cache.serving.table import ServedTable
 from kitforge.embedding_cache.table import CachedEmbedding
-from kitforge.embedding_cache.tiers.remote import RemoteStore
+from kitforge.embedding_cache.tiers.redis_store import RedisStore
 from kitforge.foundation.device import describe, pick
 from kitforge.foundation.files import write_text
 
@@ -67,11 +67,11 @@ def fill(table: CachedEmbedding, num_rows: int) -> None:
     """All rows, as after their first step."""
     width = table.rows.layout.width
     records = torch.randn(num_rows, width)
-    counters = table.rows.layout.whole(records)
+    counters = table.rows.layout.as_integers(records)
     counters[:, -3:] = 1
     ids = torch.randperm(num_rows) * 7919
     state = {"steps": torch.tensor(1)}
-    table.load_rows(HeldRows(schema=table.schema, version=1, state=state, held={"rows": (ids, records)}))
+    table.load_rows(HeldRows(schema=table.schema, version=1, state=state, chunks_by_part={"rows": (ids, records)}))
 
 
 def batches(num_rows: int) -> Iterator[Tensor]:
@@ -147,7 +147,7 @@ def measure_serving(root: Path, num_rows: int, rounds: int) -> dict[str, Any]:
         serve(tables, got, "checkpoint, fp32", checkpoint, root / "run" / "step_1")
         for dtype in ("fp32", "fp16", "int8"):
             start = time.perf_counter()
-            made = convert(checkpoint, root / dtype, dtype)["table"]  # type: ignore[arg-type]
+            made = quantize_tables(checkpoint, root / dtype, dtype)["table"]  # type: ignore[arg-type]
             got[dtype] = {"rows/s": num_rows / (time.perf_counter() - start), "error": made.largest_error}
             serve(tables, got, dtype, open_checkpoint(root / dtype), root / dtype)
         ids = batches(num_rows)
@@ -172,7 +172,7 @@ def serve(tables: dict[str, Any], got: dict[str, Any], name: str, checkpoint: Ch
 def measure_remote(root: Path, num_rows: int, rounds: int) -> dict[str, Any]:
     with redis_server(root) as url:
         width = 2 * DIM + 3
-        store = RemoteStore(RemoteOptions(url=url), {"name": "table", "dim": DIM}, width)
+        store = RedisStore(RemoteOptions(url=url), {"name": "table", "dim": DIM}, width)
         keys, rows = torch.randperm(num_rows), torch.randn(num_rows, width)
         got: dict[str, list[float]] = {name: [] for name in ("write", "read", "take", "scan")}
         for _ in range(rounds):

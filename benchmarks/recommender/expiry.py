@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kitforge.embedding_cache.options import ForgettingOptions
+from kitforge.embedding_cache.options import ExpiryOptions
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.log import logger
 
@@ -30,15 +30,15 @@ def train(table: CachedEmbedding, ids: Tensor) -> None:
 def measure(folder: Path, num_rows: int) -> tuple[float, int]:
     """CPU seconds of the step after which the first 1,000 rows of so many are too old, and how many went."""
     starts = range(NUM_DUE, num_rows, BATCH)
-    rule = ForgettingOptions(every=len(starts) + 2, age=len(starts))
+    rule = ExpiryOptions(every=len(starts) + 2, max_age=len(starts))
     tiers = {"device_rows": IN_MEMORY, "host_rows": IN_MEMORY, "path": str(folder / "tier")}
-    with CachedEmbedding(None, DIM, optimizer="adagrad", forgetting=rule, **tiers) as table:
+    with CachedEmbedding(None, DIM, optimizer="adagrad", expiry=rule, **tiers) as table:
         train(table, torch.arange(NUM_DUE))
         for first in starts:
             train(table, torch.arange(first, min(first + BATCH, num_rows)))
         start = time.process_time()
         train(table, torch.arange(num_rows - 10, num_rows))
-        return time.process_time() - start, table.stats().forgotten
+        return time.process_time() - start, table.stats().expired
 
 
 def main() -> None:

@@ -30,14 +30,14 @@ from kitforge.core.parallel.world import ALONE, World
 from kitforge.data.tables.columns import LabelColumn
 from kitforge.foundation.device import describe, pick
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
-from kitforge.kits.recommender.assembling import new_recommender
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.build import read_options
-from kitforge.kits.recommender.clicks import Clicks
-from kitforge.kits.recommender.features import Encoder
-from kitforge.kits.recommender.model import plan_of
-from kitforge.kits.recommender.schema import CategoricalFeature, NumericFeature, Schema
-from kitforge.kits.recommender.statistics import Moments, Statistics
+from kitforge.kits.recommender.factory import new_recommender
+from kitforge.kits.recommender.features import FeatureEncoder
+from kitforge.kits.recommender.model import build_request_plan
+from kitforge.kits.recommender.pointwise_objective import PointwiseObjective
+from kitforge.kits.recommender.schema import CategoricalFeature, FeatureSchema, NumericFeature
+from kitforge.kits.recommender.statistics import FeatureStatistics, Moments
 from kitforge.models.catalog import recommender_of
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.task import Task
@@ -60,16 +60,16 @@ class Steps(Task):
     def __init__(self, dim: int, hidden: list[int], rules: dict[str, str], precision: str) -> None:
         names = [f"C{place}" for place in range(len(sizes()))]
         numbers = [f"I{place}" for place in range(NUM_DENSE)]
-        schema = Schema(
+        schema = FeatureSchema(
             label=LabelColumn(name="click"),
-            numeric={name: NumericFeature(standardise=False) for name in numbers},
+            numeric={name: NumericFeature(standardize=False) for name in numbers},
             categorical={
                 name: CategoricalFeature(kind="integer", num_buckets=max(size, 2))
                 for name, size in zip(names, sizes(), strict=True)
             },
         )
         moments = {name: Moments(mean=0.0, deviation=1.0, num_missing=0) for name in numbers}
-        self._encoder = Encoder(schema, Statistics(num_rows=1, moments=moments))
+        self._encoder = FeatureEncoder(schema, FeatureStatistics(num_rows=1, moments=moments))
         self.options = read_options(
             {
                 "model": {"family": "wide_deep", "dim": dim, "hidden": hidden},
@@ -80,7 +80,7 @@ class Steps(Task):
             }
         )
         self._config = recommender_of(self.options.model)
-        self._objective = Clicks(plan_of(self._config, self._encoder), seed=0)
+        self._objective = PointwiseObjective(build_request_plan(self._config, self._encoder), seed=0)
         self._data = [self._parts(seed) for seed in range(4)]
 
     def build(self, world: World) -> nn.Module:
@@ -105,7 +105,11 @@ class Steps(Task):
         whole = FeatureBatch(dense=dense, ids=columns, bags={}, sequences={}, labels=labels)
         starts = range(0, BATCH, MICRO_BATCH)
         return [
-            {**self._objective.part(whole, start, start + MICRO_BATCH), "samples": torch.arange(MICRO_BATCH), "step": 0}
+            {
+                **self._objective.micro_batch(whole, start, start + MICRO_BATCH),
+                "samples": torch.arange(MICRO_BATCH),
+                "step": 0,
+            }
             for start in starts
         ]
 
@@ -116,7 +120,7 @@ def ours(name: str, configuration: str, precision: str, num_steps: int) -> dict[
     task = Steps(dim, hidden, OURS[name], precision)
     loop = Loop(task, task.options, ALONE)
     loop.model.train()
-    loop.state.optimizer.materialise()
+    loop.state.optimizer.init_state()
     steps = task.steps(loop.model, Cursor())
     seconds = []
     for _ in range(num_steps + 1):

@@ -82,13 +82,13 @@ def ours(arch: str, dtype: str, level: str = "O1") -> dict[str, float]:
     from kitforge.core.parallel.world import ALONE, World
     from kitforge.data.packing import PackedRows
     from kitforge.data.source import open_source
-    from kitforge.data.token_cache import build
+    from kitforge.data.token_cache import build_token_cache
     from kitforge.kits.transformers.build import read_options
     from kitforge.kits.transformers.data import Corpus
     from kitforge.kits.transformers.task import TextGenerationTask
-    from kitforge.models import folder
+    from kitforge.models import loading
     from kitforge.models.catalog import config_of
-    from kitforge.trainer.callbacks.callback import Callback, Event, Run
+    from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
     from kitforge.trainer.run import make_loop, train
 
     class Numbers:
@@ -105,7 +105,7 @@ def ours(arch: str, dtype: str, level: str = "O1") -> dict[str, float]:
             return np.random.default_rng(int(text)).integers(2, VOCAB, LENGTH - 1).astype(np.uint16)
 
     class Laps(Callback):
-        def on_event(self, event: Event, run: Run) -> None:
+        def on_event(self, event: Event, run: RunContext) -> None:
             if event.kind == "start":
                 self.meter = Meter()
             if event.kind == "step" and self.meter.lap():
@@ -113,20 +113,22 @@ def ours(arch: str, dtype: str, level: str = "O1") -> dict[str, float]:
 
     values = {
         "model": {"family": arch, "vocab_size": VOCAB, **SIZES[arch]},
-        "data": {"batch_size": BATCH, "sequence_length": LENGTH, "validation": 0.0},
+        "data": {"batch_size": BATCH, "sequence_length": LENGTH, "eval_fraction": 0.0},
         "trainer": {"max_steps": 1000, "progress": False},
         "precision": dtype,
         "compile_level": level,
     }
     options = read_options(values)
     with tempfile.TemporaryDirectory() as place:
-        cache = build(open_source([str(n) for n in range(512)]), Numbers(), Path(place) / "cache", num_workers=1)
+        cache = build_token_cache(
+            open_source([str(n) for n in range(512)]), Numbers(), Path(place) / "cache", num_workers=1
+        )
         corpus = Corpus(train=PackedRows(cache, length=LENGTH, pad_id=1), eval=None, fingerprint=cache.fingerprint)
 
         world = ALONE
 
         def network(world: World) -> Any:
-            model = folder.build(config_of(options.model), device=world.device, level=options.compile_level, seed=0)
+            model = loading.build(config_of(options.model), device=world.device, level=options.compile_level, seed=0)
             if level == "O2":
                 model.compile_blocks()
             return model

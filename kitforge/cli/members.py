@@ -13,7 +13,7 @@ from kitforge.cli.terminal import tell
 from kitforge.cli.verb import INTERRUPTED, Verb
 from kitforge.composition import TEXTS, Composition, parse
 from kitforge.core.parallel.launch import launch
-from kitforge.core.parallel.lobby import place
+from kitforge.core.parallel.rendezvous import launch_info
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.foundation.log import console
@@ -94,7 +94,7 @@ def _carry_out(name: str, verb: Verb, member: Member) -> int:
     assert verb.run is not None
     if name == "finetune" and member.chosen.values.get("checkpoint") is None:
         raise ConfigError("finetuning starts from weights", got="checkpoint=null", fix="add checkpoint=FOLDER")
-    if not verb.is_launched or place() is not None:
+    if not verb.is_launched or launch_info() is not None:
         return verb.run(member.chosen)
     kit = kit_of(member.chosen.values["task"])
     options = kit.read_options(member.chosen.values)

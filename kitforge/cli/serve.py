@@ -8,7 +8,7 @@ from kitforge.api import kit_of, load_model, load_tokenizer
 from kitforge.cli.terminal import say
 from kitforge.composition import Composition
 from kitforge.foundation.errors import ConfigError
-from kitforge.inference.server.run import serve as answer
+from kitforge.inference.server.serve import serve as answer
 
 
 def serve(chosen: Composition) -> int:

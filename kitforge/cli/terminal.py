@@ -7,14 +7,14 @@ from types import TracebackType
 
 from rich.markup import escape
 
-from kitforge.core.parallel.failure import describe_error, explain, report
-from kitforge.core.parallel.lobby import place
+from kitforge.core.parallel.rank_errors import describe_error, explain, report
+from kitforge.core.parallel.rendezvous import launch_info
 from kitforge.foundation.log import console, errors
 
 
 def speaks() -> bool:
     """Whether this process talks to people: alone, or as the first of several ranks."""
-    where = place()
+    where = launch_info()
     return where is None or where.rank == 0
 
 

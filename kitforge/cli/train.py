@@ -10,8 +10,8 @@ from kitforge.api import kit_of, train_task
 from kitforge.cli.terminal import say, speaks
 from kitforge.cli.verb import INTERRUPTED
 from kitforge.composition import Composition
-from kitforge.core.checkpoint.layout import steps
-from kitforge.core.parallel.lobby import place
+from kitforge.core.checkpoint.manifest import steps
+from kitforge.core.parallel.rendezvous import launch_info
 from kitforge.foundation.log import console
 from kitforge.report.metrics import RunRecord, read_run
 from kitforge.report.summary import evaluated_by
@@ -43,7 +43,7 @@ def train(chosen: Composition) -> int:
 
 def restarted(options: Any) -> Any:
     """In ranks that were started again, the options that go on from what the run has saved, if it has got so far."""
-    where = place()
+    where = launch_info()
     if where is None or where.restarts == 0 or options.output_dir is None:
         return options
     has_saved = bool(steps(Path(options.output_dir) / "checkpoints"))

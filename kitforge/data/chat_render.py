@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.data.jinja_sandbox import SandboxedTemplate, WorkBudget
-from kitforge.data.tokens import AddedTokenSpan
+from kitforge.data.tokenizer_protocol import AddedTokenSpan
 from kitforge.foundation.errors import DataError
 
 # What a model thought, by the names that messages have for it; templates read the first or the second.
@@ -81,7 +81,7 @@ class TemplateLanguage:
         if not kept:
             return self.mirrored(text)
         parts = re.split(f"({'|'.join(map(re.escape, sorted(kept, key=len, reverse=True)))})", text)
-        return "".join(part if place % 2 else self.mirrored(part) for place, part in enumerate(parts))
+        return "".join(part if index % 2 else self.mirrored(part) for index, part in enumerate(parts))
 
     def mirrored(self, text: str) -> str:
         """Every letter of ASCII becomes its partner."""
@@ -89,8 +89,8 @@ class TemplateLanguage:
 
     def without(self, text: str, spelling: str) -> str:
         """The text in which a token is misspelt by one letter."""
-        for place, letter in enumerate(spelling):
-            other = spelling[:place] + self.mirrored(letter) + spelling[place + 1 :]
+        for index, letter in enumerate(spelling):
+            other = spelling[:index] + self.mirrored(letter) + spelling[index + 1 :]
             if other != spelling and not self._find(other):
                 return text.replace(spelling, other)
         return text.replace(spelling, self.mirrored(spelling))
@@ -165,11 +165,11 @@ class ChatRender:
         reply = kept[message]
         self.messages = [*kept[:message], _with_mark(reply, mark), *kept[message + 1 :]]
         try:
-            before, found, behind = self.text(opens_reply=True).partition(mark)
+            before, separator, behind = self.text(opens_reply=True).partition(mark)
         finally:
             self.messages = kept
         stop = len(text) - len(behind)
-        is_same = bool(found) and text.endswith(behind) and text.startswith(opened)
+        is_same = bool(separator) and text.endswith(behind) and text.startswith(opened)
         written = _bare(text[len(opened) : stop])
         if is_same and written != _bare(reply["content"]):
             # A reply may be tidied up, but not because others follow.
@@ -205,19 +205,19 @@ class ChatRender:
         A content that the template takes for something else with other letters is looked at token by token. A special
         token that the template looks for in that very content keeps the meaning that the template gives it.
         """
-        found = np.zeros(len(text), dtype=np.bool_)
+        is_content = np.zeros(len(text), dtype=np.bool_)
         pending: list[list[int] | None] = [None]
         while pending:
             change = _Alteration(self, message, pending.pop())
             differing = self._differing(text, again, change)
             numbers = list(change.changed)
             if differing is not None:
-                found |= differing
+                is_content |= differing
             elif len(numbers) > 1:
                 pending += [numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]]
             elif numbers:
-                found |= self._spelt(text, again, numbers[0], change.changed[numbers[0]])
-        return found
+                is_content |= self._spelt(text, again, numbers[0], change.changed[numbers[0]])
+        return is_content
 
     def altered(self, said: str, message: int | None) -> str:
         """The content of a message with other letters."""
@@ -229,12 +229,12 @@ class ChatRender:
 
     def _spelt(self, text: str, again: Callable[[Change], str], number: int, said: str) -> NDArray[np.bool_]:
         """The tokens that one content spells, without those that the template looks for in it."""
-        found = np.zeros(len(text), dtype=np.bool_)
+        is_content = np.zeros(len(text), dtype=np.bool_)
         for spelling in {said[each.start : each.stop] for each in self._language.tokens(said)}:
             differing = self._differing(text, again, _Alteration(self, None, [number], spelling))
             if differing is not None:
-                found |= differing
-        return found
+                is_content |= differing
+        return is_content
 
     def _differing(self, text: str, again: Callable[[Change], str], change: Change) -> NDArray[np.bool_] | None:
         """Where the text with other contents differs; None if more than letters differ."""
@@ -280,9 +280,9 @@ class _Alteration:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as Hugging Face hands it on: without what is null, and what was thought by the usual names."""
-    found = {name: value for name, value in _plain(dict(message)).items() if value is not None}
-    thought = next((found[name] for name in _REASONING if name in found), None)
-    return found if thought is None else {"thinking": thought, **found, "reasoning_content": thought}
+    content = {name: value for name, value in _plain(dict(message)).items() if value is not None}
+    thought = next((content[name] for name in _REASONING if name in content), None)
+    return content if thought is None else {"thinking": thought, **content, "reasoning_content": thought}
 
 
 def _plain(value: Any) -> Any:
@@ -337,9 +337,9 @@ def _with_mark(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     if isinstance(content, str):
         return {**message, "content": content + mark}
     parts = list(content or ())
-    for place, part in reversed(list(enumerate(parts))):
+    for index, part in reversed(list(enumerate(parts))):
         if "text" in part:
-            parts[place] = {**part, "text": part["text"] + mark}
+            parts[index] = {**part, "text": part["text"] + mark}
             break
     return {**message, "content": parts}
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.data.chat_render import ChatRender
-from kitforge.data.tokens import AddedTokenSpan
+from kitforge.data.tokenizer_protocol import AddedTokenSpan
 from kitforge.foundation.errors import DataError
 
 
@@ -43,10 +43,10 @@ def find_replies(
     marked = finder.marked()
     if marked is not None:
         return marked
-    found: list[ReplySpan] = []
+    replies: list[ReplySpan] = []
     for message in render.replies:
-        found.append(finder.reply(message, found[-1].stop if found else 0))
-    return found
+        replies.append(finder.reply(message, replies[-1].stop if replies else 0))
+    return replies
 
 
 @final
@@ -82,17 +82,17 @@ class _Finder:
     def reply(self, message: int, after: int) -> ReplySpan:
         """The reply of a message behind that character."""
         start = self._start(message, after)
-        whole = self._written(message + 1)
-        if whole is not None and self._text.startswith(whole):
-            return self._span(message, start, max(len(whole), start))
+        written = self._written(message + 1)
+        if written is not None and self._text.startswith(written):
+            return self._span(message, start, max(len(written), start))
         # The template writes this reply otherwise once the conversation goes on: it leaves out what was thought.
         following = self._contents(message + 1, start)
         limit = following[0] if following else len(self._text)
         closing = [each for each in self._own if start <= each.start and each.stop <= limit]
-        tail = (whole or "").rstrip()
+        tail = (written or "").rstrip()
         alike = max(closing, key=lambda each: self._alike(each, tail), default=None)
         if alike is not None and self._alike(alike, tail):
-            behind = (whole or "")[len(tail) :]
+            behind = (written or "")[len(tail) :]
             stop = alike.stop + len(behind) * self._text.startswith(behind, alike.stop)
             return ReplySpan(message=message, start=start, stop=stop, has_end=True)
         contents = [each for each in self._contents(message, start) if each < limit]
@@ -131,8 +131,8 @@ class _Finder:
 
     def _contents(self, message: int, after: int) -> list[int]:
         """The characters behind that one that come from a message."""
-        found = np.flatnonzero(self._render.contents(self._text, self._render.text, message))
-        return [int(each) for each in found[found >= after]]
+        indices = np.flatnonzero(self._render.contents(self._text, self._render.text, message))
+        return [int(each) for each in indices[indices >= after]]
 
     def _alike(self, token: AddedTokenSpan, tail: str) -> int:
         """How many characters up to a token are those that `tail` ends with; 0 if these are fewer than the token's."""

@@ -19,7 +19,7 @@ def split_micro_batches(batch: dict[str, Tensor], size: int) -> list[dict[str, T
     ]
 
 
-def simplify(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def drop_trivial_columns(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The batch without `documents` when no row holds more than one, so that plain causal attention serves it."""
     documents = batch.get("documents")
     if documents is None or bool((documents == 0).all()):

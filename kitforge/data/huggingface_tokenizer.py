@@ -12,9 +12,9 @@ from typing import Any, final
 
 import numpy as np
 
-from kitforge.data.extras import load_extra
-from kitforge.data.token_bytes import token_speller
-from kitforge.data.tokens import (
+from kitforge.data.optional_imports import import_optional
+from kitforge.data.token_bytes import token_decoder
+from kitforge.data.tokenizer_protocol import (
     NO_TOKEN,
     AddedTokenSpan,
     Tokens,
@@ -39,31 +39,31 @@ class HuggingFaceTokenizer:
     """A folder with `tokenizer.json`, read by the package `tokenizers`. Never truncates and never pads."""
 
     def __init__(self, folder: str | Path | Mapping[str, bytes]) -> None:
-        tokenizers = load_extra("tokenizers", needed_for="a tokenizer.json", extra="transformers")
+        tokenizers = import_optional("tokenizers", needed_for="a tokenizer.json", extra="transformers")
         self._files = dict(folder) if isinstance(folder, Mapping) else _tokenizer_files(Path(folder))
         try:
-            pieces = tokenizers.Tokenizer.from_buffer(self._files[HUGGINGFACE_FILE])
+            tokenizer = tokenizers.Tokenizer.from_buffer(self._files[HUGGINGFACE_FILE])
         except ValueError as error:
             raise DataError(f"this {HUGGINGFACE_FILE} cannot be read", got=error) from None
-        pieces.no_truncation()
-        pieces.no_padding()
-        pieces.encode_special_tokens = True
-        self._pieces = pieces
-        self._spell = token_speller(None if pieces.decoder is None else pieces.decoder.__getstate__())
-        self._silent = {number for number, added in pieces.get_added_tokens_decoder().items() if added.special}
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        self._spell = token_decoder(None if tokenizer.decoder is None else tokenizer.decoder.__getstate__())
+        self._silent = {number for number, added in tokenizer.get_added_tokens_decoder().items() if added.special}
         # Stands for a special token in a text that is encoded as one piece; nobody can guess how it is spelt.
         self._mark = f"\ue0f0{secrets.token_hex(16)}\ue0f1"
-        special = _SpecialTokens(self._files, pieces.token_to_id)
-        self.vocab_size = max(pieces.get_vocab(with_added_tokens=True).values()) + 1
+        special = _SpecialTokens(self._files, tokenizer.token_to_id)
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.eos_ids = special.find_all("eos")
         self.eos_id = self.eos_ids[0]
         self.bos_id = next(iter(special.find("bos")), None)
         self.pad_id = next(iter(special.find("pad")), self.eos_id)
         # The post-processor decides; `add_bos_token` counts only where there is no tokenizer.json, as in transformers.
-        self._has_rule = bool(pieces.num_special_tokens_to_add(is_pair=False))
+        self._has_rule = bool(tokenizer.num_special_tokens_to_add(is_pair=False))
         rule = [self.encode_prompt("")] if self._has_rule else []
         named = json.dumps([self.eos_ids, self.bos_id, self.pad_id, *rule]).encode()
-        pieces.add_tokens([tokenizers.AddedToken(self._mark, normalized=False)])
+        tokenizer.add_tokens([tokenizers.AddedToken(self._mark, normalized=False)])
         self.fingerprint = hashlib.sha256(self._files[HUGGINGFACE_FILE] + named).hexdigest()
 
     def __reduce__(self) -> tuple[type[HuggingFaceTokenizer], tuple[dict[str, bytes]]]:
@@ -72,7 +72,7 @@ class HuggingFaceTokenizer:
     @property
     def special_tokens(self) -> dict[str, int]:
         """The tokens that a chat template may write, by their spelling."""
-        added = self._pieces.get_added_tokens_decoder()
+        added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
 
     @property
@@ -80,34 +80,34 @@ class HuggingFaceTokenizer:
         """The tokens that tokenizer_config.json names, as templates know them: `bos_token`, `eos_token` and so on."""
         numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         known = {number: text for text, number in self.special_tokens.items()}
-        found = {name: known.get(number, "") for name, number in numbers.items() if number is not None}
+        tokens = {name: known.get(number, "") for name, number in numbers.items() if number is not None}
         for config in (parse_object(name, self._files.get(name, b"{}")) for name in (_CONFIGS[1], _CONFIGS[0])):
             for name in _NAMED:
                 token = config.get(name)
                 text = token.get("content") if isinstance(token, dict) else token
                 if isinstance(text, str):
-                    found[name] = text
-        return {name: text for name, text in found.items() if text}
+                    tokens[name] = text
+        return {name: text for name, text in tokens.items() if text}
 
     @property
     def chat_templates(self) -> dict[str, str]:
         """The Jinja templates of conversations that lie with the tokenizer, by name; a single one is "default"."""
         if _TEMPLATE in self._files:
             return {"default": self._files[_TEMPLATE].decode("utf-8")}
-        found = parse_object(_CONFIGS[0], self._files.get(_CONFIGS[0], b"{}")).get("chat_template")
-        if isinstance(found, str):
-            return {"default": found}
-        several = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+        templates = parse_object(_CONFIGS[0], self._files.get(_CONFIGS[0], b"{}")).get("chat_template")
+        if isinstance(templates, str):
+            return {"default": templates}
+        several = [each for each in templates if isinstance(each, dict)] if isinstance(templates, list) else []
         return {str(each.get("name")): each["template"] for each in several if isinstance(each.get("template"), str)}
 
     def find_added(self, text: str) -> list[AddedTokenSpan]:
         """The added tokens that a text spells, special or not, in order; of two that overlap the first, of two that
         begin alike the longer."""
         finder, added = self._finder
-        found = finder.encode(text, add_special_tokens=False)
+        encoding = finder.encode(text, add_special_tokens=False)
         return [
             AddedTokenSpan(token=added[number].token, start=start, stop=stop, is_special=added[number].is_special)
-            for number, (start, stop) in zip(found.ids, found.offsets, strict=True)
+            for number, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
             if number in added
         ]
 
@@ -122,12 +122,12 @@ class HuggingFaceTokenizer:
             parts += [text[at : mark.start], self._mark]
             at = mark.stop
             shifts.append((shifts[-1][0] + len(parts[-2]) + len(self._mark), at))
-        found = self._pieces.encode("".join((*parts, text[at:])), add_special_tokens=False)
+        encoding = self._tokenizer.encode("".join((*parts, text[at:])), add_special_tokens=False)
         tokens: list[int] = []
         offsets: list[tuple[int, int]] = []
         passed = 0
-        mark_id = self._pieces.token_to_id(self._mark)
-        for token, (start, stop) in zip(found.ids, found.offsets, strict=True):
+        mark_id = self._tokenizer.token_to_id(self._mark)
+        for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
             if token != mark_id:
                 shift = shifts[passed][1] - shifts[passed][0]
                 tokens.append(token)
@@ -142,9 +142,9 @@ class HuggingFaceTokenizer:
     @cached_property
     def _finder(self) -> tuple[Any, dict[int, AddedTokenSpan]]:
         """A tokenizer that knows no tokens but the added ones, and what its numbers mean."""
-        tokenizers = load_extra("tokenizers", needed_for="a tokenizer.json", extra="transformers")
+        tokenizers = import_optional("tokenizers", needed_for="a tokenizer.json", extra="transformers")
         finder = tokenizers.Tokenizer(tokenizers.models.WordLevel({_UNKNOWN: 0}, unk_token=_UNKNOWN))
-        decoder = self._pieces.get_added_tokens_decoder()
+        decoder = self._tokenizer.get_added_tokens_decoder()
         added = {token.content: number for number, token in decoder.items() if token.content != self._mark}
         finder.add_tokens([token for token in decoder.values() if token.content in added])
         return finder, {
@@ -154,7 +154,7 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of the text."""
-        return list(self._pieces.encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_array(self, text: str) -> Tokens:
         """The tokens of the text, [length] of uint32."""
@@ -162,7 +162,7 @@ class HuggingFaceTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens of the text between those that the post-processor adds."""
-        return list(self._pieces.encode(text, add_special_tokens=True).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the tokens."""
@@ -170,10 +170,10 @@ class HuggingFaceTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of the token, by the rules of the decoder."""
-        piece = self._pieces.id_to_token(token) if 0 <= token < self.vocab_size else None
-        if piece is None:
+        token_text = self._tokenizer.id_to_token(token) if 0 <= token < self.vocab_size else None
+        if token_text is None:
             return NO_TOKEN
-        return b"" if token in self._silent else self._spell(piece)
+        return b"" if token in self._silent else self._spell(token_text)
 
     def save(self, folder: Path) -> None:
         """Write the files that the tokenizer was read from."""
@@ -182,7 +182,7 @@ class HuggingFaceTokenizer:
                 file.write(content)
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._pieces.decode(ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
 @final
@@ -195,22 +195,22 @@ class _SpecialTokens:
 
     def find(self, role: str) -> tuple[int, ...]:
         """Every token in the role ("eos", "bos", "pad"), in the order of the files, each once."""
-        found: list[int | None] = []
+        ids: list[int | None] = []
         for config in self._configs:
             token = config.get(f"{role}_token")
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):
-                found.append(self._token_to_id(text))
+                ids.append(self._token_to_id(text))
             number = config.get(f"{role}_token_id")
-            found += number if isinstance(number, list) else [number]
-        return tuple(dict.fromkeys(token for token in found if token is not None))
+            ids += number if isinstance(number, list) else [number]
+        return tuple(dict.fromkeys(token for token in ids if token is not None))
 
     def find_all(self, role: str) -> tuple[int, ...]:
         """The same, but there must be one."""
-        found = self.find(role)
-        if not found:
+        ids = self.find(role)
+        if not ids:
             raise without_end(f"the {HUGGINGFACE_FILE}")
-        return found
+        return ids
 
 
 def _tokenizer_files(folder: Path) -> dict[str, bytes]:

@@ -146,8 +146,8 @@ class _PlainNamespace(Namespace):
     """`namespace(...)`, in which no name means anything to Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args
-        names = dict(*rest, **kwargs)
+        self, *attributes = args
+        names = dict(*attributes, **kwargs)
         for name in names:
             _check_name(name)
         Namespace.__init__(self, names)
@@ -190,12 +190,12 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _generate(
         self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
     ) -> str:
-        _Meter(self).visit(source)
+        _StepCounter(self).visit(source)
         return str(generate(source, self, name, filename, defer_init=defer_init, optimized=self.optimized))
 
 
 @final
-class _Meter(NodeTransformer):
+class _StepCounter(NodeTransformer):
     """Puts meters into the syntax tree where Jinja offers no hook: loops, comparisons, slices, `~` and literals."""
 
     def __init__(self, environment: _Environment) -> None:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.data.scramble import scramble
+from kitforge.data.splitmix64 import hash_array
 from kitforge.data.token_cache import TokenCache
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError
@@ -27,14 +27,14 @@ _ENOUGH_DOCUMENTS = 20
 # Documents that share an entry of the index in memory. A row costs reading where a whole block's documents begin.
 _BLOCK_DOCUMENTS = 128
 # How many are looked at together while the index is made.
-_DOCUMENTS_AT_ONCE = 16384
+_DOCUMENT_BATCH = 16384
 
 Integers = NDArray[np.int64]
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class DocumentSplit:
     """Some of a corpus: all of it, whole documents, or one end of every document. A rule, so it takes no memory."""
 
     rule: Literal["all", "documents", "tail"]
@@ -56,35 +56,35 @@ class Part:
         return begins, ends
 
 
-def split_documents(cache: TokenCache, fraction: float, seed: int) -> tuple[Part, Part | None]:
+def split_documents(cache: TokenCache, fraction: float, seed: int) -> tuple[DocumentSplit, DocumentSplit | None]:
     """The parts to train on and to validate on; no validation part when `fraction` is 0.
 
     A document belongs to the validation part when its number, scrambled with the seed, falls below `fraction`; so it
     stays where it is when others are added. In a corpus of fewer than 20 documents the last `fraction` of each one's
     tokens is validation instead.
     """
-    check(0 <= fraction < 1, "data.validation", fraction, "a number from 0 to below 1")
+    check(0 <= fraction < 1, "data.eval_fraction", fraction, "a number from 0 to below 1")
     if fraction == 0:
-        return Part(rule="all"), None
+        return DocumentSplit(rule="all"), None
     if cache.num_documents < _ENOUGH_DOCUMENTS:
-        rest = Part(rule="tail", fraction=fraction)
+        remaining = DocumentSplit(rule="tail", fraction=fraction)
     else:
         scrambled = key(seed, "validation")
         fraction = _effective(fraction, cache.num_documents, scrambled)
-        rest = Part(rule="documents", fraction=fraction, key=scrambled)
-    return rest, replace(rest, is_held_out=True)
+        remaining = DocumentSplit(rule="documents", fraction=fraction, key=scrambled)
+    return remaining, replace(remaining, is_held_out=True)
 
 
 def _chances(numbers: Integers, key_: int) -> NDArray[np.float64]:
     """A number from 0 to 1 for each document."""
-    return scramble(numbers.astype(np.uint64), key_) / 2.0**64
+    return hash_array(numbers.astype(np.uint64), key_) / 2.0**64
 
 
 def _effective(fraction: float, num_documents: int, key_: int) -> float:
     """The fraction, moved as far as needed for one document to be below it and one not, however few there are."""
     lowest, highest = 1.0, 0.0
-    for first in range(0, num_documents, _DOCUMENTS_AT_ONCE):
-        chances = _chances(np.arange(first, min(first + _DOCUMENTS_AT_ONCE, num_documents)), key_)
+    for first in range(0, num_documents, _DOCUMENT_BATCH):
+        chances = _chances(np.arange(first, min(first + _DOCUMENT_BATCH, num_documents)), key_)
         lowest, highest = min(lowest, float(chances.min())), max(highest, float(chances.max()))
         if lowest < fraction <= highest:
             return fraction
@@ -96,7 +96,7 @@ def _effective(fraction: float, num_documents: int, key_: int) -> float:
 class _Runs:
     """What rows hold, run by run; every field is [runs]."""
 
-    places: Integers  # of the run in its row
+    positions: Integers  # of the run in its row
     begins: Integers  # in the stream
     addresses: Integers  # of the run's first token in the cache
     lengths: Integers
@@ -112,7 +112,7 @@ class PackedRows:
     memory for each block of 128 documents; where the documents of a block begin is read when a row needs it.
     """
 
-    def __init__(self, cache: TokenCache, *, length: int, pad_id: int, part: Part | None = None) -> None:
+    def __init__(self, cache: TokenCache, *, length: int, pad_id: int, part: DocumentSplit | None = None) -> None:
         """Take all documents of the cache, or a part of them.
 
         Raises DataError when the corpus holds less than one row, or the part of it not a single target.
@@ -127,7 +127,7 @@ class PackedRows:
             )
         self.length = length
         self._tokens, self._offsets = np.asarray(cache.tokens), np.asarray(cache.offsets)
-        self._part = part or Part(rule="all")
+        self._part = part or DocumentSplit(rule="all")
         self._pad_id = pad_id
         num_tokens, num_documents = self._count()
         self.num_targets = int(num_tokens.sum()) - num_documents
@@ -136,7 +136,7 @@ class PackedRows:
                 "a part of the corpus holds nothing to predict",
                 got=f"{num_documents} documents of one token",
                 expected="a document of at least two tokens",
-                fix="more text, or another data.validation",
+                fix="more text, or another data.eval_fraction",
             )
         # The blocks that hold a token of the part, and where each begins in the stream, then where the stream ends.
         self._blocks = np.flatnonzero(num_tokens)
@@ -150,8 +150,8 @@ class PackedRows:
         """The part's tokens in each block of the cache, [blocks], and how many of its documents hold a token."""
         num_blocks = -(-(len(self._offsets) - 1) // _BLOCK_DOCUMENTS)
         num_tokens, num_documents = np.zeros(num_blocks, dtype=np.int64), 0
-        for first in range(0, num_blocks, _DOCUMENTS_AT_ONCE // _BLOCK_DOCUMENTS):
-            some = np.arange(first, min(first + _DOCUMENTS_AT_ONCE // _BLOCK_DOCUMENTS, num_blocks))
+        for first in range(0, num_blocks, _DOCUMENT_BATCH // _BLOCK_DOCUMENTS):
+            some = np.arange(first, min(first + _DOCUMENT_BATCH // _BLOCK_DOCUMENTS, num_blocks))
             lengths = self._documents(some)[1]
             num_tokens[some] = lengths.sum(axis=1)
             num_documents += int(np.count_nonzero(lengths))
@@ -190,7 +190,7 @@ class PackedRows:
             "tokens": tokens,
             "targets": targets,
             "positions": positions,
-            "documents": runs.places.astype(np.int32).repeat(runs.lengths),
+            "documents": runs.positions.astype(np.int32).repeat(runs.lengths),
         }
         return {name: torch.from_numpy(column).view(len(indices), self.length) for name, column in columns.items()}
 
@@ -217,7 +217,7 @@ class PackedRows:
         run_ends = np.minimum(ends, begins[rows] + self.length)
         run_lengths = run_ends - run_begins
         return _Runs(
-            places=_count_up(np.bincount(rows, minlength=len(begins))),
+            positions=_count_up(np.bincount(rows, minlength=len(begins))),
             begins=run_begins,
             addresses=addresses.ravel()[runs] + run_begins - starts,
             lengths=run_lengths,

@@ -14,11 +14,11 @@ from kitforge.foundation.config import check
 T = TypeVar("T")
 
 # How long `close` waits for an item that is being made; the thread ends after it in any case.
-_PATIENCE_SECONDS = 5.0
+_JOIN_TIMEOUT_SECONDS = 5.0
 
 
 @final
-class _Shelf(Generic[T]):
+class _BoundedQueue(Generic[T]):
     """What the two threads share. Does not know the Prefetcher, so that a forgotten one is collected and closed."""
 
     def __init__(self, depth: int) -> None:
@@ -63,11 +63,11 @@ class _Shelf(Generic[T]):
             self.items.clear()
             self.changed.notify_all()
         if thread is not threading.current_thread():
-            thread.join(_PATIENCE_SECONDS)
+            thread.join(_JOIN_TIMEOUT_SECONDS)
 
 
 @final
-class Prefetcher(Generic[T]):
+class BackgroundPrefetcher(Generic[T]):
     """An iterator that has up to `depth` items of another one ready. Order and exceptions are those of the other one.
 
     Close it, use it as a context, or drop it: the thread then ends, also when it waits for room.
@@ -75,7 +75,7 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, items: Iterable[T], depth: int = 2) -> None:
         check(depth >= 1, "data.prefetch", depth, "at least 1")
-        self._shelf: _Shelf[T] = _Shelf(depth)
+        self._shelf: _BoundedQueue[T] = _BoundedQueue(depth)
         # A daemon, because the interpreter waits for other threads before anybody could tell them to stop.
         self._thread = threading.Thread(target=_produce, args=(items, self._shelf), name="prefetch", daemon=True)
         self._close = weakref.finalize(self, self._shelf.close, self._thread)
@@ -91,7 +91,7 @@ class Prefetcher(Generic[T]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 
@@ -100,7 +100,7 @@ class Prefetcher(Generic[T]):
         self._close()
 
 
-def _produce(items: Iterable[T], shelf: _Shelf[T]) -> None:
+def _produce(items: Iterable[T], shelf: _BoundedQueue[T]) -> None:
     error: BaseException | None = None
     try:
         for item in items:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kitforge.data.scramble import scramble
+from kitforge.data.splitmix64 import hash_array
 from kitforge.foundation.seed import key
 
 _ROUNDS = 8
@@ -16,7 +16,7 @@ _ROUNDS = 8
 _BLOCK_ROWS = 4096
 
 
-def order(seed: int, num_rows: int, start: int, count: int, *, shuffle: bool = True) -> NDArray[np.int64]:
+def shuffled_indices(seed: int, num_rows: int, start: int, count: int, *, shuffle: bool = True) -> NDArray[np.int64]:
     """Row indices [count] of the samples start .. start + count - 1, counted over all epochs.
 
     Every epoch visits every row once; epochs differ when they are shuffled. Memory and time are O(count).
@@ -28,10 +28,10 @@ def order(seed: int, num_rows: int, start: int, count: int, *, shuffle: bool = T
     filled = 0
     while filled < count:
         epoch, index = divmod(start + filled, num_rows)
-        block, place = divmod(index, _BLOCK_ROWS)
-        found = _block(seed, num_rows, epoch, block)[place : place + count - filled]
-        rows[filled : filled + len(found)] = found
-        filled += len(found)
+        block, position = divmod(index, _BLOCK_ROWS)
+        indices = _block(seed, num_rows, epoch, block)[position : position + count - filled]
+        rows[filled : filled + len(indices)] = indices
+        filled += len(indices)
     return rows
 
 
@@ -40,8 +40,8 @@ def _block(seed: int, num_rows: int, epoch: int, block: int) -> NDArray[np.int64
     """The rows of one block of an epoch. A number that the network sends beyond the rows is sent on (cycle walking)."""
     keys = [key(seed, "order", epoch, round_) for round_ in range(_ROUNDS)]
     first = block * _BLOCK_ROWS
-    places = np.arange(first, min(first + _BLOCK_ROWS, num_rows), dtype=np.uint64)
-    rows = _feistel(places, num_rows, keys)
+    positions = np.arange(first, min(first + _BLOCK_ROWS, num_rows), dtype=np.uint64)
+    rows = _feistel(positions, num_rows, keys)
     while len(outside := np.flatnonzero(rows >= num_rows)):
         rows[outside] = _feistel(rows[outside], num_rows, keys)
     return rows.astype(np.int64)
@@ -58,7 +58,7 @@ def _feistel(numbers: NDArray[np.uint64], num_rows: int, keys: list[int]) -> NDA
     left, right = numbers // np.uint64(height), numbers % np.uint64(height)
     for round_, key_ in enumerate(keys):
         if round_ % 2 == 0:
-            left = (left + scramble(right, key_) % np.uint64(width)) % np.uint64(width)
+            left = (left + hash_array(right, key_) % np.uint64(width)) % np.uint64(width)
         else:
-            right = (right + scramble(left, key_) % np.uint64(height)) % np.uint64(height)
+            right = (right + hash_array(left, key_) % np.uint64(height)) % np.uint64(height)
     return left * np.uint64(height) + right

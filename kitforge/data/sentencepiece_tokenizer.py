@@ -11,10 +11,10 @@ from typing import Any, final
 
 import numpy as np
 
-from kitforge.data.extras import load_extra
-from kitforge.data.shard import digest
+from kitforge.data.document_shard import fingerprint_of
+from kitforge.data.optional_imports import import_optional
 from kitforge.data.source import Source
-from kitforge.data.tokens import (
+from kitforge.data.tokenizer_protocol import (
     NO_TOKEN,
     Tokens,
     decode_known,
@@ -59,24 +59,24 @@ class SentencePieceTokenizer:
     `add_eos_token` of a `tokenizer_config.json`, the one beside the file or the bytes `config`; by default nothing."""
 
     def __init__(self, model: str | Path | bytes, config: bytes | None = None) -> None:
-        sentencepiece = load_extra("sentencepiece", needed_for="a sentencepiece tokenizer", extra="transformers")
+        sentencepiece = import_optional("sentencepiece", needed_for="a sentencepiece tokenizer", extra="transformers")
         if not isinstance(model, bytes):
-            beside = Path(model).with_name(TOKENIZER_CONFIG)
-            config = read_tokenizer_file(beside) if beside.is_file() else None
+            config_path = Path(model).with_name(TOKENIZER_CONFIG)
+            config = read_tokenizer_file(config_path) if config_path.is_file() else None
         self._model = model if isinstance(model, bytes) else read_tokenizer_file(Path(model))
         self._config = config
         try:
-            pieces = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+            processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
         except RuntimeError as error:
-            place = "the bytes" if isinstance(model, bytes) else model
-            raise DataError(f"{place} hold no sentencepiece model", got=error) from None
-        if pieces.eos_id() < 0:
+            description = "the bytes" if isinstance(model, bytes) else model
+            raise DataError(f"{description} hold no sentencepiece model", got=error) from None
+        if processor.eos_id() < 0:
             raise without_end("the sentencepiece model")
-        self._pieces = pieces
-        self.vocab_size = int(pieces.vocab_size())
-        self.bos_id: int | None = pieces.bos_id() if pieces.bos_id() >= 0 else None
-        self.eos_id = int(pieces.eos_id())
-        self.pad_id = int(pieces.pad_id()) if pieces.pad_id() >= 0 else self.eos_id
+        self._processor = processor
+        self.vocab_size = int(processor.vocab_size())
+        self.bos_id: int | None = processor.bos_id() if processor.bos_id() >= 0 else None
+        self.eos_id = int(processor.eos_id())
+        self.pad_id = int(processor.pad_id()) if processor.pad_id() >= 0 else self.eos_id
         self.eos_ids = (self.eos_id,)
         self._before, self._after = self._rule()
         rule = json.dumps([self._before, self._after]).encode() if self._before or self._after else b""
@@ -89,12 +89,12 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> list[int]:
         """The pieces of the text."""
         if not self._space_letter or _SPACE_LETTER not in text:
-            return list(self._pieces.encode(text))
+            return list(self._processor.encode(text))
         first, *others = text.split(_SPACE_LETTER)
-        ids = list(self._pieces.encode(first))
+        ids = list(self._processor.encode(first))
         for part in others:
             ids += self._space_letter
-            ids += self._pieces.encode(part)
+            ids += self._processor.encode(part)
         return ids
 
     def encode_array(self, text: str) -> Tokens:
@@ -111,15 +111,19 @@ class SentencePieceTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of the piece: one of a byte piece, a space for the letter that sentencepiece writes for it."""
-        pieces = self._pieces
+        processor = self._processor
         if not 0 <= token < self.vocab_size:
             return NO_TOKEN
-        if pieces.is_control(token):
+        if processor.is_control(token):
             return b""
-        if pieces.is_unknown(token):
+        if processor.is_unknown(token):
             return self._decode([token]).encode()
-        piece = str(pieces.id_to_piece(token))
-        return bytes.fromhex(piece[3:5]) if pieces.is_byte(token) else piece.replace(_SPACE_LETTER, " ").encode()
+        token_text = str(processor.id_to_piece(token))
+        return (
+            bytes.fromhex(token_text[3:5])
+            if processor.is_byte(token)
+            else token_text.replace(_SPACE_LETTER, " ").encode()
+        )
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.model`, and the `tokenizer_config.json` that lay beside it."""
@@ -141,8 +145,8 @@ class SentencePieceTokenizer:
         spelled = token.get("content") if isinstance(token, dict) else token
         number = default
         if isinstance(spelled, str):
-            number = self._pieces.piece_to_id(spelled)
-            number = number if self._pieces.id_to_piece(number) == spelled else None
+            number = self._processor.piece_to_id(spelled)
+            number = number if self._processor.id_to_piece(number) == spelled else None
         if number is None:
             raise DataError(
                 f"{TOKENIZER_CONFIG} asks for add_{role}_token, but the sentencepiece model has no such token",
@@ -152,13 +156,13 @@ class SentencePieceTokenizer:
         return [number]
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._pieces.decode(ids))
+        return str(self._processor.decode(ids))
 
     def _spelled_space_letter(self) -> list[int]:
         """The byte pieces of the letter, or none where the model has none or puts a space before every text."""
-        spelled = [self._pieces.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_LETTER.encode()]
-        has_bytes = all(self._pieces.is_byte(token) for token in spelled)
-        begins_with_space = self._pieces.id_to_piece(self._pieces.encode("a")[0]).startswith(_SPACE_LETTER)
+        spelled = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_LETTER.encode()]
+        has_bytes = all(self._processor.is_byte(token) for token in spelled)
+        begins_with_space = self._processor.id_to_piece(self._processor.encode("a")[0]).startswith(_SPACE_LETTER)
         return spelled if has_bytes and not begins_with_space else []
 
 
@@ -168,7 +172,7 @@ def trained(source: Source, vocab_size: int, cache_folder: Path) -> SentencePiec
     Raises ConfigError when no vocabulary of this size can be made of the corpus.
     """
     # The name is made of everything that decides the bytes, so two processes that race write the same file.
-    name = digest(source.fingerprint, vocab_size, sorted(_OPTIONS.items()), _TRAINING_CHARACTERS)
+    name = fingerprint_of(source.fingerprint, vocab_size, sorted(_OPTIONS.items()), _TRAINING_CHARACTERS)
     path = cache_folder / f"sentencepiece-{name}.model"
     if not path.is_file():
         model = _train(source, vocab_size)
@@ -178,7 +182,7 @@ def trained(source: Source, vocab_size: int, cache_folder: Path) -> SentencePiec
 
 
 def _train(source: Source, vocab_size: int) -> bytes:
-    sentencepiece = load_extra("sentencepiece", needed_for="training a vocabulary", extra="transformers")
+    sentencepiece = import_optional("sentencepiece", needed_for="training a vocabulary", extra="transformers")
     model = io.BytesIO()
     # Read first, because the trainer would wrap an error of the corpus into one of its own.
     lines = list(_sample(source))

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from kitforge.data.formats import file_shards, is_known, row_file_shards
-from kitforge.data.memory import dataset_rows, dataset_shards, is_dataset, memory_rows, memory_shards
-from kitforge.data.shard import EncodingErrors, RowShard, Shard, digest
+from kitforge.data.document_shard import DocumentShard, EncodingErrors, RecordShard, fingerprint_of
+from kitforge.data.in_memory import dataset_rows, dataset_shards, is_dataset, memory_rows, memory_shards
+from kitforge.data.readers import file_shards, is_known, row_file_shards
 from kitforge.data.standard_library import standard_library_shards
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError
@@ -46,12 +46,12 @@ _DEFAULT = SourceConfig()
 class Source:
     """A corpus: shards of documents in a fixed order."""
 
-    def __init__(self, name: str, shards: Sequence[Shard]) -> None:
+    def __init__(self, name: str, shards: Sequence[DocumentShard]) -> None:
         self.name = name
         self._shards = list(shards)
-        self.fingerprint = digest("source", *(shard.fingerprint for shard in shards))
+        self.fingerprint = fingerprint_of("source", *(shard.fingerprint for shard in shards))
 
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[DocumentShard]:
         """The parts that can be read apart; together, and in this order, they are the corpus."""
         return list(self._shards)
 
@@ -63,10 +63,10 @@ class Source:
                 is_empty = False
                 yield text
         if is_empty:
-            raise empty(self.name)
+            raise empty_source_error(self.name)
 
 
-def empty(name: str) -> DataError:
+def empty_source_error(name: str) -> DataError:
     """The error about a corpus without text."""
     return DataError(f"there is no text in {name}", got="no documents", expected="at least one that is not empty")
 
@@ -90,11 +90,11 @@ def open_source(spec: object, config: SourceConfig = _DEFAULT) -> Source:
         return Source(", ".join(map(str, spec)), shards)
     shards = list(memory_shards(spec, config.column, config.encoding_errors))
     if not shards:
-        raise empty("the rows that were given")
+        raise empty_source_error("the rows that were given")
     return Source("rows", shards)
 
 
-def open_rows(spec: object) -> Iterator[RowShard]:
+def open_rows(spec: object) -> Iterator[RecordShard]:
     """The shards of a file of rows, a folder, a pattern, a list of these, a datasets.Dataset, or an iterable of rows,
     in order."""
     if isinstance(spec, (str, os.PathLike)):
@@ -145,7 +145,7 @@ def _may_be_path(text: str) -> bool:
     return 0 < len(text) <= _PATH_CHARACTERS and "\n" not in text and "\0" not in text
 
 
-def _path_shards(spec: str | os.PathLike[str], config: SourceConfig) -> list[Shard]:
+def _path_shards(spec: str | os.PathLike[str], config: SourceConfig) -> list[DocumentShard]:
     if spec == STANDARD_LIBRARY:
         return list(standard_library_shards())
     if not _may_be_path(os.fspath(spec)):
@@ -173,9 +173,9 @@ def _files(path: Path) -> list[Path]:
     if os.path.exists(path):
         raise DataError(f"cannot read {path}", got="neither a file nor a folder", expected="a file or a folder")
     if glob.has_magic(str(path)):
-        found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
-        if found:
-            return found
+        files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+        if files:
+            return files
         raise DataError(
             f"no file matches {path}", got=f"in {Path.cwd()}", fix="check the pattern, and quote it in a shell"
         )
@@ -183,17 +183,17 @@ def _files(path: Path) -> list[Path]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    found = [
+    files = [
         path
         for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix())
         if is_known(path)
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
         and path.is_file()
     ]
-    if not found:
+    if not files:
         raise DataError(
             f"the folder {folder} holds no files that can be read",
             got=", ".join(sorted(os.listdir(folder))[:8]) or "nothing",
             expected=".txt .py .md .jsonl .json .csv .tsv .parquet, at any depth",
         )
-    return found
+    return files

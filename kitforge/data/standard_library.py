@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from kitforge.data.shard import SHARD_BYTES, digest
+from kitforge.data.document_shard import SHARD_BYTES, fingerprint_of
 from kitforge.foundation.errors import DataError
 
 # Other people's packages, and what differs from machine to machine or is no prose of a programmer.
@@ -29,7 +29,7 @@ class StandardLibraryShard:
     @property
     def fingerprint(self) -> str:
         """Made of names, sizes and the interpreter's version, so that it does not depend on where Python lies."""
-        return digest("python_stdlib", platform.python_implementation(), platform.python_version(), self.files)
+        return fingerprint_of("python_stdlib", platform.python_implementation(), platform.python_version(), self.files)
 
     @property
     def size(self) -> int:
@@ -73,6 +73,6 @@ def standard_library_shards() -> list[StandardLibraryShard]:
 
 def _source_files(folder: Path) -> Iterator[str]:
     """Paths below the folder; what is left out is not even entered, for other people's packages may be many."""
-    for place, folders, names in os.walk(folder):
+    for directory, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
-        yield from (Path(place, name).relative_to(folder).as_posix() for name in names if name.endswith(".py"))
+        yield from (Path(directory, name).relative_to(folder).as_posix() for name in names if name.endswith(".py"))

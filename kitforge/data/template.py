@@ -17,10 +17,10 @@ import numpy as np
 
 from kitforge.data.chat_render import ChatRender, TemplateLanguage
 from kitforge.data.chat_replies import ReplySpan, find_replies
+from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.huggingface_tokenizer import HuggingFaceTokenizer
 from kitforge.data.jinja_sandbox import sandboxed
-from kitforge.data.shard import digest
-from kitforge.data.tokens import AddedTokenSpan, Tokenizer
+from kitforge.data.tokenizer_protocol import AddedTokenSpan, Tokenizer
 from kitforge.foundation.errors import DataError
 
 # {"role": ..., "content": ...} and whatever else a template reads of it.
@@ -71,7 +71,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._named = dict(named_tokens)
         sources = {"default": source} if isinstance(source, str) else dict(source or {})
-        self.fingerprint = digest("chat template", sources, self._named)
+        self.fingerprint = fingerprint_of("chat template", sources, self._named)
         self._languages = {name: TemplateLanguage(sandboxed(each), self._find_added) for name, each in sources.items()}
 
     def tokens(
@@ -152,8 +152,8 @@ class ChatTemplate:
             end = [] if has_end else [self._tokenizer.eos_id]
             return [*end, *_plain_chat(self._tokenizer, following, opens_reply=True).tokens]
         inputs = {"tools": tools, "documents": None, **_checked(chat_template_kwargs)}
-        answer = {"role": "assistant", "content": reply}
-        language, render = self._render([*messages, answer, *following], inputs, is_training=True)
+        assistant_message = {"role": "assistant", "content": reply}
+        language, render = self._render([*messages, assistant_message, *following], inputs, is_training=True)
         cut = render.end_of_reply(len(messages))
         text = render.text(opens_reply=True)
         own, foreign = language.parted(text, render.contents(text, partial(render.text, opens_reply=True)))
@@ -196,9 +196,9 @@ class ChatTemplate:
         offsets: list[tuple[int, int]] = []
         borders = sorted({0, len(text), *(span.start for span in spans), *(span.stop for span in spans)})
         for start, stop in pairwise(borders):
-            piece = self._tokenizer.encode(text[start:stop])
-            tokens += piece
-            offsets += [(start, stop)] * len(piece)
+            encoding = self._tokenizer.encode(text[start:stop])
+            tokens += encoding
+            offsets += [(start, stop)] * len(encoding)
         return tokens, offsets
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 Spelling = Callable[[str], bytes]
 
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def token_speller(decoder: str | bytes | None) -> Spelling:
+def token_decoder(decoder: str | bytes | None) -> Spelling:
     """A function from the spelling of a token in the vocabulary to its bytes. `decoder` is the JSON of the decoder, or
     None where there is none. The bytes of a text's tokens in a row are the text; a decoder that joins words by spaces
     leaves out the first of these."""
@@ -22,21 +22,21 @@ def token_speller(decoder: str | bytes | None) -> Spelling:
         return _byte_level
     if "WordPiece" in kinds:
         prefix = str(next(rule for rule in rules if rule["type"] == "WordPiece")["prefix"])
-        return lambda piece: (piece.removeprefix(prefix) if piece.startswith(prefix) else f" {piece}").encode()
+        return lambda text: (text.removeprefix(prefix) if text.startswith(prefix) else f" {text}").encode()
     if not rules:
-        return lambda piece: f" {piece}".encode()
+        return lambda text: f" {text}".encode()
     replaced = [pair for rule in rules if (pair := _replacement(rule)) is not None]
     has_bytes = "ByteFallback" in kinds
 
-    def spelt(piece: str) -> bytes:
-        found = _BYTE_PIECE.fullmatch(piece) if has_bytes else None
-        if found:
-            return bytes.fromhex(found[1])
+    def decode(token_text: str) -> bytes:
+        byte_match = _BYTE_TOKEN.fullmatch(token_text) if has_bytes else None
+        if byte_match:
+            return bytes.fromhex(byte_match[1])
         for old, new in replaced:
-            piece = piece.replace(old, new)
-        return piece.encode()
+            token_text = token_text.replace(old, new)
+        return token_text.encode()
 
-    return spelt
+    return decode
 
 
 def _flat(rule: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -62,15 +62,15 @@ def _alphabet() -> dict[str, int]:
     themselves, those after U+00FF for the others in order."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 _BYTES = _alphabet()
 
 
-def _byte_level(piece: str) -> bytes:
+def _byte_level(token_text: str) -> bytes:
     try:
-        return bytes([_BYTES[letter] for letter in piece])
+        return bytes([_BYTES[letter] for letter in token_text])
     except KeyError:
         # A token that was added to the vocabulary is spelt as it is.
-        return piece.encode()
+        return token_text.encode()

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.data.cache_folder import CacheFolder
-from kitforge.data.shard import digest
-from kitforge.data.source import Source, empty
-from kitforge.data.tokenise import Job, read_job, token_dtype, tokenise
-from kitforge.data.tokens import Tokenizer
+from kitforge.data.document_shard import fingerprint_of
+from kitforge.data.source import Source, empty_source_error
+from kitforge.data.tokenize_documents import TokenizeJob, read_job, run_tokenize_jobs, token_dtype
+from kitforge.data.tokenizer_protocol import Tokenizer
 from kitforge.foundation.files import atomic_file
 
 FORMAT = 2
@@ -52,16 +52,16 @@ class TokenCache:
     @classmethod
     def open(cls, folder: Path) -> TokenCache:
         """Map a finished cache. Raises DataError when it is missing, or damaged as far as sizes can tell."""
-        place = _place(folder)
-        manifest = place.manifest()
-        tokens = place.mapped(_TOKENS, np.dtype(manifest["dtype"]), (manifest["num_tokens"],))
+        cache_folder = _cache_folder(folder)
+        manifest = cache_folder.manifest()
+        tokens = cache_folder.mapped(_TOKENS, np.dtype(manifest["dtype"]), (manifest["num_tokens"],))
         try:
             offsets = np.load(folder / _DOCUMENTS, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
-            raise place.damaged(_DOCUMENTS, error, "a whole file") from None
+            raise cache_folder.damaged(_DOCUMENTS, error, "a whole file") from None
         if offsets.shape != (manifest["num_documents"] + 1,) or offsets[-1] != len(tokens):
             expected = f"{manifest['num_documents'] + 1} offsets up to {len(tokens)}"
-            raise place.damaged(_DOCUMENTS, f"shape {offsets.shape} up to {offsets[-1:]}", expected)
+            raise cache_folder.damaged(_DOCUMENTS, f"shape {offsets.shape} up to {offsets[-1:]}", expected)
         return cls(folder=folder, fingerprint=manifest["fingerprint"], tokens=tokens, offsets=np.asarray(offsets))
 
 
@@ -70,7 +70,7 @@ def default_root() -> Path:
     return Path(os.environ.get("KITFORGE_CACHE") or Path.home() / ".cache" / "kitforge")
 
 
-def build(
+def build_token_cache(
     source: Source,
     tokenizer: Tokenizer,
     root: Path,
@@ -82,19 +82,19 @@ def build(
 
     `progress` is told bytes done and bytes in all. Raises DataError for what is wrong with the corpus or the disk.
     """
-    folder = root / digest("token_cache", FORMAT, source.fingerprint, tokenizer.fingerprint)
+    folder = root / fingerprint_of("token_cache", FORMAT, source.fingerprint, tokenizer.fingerprint)
 
     def fill() -> dict[str, Any]:
         jobs = _tokenise(source, tokenizer, folder, num_workers, progress)
-        told = _assemble(jobs, tokenizer, folder, source)
+        metadata = _assemble(jobs, tokenizer, folder, source)
         shutil.rmtree(folder / _PARTS)
-        return told
+        return metadata
 
-    _place(folder).build(fill)
+    _cache_folder(folder).build(fill)
     return TokenCache.open(folder)
 
 
-def _place(folder: Path) -> CacheFolder:
+def _cache_folder(folder: Path) -> CacheFolder:
     elsewhere = " with the environment variable KITFORGE_CACHE"
     return CacheFolder(path=folder, what="token cache", manifest_name="cache.json", format=FORMAT, elsewhere=elsewhere)
 
@@ -105,10 +105,10 @@ def _tokenise(
     folder: Path,
     num_workers: int | None,
     progress: Callable[[int, int], None] | None,
-) -> list[Job]:
+) -> list[TokenizeJob]:
     parts = folder / _PARTS
     parts.mkdir(exist_ok=True)
-    jobs = [Job(shard=shard, path=parts / f"{number:06d}.part") for number, shard in enumerate(source.shards())]
+    jobs = [TokenizeJob(shard=shard, path=parts / f"{number:06d}.part") for number, shard in enumerate(source.shards())]
     total = sum(job.shard.size for job in jobs)
     ready = sum(job.shard.size for job in jobs if job.path.exists())
 
@@ -119,16 +119,16 @@ def _tokenise(
             progress(ready, total)
 
     done(0)
-    tokenise([job for job in jobs if not job.path.exists()], tokenizer, num_workers, done)
+    run_tokenize_jobs([job for job in jobs if not job.path.exists()], tokenizer, num_workers, done)
     return jobs
 
 
-def _assemble(jobs: Sequence[Job], tokenizer: Tokenizer, folder: Path, source: Source) -> dict[str, Any]:
+def _assemble(jobs: Sequence[TokenizeJob], tokenizer: Tokenizer, folder: Path, source: Source) -> dict[str, Any]:
     """Write the two large files out of the parts; gives what the manifest says about them."""
     dtype = token_dtype(tokenizer.vocab_size)
     lengths = np.concatenate([read_job(job.path, dtype)[0] for job in jobs])
     if len(lengths) == 0:
-        raise empty(source.name)
+        raise empty_source_error(source.name)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     content = hashlib.blake2b(dtype.name.encode() + offsets.astype("<i8").tobytes(), digest_size=16)
     with atomic_file(folder / _TOKENS) as file:

@@ -13,7 +13,14 @@ import numpy as np
 from kitforge.data.huggingface_tokenizer import HUGGINGFACE_FILE, HuggingFaceTokenizer
 from kitforge.data.sentencepiece_tokenizer import SENTENCEPIECE_FILE, SentencePieceTokenizer, trained
 from kitforge.data.source import Source
-from kitforge.data.tokens import NO_TOKEN, Tokenizer, Tokens, decode_known, parse_object, read_tokenizer_file
+from kitforge.data.tokenizer_protocol import (
+    NO_TOKEN,
+    Tokenizer,
+    Tokens,
+    decode_known,
+    parse_object,
+    read_tokenizer_file,
+)
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, DataError, nearest
 from kitforge.foundation.files import write_text
@@ -145,8 +152,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 def find_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that lies with a run, a step or a Hugging Face folder."""
-    places = [folder / TOKENIZER_FOLDER, folder.parent.parent / TOKENIZER_FOLDER, folder]
-    return load_tokenizer(next((place for place in places[:2] if place.is_dir()), folder))
+    candidates = [folder / TOKENIZER_FOLDER, folder.parent.parent / TOKENIZER_FOLDER, folder]
+    return load_tokenizer(next((path for path in candidates[:2] if path.is_dir()), folder))
 
 
 def _required(source: Source | None) -> Source:

@@ -8,16 +8,16 @@ from typing import final
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import NewHashMap
-from kitforge.core.kernels.places import where
-from kitforge.core.parallel.table import GAMMA, mix, shifted
-from kitforge.embedding_cache.options import LARGEST_COUNT, AdmissionOptions
+from kitforge.core.kernels.dispatch import HashMapFactory
+from kitforge.core.kernels.indexing import where
+from kitforge.core.parallel.table import GAMMA, logical_shift_right, splitmix64
+from kitforge.embedding_cache.options import MAX_COUNT, AdmissionOptions
 from kitforge.foundation import seed as seeds
 
 # A count and the step in which it last rose, in one number of the map.
-COUNT_BITS = LARGEST_COUNT.bit_length()
+COUNT_BITS = MAX_COUNT.bit_length()
 # Entries before the first sweep of counts that have expired.
-FIRST_SWEEP = 2**12
+MIN_SWEEP = 2**12
 
 
 @final
@@ -29,7 +29,7 @@ class Admission:
     The count of an id that is not admitted expires after `age` steps without it. Only the training thread calls this.
     """
 
-    def __init__(self, options: AdmissionOptions, new_hash_map: NewHashMap, seed: int, table: str) -> None:
+    def __init__(self, options: AdmissionOptions, new_hash_map: HashMapFactory, seed: int, table: str) -> None:
         self._options = options
         self._key = seeds.key(seed, "admission", table)
         self._new_hash_map = new_hash_map
@@ -40,16 +40,16 @@ class Admission:
         """Whether nothing has to be counted."""
         return self._options.name == "always"
 
-    def observe(self, keys: Tensor) -> Tensor:
+    def count_step(self, keys: Tensor) -> Tensor:
         """Count the current step for each of these distinct keys; which of them are admitted by now."""
         counts, last, thresholds = self._counts(keys)
         counts += last != self.step
-        counts.clamp_(max=LARGEST_COUNT)
+        counts.clamp_(max=MAX_COUNT)
         self._entries.insert(keys, self.step << COUNT_BITS | counts)
         self._is_open = True
         return counts >= thresholds
 
-    def admitted(self, keys: Tensor) -> Tensor:
+    def is_admitted(self, keys: Tensor) -> Tensor:
         """Which of these keys are admitted, without counting."""
         counts, _, thresholds = self._counts(keys)
         return counts >= thresholds
@@ -58,10 +58,10 @@ class Admission:
         """The lookups that follow belong to another step, if there were any in this one."""
         self.step += self._is_open
         self._is_open = False
-        if self._options.age is not None and len(self._entries) > 2 * self._num_swept + FIRST_SWEEP:
+        if self._options.age is not None and len(self._entries) > 2 * self._num_swept + MIN_SWEEP:
             self._sweep()
 
-    def forget(self, keys: Tensor) -> None:
+    def remove(self, keys: Tensor) -> None:
         """The rows of these keys are gone for good: their ids begin anew."""
         self._entries.remove(keys)
 
@@ -86,7 +86,7 @@ class Admission:
     def _counts(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of each key [n] its count, the step in which it last rose (0: never), and the count that admits it."""
         entries, thresholds = self._entries.lookup(keys).clamp_(min=0), self._thresholds(keys)
-        counts, last = entries & LARGEST_COUNT, entries >> COUNT_BITS
+        counts, last = entries & MAX_COUNT, entries >> COUNT_BITS
         if self._options.age is not None:
             counts[(self.step - last > self._options.age) & (counts < thresholds)] = 0
         return counts, last, thresholds
@@ -103,5 +103,5 @@ class Admission:
             return torch.full((len(keys),), self._options.count)
         if self._options.name == "always" or self._options.probability == 1.0:
             return torch.zeros(len(keys), dtype=torch.int64)
-        unit = (shifted(mix(mix(keys + self._key) + GAMMA), 11).double() + 0.5) * 2.0**-53
-        return (unit.log() / math.log1p(-self._options.probability)).ceil().clamp(1, LARGEST_COUNT).long()
+        unit = (logical_shift_right(splitmix64(splitmix64(keys + self._key) + GAMMA), 11).double() + 0.5) * 2.0**-53
+        return (unit.log() / math.log1p(-self._options.probability)).ceil().clamp(1, MAX_COUNT).long()

@@ -8,9 +8,9 @@ from typing import Any, Self, TypeVar, final
 
 from torch import Tensor, nn
 
-from kitforge.embedding_cache.estimate import Estimate
-from kitforge.embedding_cache.prefetcher import Advance, Prefetcher
-from kitforge.embedding_cache.query import flat_ids
+from kitforge.embedding_cache.lookup_input import flat_ids
+from kitforge.embedding_cache.miss_ratio_curve import CacheEstimate
+from kitforge.embedding_cache.prefetcher import EmbeddingPrefetcher, PrefetchClient
 from kitforge.embedding_cache.stats import TableStats
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.config import check
@@ -68,9 +68,9 @@ class EmbeddingCollection(nn.Module):
         `ids` finds in a batch what `forward` will be called with, one mapping for each call; without it a batch is such
         a mapping itself. To leave the loop early, by whatever way, ends the thread and lets all rows go.
         """
-        return iter(Prefetcher(batches, depth, _CollectionAdvance(self, ids or _only_itself)))
+        return iter(EmbeddingPrefetcher(batches, depth, _CollectionPrefetchClient(self, ids or _identity)))
 
-    def estimate(self, batches: Iterable[Mapping[str, Feature]]) -> dict[str, Estimate]:
+    def estimate(self, batches: Iterable[Mapping[str, Feature]]) -> dict[str, CacheEstimate]:
         """What the tiers of each table that is asked will do with inputs like these, by its name. It moves nothing."""
         ids: dict[str, list[Tensor]] = {}
         for inputs in batches:
@@ -84,10 +84,10 @@ class EmbeddingCollection(nn.Module):
 
     def close(self) -> None:
         """Let go of the threads, files and connections of all tables."""
-        for table in self.all_tables():
+        for table in self.cached_tables():
             table.close()
 
-    def all_tables(self) -> list[CachedEmbedding]:
+    def cached_tables(self) -> list[CachedEmbedding]:
         """Every table once."""
         return [table for _, table in self._named()]
 
@@ -102,32 +102,32 @@ class EmbeddingCollection(nn.Module):
 
 
 @final
-class _CollectionAdvance(Advance[Batch]):
+class _CollectionPrefetchClient(PrefetchClient[Batch]):
     """The rows of all tables of a collection, ahead of their training."""
 
     def __init__(self, collection: EmbeddingCollection, ids: Callable[[Batch], Any]) -> None:
         self._collection, self._ids = collection, ids
-        self._tables = collection.all_tables()
-        self.window = max((table.rows.planner.policy.window for table in self._tables), default=0)
-        self.is_joint = any(table.rows.is_joint for table in self._tables)
+        self._tables = collection.cached_tables()
+        self.window = max((table.rows.manager.policy.window for table in self._tables), default=0)
+        self.is_collective = any(table.rows.is_collective for table in self._tables)
 
-    def expect(self, batch: Batch) -> None:
+    def on_future_access(self, batch: Batch) -> None:
         for table, ids in self._lookups(batch):
-            table.rows.expect(flat_ids(ids))
+            table.rows.on_future_access(flat_ids(ids))
 
     def plan(self, batch: Batch) -> None:
         for table, ids in self._lookups(batch):
-            table.plan_ahead(ids)
+            table.prefetch_rows(ids)
 
-    def waiting(self) -> AbstractContextManager[Any]:
+    def trainer_waiting(self) -> AbstractContextManager[Any]:
         stack = ExitStack()
         for table in self._tables:
-            stack.enter_context(table.rows.register.waiting())
+            stack.enter_context(table.rows.pins.trainer_waiting())
         return stack
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         for table in self._tables:
-            table.give_up_ahead()
+            table.cancel_prefetch()
 
     def _lookups(self, batch: Batch) -> Iterator[tuple[CachedEmbedding, Tensor]]:
         given = self._ids(batch)
@@ -141,5 +141,5 @@ def ids_of(value: Feature) -> Tensor:
     return value[0] if isinstance(value, tuple) else value
 
 
-def _only_itself(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

@@ -25,19 +25,19 @@ class DeltaTracker:
     def restart(self, since: int | None) -> None:
         """Begin an interval at that version; None: nobody will ask for changes."""
         self.since = since
-        self._changed, self._removed = _Keys(), _Keys()
+        self._changed, self._removed = _DistinctKeys(), _DistinctKeys()
 
     @property
     def is_on(self) -> bool:
         """Whether changes have to be told."""
         return self.since is not None
 
-    def change(self, keys: Tensor) -> None:
+    def mark_changed(self, keys: Tensor) -> None:
         """The rows of these distinct keys are about to change."""
         if self.is_on:
             self._changed.add(keys)
 
-    def remove(self, keys: Tensor) -> None:
+    def mark_removed(self, keys: Tensor) -> None:
         """The rows of these distinct keys are gone for good."""
         if self.is_on:
             self._removed.add(keys)
@@ -57,7 +57,7 @@ class DeltaTracker:
 
 
 @final
-class _Keys:
+class _DistinctKeys:
     """Keys that come many times, each kept once or twice."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from kitforge.foundation.config import check, check_name
 PolicyName = Literal["lru", "lfu", "lookahead"]
 AdmissionName = Literal["always", "count", "probability"]
 # Up to which admission counts.
-LARGEST_COUNT = 2**24 - 1
+MAX_COUNT = 2**24 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,31 +51,31 @@ class AdmissionOptions:
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
         check_name("cache.admission.name", self.name, AdmissionName)
-        check(1 <= self.count <= LARGEST_COUNT, "cache.admission.count", self.count, f"from 1 to {LARGEST_COUNT:,}")
+        check(1 <= self.count <= MAX_COUNT, "cache.admission.count", self.count, f"from 1 to {MAX_COUNT:,}")
         check(self.age is None or self.age >= 1, "cache.admission.age", self.age, "a number of steps, or none")
         check(0 < self.probability <= 1, "cache.admission.probability", self.probability, "above 0, at most 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForgettingOptions:
+class ExpiryOptions:
     """Which rows are given up for good, at the end of every so many steps. Their ids begin anew when they come again.
 
     A row goes when any of the bounds that are given says so.
     """
 
     every: int = 0  # steps; 0: never
-    age: int | None = None  # steps since the row last changed, above which it goes
-    updates: int | None = None  # steps in which the row had a gradient, below which it goes
-    norm: float | None = None  # Euclidean norm of the embedding, below which it goes
+    max_age: int | None = None  # steps since the row last changed, above which it goes
+    min_updates: int | None = None  # steps in which the row had a gradient, below which it goes
+    min_norm: float | None = None  # Euclidean norm of the embedding, below which it goes
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
-        check(self.every >= 0, "cache.forgetting.every", self.every, "a whole number of at least 0")
-        for name in ("age", "updates", "norm"):
+        check(self.every >= 0, "cache.expiry.every", self.every, "a whole number of at least 0")
+        for name in ("max_age", "min_updates", "min_norm"):
             bound = getattr(self, name)
-            check(bound is None or bound > 0, f"cache.forgetting.{name}", bound, "above 0, or none")
-        is_bounded = not (self.age is None and self.updates is None and self.norm is None)
-        check(is_bounded or not self.every, "cache.forgetting.every", self.every, "0 where no bound is given")
+            check(bound is None or bound > 0, f"cache.expiry.{name}", bound, "above 0, or none")
+        is_bounded = not (self.max_age is None and self.min_updates is None and self.min_norm is None)
+        check(is_bounded or not self.every, "cache.expiry.every", self.every, "0 where no bound is given")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +95,10 @@ class RemoteOptions:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
-        scheme, mark, rest = self.url.partition("://")
+        scheme, mark, address = self.url.partition("://")
         is_known = bool(mark) and scheme in ("redis", "rediss", "unix")
         check(is_known, "cache.remote", scheme if mark else "no scheme", "redis://, rediss:// or unix://")
-        user = rest.rpartition("@")[0]
+        user = address.rpartition("@")[0]
         is_readable = scheme == "unix" or not any(letter in user for letter in "/?#")
         fix = "write them as %2F, %3F and %23, or give the password in $KITFORGE_REMOTE_PASSWORD"
         check(is_readable, "cache.remote", "a user or password with /, ? or # in it", "none of them before the @", fix)
@@ -111,21 +111,21 @@ class RemoteOptions:
             check(getattr(self, name) >= 0, f"cache.remote.{name}", getattr(self, name), "seconds, 0 or more")
 
     @property
-    def place(self) -> str:
+    def endpoint(self) -> str:
         """The URL without user and password, for messages and records."""
-        return place_of(self.url)
+        return redact_url(self.url)
 
 
-def place_of(url: str) -> str:
+def redact_url(url: str) -> str:
     """A URL of a server without user, password and query."""
-    scheme, _, rest = url.partition("://")
+    scheme, _, address = url.partition("://")
     # The last @, whatever a password holds; a path of unix:// may hold one where no user comes before it.
-    rest = rest if rest.startswith("/") else rest.rpartition("@")[2]
-    return f"{scheme}://{rest.partition('?')[0].partition('#')[0]}"
+    address = address if address.startswith("/") else address.rpartition("@")[2]
+    return f"{scheme}://{address.partition('?')[0].partition('#')[0]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableOptions:
+class CachedEmbeddingOptions:
     """One table: what its rows begin as, how they are put together, and where they may live."""
 
     num_embeddings: int | None  # ids run from 0 to below it; None: any int64 is an id
@@ -135,7 +135,7 @@ class TableOptions:
     include_last_offset: bool = True  # offsets end with the number of ids, so that B bags have B + 1
     seed: int = 0
     initial: Literal["normal", "uniform"] = "normal"
-    spread: float = 0.01  # normal: the deviation. uniform: the bound, from -spread to spread
+    init_scale: float = 0.01  # normal: the deviation. uniform: the bound, from -init_scale to init_scale
     device: str = "cpu"
     device_rows: int | None = None  # rows of the device tier; None: all of them, and no other tier is needed
     host_rows: int | None = None  # rows of the host tier; None: all where no lower tier is given, else none
@@ -145,13 +145,13 @@ class TableOptions:
     remote: RowStore | RemoteOptions | str | None = field(default=None, repr=False)
     policy: PolicyOptions = field(default_factory=PolicyOptions)
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
-    forgetting: ForgettingOptions = field(default_factory=ForgettingOptions)
-    strict: bool = False  # a batch with more distinct rows than the device tier is an error, not overflow
+    expiry: ExpiryOptions = field(default_factory=ExpiryOptions)
+    fail_on_overflow: bool = False  # a batch with more distinct rows than the device tier is an error, not overflow
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range, or tiers that do not fit one another."""
         check(self.dim >= 1, "table.dim", self.dim, "a whole number of at least 1")
-        check(0 <= self.spread < math.inf, "table.spread", self.spread, "0 or more")
+        check(0 <= self.init_scale < math.inf, "table.init_scale", self.init_scale, "0 or more")
         check(self.mode in ("sum", "mean", None), "table.mode", self.mode, "sum, mean or None")
         for name in ("num_embeddings", "device_rows", "file_rows"):
             value = getattr(self, name)

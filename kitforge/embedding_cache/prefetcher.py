@@ -17,16 +17,16 @@ from kitforge.foundation.config import check
 Batch = TypeVar("Batch")
 
 
-class Advance(ABC, Generic[Batch]):
+class PrefetchClient(ABC, Generic[Batch]):
     """What there is to do for a batch before it is trained on."""
 
     # How many batches beyond the one that is planned `expect` should have been told of.
     window: int = 0
     # Whether other ranks do the same, so that all must plan as many batches as each other.
-    is_joint: bool = False
+    is_collective: bool = False
 
     @abstractmethod
-    def expect(self, batch: Batch) -> None:
+    def on_future_access(self, batch: Batch) -> None:
         """This batch will be planned later; called only where there is a window."""
 
     @abstractmethod
@@ -34,24 +34,24 @@ class Advance(ABC, Generic[Batch]):
         """Have its rows moved."""
 
     @abstractmethod
-    def waiting(self) -> AbstractContextManager[Any]:
+    def trainer_waiting(self) -> AbstractContextManager[Any]:
         """While the block lasts, somebody waits for `plan`, which must not wait for him."""
 
     @abstractmethod
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Batches that were planned and not trained on will not be."""
 
 
 @final
-class Prefetcher(Generic[Batch]):
+class EmbeddingPrefetcher(Generic[Batch]):
     """Batches in their order, each when its rows are in place; `depth` of them are planned ahead.
 
     Errors of the batches and of planning are raised where the batch would have come. `close` ends the thread.
     """
 
-    def __init__(self, batches: Iterable[Batch], depth: int, advance: Advance[Batch]) -> None:
-        check(depth >= 0, "cache.prefetch_depth", depth, "a whole number of at least 0")
-        self._batches, self._depth, self._advance = batches, depth, advance
+    def __init__(self, batches: Iterable[Batch], depth: int, client: PrefetchClient[Batch]) -> None:
+        check(depth >= 0, "cache.prefetch_batches", depth, "a whole number of at least 0")
+        self._batches, self._depth, self._client = batches, depth, client
         self._ready: deque[Batch] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
@@ -78,7 +78,7 @@ class Prefetcher(Generic[Batch]):
         with self._changed:
             if not self._ready and not self._is_finished:
                 # Nobody trains, so planning must not wait for training to go on, until this batch is there.
-                self._awaited.enter_context(self._advance.waiting())
+                self._awaited.enter_context(self._client.trainer_waiting())
                 self._changed.wait_for(lambda: bool(self._ready) or self._is_finished)
             return bool(self._ready)
 
@@ -91,17 +91,17 @@ class Prefetcher(Generic[Batch]):
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        with self._advance.waiting():
+        with self._client.trainer_waiting():
             self._thread.join()
         self._ready.clear()
-        self._advance.give_up()
+        self._client.cancel()
 
     def _run(self) -> None:
         try:
-            for batch in self._looking_ahead():
+            for batch in self._with_lookahead():
                 if not self._may_go_on():
                     break
-                self._advance.plan(batch)
+                self._client.plan(batch)
                 with self._changed:
                     self._ready.append(batch)
                     self._awaited.close()
@@ -120,21 +120,21 @@ class Prefetcher(Generic[Batch]):
         same batch, so all plan the same number.
         """
         with self._changed:
-            if self._advance.is_joint:
+            if self._client.is_collective:
                 self._changed.wait_for(lambda: self._is_closed or len(self._ready) < self._depth)
                 return len(self._ready) < self._depth
             self._changed.wait_for(lambda: self._is_closed or len(self._ready) < self._depth)
             return not self._is_closed
 
-    def _looking_ahead(self) -> Iterator[Batch]:
+    def _with_lookahead(self) -> Iterator[Batch]:
         """The batches, each when `window` more have been announced."""
-        if not self._advance.window:
+        if not self._client.window:
             yield from self._batches
             return
         ahead: deque[Batch] = deque()
         for batch in self._batches:
-            self._advance.expect(batch)
+            self._client.on_future_access(batch)
             ahead.append(batch)
-            if len(ahead) > self._advance.window:
+            if len(ahead) > self._client.window:
                 yield ahead.popleft()
         yield from ahead

@@ -20,10 +20,10 @@ class TableStats:
     moved: dict[str, int]  # rows written to each tier
     moved_bytes: dict[str, int]
     evicted: int  # rows that left the device tier
-    overflow: int  # rows for which the device tier had no place and grew for a while
+    overflow_rows: int  # rows for which the device tier had no place and grew for a while
     waits: int  # times that planning waited for the training to finish with rows
-    guests: int  # distinct rows without admission, summed over lookups
-    forgotten: int  # rows given up for good
+    unadmitted: int  # distinct rows without admission, summed over lookups
+    expired: int  # rows given up for good
     resident: dict[str, int]  # rows in each tier now
 
     @property
@@ -33,7 +33,7 @@ class TableStats:
 
 
 @final
-class Counts:
+class TableCounters:
     """The running counts behind `TableStats`. Each is written by whoever plans, one thread at a time."""
 
     def __init__(self) -> None:
@@ -42,18 +42,18 @@ class Counts:
         self._moved: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
 
-    def hit(self, source: str, num: int) -> None:
+    def count_hits(self, source: str, num: int) -> None:
         """So many rows were found there."""
         self._hits[source] += num
 
-    def moved(self, tier: str, num: int, width: int) -> None:
+    def count_moved(self, tier: str, num: int, width: int) -> None:
         """So many rows of `width` numbers were written to a tier."""
         self._moved[tier] += num
         self._bytes[tier] += 4 * width * num
 
     def stats(self, resident: dict[str, int]) -> TableStats:
         """The counts as they are."""
-        names = ("lookups", "evicted", "overflow", "waits", "guests", "forgotten")
+        names = ("lookups", "evicted", "overflow_rows", "waits", "unadmitted", "expired")
         hits = {source: self._hits[source] for source in SOURCES}
         return TableStats(
             hits=hits,

@@ -131,7 +131,7 @@ def _convert_container(hint: Any, value: Any, path: str) -> Any:
         return {str(key): convert(args[1], item, f"{path}.{key}") for key, item in value.items()}
     if not isinstance(value, (list, tuple)):
         raise _wrong(path, value, "a list, for example [1,2]")
-    return origin(convert(args[0], item, f"{path}[{place}]") for place, item in enumerate(value))
+    return origin(convert(args[0], item, f"{path}[{index}]") for index, item in enumerate(value))
 
 
 def _convert_plain(hint: Any, value: Any, path: str) -> Any:

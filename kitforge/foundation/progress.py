@@ -60,5 +60,5 @@ class _Lines:
             return
         self._last_line = now
         whole = total or self._total
-        share = f" of {whole:,} ({done / whole:.0%})" if whole else ""
-        console.print(f"{self._label}: {done:,}{share}", markup=False, highlight=False, soft_wrap=True)
+        fraction = f" of {whole:,} ({done / whole:.0%})" if whole else ""
+        console.print(f"{self._label}: {done:,}{fraction}", markup=False, highlight=False, soft_wrap=True)

@@ -1,10 +1,10 @@
-"""Who owns which block of the cache. Knows numbers only; the keys and values are in `cached_attention.KeyValueCache`.
+"""Who owns which block of the cache. Knows numbers only; the keys and values are in `paged_attention.KeyValueCache`.
 
 A block holds `block_size` positions of every layer. Blocks are counted by reference: texts that begin alike may share
 their first ones, and one that is shared is copied before it is written to. A full block that nobody refers to stays
 readable under the digest of the whole text up to its end, until its room is needed.
 
-Each running text has a lane, a stretch of the cache where it is at home. Its blocks are taken from there as long as
+Each running sequence prefers one region of the cache. Its blocks are taken from there as long as
 they are free, so that they usually follow one another and can be read without being gathered.
 """
 
@@ -19,192 +19,192 @@ from kitforge.inference.sequence import Sequence
 
 @final
 class BlockManager:
-    """Hands out blocks 0 .. num_blocks - 1 to at most `num_lanes` sequences at a time.
+    """Hands out blocks 0 .. num_blocks - 1 to at most `num_regions` sequences at a time.
 
-    With `is_contiguous` a shared prefix is copied to the sequence's own lane where that is free, instead of being
+    With `is_contiguous` a shared prefix is copied to the sequence's own region where that is free, instead of being
     shared. `copies` maps each block that must be written before the next forward pass to the block that it is a copy
     of; all sources are read before any is written.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_lanes: int, *, is_contiguous: bool, keeps_prefixes: bool
+        self, num_blocks: int, block_size: int, num_regions: int, *, is_contiguous: bool, has_prefix_cache: bool
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.copies: dict[int, int] = {}
         self._is_contiguous = is_contiguous
-        self._keeps_prefixes = keeps_prefixes
-        self._lane_blocks = max(1, num_blocks // num_lanes)
-        self._lanes = dict.fromkeys(range(num_lanes))  # those that are free, longest unused first
-        self._references = [0] * num_blocks
+        self._has_prefix_cache = has_prefix_cache
+        self._region_blocks = max(1, num_blocks // num_regions)
+        self._free_regions = dict.fromkeys(range(num_regions))  # those that are free, longest unused first
+        self._ref_counts = [0] * num_blocks
         self._empty = dict.fromkeys(range(num_blocks))
-        self._kept: dict[int, bytes] = {}  # unreferenced but readable, longest unused first
-        self._digests: list[bytes | None] = [None] * num_blocks
-        self._blocks_of: dict[bytes, int] = {}
+        self._evictable: dict[int, bytes] = {}  # unreferenced but readable, longest unused first
+        self._block_hashes: list[bytes | None] = [None] * num_blocks
+        self._block_by_hash: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody refers to."""
-        return len(self._empty) + len(self._kept)
+        return len(self._empty) + len(self._evictable)
 
     @property
-    def num_kept(self) -> int:
+    def num_evictable(self) -> int:
         """Of these, the ones that a text with the same beginning could read."""
-        return len(self._kept)
+        return len(self._evictable)
 
-    def missing(self, sequence: Sequence, num_tokens: int) -> int:
+    def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """How many blocks the sequence lacks for its next `num_tokens` positions."""
-        table, first = sequence.blocks, sequence.num_cached // self.block_size
-        shared = sum(self._references[block] > 1 for block in table[first:])
+        table, first = sequence.block_table, sequence.num_cached // self.block_size
+        shared = sum(self._ref_counts[block] > 1 for block in table[first:])
         return max(0, self._count(sequence.num_cached + num_tokens) - len(table)) + shared
 
     def admit(self, sequence: Sequence) -> None:
-        """Give the sequence a lane and the blocks of the longest known beginning of its text."""
+        """Give the sequence a region and the blocks of the longest known beginning of its text."""
         # What is taken from the cache is not read, so it has no logits.
-        known = self._known(sequence) if self._keeps_prefixes and not sequence.scores_prompt else []
-        lane = self._lane_of(known)
-        sequence.lane = next(iter(self._lanes)) if lane is None else lane
-        del self._lanes[sequence.lane]
-        self._attach(sequence, known, is_at_home=lane is not None)
+        known = self._cached_prefix(sequence) if self._has_prefix_cache and not sequence.needs_prompt_logprobs else []
+        region = self._region_of(known)
+        sequence.cache_region = next(iter(self._free_regions)) if region is None else region
+        del self._free_regions[sequence.cache_region]
+        self._attach(sequence, known, is_in_region=region is not None)
         # At least the last token is read again, since its logits are wanted.
         sequence.num_cached = min(len(known) * self.block_size, len(sequence.tokens) - 1)
-        del sequence.digests[sequence.num_cached // self.block_size :]
+        del sequence.block_hashes[sequence.num_cached // self.block_size :]
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make the next `num_tokens` positions writable; False, and nothing done, where blocks are lacking."""
-        if self.missing(sequence, num_tokens) > self.num_free:
+        if self.num_missing(sequence, num_tokens) > self.num_free:
             return False
-        table = sequence.blocks
-        for place in range(sequence.num_cached // self.block_size, len(table)):
-            if self._references[table[place]] > 1:
-                own = self._take(self._home(sequence, place))
-                self.copies[own] = table[place]
-                self._drop(table[place])
-                table[place] = own
+        table = sequence.block_table
+        for index in range(sequence.num_cached // self.block_size, len(table)):
+            if self._ref_counts[table[index]] > 1:
+                own = self._allocate(self._preferred_block(sequence, index))
+                self.copies[own] = table[index]
+                self._remove_reference(table[index])
+                table[index] = own
                 sequence.is_consecutive = _is_consecutive(table)
-        for place in range(len(table), self._count(sequence.num_cached + num_tokens)):
-            self._append(sequence, self._take(self._home(sequence, place)))
+        for index in range(len(table), self._count(sequence.num_cached + num_tokens)):
+            self._append(sequence, self._allocate(self._preferred_block(sequence, index)))
         return True
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """So many more positions have been written for good; blocks that became full can be found from now on."""
         sequence.num_cached += num_tokens
-        if not self._keeps_prefixes:
+        if not self._has_prefix_cache:
             return
-        while (len(sequence.digests) + 1) * self.block_size <= sequence.num_cached:
-            digest = self._next_digest(sequence)
-            block = sequence.blocks[len(sequence.digests)]
-            sequence.digests.append(digest)
-            if digest not in self._blocks_of:
-                self._blocks_of[digest] = block
-                self._digests[block] = digest
+        while (len(sequence.block_hashes) + 1) * self.block_size <= sequence.num_cached:
+            block_hash = self._next_block_hash(sequence)
+            block = sequence.block_table[len(sequence.block_hashes)]
+            sequence.block_hashes.append(block_hash)
+            if block_hash not in self._block_by_hash:
+                self._block_by_hash[block_hash] = block
+                self._block_hashes[block] = block_hash
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Let a child without blocks go on from the prompt that its parent has read; False where there is no lane.
+        """Let a child without blocks go on from the prompt that its parent has read; False where no region is free.
 
         The last token of the prompt is left for it to read again, since it has its own to choose after it.
         """
-        if not self._lanes:
+        if not self._free_regions:
             return False
-        child.lane = next(iter(self._lanes))
-        del self._lanes[child.lane]
+        child.cache_region = next(iter(self._free_regions))
+        del self._free_regions[child.cache_region]
         child.num_cached = child.prompt_length - 1
-        child.digests = parent.digests[: child.num_cached // self.block_size]
-        self._attach(child, parent.blocks[: self._count(child.num_cached)], is_at_home=False)
+        child.block_hashes = parent.block_hashes[: child.num_cached // self.block_size]
+        self._attach(child, parent.block_table[: self._count(child.num_cached)], is_in_region=False)
         return True
 
     def release(self, sequence: Sequence) -> None:
         """Take everything back. The end of a text is reused before its beginning, which others may share."""
-        for block in reversed(sequence.blocks):
-            self._drop(block)
-        sequence.blocks, sequence.digests = [], []
+        for block in reversed(sequence.block_table):
+            self._remove_reference(block)
+        sequence.block_table, sequence.block_hashes = [], []
         sequence.num_cached, sequence.is_consecutive = 0, True
-        if sequence.lane is not None:
-            self._lanes[sequence.lane] = None
-            sequence.lane = None
+        if sequence.cache_region is not None:
+            self._free_regions[sequence.cache_region] = None
+            sequence.cache_region = None
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Let no text be found any more, since the weights that it was read with have changed."""
-        self._empty |= dict.fromkeys(self._kept)
-        self._kept = {}
-        self._blocks_of = {}
-        self._digests = [None] * self.num_blocks
+        self._empty |= dict.fromkeys(self._evictable)
+        self._evictable = {}
+        self._block_by_hash = {}
+        self._block_hashes = [None] * self.num_blocks
 
     def _count(self, num_positions: int) -> int:
         return -(-num_positions // self.block_size)
 
-    def _known(self, sequence: Sequence) -> list[int]:
+    def _cached_prefix(self, sequence: Sequence) -> list[int]:
         """The blocks of the longest known beginning."""
-        found: list[int] = []
-        while (len(found) + 1) * self.block_size <= len(sequence.tokens):
-            digest = self._next_digest(sequence)
-            if digest not in self._blocks_of:
+        blocks: list[int] = []
+        while (len(blocks) + 1) * self.block_size <= len(sequence.tokens):
+            block_hash = self._next_block_hash(sequence)
+            if block_hash not in self._block_by_hash:
                 break
-            found.append(self._blocks_of[digest])
-            sequence.digests.append(digest)
-        return found
+            blocks.append(self._block_by_hash[block_hash])
+            sequence.block_hashes.append(block_hash)
+        return blocks
 
-    def _next_digest(self, sequence: Sequence) -> bytes:
-        place = len(sequence.digests)
-        before = sequence.digests[-1] if sequence.digests else sequence.root
-        tokens = array("q", sequence.tokens[place * self.block_size : (place + 1) * self.block_size])
+    def _next_block_hash(self, sequence: Sequence) -> bytes:
+        index = len(sequence.block_hashes)
+        before = sequence.block_hashes[-1] if sequence.block_hashes else sequence.cache_salt
+        tokens = array("q", sequence.tokens[index * self.block_size : (index + 1) * self.block_size])
         return blake2b(before + tokens.tobytes(), digest_size=16).digest()
 
-    def _lane_of(self, known: list[int]) -> int | None:
-        """The free lane in which exactly these blocks lie, if there is one and nobody reads them."""
-        if not known or any(self._references[block] for block in known) or not _is_consecutive(known):
+    def _region_of(self, known: list[int]) -> int | None:
+        """The free region in which exactly these blocks lie, if there is one and nobody reads them."""
+        if not known or any(self._ref_counts[block] for block in known) or not _is_consecutive(known):
             return None
-        lane, place = divmod(known[0], self._lane_blocks)
-        return lane if place == 0 and lane in self._lanes else None
+        region, offset = divmod(known[0], self._region_blocks)
+        return region if offset == 0 and region in self._free_regions else None
 
-    def _attach(self, sequence: Sequence, blocks: list[int], *, is_at_home: bool) -> None:
+    def _attach(self, sequence: Sequence, blocks: list[int], *, is_in_region: bool) -> None:
         """Fill the empty table of a sequence with blocks that others may hold: shared, or as copies at home."""
-        homes = [self._home(sequence, place) for place in range(len(blocks))]
-        free = all(home in self._empty or home in self._kept for home in homes)
-        if self._is_contiguous and not is_at_home and free and not set(homes) & set(blocks):
-            for home, block in zip(homes, blocks, strict=True):
-                self._append(sequence, self._take(home))
+        preferred = [self._preferred_block(sequence, index) for index in range(len(blocks))]
+        free = all(home in self._empty or home in self._evictable for home in preferred)
+        if self._is_contiguous and not is_in_region and free and not set(preferred) & set(blocks):
+            for home, block in zip(preferred, blocks, strict=True):
+                self._append(sequence, self._allocate(home))
                 self.copies[home] = block
             return
         for block in blocks:
-            self._share(block)
+            self._add_reference(block)
             self._append(sequence, block)
 
     def _append(self, sequence: Sequence, block: int) -> None:
-        table = sequence.blocks
+        table = sequence.block_table
         sequence.is_consecutive = sequence.is_consecutive and (not table or block == table[-1] + 1)
         table.append(block)
 
-    def _home(self, sequence: Sequence, place: int) -> int:
-        assert sequence.lane is not None
-        return sequence.lane * self._lane_blocks + place
+    def _preferred_block(self, sequence: Sequence, index: int) -> int:
+        assert sequence.cache_region is not None
+        return sequence.cache_region * self._region_blocks + index
 
-    def _take(self, wanted: int) -> int:
+    def _allocate(self, preferred: int) -> int:
         """A free block, the wanted one if possible, else one whose loss is felt least."""
-        if wanted not in self._empty and wanted not in self._kept:
-            wanted = next(iter(self._empty or self._kept))
-        self._empty.pop(wanted, None)
-        digest = self._kept.pop(wanted, None)
-        if digest is not None:
-            del self._blocks_of[digest]
-            self._digests[wanted] = None
-        self._references[wanted] = 1
-        return wanted
+        if preferred not in self._empty and preferred not in self._evictable:
+            preferred = next(iter(self._empty or self._evictable))
+        self._empty.pop(preferred, None)
+        block_hash = self._evictable.pop(preferred, None)
+        if block_hash is not None:
+            del self._block_by_hash[block_hash]
+            self._block_hashes[preferred] = None
+        self._ref_counts[preferred] = 1
+        return preferred
 
-    def _share(self, block: int) -> None:
-        self._kept.pop(block, None)
-        self._references[block] += 1
+    def _add_reference(self, block: int) -> None:
+        self._evictable.pop(block, None)
+        self._ref_counts[block] += 1
 
-    def _drop(self, block: int) -> None:
-        self._references[block] -= 1
-        if self._references[block]:
+    def _remove_reference(self, block: int) -> None:
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block]:
             return
         self.copies.pop(block, None)
-        digest = self._digests[block]
-        if digest is None:
+        block_hash = self._block_hashes[block]
+        if block_hash is None:
             self._empty[block] = None
         else:
-            self._kept[block] = digest
+            self._evictable[block] = block_hash
 
 
 def _is_consecutive(blocks: list[int]) -> bool:

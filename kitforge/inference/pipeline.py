@@ -14,9 +14,9 @@ from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.inference.engine import Engine
-from kitforge.inference.text import InferenceOptions, Piece, TextEngine
+from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
 
-Prompt = str | Sequence[Message]
+TextPrompt = str | Sequence[Message]
 
 
 @final
@@ -32,121 +32,121 @@ class TextGenerationPipeline:
         self.model = model
         self.tokenizer = tokenizer
         self.options = options
-        self._texts = TextEngine(Engine(model, options.engine, stop_ids=tokenizer.eos_ids), tokenizer)
-        self._pieces: dict[int, deque[Piece]] = {}  # what has come of each request and was not yet fetched
-        self._left: deque[int] = deque()  # requests of streams that were given up
-        self._weights = _state(model)
+        self._text_engine = TextEngine(Engine(model, options.engine, stop_ids=tokenizer.eos_ids), tokenizer)
+        self._deltas: dict[int, deque[TextDelta]] = {}  # what has come of each request and was not yet fetched
+        self._abandoned: deque[int] = deque()  # requests of streams that were given up
+        self._weights = _weights_fingerprint(model)
 
-    def __call__(self, texts: Prompt | Sequence[Prompt], *, num_samples: int = 1, **options: Any) -> list[Any]:
+    def __call__(self, texts: TextPrompt | Sequence[TextPrompt], *, num_samples: int = 1, **options: Any) -> list[Any]:
         """The texts, each with `num_samples` continuations; `options` are those of InferenceOptions, for this call."""
         several = _several(texts)
         if several is None:
-            result: list[Any] = self([cast(Prompt, texts)], num_samples=num_samples, **options)[0]
+            result: list[Any] = self([cast(TextPrompt, texts)], num_samples=num_samples, **options)[0]
             return result
-        chosen = self._chosen(options)
+        chosen = self._resolve_options(options)
         requests: list[int] = []
         try:
-            for place, text in enumerate(several):
-                requests.append(self._submit(text, chosen, num_samples, place))
-            answers = [self._answer(request, num_samples) for request in requests]
+            for index, text in enumerate(several):
+                requests.append(self._submit(text, chosen, num_samples, index))
+            completions = [self._collect(request, num_samples) for request in requests]
         finally:
-            self._forget(requests)
+            self._drop_requests(requests)
         return [
             [{"generated_text": _continued(text, sample)} for sample in samples]
-            for text, samples in zip(several, answers, strict=True)
+            for text, samples in zip(several, completions, strict=True)
         ]
 
-    def stream(self, text: Prompt, **options: Any) -> Iterator[str]:
+    def stream(self, text: TextPrompt, **options: Any) -> Iterator[str]:
         """The continuation piece by piece, each ending with a whole character. Several streams may be read in turn, and
         by several threads, each stream by one."""
-        request = self._submit(text, self._chosen(options), 1, 0)
+        request = self._submit(text, self._resolve_options(options), 1, 0)
         try:
-            for piece in self._until_end(request, 1):
-                if piece.text:
-                    yield piece.text
+            for delta in self._until_end(request, 1):
+                if delta.text:
+                    yield delta.text
         finally:
             # A stream that nobody holds is closed by whatever thread collects it, perhaps in the middle of a step, so
             # no lock may be asked for here.
-            self._left.append(request)
+            self._abandoned.append(request)
 
-    def _submit(self, text: Prompt, options: InferenceOptions, num_samples: int, place: int) -> int:
+    def _submit(self, text: TextPrompt, options: InferenceOptions, num_samples: int, index: int) -> int:
         tokens = self._tokens(text)
-        with self._texts.engine.lock:
-            request = self._texts.submit(tokens, options, num_samples=num_samples, key=place)
-            self._pieces[request] = deque()
+        with self._text_engine.engine.lock:
+            request = self._text_engine.submit(tokens, options, num_samples=num_samples, key=index)
+            self._deltas[request] = deque()
         return request
 
-    def _tokens(self, text: Prompt) -> list[int]:
+    def _tokens(self, text: TextPrompt) -> list[int]:
         if isinstance(text, str):
             return self.tokenizer.encode_prompt(text)
         return template_of(self.tokenizer).tokens(text, opens_reply=True)
 
-    def _answer(self, request: int, num_samples: int) -> list[str]:
+    def _collect(self, request: int, num_samples: int) -> list[str]:
         samples = [""] * num_samples
-        for piece in self._until_end(request, num_samples):
-            samples[piece.sample] += piece.text
+        for delta in self._until_end(request, num_samples):
+            samples[delta.sample] += delta.text
         return samples
 
-    def _until_end(self, request: int, num_samples: int) -> Iterator[Piece]:
+    def _until_end(self, request: int, num_samples: int) -> Iterator[TextDelta]:
         """All pieces of a request. What comes of others meanwhile is kept for them."""
         while num_samples:
-            piece = self._next(request)
-            if piece.error is not None:
-                raise piece.error
-            if piece.finish_reason == "diverged":
+            delta = self._next(request)
+            if delta.error is not None:
+                raise delta.error
+            if delta.finish_reason == "diverged":
                 raise ModelError(
                     "what the model makes of this text is not a number",
                     got="NaN or infinity",
                     expected="finite logits",
                     fix="take a checkpoint from before the training diverged",
                 )
-            num_samples -= piece.finish_reason is not None
-            yield piece
+            num_samples -= delta.finish_reason is not None
+            yield delta
 
-    def _next(self, request: int) -> Piece:
+    def _next(self, request: int) -> TextDelta:
         """The next piece of a request. Pieces are handed out before the lock is let go, so none overtakes another; and
         it is let go after every step, so that nobody waits for more than a step of each of the others."""
         while True:
-            with self._texts.engine.lock:
-                self._forget([self._left.popleft() for _ in range(len(self._left))])
-                if not self._pieces[request]:
-                    for piece in self._texts.step():
-                        self._pieces[piece.request].append(piece)
-                if self._pieces[request]:
-                    return self._pieces[request].popleft()
+            with self._text_engine.engine.lock:
+                self._drop_requests([self._abandoned.popleft() for _ in range(len(self._abandoned))])
+                if not self._deltas[request]:
+                    for delta in self._text_engine.step():
+                        self._deltas[delta.request].append(delta)
+                if self._deltas[request]:
+                    return self._deltas[request].popleft()
 
-    def _forget(self, requests: list[int]) -> None:
-        with self._texts.engine.lock:
+    def _drop_requests(self, requests: list[int]) -> None:
+        with self._text_engine.engine.lock:
             for request in requests:
-                self._texts.cancel(request)
-                self._pieces.pop(request, None)
+                self._text_engine.cancel(request)
+                self._deltas.pop(request, None)
 
-    def _chosen(self, options: dict[str, Any]) -> InferenceOptions:
+    def _resolve_options(self, options: dict[str, Any]) -> InferenceOptions:
         """The options of a call, and an engine that knows of the weights as they are now."""
         if "engine" in options:
             raise ConfigError(
                 "an engine is chosen once for a pipeline",
                 got=f"engine={options['engine']!r} for one call",
-                fix='pipeline(..., options={"inference.engine.max_sequences": 8})',
+                fix='pipeline(..., options={"inference.engine.max_num_seqs": 8})',
             )
-        with self._texts.engine.lock:
-            weights = _state(self.model)
+        with self._text_engine.engine.lock:
+            weights = _weights_fingerprint(self.model)
             if weights != self._weights:
                 self._weights = weights
-                self._texts.engine.update_weights(self._texts.engine.version + 1)
+                self._text_engine.engine.update_weights(self._text_engine.engine.version + 1)
         return from_dict(InferenceOptions, dataclasses.asdict(self.options) | options, "inference")
 
 
-def _several(texts: Prompt | Sequence[Prompt]) -> Sequence[Prompt] | None:
+def _several(texts: TextPrompt | Sequence[TextPrompt]) -> Sequence[TextPrompt] | None:
     """The texts or chats where there is a list of them; None for a single one."""
     is_one = isinstance(texts, str) or (bool(texts) and isinstance(texts[0], Mapping))
-    return None if is_one else cast(Sequence[Prompt], texts)
+    return None if is_one else cast(Sequence[TextPrompt], texts)
 
 
-def _continued(text: Prompt, sample: str) -> str | list[Message]:
+def _continued(text: TextPrompt, sample: str) -> str | list[Message]:
     return text + sample if isinstance(text, str) else [*text, {"role": "assistant", "content": sample}]
 
 
-def _state(model: nn.Module) -> int:
+def _weights_fingerprint(model: nn.Module) -> int:
     """Changes whenever a parameter is replaced or written to."""
     return hash(tuple((id(each), each._version) for each in model.parameters()))

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.threads import alone
+from kitforge.core.kernels.threads import single_thread
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
 
 # Logits, on CPU, for which no second thread is woken: the next step of the model wants that processor for itself.
-FEW = 2**20
+SINGLE_THREAD_LOGITS = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,13 @@ class SamplingOptions:
         check(self.max_new_tokens >= least, "inference.max_new_tokens", self.max_new_tokens, f"at least {least}")
         new = self.min_new_tokens
         check(0 <= new <= self.max_new_tokens, "inference.min_new_tokens", new, f"0 to {self.max_new_tokens}")
-        told = self.prompt_logprobs
-        check(told is None or told >= 0, "inference.prompt_logprobs", told, "at least 0")
+        num_prompt_logprobs = self.prompt_logprobs
+        check(
+            num_prompt_logprobs is None or num_prompt_logprobs >= 0,
+            "inference.prompt_logprobs",
+            num_prompt_logprobs,
+            "at least 0",
+        )
         check(self.temperature >= 0, "inference.temperature", self.temperature, "a number of at least 0")
         check(self.top_k is None or self.top_k > 0, "inference.top_k", self.top_k, "at least 1")
         check(self.top_p is None or 0 < self.top_p <= 1, "inference.top_p", self.top_p, "above 0, at most 1")
@@ -63,7 +68,7 @@ class SamplingOptions:
         return self.temperature == 0
 
     @property
-    def looks_back(self) -> bool:
+    def needs_history(self) -> bool:
         """Whether the text so far changes the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
@@ -74,7 +79,7 @@ class SamplingOptions:
         # A text, as it keeps its hash: this is looked up for every token.
         return (*shape, *penalties, repr(sorted(self.logit_bias.items())))
 
-    def bias(self, device: torch.device) -> TokenBias | None:
+    def bias(self, device: torch.device) -> LogitBias | None:
         """`logit_bias` as tensors on a device, to be made once a text; None where there is none."""
         if not self.logit_bias:
             return None
@@ -83,23 +88,23 @@ class SamplingOptions:
 
 
 # Tokens [K] and what is added to the logit of each [K].
-TokenBias = tuple[Tensor, Tensor]
+LogitBias = tuple[Tensor, Tensor]
 # Tokens that might have come, the most likely first, with their log-probabilities.
-Alternatives = list[tuple[int, float]]
+TopLogprobs = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class SampleRequest:
     """One token to be chosen."""
 
     options: SamplingOptions
     signature: Hashable  # of the options, found once a text
-    text: Sequence[int]  # the tokens before it; read only where a penalty looks back
+    history: Sequence[int]  # the tokens before it; read only where a penalty looks back
     prompt_length: int  # how many of them were given rather than generated
     position: int  # how many tokens of this text were chosen before
     key: str | int  # what its noise is keyed by besides seed and position
-    num_alternatives: int = 0  # how many of the most likely tokens are told
-    bias: TokenBias | None = None  # of the options; made here where it is wanted and not given
+    num_top_logprobs: int = 0  # how many of the most likely tokens are told
+    bias: LogitBias | None = None  # of the options; made here where it is wanted and not given
     banned: tuple[int, ...] = ()  # tokens that may not be chosen
 
     def uniform(self) -> float:
@@ -107,45 +112,45 @@ class Draw:
         return (seeds.key(self.options.seed, "token", self.key, self.position) >> 31) * 2.0**-32
 
 
-def choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+def sample_tokens(logits: Tensor, draws: Sequence[SampleRequest]) -> tuple[list[int], list[float]]:
     """The next token of every row of logits [R, vocab], and its log-probability in the distribution that it was drawn
-    from; see `scores_of`. A row that holds NaN has a log-probability of NaN, and its token means nothing."""
-    if logits.is_cpu and logits.numel() <= FEW:
-        with alone():
-            return _choose(logits, draws)
-    return _choose(logits, draws)
+    from; see `process_logits`. A row that holds NaN has a log-probability of NaN, and its token means nothing."""
+    if logits.is_cpu and logits.numel() <= SINGLE_THREAD_LOGITS:
+        with single_thread():
+            return _sample_tokens(logits, draws)
+    return _sample_tokens(logits, draws)
 
 
-def _choose(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+def _sample_tokens(logits: Tensor, draws: Sequence[SampleRequest]) -> tuple[list[int], list[float]]:
     kinds: dict[Hashable, list[int]] = {}
     for row, draw in enumerate(draws):
         kinds.setdefault(draw.signature, []).append(row)
     if len(kinds) == 1:
-        return _choose_alike(logits, draws)
+        return _sample_with_same_options(logits, draws)
     tokens, logprobs = [0] * len(draws), [0.0] * len(draws)
     for rows in kinds.values():
-        found = _choose_alike(logits[rows], [draws[row] for row in rows])
-        for row, token, logprob in zip(rows, *found, strict=True):
+        sampled = _sample_with_same_options(logits[rows], [draws[row] for row in rows])
+        for row, token, logprob in zip(rows, *sampled, strict=True):
             tokens[row], logprobs[row] = token, logprob
     return tokens, logprobs
 
 
-def alternatives(logits: Tensor, draws: Sequence[Draw]) -> list[Alternatives]:
+def top_logprobs(logits: Tensor, draws: Sequence[SampleRequest]) -> list[TopLogprobs]:
     """For every row of logits [R, vocab] as many of the most likely tokens as its draw wants, those left out that the
     options leave no room for."""
-    found: list[Alternatives] = []
+    result: list[TopLogprobs] = []
     for row, draw in enumerate(draws):
-        if not draw.num_alternatives:
-            found.append([])
+        if not draw.num_top_logprobs:
+            result.append([])
             continue
-        logprobs = torch.log_softmax(scores_of(logits[row : row + 1], draw.options, [draw])[0], dim=-1)
-        values, tokens = logprobs.topk(min(draw.num_alternatives, len(logprobs)))
+        logprobs = torch.log_softmax(process_logits(logits[row : row + 1], draw.options, [draw])[0], dim=-1)
+        values, tokens = logprobs.topk(min(draw.num_top_logprobs, len(logprobs)))
         pairs = zip(tokens.tolist(), values.tolist(), strict=True)
-        found.append([(token, value) for token, value in pairs if value > float("-inf")])
-    return found
+        result.append([(token, value) for token, value in pairs if value > float("-inf")])
+    return result
 
 
-def scores_of(logits: Tensor, options: SamplingOptions, draws: Sequence[Draw] = ()) -> Tensor:
+def process_logits(logits: Tensor, options: SamplingOptions, draws: Sequence[SampleRequest] = ()) -> Tensor:
     """Scores [R, vocab] in fp32 at least, whose softmax is the distribution of the next token: after bias and
     penalties, temperature, and with -inf where top_k, top_p or min_p leave no room.
 
@@ -155,8 +160,8 @@ def scores_of(logits: Tensor, options: SamplingOptions, draws: Sequence[Draw] = 
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     is_banned = any(draw.banned for draw in draws)
-    if options.looks_back or options.logit_bias or is_banned:
-        scores = _penalised(scores.clone(), options, draws)
+    if options.needs_history or options.logit_bias or is_banned:
+        scores = _apply_penalties(scores.clone(), options, draws)
     if options.is_greedy:
         return scores
     # However small the temperature, the largest score stays a number.
@@ -168,13 +173,13 @@ def scores_of(logits: Tensor, options: SamplingOptions, draws: Sequence[Draw] = 
         weights = torch.softmax(scores, dim=-1)
         scores = scores.masked_fill(weights < options.min_p * weights.amax(-1, keepdim=True), float("-inf"))
     if options.top_p is not None and options.top_p < 1:
-        scores = _nucleus(scores, options.top_p)
+        scores = _top_p_filter(scores, options.top_p)
     return scores
 
 
-def _choose_alike(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+def _sample_with_same_options(logits: Tensor, draws: Sequence[SampleRequest]) -> tuple[list[int], list[float]]:
     options = draws[0].options
-    scores = scores_of(logits, options, draws)
+    scores = process_logits(logits, options, draws)
     if options.is_greedy:
         chosen = scores.argmax(-1, keepdim=True)
     else:
@@ -187,16 +192,16 @@ def _choose_alike(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], lis
     return chosen.flatten().tolist(), logprobs.flatten().tolist()
 
 
-def _penalised(scores: Tensor, options: SamplingOptions, draws: Sequence[Draw]) -> Tensor:
+def _apply_penalties(scores: Tensor, options: SamplingOptions, draws: Sequence[SampleRequest]) -> Tensor:
     """Repetition penalty (Keskar et al., 2019), presence and frequency penalties, bias, tokens that may not be chosen;
     in place."""
-    if options.looks_back:
+    if options.needs_history:
         for row, draw in zip(scores, draws, strict=True):
-            text = torch.tensor(draw.text, device=scores.device)
-            seen = torch.unique(text)
+            history = torch.tensor(draw.history, device=scores.device)
+            seen = torch.unique(history)
             old = row[seen]
             row[seen] = torch.where(old > 0, old / options.repetition_penalty, old * options.repetition_penalty)
-            tokens, counts = torch.unique(text[draw.prompt_length :], return_counts=True)
+            tokens, counts = torch.unique(history[draw.prompt_length :], return_counts=True)
             row[tokens] -= options.frequency_penalty * counts + options.presence_penalty
     bias = (draws[0].bias if draws else None) or options.bias(scores.device)
     if bias is not None:
@@ -208,7 +213,7 @@ def _penalised(scores: Tensor, options: SamplingOptions, draws: Sequence[Draw]) 
     return scores
 
 
-def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+def _top_p_filter(scores: Tensor, top_p: float) -> Tensor:
     ordered, index = torch.softmax(scores, dim=-1).sort(descending=True, stable=True)
     # A token stays while those before it do not yet hold top_p; so the most likely one always stays.
     dropped = ordered.cumsum(-1) - ordered >= top_p

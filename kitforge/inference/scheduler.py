@@ -17,29 +17,31 @@ from kitforge.inference.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """The share of one sequence in a step: its tokens from `num_cached` on, then `drafts` to be verified."""
+class ScheduledTokens:
+    """The share of one sequence in a step: its tokens from `num_cached` on, then `draft_tokens` to be verified."""
 
     sequence: Sequence
     num_tokens: int  # of its own
-    drafts: list[int]
+    draft_tokens: list[int]
 
     @property
-    def is_single(self) -> bool:
+    def is_single_token(self) -> bool:
         """Whether it reads one token."""
-        return self.num_tokens == 1 and not self.drafts
+        return self.num_tokens == 1 and not self.draft_tokens
 
     @property
-    def completes(self) -> bool:
+    def needs_logits(self) -> bool:
         """Whether its next token can be chosen afterwards."""
-        return self.num_tokens == self.sequence.num_waiting
+        return self.num_tokens == self.sequence.num_pending_tokens
 
 
 @final
 class Scheduler:
     """Queues of sequences, waiting and running."""
 
-    def __init__(self, blocks: BlockManager, max_sequences: int, max_step_tokens: int, speculation: int = 0) -> None:
+    def __init__(
+        self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, prompt_lookup_tokens: int = 0
+    ) -> None:
         self.running: list[Sequence] = []
         self.admitted: list[int] = []  # requests that the last plan began to read, or to read anew
         self.num_preemptions = 0
@@ -47,11 +49,11 @@ class Scheduler:
         self.num_prefix_hits = 0  # those of them that were in the cache already
         self._blocks = blocks
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
-        self._max_sequences = max_sequences
-        self._max_step_tokens = max_step_tokens
-        self._speculation = speculation
-        self._plan: dict[int, Work] = {}
-        self._room = 0
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._prompt_lookup_tokens = prompt_lookup_tokens
+        self._scheduled: dict[int, ScheduledTokens] = {}
+        self._token_budget = 0
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -60,11 +62,11 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Let it wait for its turn."""
-        heappush(self._waiting, (sequence.rank, sequence))
+        heappush(self._waiting, (sequence.sort_key, sequence))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a sample go on from the prompt that its parent has read, or wait for its turn to read it itself."""
-        if len(self.running) < self._max_sequences and self._blocks.fork(parent, child):
+        if len(self.running) < self._max_num_seqs and self._blocks.fork(parent, child):
             self._start(child)
         else:
             self.add(child)
@@ -79,80 +81,84 @@ class Scheduler:
         for sequence in list(self.running):
             self._preempt(sequence)
 
-    def plan(self) -> list[Work]:
+    def schedule(self) -> list[ScheduledTokens]:
         """The next step. Empty only where nothing waits or runs."""
-        self._plan, self._room, self.admitted = {}, self._max_step_tokens, []
+        self._scheduled, self._token_budget, self.admitted = {}, self._max_num_batched_tokens, []
         for is_reading in (False, True):
             for sequence in list(self.running):
-                if sequence.is_running and (sequence.num_waiting > 1) == is_reading and self._room:
-                    self._go_on(sequence)
-        while self._waiting and self._room and self._admit_first():
+                if sequence.is_running and (sequence.num_pending_tokens > 1) == is_reading and self._token_budget:
+                    self._schedule_running(sequence)
+        while self._waiting and self._token_budget and self._admit_next():
             pass
-        return list(self._plan.values())
+        return list(self._scheduled.values())
 
-    def _go_on(self, sequence: Sequence) -> None:
+    def _schedule_running(self, sequence: Sequence) -> None:
         """Plan for a running sequence, at the expense of those behind it."""
-        num_tokens = min(sequence.num_waiting, self._room)
-        drafts = self._drafts(sequence, num_tokens)
-        while not self._blocks.reserve(sequence, num_tokens + len(drafts)):
-            if drafts:
-                drafts = []
+        num_tokens = min(sequence.num_pending_tokens, self._token_budget)
+        draft_tokens = self._propose_draft_tokens(sequence, num_tokens)
+        while not self._blocks.reserve(sequence, num_tokens + len(draft_tokens)):
+            if draft_tokens:
+                draft_tokens = []
                 continue
             last = self.running[-1]
             self._preempt(last)
             if last is sequence:
                 return
-        self._take(sequence, num_tokens, drafts)
+        self._schedule_tokens(sequence, num_tokens, draft_tokens)
 
-    def _admit_first(self) -> bool:
+    def _admit_next(self) -> bool:
         """Start the first in the queue; False where there is no room for it."""
         sequence = self._waiting[0][1]
         if sequence.finish_reason is not None:
             heappop(self._waiting)
             return True
-        if len(self.running) == self._max_sequences and not self._yields(sequence):
+        if len(self.running) == self._max_num_seqs and not self._preempt_lower_priority(sequence):
             return False
         self._blocks.admit(sequence)
-        num_tokens = min(sequence.num_waiting, self._room)
-        while not self._fits(sequence, num_tokens):
-            if not self._yields(sequence):
+        num_tokens = min(sequence.num_pending_tokens, self._token_budget)
+        while not self._reserve_with_margin(sequence, num_tokens):
+            if not self._preempt_lower_priority(sequence):
                 self._blocks.release(sequence)
                 return False
         heappop(self._waiting)
         self._start(sequence)
-        self._take(sequence, num_tokens, [])
+        self._schedule_tokens(sequence, num_tokens, [])
         self.admitted.append(sequence.request)
         self.num_prefix_queries += len(sequence.tokens)
         self.num_prefix_hits += sequence.num_cached
         return True
 
-    def _fits(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _reserve_with_margin(self, sequence: Sequence, num_tokens: int) -> bool:
         """Reserve, if every running sequence could still grow by a block; else those would soon be thrown out."""
         margin = len(self.running)
-        lacking = self._blocks.missing(sequence, num_tokens) + margin > self._blocks.num_free
+        lacking = self._blocks.num_missing(sequence, num_tokens) + margin > self._blocks.num_free
         return not lacking and self._blocks.reserve(sequence, num_tokens)
 
-    def _yields(self, sequence: Sequence) -> bool:
+    def _preempt_lower_priority(self, sequence: Sequence) -> bool:
         """Whether the last in rank made room, having less priority."""
         if not self.running or self.running[-1].priority >= sequence.priority:
             return False
         self._preempt(self.running[-1])
         return True
 
-    def _drafts(self, sequence: Sequence, num_tokens: int) -> list[int]:
+    def _propose_draft_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """A guess at what follows, where the sequence is about to choose a token and there is room."""
-        if not self._speculation or num_tokens < sequence.num_waiting:
+        if not self._prompt_lookup_tokens or num_tokens < sequence.num_pending_tokens:
             return []
-        most = min(self._speculation, self._room - num_tokens, sequence.final_length - len(sequence.tokens) - 1)
-        return looked_up(sequence.tokens, most)
+        most = min(
+            self._prompt_lookup_tokens, self._token_budget - num_tokens, sequence.max_length - len(sequence.tokens) - 1
+        )
+        return prompt_lookup(sequence.tokens, most)
 
-    def _take(self, sequence: Sequence, num_tokens: int, drafts: list[int]) -> None:
-        self._plan[sequence.arrival] = Work(sequence=sequence, num_tokens=num_tokens, drafts=drafts)
-        self._room -= num_tokens + len(drafts)
+    def _schedule_tokens(self, sequence: Sequence, num_tokens: int, draft_tokens: list[int]) -> None:
+        self._scheduled[sequence.arrival] = ScheduledTokens(
+            sequence=sequence, num_tokens=num_tokens, draft_tokens=draft_tokens
+        )
+        self._token_budget -= num_tokens + len(draft_tokens)
 
     def _start(self, sequence: Sequence) -> None:
         sequence.is_running = True
-        insort(self.running, sequence, key=lambda each: each.rank)
+        insort(self.running, sequence, key=lambda each: each.sort_key)
 
     def _stop(self, sequence: Sequence) -> None:
         sequence.is_running = False
@@ -160,20 +166,20 @@ class Scheduler:
         self._blocks.release(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        work = self._plan.pop(sequence.arrival, None)
+        work = self._scheduled.pop(sequence.arrival, None)
         if work is not None:
-            self._room += work.num_tokens + len(work.drafts)
+            self._token_budget += work.num_tokens + len(work.draft_tokens)
         self.num_preemptions += 1
         self._stop(sequence)
         self.add(sequence)
 
 
-def looked_up(tokens: list[int], most: int, longest: int = 3) -> list[int]:
-    """Up to `most` tokens that followed the last ones where they stood before: the longest ending of up to `longest`
-    tokens that occurs earlier, in its latest place (prompt lookup, Saxena 2023)."""
-    for size in range(min(longest, len(tokens) - 1), 0, -1):
-        ending = tokens[-size:]
+def prompt_lookup(tokens: list[int], max_tokens: int, max_ngram: int = 3) -> list[int]:
+    """Up to `max_tokens` tokens that followed the last ones where they stood before: the longest ending of up to
+    `max_ngram` tokens that occurs earlier, in its latest place (prompt lookup, Saxena 2023)."""
+    for size in range(min(max_ngram, len(tokens) - 1), 0, -1):
+        ngram = tokens[-size:]
         for start in range(len(tokens) - size - 1, -1, -1):
-            if most > 0 and tokens[start : start + size] == ending:
-                return tokens[start + size : start + size + most]
+            if max_tokens > 0 and tokens[start : start + size] == ngram:
+                return tokens[start + size : start + size + max_tokens]
     return []

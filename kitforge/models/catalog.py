@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kitforge.core.nn.decoder import FamilyConfig
-from kitforge.core.nn.lookup import RecommenderConfig
+from kitforge.core.nn.embedding_spec import RecommenderConfig
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
 from kitforge.models.dcn.model import DCNV2Config
@@ -16,9 +16,9 @@ from kitforge.models.dlrm.model import DLRMConfig
 from kitforge.models.glm import convert as glm
 from kitforge.models.gpt2 import convert as gpt2
 from kitforge.models.llama import convert as llama
-from kitforge.models.mapping import Family
 from kitforge.models.sasrec.model import SASRecConfig
 from kitforge.models.two_tower.model import TwoTowerConfig
+from kitforge.models.weight_mapping import Family
 from kitforge.models.wide_deep.model import WideDeepConfig
 
 FAMILIES: dict[str, Family] = {"glm": glm.FAMILY, "gpt2": gpt2.FAMILY, "llama": llama.FAMILY}

@@ -3,29 +3,31 @@ family that is a configuration of it."""
 
 from __future__ import annotations
 
-from kitforge.core.parallel.sharding import TENSOR, Rule, Sharding
+from kitforge.core.parallel.sharding import TENSOR, Sharding, ShardingRule
 
 _ROWS = {"weight": {TENSOR: 0}, "bias": {TENSOR: 0}}
 _COLUMNS = {"weight": {TENSOR: 1}}
 
 DECODER = Sharding(
     rules=(
-        Rule(module="", splits={"output": {TENSOR: 0}}),
-        Rule(module="embedding", splits={"weight": {TENSOR: 0}}, looks_up=True, after={TENSOR: "reduce"}),
-        Rule(module="position", after={TENSOR: "slice"}),
-        Rule(module="blocks.*.attention", before={TENSOR: "gather"}),
-        Rule(module="blocks.*.attention.query", splits=_ROWS),
-        Rule(module="blocks.*.attention.key", splits=_ROWS),
-        Rule(module="blocks.*.attention.value", splits=_ROWS),
-        Rule(module="blocks.*.attention.query_norm", gradient="part"),
-        Rule(module="blocks.*.attention.key_norm", gradient="part"),
-        Rule(module="blocks.*.attention.out", splits=_COLUMNS, after={TENSOR: "reduce"}),
-        Rule(module="blocks.*.mlp", before={TENSOR: "gather"}),
-        Rule(module="blocks.*.mlp.gate", splits=_ROWS),
-        Rule(module="blocks.*.mlp.up", splits=_ROWS),
-        Rule(module="blocks.*.mlp.down", splits=_COLUMNS, after={TENSOR: "reduce"}),
-        Rule(module="norm", after={TENSOR: "replicate"}),
+        ShardingRule(module="", splits={"output": {TENSOR: 0}}),
+        ShardingRule(
+            module="embedding", splits={"weight": {TENSOR: 0}}, is_embedding=True, output_layout={TENSOR: "reduce"}
+        ),
+        ShardingRule(module="position", output_layout={TENSOR: "slice"}),
+        ShardingRule(module="blocks.*.attention", input_layout={TENSOR: "gather"}),
+        ShardingRule(module="blocks.*.attention.query", splits=_ROWS),
+        ShardingRule(module="blocks.*.attention.key", splits=_ROWS),
+        ShardingRule(module="blocks.*.attention.value", splits=_ROWS),
+        ShardingRule(module="blocks.*.attention.query_norm", gradient="part"),
+        ShardingRule(module="blocks.*.attention.key_norm", gradient="part"),
+        ShardingRule(module="blocks.*.attention.out", splits=_COLUMNS, output_layout={TENSOR: "reduce"}),
+        ShardingRule(module="blocks.*.mlp", input_layout={TENSOR: "gather"}),
+        ShardingRule(module="blocks.*.mlp.gate", splits=_ROWS),
+        ShardingRule(module="blocks.*.mlp.up", splits=_ROWS),
+        ShardingRule(module="blocks.*.mlp.down", splits=_COLUMNS, output_layout={TENSOR: "reduce"}),
+        ShardingRule(module="norm", output_layout={TENSOR: "replicate"}),
     ),
-    divided={TENSOR: ("num_heads", "num_kv_heads")},
-    roots={"": ("hidden",)},
+    divisible={TENSOR: ("num_heads", "num_kv_heads")},
+    fsdp_roots={"": ("hidden",)},
 )

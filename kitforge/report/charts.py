@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kitforge.report.curves import NUM_TONES, Chart, Line, Mark
-from kitforge.report.metrics import Event, RunRecord, Series
+from kitforge.report.metrics import LoggedEvent, RunRecord, Series
 from kitforge.report.numerals import memory_unit
 from kitforge.report.summary import PROGRESS, title
 
@@ -87,7 +87,7 @@ def charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
     return [chart for _, drawn in groups(runs, labels) for chart in drawn]
 
 
-def is_bad(event: Event) -> bool:
+def is_bad(event: LoggedEvent) -> bool:
     """Whether the event is one that a person should look at."""
     return any(word in event.name.lower() for word in _BAD_WORDS)
 
@@ -142,7 +142,7 @@ def _marks(runs: Sequence[RunRecord], labels: Sequence[str]) -> tuple[Mark, ...]
     return tuple(marks)
 
 
-def _marked(run: RunRecord) -> list[Event]:
+def _marked(run: RunRecord) -> list[LoggedEvent]:
     return [event for event in run.events if not any(word in event.name.lower() for word in _QUIET_WORDS)]
 
 

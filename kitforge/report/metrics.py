@@ -32,7 +32,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class LoggedEvent:
     """Something that happened at a step: a skip, rollback, resume, interruption, checkpoint."""
 
     step: int
@@ -66,7 +66,7 @@ class RunRecord:
     config_text: str
     train: Mapping[str, Series]
     eval: Mapping[str, Series]
-    events: tuple[Event, ...]
+    events: tuple[LoggedEvent, ...]
     samples: tuple[SampleSet, ...]
     # Sentences about what could not be read, for the person who looks at the report.
     problems: tuple[str, ...]
@@ -108,7 +108,7 @@ class _MetricLines:
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
         self.series: dict[str, dict[str, tuple[list[int], list[float]]]] = {"train": {}, "eval": {}}
-        self.events: list[Event] = []
+        self.events: list[LoggedEvent] = []
         self._texts: set[str] = set()
 
     def read(self, path: Path) -> None:
@@ -130,7 +130,7 @@ class _MetricLines:
             self.problems.append(f"{place} {problem}. It is left out.")
         elif record["kind"] == "event":
             message = str(record.get("message", ""))
-            self.events.append(Event(step=record["step"], name=record["event"], message=message))
+            self.events.append(LoggedEvent(step=record["step"], name=record["event"], message=message))
         else:
             self._add(record)
 

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import NamedTuple, final
 
 from kitforge.report.charts import is_bad
-from kitforge.report.metrics import Event, RunRecord
+from kitforge.report.metrics import LoggedEvent, RunRecord
 from kitforge.report.numerals import number
 from kitforge.report.options import differences
 from kitforge.report.summary import PROGRESS, Figure, headline, last_values
@@ -142,13 +142,13 @@ def html_table(corner: str, columns: Sequence[str], rows: Iterable[tuple[str, Se
     )
 
 
-def _event(event: Event) -> str:
+def _event(event: LoggedEvent) -> str:
     mood = ' class="bad"' if is_bad(event) else ""
     name = f"<b>{escape(event.name)}</b>"
     return f"<li{mood}><span>step {event.step:,}</span> {name} <span>{escape(event.message)}</span></li>"
 
 
-def _folded(name: str, group: Sequence[Event]) -> str:
+def _folded(name: str, group: Sequence[LoggedEvent]) -> str:
     mood = ' class="bad"' if is_bad(group[0]) else ""
     items = "".join(map(_event, group))
     return (

@@ -59,7 +59,10 @@ def _charts(name: str, counts: list[tuple[int, dict[str, Any]]], place: str) -> 
     return "".join(
         draw(_chart(title, unit, steps, values), axis, f"{place}-{number}")
         for number, (title, unit, values) in enumerate(
-            [(f"{name}: where rows were found", "share", hits), (f"{name}: rows moved", "rows to each tier", moved)]
+            [
+                (f"{name}: lookups by tier", "fraction of rows", hits),
+                (f"{name}: rows written", "rows written to each tier", moved),
+            ]
         )
         if values
     )
@@ -79,8 +82,8 @@ def _curve(record: dict[str, Any], place: str) -> str:
     """The hit rate of a device tier by its size, from the stack distances of the first batches."""
     sizes = tuple(int(rows) for rows, _ in record["points"])
     values = tuple(float(rate) for _, rate in record["points"])
-    title = f"{record['table']}: hit rate by rows of the device tier"
-    chart = _chart(title, "share", sizes, {"under lru, once the tier is warm": values}, axis="rows")
+    title = f"{record['table']}: hit rate by device tier size"
+    chart = _chart(title, "fraction of rows", sizes, {"LRU, warm cache": values}, axis="rows")
     return draw(chart, size_scale(sizes), place)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, final
 import torch
 from torch import nn
 
-from kitforge.core.parallel.apply import ParallelModel
+from kitforge.core.parallel.parallelize import ParallelModel
 from kitforge.foundation.dtype import Precision
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.loop import Loop
@@ -62,5 +62,5 @@ def evaluated(task: Task, parallel: ParallelModel, device: torch.device, precisi
         with torch.no_grad(), autocast(device, precision):
             return task.evaluate(model)
     finally:
-        parallel.rest()
+        parallel.reshard()
         model.train(was_training)

@@ -11,12 +11,12 @@ from typing import Any, final
 
 import torch
 
-from kitforge.core.checkpoint.layout import step_folder
 from kitforge.core.checkpoint.load import Checkpoint, newest, open_checkpoint
+from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.optim.build import build_optimizer
-from kitforge.core.optim.schedules import Plateau, scale
-from kitforge.core.parallel.apply import parallel_of
-from kitforge.core.parallel.failure import describe_error
+from kitforge.core.optim.schedules import Plateau, lr_scale
+from kitforge.core.parallel.parallelize import parallel_model_of
+from kitforge.core.parallel.rank_errors import describe_error
 from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
 from kitforge.foundation import seed as seeds
@@ -62,7 +62,7 @@ class Loop:
         self.progress_metrics = task.progress_metrics()
         self.max_steps = _max_steps(task, options)
         # A schedule that does not fit the run is refused here, before the run has a folder.
-        scale(options.schedule, 0, self.max_steps)
+        lr_scale(options.schedule, 0, self.max_steps)
         self._run_options = options
         self.world = world
         self._config = dict(config or {})
@@ -72,13 +72,13 @@ class Loop:
         self._changes: list[str] = []
         self.model = task.build(world)
         _part_noise(options.seed, world)
-        self._parallel = parallel_of(self.model, world)
+        self._parallel = parallel_model_of(self.model, world)
         self._parallel.broadcast_replicas()
-        groups = self._parallel.pieces_of(task.parameter_groups(self.model, options.optimizer.weight_decay))
+        groups = self._parallel.local_groups(task.parameter_groups(self.model, options.optimizer.weight_decay))
         self.state = TrainingState(
             model=self.model,
             parallel=self._parallel,
-            optimizer=build_optimizer(groups, options.optimizer, self._parallel.whole_matrices()),
+            optimizer=build_optimizer(groups, options.optimizer, self._parallel.full_matrices()),
             scaler=LossScaler(options.precision),
             plateau=Plateau(options.schedule),
             world=world,
@@ -139,7 +139,7 @@ class Loop:
             with torch.no_grad(), autocast(self.world.device, self._run_options.precision):
                 return self.task.evaluate(self.model)
         finally:
-            self._parallel.rest()
+            self._parallel.reshard()
             self.model.train()
 
     def stop(self, reason: str) -> None:
@@ -169,7 +169,7 @@ class Loop:
         self.model.train()
         # What stays for the whole run is laid down first: made after the first backward pass, it would break up the
         # free memory that the next steps' activations need in large pieces.
-        self.state.optimizer.materialise()
+        self.state.optimizer.init_state()
         has_ended = self.state.cursor.step >= self.max_steps or self.stop_reason is not None
         steps = iter(()) if has_ended else self.task.steps(self.model, self.state.cursor)
         if self.state.cursor.step == 0:
@@ -234,7 +234,7 @@ class Loop:
         counts = self.world.sum(self.task.count(step))
         sums = self.world.sum(self._accumulate(step, counts))
         self._agree_to_stop()
-        rate = scale(self._run_options.schedule, state.updates, self.max_steps) * state.plateau.factor
+        rate = lr_scale(self._run_options.schedule, state.updates, self.max_steps) * state.plateau.factor
         learning_rate = self._run_options.optimizer.learning_rate
         skip = "nothing to learn from" if float(counts["loss"]) == 0 else self.task.reason_to_skip(sums, counts)
         let_go(state, self.task.parts_at_rest(step))
@@ -263,7 +263,7 @@ class Loop:
             torch.autograd.backward(sums["loss"] * weight)
             for name, value in sums.items():
                 totals[name] = totals[name] + value.detach() if name in totals else value.detach()
-        self._parallel.finish_gradients()
+        self._parallel.reduce_gradients()
         return totals
 
     def _skipped(self, norm: float) -> None:

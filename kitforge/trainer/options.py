@@ -8,7 +8,7 @@ from typing import Literal
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.optim.build import OptimizerConfig
 from kitforge.core.optim.schedules import ScheduleConfig
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.foundation.config import check
 from kitforge.foundation.dtype import ExportDtype, Precision
 
@@ -83,12 +83,12 @@ class RunOptions:
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    parallel: Degrees = field(default_factory=Degrees)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @property
     def num_ranks(self) -> int:
         """Processes of the run: those that train and, where a kit knows others, those beside them."""
-        return self.parallel.world
+        return self.parallel.world_size
 
     @property
     def summary(self) -> str | None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kitforge.core.checkpoint.layout import steps
 from kitforge.core.checkpoint.load import Checkpoint, newest, open_checkpoint
+from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.foundation.device import pick
 from kitforge.foundation.errors import CheckpointError, ConfigError
@@ -61,9 +61,9 @@ HARMLESS = (
     "cache.file_rows",
     "cache.remote",
     "cache.placement",
-    "cache.prefetch_depth",
+    "cache.prefetch_batches",
     "cache.policy.",
-    "cache.strict",
+    "cache.fail_on_overflow",
     # Numbers differ in their last digits under another layout, but position, noise and order do not.
     "parallel.",
     "placement.",

@@ -88,7 +88,7 @@ def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> di
     # Whatever is refused is refused before a file of the run is touched, on any rank.
     if found is not None:
         loop.resume(found)
-    loop.world.agree(None)
+    loop.world.all_gather_object(None)
     if loop.world.rank > 0:
         return loop.train()
     before, made = _latest(folder), [place for place in (folder, *folder.parents) if not place.exists()]

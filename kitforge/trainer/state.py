@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import Checkpoint, load_tensors
-from kitforge.core.checkpoint.tables import tables_of
+from kitforge.core.checkpoint.table_reader import tables_of
 from kitforge.core.optim.build import Optimizer
 from kitforge.core.optim.groups import ParameterGroup
-from kitforge.core.optim.rows import RowTable
 from kitforge.core.optim.schedules import Plateau
-from kitforge.core.parallel.apply import ParallelModel, layouts_with_states
+from kitforge.core.optim.table_protocols import RowTable
 from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.parallelize import ParallelModel, state_layouts
 from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
 from kitforge.foundation import seed as seeds
@@ -73,7 +73,7 @@ class TrainingState:
 
     def layouts(self) -> dict[str, Layout]:
         """How the tensors of model and optimizer that are cut are cut."""
-        return layouts_with_states(self.parallel.layouts, dict(self.optimizer.tensors()))
+        return state_layouts(self.parallel.layouts, dict(self.optimizer.tensors()))
 
     def plain(self) -> dict[str, Any]:
         """Everything but tensors, ready for JSON."""
@@ -100,7 +100,7 @@ class TrainingState:
         """That of each replica, whose ranks compute on the same samples and draw alike."""
         own = {name: _to_text(value) for name, value in devices.random_state(self.world.device).items()}
         found: dict[int, dict[str, str]] = {}
-        for replica, states in self.world.agree((self.world.replica, own)):
+        for replica, states in self.world.all_gather_object((self.world.replica, own)):
             found.setdefault(replica, states)
         return [found[replica] for replica in range(len(found))]
 
@@ -115,7 +115,7 @@ class TrainingState:
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Take weights, tables, optimizer, scale and plateau from the checkpoint; the place in the data stays."""
-        self.optimizer.materialise()
+        self.optimizer.init_state()
         regions = {name: self.parallel.region_of(layout) for name, layout in self.layouts().items()}
         load_tensors(dict(self.model_tensors()), checkpoint.model(regions), what="model")
         self.optimizer.load(dict(checkpoint.optimizer(regions)))

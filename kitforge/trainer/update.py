@@ -25,8 +25,8 @@ def update(
     if state.scaler.scale != 1.0:
         _multiply(state, 1.0 / state.scaler.scale)
     parts = _parts(state)
-    norms = {part: float(state.parallel.norm(names)) for part, (names, _) in parts.items()}
-    norm = math.hypot(*norms.values()) if parts else float(state.parallel.norm())
+    norms = {part: float(state.parallel.grad_norm(names)) for part, (names, _) in parts.items()}
+    norm = math.hypot(*norms.values()) if parts else float(state.parallel.grad_norm())
     is_finite = math.isfinite(norm)
     if is_finite and not is_skipped:
         if not parts and 0 < largest_norm < norm:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kitforge.data.collate import simplify, split_micro_batches
+from kitforge.data.collate import drop_trivial_columns, split_micro_batches
 from kitforge.foundation.errors import ConfigError
 
 
@@ -40,14 +40,14 @@ def test_a_size_that_cannot_be_is_refused() -> None:
 
 
 def test_rows_of_one_document_each_need_no_documents() -> None:
-    assert set(simplify(batch(2))) == {"tokens"}
+    assert set(drop_trivial_columns(batch(2))) == {"tokens"}
 
 
 def test_a_row_of_two_documents_keeps_them() -> None:
     mixed = batch(2)
     mixed["documents"][1, 2] = 1
-    assert set(simplify(mixed)) == {"tokens", "documents"}
+    assert set(drop_trivial_columns(mixed)) == {"tokens", "documents"}
 
 
 def test_a_batch_without_documents_stays_as_it_is() -> None:
-    assert set(simplify({"tokens": torch.zeros(1)})) == {"tokens"}
+    assert set(drop_trivial_columns({"tokens": torch.zeros(1)})) == {"tokens"}

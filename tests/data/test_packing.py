@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kitforge.data.packing import IGNORED, PackedRows, Part, split_documents
-from kitforge.data.sampler import order
+from kitforge.data.packing import IGNORED, DocumentSplit, PackedRows, split_documents
+from kitforge.data.sampler import shuffled_indices
 from kitforge.data.token_cache import TokenCache
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.seed import key
@@ -143,7 +143,7 @@ def test_rows_and_their_order_are_those_of_earlier_versions(
     for part in split_documents(cache, fraction, seed=11):
         packed = PackedRows(cache, length=length, pad_id=PAD, part=part)
         content.update(f"{packed.num_rows} {packed.num_targets}".encode())
-        for column in packed.rows(order(3, packed.num_rows, 5, packed.num_rows + 20)).values():
+        for column in packed.rows(shuffled_indices(3, packed.num_rows, 5, packed.num_rows + 20)).values():
             content.update(column.numpy().tobytes())
     assert content.hexdigest() == digest
 
@@ -238,7 +238,7 @@ def test_a_corpus_shorter_than_a_row_is_refused() -> None:
     assert PackedRows(cache_of([9]), length=8, pad_id=PAD).num_rows == 1
 
 
-LAST_TWO = Part(rule="tail", fraction=0.2, is_held_out=True)
+LAST_TWO = DocumentSplit(rule="tail", fraction=0.2, is_held_out=True)
 
 
 def test_a_part_shorter_than_a_row_is_filled() -> None:
@@ -256,19 +256,19 @@ def test_a_length_that_cannot_be_is_refused() -> None:
         PackedRows(cache_of([9]), length=0, pad_id=PAD)
 
 
-def tokens_of(cache: TokenCache, part: Part) -> list[int]:
+def tokens_of(cache: TokenCache, part: DocumentSplit) -> list[int]:
     packed = PackedRows(cache, length=3, pad_id=PAD, part=part)
     tokens = all_rows(packed)
     return tokens["tokens"][tokens["tokens"] != PAD].tolist()
 
 
-def ranges_of(cache: TokenCache, part: Part) -> list[list[int]]:
+def ranges_of(cache: TokenCache, part: DocumentSplit) -> list[list[int]]:
     """First token and the one after the last of each document, as far as it belongs to the part."""
     begins, ends = part.cut(np.arange(cache.num_documents), cache.offsets[:-1], cache.offsets[1:])
     return np.stack([begins, ends], axis=1).tolist()
 
 
-def chosen(cache: TokenCache, part: Part) -> list[int]:
+def chosen(cache: TokenCache, part: DocumentSplit) -> list[int]:
     return [number for number, (begin, end) in enumerate(ranges_of(cache, part)) if begin < end]
 
 
@@ -330,5 +330,5 @@ def test_without_a_fraction_everything_is_trained_on() -> None:
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0])
 def test_a_fraction_that_cannot_be_is_refused(fraction: float) -> None:
-    with pytest.raises(ConfigError, match=r"data\.validation"):
+    with pytest.raises(ConfigError, match=r"data\.eval_fraction"):
         split_documents(cache_of([5]), fraction, seed=0)

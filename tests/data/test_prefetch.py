@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kitforge.data.prefetch import Prefetcher
+from kitforge.data.prefetch import BackgroundPrefetcher
 from kitforge.foundation import files
 from kitforge.foundation.errors import ConfigError
 
@@ -29,14 +29,14 @@ def num_threads() -> int:
 
 @pytest.mark.parametrize("depth", [1, 2, 50])
 def test_items_come_in_order(depth: int) -> None:
-    with Prefetcher(iter(range(20)), depth) as items:
+    with BackgroundPrefetcher(iter(range(20)), depth) as items:
         assert list(items) == list(range(20))
         assert list(items) == []
 
 
 def test_no_more_than_depth_items_are_made_ahead() -> None:
     made: list[int] = []
-    with Prefetcher((made.append(number) or number for number in range(100)), depth=3) as items:
+    with BackgroundPrefetcher((made.append(number) or number for number in range(100)), depth=3) as items:
         wait_until(lambda: len(made) == 4)
         time.sleep(0.02)
         assert made == [0, 1, 2, 3], "three that are ready and one in hand"
@@ -50,7 +50,7 @@ def failing() -> Iterator[int]:
 
 
 def test_an_exception_arrives_in_its_turn_with_its_traceback() -> None:
-    items = Prefetcher(failing())
+    items = BackgroundPrefetcher(failing())
     assert next(items) == 1
     with pytest.raises(ZeroDivisionError, match="in the producer") as caught:
         next(items)
@@ -69,7 +69,7 @@ def test_closing_stops_a_producer_that_waits_for_room() -> None:
         finally:
             finished.set()
 
-    items = Prefetcher(endless())
+    items = BackgroundPrefetcher(endless())
     next(items)
     begin = time.monotonic()
     items.close()
@@ -81,7 +81,7 @@ def test_closing_stops_a_producer_that_waits_for_room() -> None:
 
 
 def test_closing_does_not_raise_what_nobody_asked_for() -> None:
-    items = Prefetcher(failing())
+    items = BackgroundPrefetcher(failing())
     items.close()
     assert list(items) == []
 
@@ -89,7 +89,7 @@ def test_closing_does_not_raise_what_nobody_asked_for() -> None:
 @pytest.mark.slow
 def test_a_forgotten_prefetcher_ends_its_thread() -> None:
     before = num_threads()
-    items = Prefetcher(iter(range(100)))
+    items = BackgroundPrefetcher(iter(range(100)))
     next(items)
     del items
     gc.collect()
@@ -101,8 +101,8 @@ def test_the_interpreter_ends_though_nobody_closed(producer: str) -> None:
     script = (
         "import itertools, threading\n"
         "from kitforge.data import prefetch\n"
-        "prefetch._PATIENCE_SECONDS = 0.1\n"
-        f"items = prefetch.Prefetcher({producer})\n"
+        "prefetch._JOIN_TIMEOUT_SECONDS = 0.1\n"
+        f"items = prefetch.BackgroundPrefetcher({producer})\n"
     )
     checkout = Path(files.__file__).parents[2]
     subprocess.run([sys.executable, "-c", script], cwd=checkout, timeout=30, check=True)
@@ -110,4 +110,4 @@ def test_the_interpreter_ends_though_nobody_closed(producer: str) -> None:
 
 def test_a_depth_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.prefetch"):
-        Prefetcher(iter([]), depth=0)
+        BackgroundPrefetcher(iter([]), depth=0)

@@ -17,9 +17,9 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from kitforge.data.source import open_source
-from kitforge.data.token_cache import build
+from kitforge.data.token_cache import build_token_cache
 from kitforge.data.tokenizer import ByteTokenizer, TokenizerConfig, load_tokenizer, make_tokenizer
-from kitforge.data.tokens import document_frame
+from kitforge.data.tokenizer_protocol import document_frame
 from kitforge.foundation.errors import DataError
 from tests.tokenizer_folders import CORPUS, ENDS, FLAGS, KINDS, byte_level, template, write_kind
 
@@ -109,7 +109,7 @@ def test_every_document_begins_as_the_tokenizer_says_and_ends_once(tmp_path: Pat
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
     source = open_source([tmp_path / f"{number}.txt" for number in range(3)])
-    cache = build(source, tokenizer, tmp_path / "cache", num_workers=num_workers)
+    cache = build_token_cache(source, tokenizer, tmp_path / "cache", num_workers=num_workers)
     for number, text in enumerate(texts):
         tokens = cache.tokens[cache.offsets[number] : cache.offsets[number + 1]].tolist()
         assert tokens == [*before, *tokenizer.encode(text), tokenizer.eos_id]

@@ -179,7 +179,7 @@ def test_the_marks_of_a_template_stay_its_own_even_where_they_are_not_special(
 
 
 def replies(tokenizer: HuggingFaceTokenizer, chat: TokenizedChat) -> dict[int | None, str]:
-    decode = tokenizer._pieces.decode  # with special tokens, which `decode` leaves out
+    decode = tokenizer._tokenizer.decode  # with special tokens, which `decode` leaves out
     tokens = list(chat.tokens)
     return {each.message: decode(tokens[each.start : each.stop], skip_special_tokens=False) for each in chat.replies}
 

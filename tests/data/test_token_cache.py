@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kitforge.data import cache_folder, token_cache, tokenise
+from kitforge.data import cache_folder, token_cache, tokenize_documents
 from kitforge.data.source import Source, open_source
-from kitforge.data.token_cache import TokenCache, build, default_root
-from kitforge.data.tokenise import Job, token_dtype
+from kitforge.data.token_cache import TokenCache, build_token_cache, default_root
+from kitforge.data.tokenize_documents import TokenizeJob, token_dtype
 from kitforge.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TokenizerConfig, make_tokenizer
 from kitforge.foundation import files
 from kitforge.foundation.errors import ConfigError, DataError
@@ -37,7 +37,7 @@ def contents(cache: TokenCache) -> dict[str, bytes]:
 
 def test_documents_come_back_each_with_its_end_token(tmp_path: Path) -> None:
     tokenizer = ByteTokenizer()
-    cache = build(open_source(TEXTS), tokenizer, tmp_path)
+    cache = build_token_cache(open_source(TEXTS), tokenizer, tmp_path)
     assert cache.num_documents == len(TEXTS)
     assert cache.num_tokens == len(cache.tokens) == sum(len(text.encode()) + 1 for text in TEXTS)
     for number, text in enumerate(TEXTS):
@@ -49,10 +49,10 @@ def test_documents_come_back_each_with_its_end_token(tmp_path: Path) -> None:
 def test_a_finished_cache_holds_three_files_and_is_not_built_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = build(open_source(TEXTS), ByteTokenizer(), tmp_path)
+    cache = build_token_cache(open_source(TEXTS), ByteTokenizer(), tmp_path)
     assert set(contents(cache)) == {"tokens.bin", "documents.npy", "cache.json"}
-    monkeypatch.setattr(token_cache, "tokenise", None)
-    again = build(open_source(TEXTS), ByteTokenizer(), tmp_path)
+    monkeypatch.setattr(token_cache, "run_tokenize_jobs", None)
+    again = build_token_cache(open_source(TEXTS), ByteTokenizer(), tmp_path)
     assert again.fingerprint == cache.fingerprint
     assert again.folder == cache.folder
 
@@ -64,7 +64,7 @@ def test_a_copy_of_the_text_has_the_same_fingerprint(tmp_path: Path) -> None:
         (tmp_path / name / "text.txt").write_text("\n".join(TEXTS))
     os.utime(tmp_path / "other" / "text.txt", (1, 1))
     one, other = (
-        build(open_source(tmp_path / name / "text.txt"), ByteTokenizer(), tmp_path / name / "cache")
+        build_token_cache(open_source(tmp_path / name / "text.txt"), ByteTokenizer(), tmp_path / name / "cache")
         for name in ("one", "other")
     )
     assert one.fingerprint == other.fingerprint
@@ -74,7 +74,8 @@ def test_a_copy_of_the_text_has_the_same_fingerprint(tmp_path: Path) -> None:
 def test_where_documents_end_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     end = chr(ByteTokenizer.eos_id) if ByteTokenizer.eos_id < 256 else ""
     caches = [
-        build(open_source(texts), ByteTokenizer(), tmp_path) for texts in (["ab", "c"], ["a", "bc"], ["ab" + end])
+        build_token_cache(open_source(texts), ByteTokenizer(), tmp_path)
+        for texts in (["ab", "c"], ["a", "bc"], ["ab" + end])
     ]
     assert len({cache.fingerprint for cache in caches}) == 3
 
@@ -83,10 +84,10 @@ def test_other_bytes_of_the_same_size_and_time_are_other_text(tmp_path: Path) ->
     path = tmp_path / "text.txt"
     path.write_text("the moon")
     status = path.stat()
-    first = build(open_source(path), ByteTokenizer(), tmp_path / "cache")
+    first = build_token_cache(open_source(path), ByteTokenizer(), tmp_path / "cache")
     path.write_text("the noon")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    second = build(open_source(path), ByteTokenizer(), tmp_path / "cache")
+    second = build_token_cache(open_source(path), ByteTokenizer(), tmp_path / "cache")
     assert bytes(second.tokens[:8].tolist()) == b"the noon"
     assert second.fingerprint != first.fingerprint
 
@@ -104,8 +105,8 @@ def test_another_corpus_or_tokenizer_is_another_cache(tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
     source = open_source(TEXTS * 10)
     other = make_tokenizer(TokenizerConfig(name="sentencepiece", vocab_size=280), source, tmp_path)
-    caches = [build(source, ByteTokenizer(), tmp_path), build(source, other, tmp_path)]
-    caches.append(build(open_source(TEXTS * 9), ByteTokenizer(), tmp_path))
+    caches = [build_token_cache(source, ByteTokenizer(), tmp_path), build_token_cache(source, other, tmp_path)]
+    caches.append(build_token_cache(open_source(TEXTS * 9), ByteTokenizer(), tmp_path))
     assert len({cache.fingerprint for cache in caches}) == 3
 
 
@@ -116,7 +117,7 @@ def test_tokens_take_the_smallest_type_that_holds_the_vocabulary(size: int, dtyp
 
 def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     source = folder_of_files(tmp_path / "corpus")
-    found = [contents(build(source, ByteTokenizer(), tmp_path / str(n), num_workers=n)) for n in (1, 2, 3)]
+    found = [contents(build_token_cache(source, ByteTokenizer(), tmp_path / str(n), num_workers=n)) for n in (1, 2, 3)]
     assert found[0] == found[1] == found[2]
 
 
@@ -126,19 +127,19 @@ def test_a_trained_tokenizer_works_in_processes(tmp_path: Path) -> None:
     config = TokenizerConfig(name="sentencepiece", vocab_size=280)
     tokenizer = make_tokenizer(config, open_source(TEXTS * 10), tmp_path)
     assert isinstance(tokenizer, SentencePieceTokenizer)
-    found = [contents(build(source, tokenizer, tmp_path / str(n), num_workers=n)) for n in (1, 2)]
+    found = [contents(build_token_cache(source, tokenizer, tmp_path / str(n), num_workers=n)) for n in (1, 2)]
     assert found[0] == found[1]
 
 
 def test_a_small_corpus_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenise, "_run_in_processes", None)
-    build(folder_of_files(tmp_path / "corpus"), ByteTokenizer(), tmp_path)
+    monkeypatch.setattr(tokenize_documents, "_run_in_processes", None)
+    build_token_cache(folder_of_files(tmp_path / "corpus"), ByteTokenizer(), tmp_path)
 
 
 def test_progress_counts_bytes_up_to_all_of_them(tmp_path: Path) -> None:
     source = folder_of_files(tmp_path / "corpus")
     seen: list[tuple[int, int]] = []
-    build(source, ByteTokenizer(), tmp_path, progress=lambda done, total: seen.append((done, total)))
+    build_token_cache(source, ByteTokenizer(), tmp_path, progress=lambda done, total: seen.append((done, total)))
     total = sum(shard.size for shard in source.shards())
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert (seen[0], seen[-1]) == ((0, total), (total, total))
@@ -146,20 +147,20 @@ def test_progress_counts_bytes_up_to_all_of_them(tmp_path: Path) -> None:
 
 def test_shards_that_are_done_are_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = folder_of_files(tmp_path / "corpus")
-    run, done = Job.write, []
+    run, done = TokenizeJob.write, []
 
-    def fail_at_third(job: Job, tokenizer: ByteTokenizer) -> None:
+    def fail_at_third(job: TokenizeJob, tokenizer: ByteTokenizer) -> None:
         if len(done) == 3:
             raise KeyboardInterrupt
         done.append(job.path.name)
         run(job, tokenizer)
 
-    monkeypatch.setattr(Job, "write", fail_at_third)
+    monkeypatch.setattr(TokenizeJob, "write", fail_at_third)
     with pytest.raises(KeyboardInterrupt):
-        build(source, ByteTokenizer(), tmp_path)
+        build_token_cache(source, ByteTokenizer(), tmp_path)
     again: list[str] = []
-    monkeypatch.setattr(Job, "write", lambda job, tokenizer: (again.append(job.path.name), run(job, tokenizer)))
-    build(source, ByteTokenizer(), tmp_path)
+    monkeypatch.setattr(TokenizeJob, "write", lambda job, tokenizer: (again.append(job.path.name), run(job, tokenizer)))
+    build_token_cache(source, ByteTokenizer(), tmp_path)
     assert len(done) == len(again) == 3
     assert not set(done) & set(again)
 
@@ -183,10 +184,10 @@ BUILD = """
 import sys
 from pathlib import Path
 from kitforge.data.source import open_source
-from kitforge.data.token_cache import build
+from kitforge.data.token_cache import build_token_cache
 from slow import SlowTokenizer
 print("begin", flush=True)
-build(open_source(Path(sys.argv[1])), SlowTokenizer(), Path(sys.argv[2]), num_workers=int(sys.argv[3]))
+build_token_cache(open_source(Path(sys.argv[1])), SlowTokenizer(), Path(sys.argv[2]), num_workers=int(sys.argv[3]))
 print("end", flush=True)
 """
 
@@ -210,7 +211,7 @@ def start_build(folder: Path, root: Path, num_workers: int) -> subprocess.Popen[
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_build_that_is_killed_again_and_again_ends_with_the_same_bytes(tmp_path: Path, num_workers: int) -> None:
     source = folder_of_files(tmp_path / "corpus", 10)
-    wanted = contents(build(source, ByteTokenizer(), tmp_path / "wanted"))
+    wanted = contents(build_token_cache(source, ByteTokenizer(), tmp_path / "wanted"))
     num_kills = 0
     for delay in (0.1, 0.3, 0.6, 1.0):
         process = start_build(tmp_path, tmp_path / "killed", num_workers)
@@ -220,7 +221,7 @@ def test_a_build_that_is_killed_again_and_again_ends_with_the_same_bytes(tmp_pat
         process.send_signal(signal.SIGKILL)
         process.communicate()
     assert num_kills >= 2
-    assert contents(build(source, ByteTokenizer(), tmp_path / "killed")) == wanted
+    assert contents(build_token_cache(source, ByteTokenizer(), tmp_path / "killed")) == wanted
 
 
 @pytest.mark.parametrize("point", ["tokens.bin", "documents.npy", "cache.json", "parts"])
@@ -228,7 +229,7 @@ def test_a_build_that_stops_at_any_of_its_last_steps_ends_with_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     source = folder_of_files(tmp_path / "corpus", 3)
-    wanted = contents(build(source, ByteTokenizer(), tmp_path / "wanted"))
+    wanted = contents(build_token_cache(source, ByteTokenizer(), tmp_path / "wanted"))
 
     class Killed(BaseException):
         pass
@@ -243,8 +244,8 @@ def test_a_build_that_stops_at_any_of_its_last_steps_ends_with_the_same_bytes(
         patch.setattr(cache_folder, "write_text", lambda path, text: (stop_at(path), write(path, text)))
         patch.setattr(token_cache.shutil, "rmtree", lambda path: (stop_at(path), remove(path)))
         with pytest.raises(Killed):
-            build(source, ByteTokenizer(), tmp_path / "stopped")
-    assert contents(build(source, ByteTokenizer(), tmp_path / "stopped")) == wanted
+            build_token_cache(source, ByteTokenizer(), tmp_path / "stopped")
+    assert contents(build_token_cache(source, ByteTokenizer(), tmp_path / "stopped")) == wanted
 
 
 @pytest.mark.slow
@@ -254,20 +255,20 @@ def test_two_processes_that_build_at_once_share_one_cache(tmp_path: Path) -> Non
     for process in processes:
         assert process.communicate()[0] == "end\n"
         assert process.returncode == 0
-    shared = contents(build(source, ByteTokenizer(), tmp_path / "shared"))
-    assert shared == contents(build(source, ByteTokenizer(), tmp_path / "alone"))
+    shared = contents(build_token_cache(source, ByteTokenizer(), tmp_path / "shared"))
+    assert shared == contents(build_token_cache(source, ByteTokenizer(), tmp_path / "alone"))
 
 
 def test_one_who_waits_for_the_lock_finds_the_cache_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, run, calls = open_source(TEXTS), Job.write, []
+    source, run, calls = open_source(TEXTS), TokenizeJob.write, []
 
-    def slow_run(job: Job, tokenizer: ByteTokenizer) -> None:
+    def slow_run(job: TokenizeJob, tokenizer: ByteTokenizer) -> None:
         calls.append(job)
         time.sleep(0.2)
         run(job, tokenizer)
 
-    monkeypatch.setattr(Job, "write", slow_run)
-    threads = [threading.Thread(target=build, args=(source, ByteTokenizer(), tmp_path)) for _ in range(3)]
+    monkeypatch.setattr(TokenizeJob, "write", slow_run)
+    threads = [threading.Thread(target=build_token_cache, args=(source, ByteTokenizer(), tmp_path)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -286,7 +287,7 @@ def test_an_error_in_a_process_reaches_the_person(tmp_path: Path) -> None:
     folder_of_files(tmp_path / "corpus", 3)
     (tmp_path / "corpus" / "1.jsonl").write_text("{broken\n")
     with pytest.raises(DataError, match=r"1\.jsonl:1 is not JSON"):
-        build(open_source(tmp_path / "corpus"), ByteTokenizer(), tmp_path, num_workers=2)
+        build_token_cache(open_source(tmp_path / "corpus"), ByteTokenizer(), tmp_path, num_workers=2)
 
 
 def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
@@ -304,37 +305,42 @@ def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
         from deadly import DeadlyTokenizer
 
         with pytest.raises(DataError, match=r"(?s)has died.*exit code 7"):
-            build(source, DeadlyTokenizer(), tmp_path, num_workers=2)
+            build_token_cache(source, DeadlyTokenizer(), tmp_path, num_workers=2)
 
 
 def test_a_corpus_of_empty_documents_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(DataError, match="there is no text"):
-        build(open_source(tmp_path / "a.jsonl"), ByteTokenizer(), tmp_path)
+        build_token_cache(open_source(tmp_path / "a.jsonl"), ByteTokenizer(), tmp_path)
 
 
 def test_a_shard_of_empty_documents_is_no_hindrance(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     (tmp_path / "b.txt").write_text("text")
-    assert build(open_source([tmp_path / "a.jsonl", tmp_path / "b.txt"]), ByteTokenizer(), tmp_path).num_documents == 1
+    assert (
+        build_token_cache(
+            open_source([tmp_path / "a.jsonl", tmp_path / "b.txt"]), ByteTokenizer(), tmp_path
+        ).num_documents
+        == 1
+    )
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"(?s)cannot write the token cache.*KITFORGE_CACHE"):
-        build(open_source(TEXTS), ByteTokenizer(), tmp_path / "file")
+        build_token_cache(open_source(TEXTS), ByteTokenizer(), tmp_path / "file")
 
 
 @pytest.mark.parametrize("num_workers", [0, -1])
 def test_a_number_of_processes_that_cannot_be_is_refused(tmp_path: Path, num_workers: int) -> None:
     with pytest.raises(ConfigError, match=r"data\.num_workers"):
-        build(open_source(TEXTS), ByteTokenizer(), tmp_path, num_workers=num_workers)
+        build_token_cache(open_source(TEXTS), ByteTokenizer(), tmp_path, num_workers=num_workers)
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "cache.json"])
 @pytest.mark.parametrize("damage", ["missing", "cut", "long"])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
-    folder = build(open_source(TEXTS), ByteTokenizer(), tmp_path).folder
+    folder = build_token_cache(open_source(TEXTS), ByteTokenizer(), tmp_path).folder
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[:-8] if damage == "cut" else content + b"}2345678")
     if damage == "missing":

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kitforge.data import extras
+from kitforge.data import optional_imports
 from kitforge.data.source import open_source
 from kitforge.data.tokenizer import (
     ByteTokenizer,
@@ -280,6 +280,6 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     def absent(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(extras.importlib, "import_module", absent)
+    monkeypatch.setattr(optional_imports.importlib, "import_module", absent)
     with pytest.raises(DependencyError, match=r"(?s)'sentencepiece'.*kitforge\[transformers\]"):
         SentencePieceTokenizer(b"")

@@ -8,16 +8,16 @@ import sys
 import time
 from pathlib import Path
 
-from kitforge.core.parallel.degrees import Degrees
-from kitforge.core.parallel.failure import report
-from kitforge.core.parallel.lobby import Lobby, place
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.rank_errors import report
+from kitforge.core.parallel.rendezvous import Rendezvous, launch_info
 from kitforge.foundation.errors import DataError
 
 TIMEOUT = 5.0
 
 
 def main(deed: str) -> int:
-    where = place()
+    where = launch_info()
     assert where is not None
     sys.stdout.write(f"rank {where.rank} speaks\n")
     sys.stderr.write(f"rank {where.rank} complains\n")
@@ -26,18 +26,18 @@ def main(deed: str) -> int:
         # Late enough for the other to be in the lobby, whose keys it leaves behind there.
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
-    with Lobby.open(Degrees(shard=2, timeout=TIMEOUT), "cpu") as lobby:
-        with lobby.turns():
+    with Rendezvous.open(ParallelConfig(shard=2, timeout=TIMEOUT), "cpu") as lobby:
+        with lobby.local_rank_zero_first():
             Path(f"turn-{where.rank}").write_text(str(time.monotonic()))
             time.sleep(0.2)
-        world = lobby.join()
+        world = lobby.init_process_group()
         lobby.check_same({"data": str(where.rank) if deed == "differ" else "alike"})
         if deed == "wait for a signal":
             return stop_together(world)
         if is_second:
             misbehave(deed)
         for _ in range(3):
-            world.agree(None)
+            world.all_gather_object(None)
         sys.stdout.write(f"ended in round {where.restarts}, {os.environ['OMP_NUM_THREADS']} threads\n")
     return 0
 

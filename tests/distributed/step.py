@@ -12,20 +12,20 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kitforge.core.nn.context import Context, DropoutKey, NoiseShare
-from kitforge.core.nn.init import initialise
-from kitforge.core.parallel import apply as applying
+from kitforge.core.nn.context import Context, DropoutKey, DropoutShard
+from kitforge.core.nn.init import init_weights
+from kitforge.core.parallel import parallelize as applying
 from kitforge.core.parallel import tensor
-from kitforge.core.parallel.apply import apply
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.parallelize import parallelize
 from kitforge.core.parallel.world import World
 from kitforge.foundation.types import Region
-from kitforge.models.folder import outline
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.loading import build_on_meta
 from kitforge.models.sharding import DECODER
 
 BATCH, LENGTH = 12, 8
@@ -71,7 +71,7 @@ class Case:
     """What a step is made of."""
 
     family: str
-    degrees: Degrees
+    degrees: ParallelConfig
     micro_batches: int = 1
     recompute: bool = False
     level: Any = "O1"
@@ -90,7 +90,7 @@ class Outcome:
 
 def run_step(rank: int, case: Case, fault: str | None = None) -> Outcome:
     """The step on this rank; with a fault planted, if one is named."""
-    alone = case.degrees.world == 1
+    alone = case.degrees.world_size == 1
     world = World(device=torch.device("cpu"), mesh=None if alone else Mesh(case.degrees, "cpu"))
     with ExitStack() as stack:
         stack.enter_context(FAULTS[fault]() if fault is not None else nullcontext())
@@ -98,13 +98,13 @@ def run_step(rank: int, case: Case, fault: str | None = None) -> Outcome:
 
 
 def _step(case: Case, world: World) -> Outcome:
-    model = outline(FAMILIES[case.family], case.level).double()
+    model = build_on_meta(FAMILIES[case.family], case.level).double()
     model.recompute = case.recompute
-    parallel = apply(model, DECODER, world)
-    parallel.materialise(world.device)
+    parallel = parallelize(model, DECODER, world)
+    parallel.materialize(world.device)
     pieces = parallel.parameters()
     regions = {name: parallel.region(name) for name in pieces}
-    initialise(pieces.items(), 2, 0, regions)
+    init_weights(pieces.items(), 2, 0, regions)
     weights = {name: piece.detach().clone() for name, piece in pieces.items()}
     model.train()
     batch = make_batch()
@@ -124,10 +124,10 @@ def _step(case: Case, world: World) -> Outcome:
         found = model.kernels.linear_cross_entropy(hidden, model.head_weight, batch["targets"][part].flatten()) / count
         found.backward()
         loss += found.detach()
-    parallel.finish_gradients()
+    parallel.reduce_gradients()
     return Outcome(
         loss=float(world.sum({"loss": loss})["loss"]),
-        norm=float(parallel.norm()),
+        norm=float(parallel.grad_norm()),
         weights=weights,
         gradients={
             name: torch.zeros_like(piece) if piece.grad is None else piece.grad for name, piece in pieces.items()
@@ -166,7 +166,7 @@ def difference(outcome: Outcome, alone: Outcome) -> float:
 
 
 def _not_summed() -> Any:
-    return mock.patch.object(tensor.SplitModel, "partial_gradients", lambda _self: [])
+    return mock.patch.object(tensor.TensorParallelModel, "partial_gradients", lambda _self: [])
 
 
 def _tied_once() -> Any:
@@ -181,14 +181,14 @@ def _tied_once() -> Any:
 
 
 def _counted_twice() -> Any:
-    return mock.patch.object(Layout, "num_pieces", property(lambda _self: 4))
+    return mock.patch.object(Layout, "num_shards", property(lambda _self: 4))
 
 
 def _same_noise() -> Any:
-    def noise(self: tensor.Stream) -> NoiseShare:
-        return NoiseShare(stream=(0, self.degree) if self.is_cut else (0, 1), heads=(0, self.degree))
+    def noise(self: tensor.SequenceLayout) -> DropoutShard:
+        return DropoutShard(sequence=(0, self.degree) if self.is_sharded else (0, 1), heads=(0, self.degree))
 
-    return mock.patch.object(tensor.Stream, "noise", noise)
+    return mock.patch.object(tensor.SequenceLayout, "dropout_shard", noise)
 
 
 def _averaged_per_rank() -> Any:
@@ -196,7 +196,7 @@ def _averaged_per_rank() -> Any:
 
 
 def _copies_apart() -> Any:
-    return mock.patch.object(applying.Copies, "finish", lambda _self: None)
+    return mock.patch.object(applying.GradientBuckets, "finish", lambda _self: None)
 
 
 def _bias_on_every_rank() -> Any:

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kitforge.core.optim.rows import RowSource
+from kitforge.core.optim.table_protocols import RowSource
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.table import TableAxis
-from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions
-from kitforge.embedding_cache.placement import Placement, TableLoad, Way, spread_of
-from kitforge.embedding_cache.spread import OnAll, Spread
+from kitforge.core.parallel.table import EmbeddingExchange
+from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions
+from kitforge.embedding_cache.sharding.planner import ShardingType, TableLoad, TablePlacement, build_sharding
+from kitforge.embedding_cache.sharding.strategies import Replicated, TableSharding
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.errors import ConfigError
 from tests.distributed.ranks import run_ranks
@@ -38,8 +38,8 @@ from tests.embedding_cache.training import (
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 9
-WAYS: tuple[Way, ...] = ("row", "column", "table", "replicate")
-JOBS: list[tuple[Way, str]] = [("row", optimizer) for optimizer in OPTIMIZERS]
+WAYS: tuple[ShardingType, ...] = ("row", "column", "table", "replicate")
+JOBS: list[tuple[ShardingType, str]] = [("row", optimizer) for optimizer in OPTIMIZERS]
 JOBS += [(way, optimizer) for way in WAYS[1:] for optimizer in ("adagrad", "adam")]
 # Uncached, then caches that differ in look-ahead, tiers and capacity.
 CASES = (
@@ -59,10 +59,14 @@ def share(ids: Tensor, step: int, rank: int, num_ranks: int) -> Tensor:
     return ids[bounds[rank] : bounds[rank + 1]]
 
 
-def new_table(way: Way, case: Case, folder: Path, groups: tuple[Any, Any] | None) -> CachedEmbedding:
+def new_table(way: ShardingType, case: Case, folder: Path, groups: tuple[Any, Any] | None) -> CachedEmbedding:
     load = TableLoad(num_rows=1, dim=DIM, width=DIM, distinct=1.0, optimizer=case.optimizer)
-    ranks = spread_of(Placement(way=way, owner=1 if way == "table" else None), load, *groups) if groups else None
-    return build(case, folder, ranks=ranks)
+    ranks = (
+        build_sharding(TablePlacement(sharding_type=way, owner=1 if way == "table" else None), load, *groups)
+        if groups
+        else None
+    )
+    return build(case, folder, sharding=ranks)
 
 
 def train(table: CachedEmbedding, depth: int, *, looks: bool = False) -> list[Tensor]:
@@ -81,7 +85,7 @@ def train(table: CachedEmbedding, depth: int, *, looks: bool = False) -> list[Te
             with torch.no_grad():
                 table.eval()(given[5 * step % NUM_STEPS].clone())
             table.train()
-    assert table.rows.register.num_open == 0
+    assert table.rows.pins.num_open == 0
     return outputs
 
 
@@ -91,7 +95,7 @@ def result_of(table: CachedEmbedding, outputs: list[Tensor]) -> Result:
     return {f"output {step}": output for step, output in enumerate(outputs)} | {"ids": ids, "records": records}
 
 
-def on_ranks(rank: int, jobs: list[tuple[Way, str]], folder: str) -> list[list[Result]]:
+def on_ranks(rank: int, jobs: list[tuple[ShardingType, str]], folder: str) -> list[list[Result]]:
     groups = (dist.group.WORLD, dist.new_group())
     answers = []
     for way, optimizer in jobs:
@@ -105,7 +109,7 @@ def on_ranks(rank: int, jobs: list[tuple[Way, str]], folder: str) -> list[list[R
 
 
 @functools.cache
-def trained(num_ranks: int) -> dict[tuple[Way, str], list[list[Result]]]:
+def trained(num_ranks: int) -> dict[tuple[ShardingType, str], list[list[Result]]]:
     """By job, for each rank the results of all cases."""
     # What one process has compiled its ranks need not compile each for itself.
     for _, optimizer in JOBS:
@@ -127,7 +131,7 @@ RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize(("way", "optimizer"), JOBS)
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_cached_equals_uncached_on_every_rank(num_ranks: int, way: Way, optimizer: str) -> None:
+def test_cached_equals_uncached_on_every_rank(num_ranks: int, way: ShardingType, optimizer: str) -> None:
     for whole, *cached in trained(num_ranks)[way, optimizer]:
         for other in cached:
             for key in whole:
@@ -136,7 +140,7 @@ def test_cached_equals_uncached_on_every_rank(num_ranks: int, way: Way, optimize
 
 @pytest.mark.parametrize(("way", "optimizer"), JOBS)
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_ranks_equal_one_process(num_ranks: int, way: Way, optimizer: str) -> None:
+def test_ranks_equal_one_process(num_ranks: int, way: ShardingType, optimizer: str) -> None:
     ranks, expected = [results[0] for results in trained(num_ranks)[way, optimizer]], alone(optimizer)
     for step in range(NUM_STEPS):
         together = torch.cat([result[f"output {step}"] for result in ranks])
@@ -164,20 +168,20 @@ def test_rows_lie_where_their_placement_says(num_ranks: int) -> None:
 
 
 # Which rows there are, where all ranks hold all of them and must agree.
-RULES: dict[str, tuple[str, AdmissionOptions, ForgettingOptions]] = {
-    "count": ("adagrad", AdmissionOptions(name="count", count=2), ForgettingOptions(every=4, age=2)),
-    "probability": ("ftrl", AdmissionOptions(name="probability", probability=0.5), ForgettingOptions()),
-    "age": ("adam", AdmissionOptions(), ForgettingOptions(every=3, age=2)),
-    "norm": ("adam", AdmissionOptions(name="count", count=2), ForgettingOptions(every=3, norm=0.9)),
+RULES: dict[str, tuple[str, AdmissionOptions, ExpiryOptions]] = {
+    "count": ("adagrad", AdmissionOptions(name="count", count=2), ExpiryOptions(every=4, max_age=2)),
+    "probability": ("ftrl", AdmissionOptions(name="probability", probability=0.5), ExpiryOptions()),
+    "age": ("adam", AdmissionOptions(), ExpiryOptions(every=3, max_age=2)),
+    "norm": ("adam", AdmissionOptions(name="count", count=2), ExpiryOptions(every=3, min_norm=0.9)),
 }
 
 
-def ruled(name: str, case: Case, folder: Path, ranks: Spread | None) -> Result:
-    optimizer, admission, forgetting = RULES[name]
+def ruled(name: str, case: Case, folder: Path, ranks: TableSharding | None) -> Result:
+    optimizer, admission, expiry = RULES[name]
     case = Case(optimizer=optimizer, tiers=case.tiers, depth=case.depth, spare=case.spare, policy=case.policy)
-    with build(case, folder, ranks=ranks, admission=admission, forgetting=forgetting) as table:
+    with build(case, folder, sharding=ranks, admission=admission, expiry=expiry) as table:
         outputs = train(table, case.depth, looks=True)
-        assert forgetting.every == 0 or table.stats().forgotten > 0
+        assert expiry.every == 0 or table.stats().expired > 0
         keys, counts = table.rows.admission.counts()
         return result_of(table, outputs) | {"counted keys": keys, "counts": counts}
 
@@ -187,9 +191,9 @@ def ruled_on_ranks(rank: int, folder: str) -> dict[str, list[Result]]:
     results: dict[str, list[Result]] = {name: [] for name in RULES}
     for name in RULES:
         for number, case in enumerate(CASES):
-            spread = OnAll(*groups)
+            spread = Replicated(*groups)
             # Each rank shows the rows that it has, not only the one that saves them.
-            spread.gives_rows = True
+            spread.saves_rows = True
             with sleeping(number):
                 results[name].append(ruled(name, case, Path(folder), spread))
     return results
@@ -228,7 +232,7 @@ def test_tables_on_all_ranks_agree_on_which_rows_there_are(num_ranks: int, name:
 
 
 def single_dedup(rank: int) -> Tensor:
-    TableAxis.plan = planned_without_second_dedup(TableAxis.plan)
+    EmbeddingExchange.plan = planned_without_second_dedup(EmbeddingExchange.plan)
     groups = (dist.group.WORLD, dist.new_group())
     with tempfile.TemporaryDirectory() as folder:
         table = new_table("row", Case(tiers="whole", depth=0), Path(folder), groups)
@@ -266,7 +270,7 @@ def held(source: RowSource) -> dict[str, Any]:
     return {"state": dict(source.state), "parts": source.parts, "chunks": chunks}
 
 
-def saved(rank: int, ways: list[Way]) -> list[dict[str, Any]]:
+def saved(rank: int, ways: list[ShardingType]) -> list[dict[str, Any]]:
     groups = (dist.group.WORLD, dist.new_group())
     answers = []
     for way in ways:
@@ -276,7 +280,9 @@ def saved(rank: int, ways: list[Way]) -> list[dict[str, Any]]:
     return answers
 
 
-def loaded(rank: int, ways: list[Way], sources: dict[Way, list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+def loaded(
+    rank: int, ways: list[ShardingType], sources: dict[ShardingType, list[dict[str, Any]]]
+) -> list[list[dict[str, Any]]]:
     groups = (dist.group.WORLD, dist.new_group())
     answers = []
     for source in sources.values():
@@ -315,7 +321,7 @@ def refused(rank: int) -> list[str]:
     for optimizer, way, owner in (("rowwise_adagrad", "column", None), ("sgd", "table", 2), ("sgd", "table", None)):
         load = TableLoad(num_rows=1, dim=DIM, width=DIM, distinct=1.0, optimizer=optimizer)
         try:
-            spread_of(Placement(way=way, owner=owner), load, *groups)
+            build_sharding(TablePlacement(sharding_type=way, owner=owner), load, *groups)
         except ConfigError as error:
             words.append(str(error))
     return words

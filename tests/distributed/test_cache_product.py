@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kitforge.embedding_cache.placement import Way
+from kitforge.embedding_cache.sharding.planner import ShardingType
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_cache import JOBS, Result, alone, new_table, result_of, train
 from tests.embedding_cache.training import DEPTHS, POLICIES, TIERS, Case, bits, sampled, sleeping
@@ -29,7 +29,7 @@ PRODUCT = [(num_ranks, *job) for num_ranks in (2, 4) for job in JOBS]
 IS_WHOLE = bool(os.environ.get("KITFORGE_PROVE"))
 
 
-def on_ranks(rank: int, way: Way, optimizer: str, cases: list[Case], folder: str) -> list[Result]:
+def on_ranks(rank: int, way: ShardingType, optimizer: str, cases: list[Case], folder: str) -> list[Result]:
     groups, results = (dist.group.WORLD, dist.new_group()), []
     for number, each in enumerate([Case(tiers="whole", depth=0), *cases]):
         case = Case(optimizer=optimizer, policy=each.policy, depth=each.depth, tiers=each.tiers, spare=each.spare)
@@ -42,7 +42,7 @@ def on_ranks(rank: int, way: Way, optimizer: str, cases: list[Case], folder: str
 
 
 @functools.lru_cache(maxsize=1)
-def trained(num_ranks: int, way: Way, optimizer: str) -> list[list[Result]]:
+def trained(num_ranks: int, way: ShardingType, optimizer: str) -> list[list[Result]]:
     """For each rank the results without a cache, then those of all cases."""
     alone(optimizer)
     with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +53,7 @@ def trained(num_ranks: int, way: Way, optimizer: str) -> list[list[Result]]:
 @pytest.mark.prove
 @pytest.mark.parametrize("place", range(len(CASES) if IS_WHOLE else 3))
 @pytest.mark.parametrize(("num_ranks", "way", "optimizer"), PRODUCT if IS_WHOLE else PRODUCT[:1])
-def test_cached_equals_uncached_on_every_rank(num_ranks: int, way: Way, optimizer: str, place: int) -> None:
+def test_cached_equals_uncached_on_every_rank(num_ranks: int, way: ShardingType, optimizer: str, place: int) -> None:
     for whole, *cached in trained(num_ranks, way, optimizer):
         for key in whole:
             assert torch.equal(bits(whole[key]), bits(cached[place][key])), key

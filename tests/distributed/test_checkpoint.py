@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kitforge.core.checkpoint import load, snapshot, tensor_file
-from kitforge.core.checkpoint.layout import read_manifest, step_folder, steps
+from kitforge.core.checkpoint import load, safetensors_file, snapshot
 from kitforge.core.checkpoint.load import newest, open_checkpoint
+from kitforge.core.checkpoint.manifest import read_manifest, step_folder, steps
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.layout import Layout
 from kitforge.foundation.errors import CheckpointError, PeerError
 from kitforge.foundation.types import Region
@@ -30,10 +30,17 @@ from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
-SQUARE = Degrees(shard=2, tensor=2)
-PAIR = Degrees(shard=2)
-COPIES = Degrees(data=2)
-TARGETS = [Degrees(tensor=2), Degrees(shard=3), Degrees(tensor=4), Degrees(shard=4), Degrees(), SQUARE]
+SQUARE = ParallelConfig(shard=2, tensor=2)
+PAIR = ParallelConfig(shard=2)
+COPIES = ParallelConfig(data=2)
+TARGETS = [
+    ParallelConfig(tensor=2),
+    ParallelConfig(shard=3),
+    ParallelConfig(tensor=4),
+    ParallelConfig(shard=4),
+    ParallelConfig(),
+    SQUARE,
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +61,10 @@ def hidden(root: Path) -> list[str]:
     return [path.name for path in root.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=Degrees.words)
-def test_any_layout_reads_what_another_saved_to_the_bit(square: Path, target: Degrees) -> None:
+@pytest.mark.parametrize("target", TARGETS, ids=ParallelConfig.describe)
+def test_any_layout_reads_what_another_saved_to_the_bit(square: Path, target: ParallelConfig) -> None:
     checkpoint = open_checkpoint(square / "step_6")
-    for place in sharded.ranks_of(target).places:
+    for place in sharded.ranks_of(target).coordinates:
         assert place is not None
         sharded.assert_pieces(checkpoint, target, place)
 
@@ -66,13 +73,13 @@ def test_one_process_reads_the_whole_to_the_bit(square: Path) -> None:
     sharded.assert_whole(open_checkpoint(square / "step_6"))
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=Degrees.words)
-def test_any_layout_reads_what_one_process_saved(tmp_path: Path, target: Degrees) -> None:
+@pytest.mark.parametrize("target", TARGETS, ids=ParallelConfig.describe)
+def test_any_layout_reads_what_one_process_saved(tmp_path: Path, target: ParallelConfig) -> None:
     writer = CheckpointWriter(tmp_path)
     model, optimizer = sharded.whole_model(2), sharded.whole_optimizer(2)
     writer.save(2, model=model.items(), optimizer=optimizer.items(), state={"step": 2})
     writer.close()
-    for place in sharded.ranks_of(target).places:
+    for place in sharded.ranks_of(target).coordinates:
         assert place is not None
         sharded.assert_pieces(open_checkpoint(tmp_path / "step_2"), target, place)
 
@@ -81,7 +88,7 @@ def test_every_byte_is_written_once(square: Path) -> None:
     files = list((square / "step_6").glob("*.safetensors"))
     stored = 0
     for path in files:
-        file = tensor_file.TensorFile(path, CheckpointError)
+        file = safetensors_file.TensorFile(path, CheckpointError)
         stored += sum(file.tensor(name).nbytes for name in file.names())
     wholes = {id(tensor): tensor for tensor in sharded.whole_model(6).values()}
     moments = sharded.whole_optimizer(6).values()
@@ -179,7 +186,7 @@ def test_an_unverified_damage_is_told_with_the_tensor_or_the_file_when_it_is_rea
 # What ranks do together.
 
 
-def read_newest(_rank: int, root: Path, degrees: Degrees) -> tuple[int, list[str]]:
+def read_newest(_rank: int, root: Path, degrees: ParallelConfig) -> tuple[int, list[str]]:
     told: list[str] = []
     world = sharded.world_of(degrees)
     checkpoint = newest(root, on_damaged=lambda error: told.append(str(error)), world=world)
@@ -189,12 +196,12 @@ def read_newest(_rank: int, root: Path, degrees: Degrees) -> tuple[int, list[str
 
 
 def test_ranks_load_under_a_layout_with_uneven_pieces(square: Path) -> None:
-    assert run_ranks(3, read_newest, square, Degrees(shard=3)) == [(6, [])] * 3
+    assert run_ranks(3, read_newest, square, ParallelConfig(shard=3)) == [(6, [])] * 3
 
 
 def test_damage_that_one_rank_finds_is_told_on_all_and_all_go_back_together(copy: Path) -> None:
     flip(copy / "step_6" / "optimizer-r00001-00001.safetensors", copy)
-    first, second = run_ranks(2, read_newest, copy, Degrees(tensor=2))
+    first, second = run_ranks(2, read_newest, copy, ParallelConfig(tensor=2))
     assert first == second
     assert first[0] == 3
     assert "optimizer-r00001-00001.safetensors is damaged" in first[1][0]
@@ -205,7 +212,7 @@ def verified_names(_rank: int, folder: Path) -> list[str]:
 
     def watched(path: Path) -> str:
         seen.append(path.name)
-        return tensor_file.crc32(path)
+        return safetensors_file.crc32(path)
 
     load.crc32 = watched
     open_checkpoint(folder, world=sharded.world_of(PAIR))
@@ -220,16 +227,16 @@ def test_every_file_is_verified_by_one_rank(square: Path) -> None:
 
 def save_while_training(rank: int, root: Path) -> float:
     world = sharded.world_of(PAIR)
-    gate, write = threading.Event(), tensor_file.write_share
+    gate, write = threading.Event(), safetensors_file.write_shard
 
     def wait_and_write(*arguments: Any) -> Any:
         assert gate.wait(timeout=30)
         return write(*arguments)
 
-    tensor_file.write_share = wait_and_write
+    safetensors_file.write_shard = wait_and_write
     writer = CheckpointWriter(root, world=world)
     weight = torch.full((2,), float(rank))
-    layout = Layout(shape=(4,)).cut("shard", 0, 2)
+    layout = Layout(shape=(4,)).split("shard", 0, 2)
     writer.save(1, model=[("weight", weight)], optimizer=[], state={}, layouts={"weight": layout})
     # The training goes on with its own words while the background has begun with its own.
     for _ in range(20):
@@ -252,8 +259,8 @@ def keep_and_delete(_rank: int, root: Path) -> None:
     sharded.save(writer, 1, COPIES, world, keep=True)
     for step in (2, 3):
         sharded.save(writer, step, COPIES, world)
-    writer.protect(3)
-    writer.release(1)
+    writer.pin(3)
+    writer.unpin(1)
     for step in (4, 5):
         sharded.save(writer, step, COPIES, world)
     writer.close()
@@ -274,7 +281,7 @@ def test_copies_share_the_writing(tmp_path: Path) -> None:
 
 
 def save_few(rank: int, root: Path) -> None:
-    world = sharded.world_of(Degrees(data=3))
+    world = sharded.world_of(ParallelConfig(data=3))
     writer = CheckpointWriter(root, world=world)
     writer.save(1, model=[("weight", torch.ones(4))], optimizer=[("step", torch.tensor(1.0))], state={})
     writer.close()
@@ -296,7 +303,7 @@ def full_on_one(rank: int, root: Path) -> list[str]:
     writer = CheckpointWriter(root, world=world)
     sharded.save(writer, 1, PAIR, world)
     writer.wait()
-    write = tensor_file.write_share
+    write = safetensors_file.write_shard
 
     def fill_up(*arguments: Any) -> Any:
         write(*arguments)
@@ -304,13 +311,13 @@ def full_on_one(rank: int, root: Path) -> list[str]:
 
     told = []
     if rank == 1:
-        tensor_file.write_share = fill_up
+        safetensors_file.write_shard = fill_up
     sharded.save(writer, 2, PAIR, world)
     try:
         writer.wait()
     except CheckpointError as error:
         told.append(str(error))
-    tensor_file.write_share = write
+    safetensors_file.write_shard = write
     sharded.save(writer, 3, PAIR, world)
     writer.close()
     return told
@@ -331,7 +338,7 @@ def test_a_disk_that_is_full_for_one_rank_is_told_on_all_and_costs_one_step(tmp_
 def save_strangely(rank: int, root: Path, fault: str) -> str:
     world = sharded.world_of(PAIR)
     writer = CheckpointWriter(root, world=world)
-    layout = Layout(shape=(5,)).cut("shard", 0, 2)
+    layout = Layout(shape=(5,)).split("shard", 0, 2)
     size = 3 if rank == 0 or fault == "shape" else 2
     model = {"weight": torch.ones(size)}
     if fault == "names" and rank == 1:
@@ -376,21 +383,21 @@ def die_while_writing(rank: int, root: Path, victim: int) -> None:
     writer = CheckpointWriter(root, world=world)
     sharded.save(writer, 1, PAIR, world)
     writer.wait()
-    write = tensor_file.write_share
+    write = safetensors_file.write_shard
 
     def half_write(path: Path, *arguments: Any) -> Any:
         path.write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == victim:
-        tensor_file.write_share = half_write
+        safetensors_file.write_shard = half_write
     sharded.save(writer, 2, PAIR, world)
     try:
         writer.wait()
     except PeerError as error:
         (root.parent / "told").write_text(str(error))
     # What the harness says of the death is not of interest, nor that the others miss the dead.
-    tensor_file.write_share = write
+    safetensors_file.write_shard = write
     os._exit(0)
 
 
@@ -454,9 +461,9 @@ def test_the_newest_is_whole_after_a_kill_at_any_file_operation_of_any_rank(
 
 def save_with_fault(rank: int, root: Path, fault: str) -> str:
     if fault == "everybody writes":
-        snapshot.owned = lambda tensors, _ranks, _rank: [True] * len(tensors)
+        snapshot.assign_shards = lambda tensors, _ranks, _rank: [True] * len(tensors)
     if fault == "nobody writes":
-        snapshot.owned = lambda tensors, _ranks, _rank: [False] * len(tensors)
+        snapshot.assign_shards = lambda tensors, _ranks, _rank: [False] * len(tensors)
     if fault == "last piece too short":
         region = Layout.region
 
@@ -506,6 +513,6 @@ def test_what_one_process_saves_is_what_it_always_was(tmp_path: Path) -> None:
 def test_one_process_refuses_layouts_that_are_split(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path)
     with pytest.raises(CheckpointError, match="'weight' is split"):
-        layout = Layout(shape=(4,)).cut("shard", 0, 2)
+        layout = Layout(shape=(4,)).split("shard", 0, 2)
         writer.save(1, model=[("weight", torch.ones(2))], optimizer=[], state={}, layouts={"weight": layout})
     assert steps(tmp_path) == []

@@ -14,14 +14,14 @@ from torch.nn import functional
 
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.apply import ParallelModel, apply, laid_out, parallel_of
-from kitforge.core.parallel.degrees import Degrees
-from kitforge.core.parallel.matrices import gather_whole
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.gather import gather_full_tensor
 from kitforge.core.parallel.mesh import Mesh
-from kitforge.core.parallel.sharding import Rule, Sharding
+from kitforge.core.parallel.parallelize import ParallelModel, init_sharded, parallel_model_of, parallelize
+from kitforge.core.parallel.sharding import Sharding, ShardingRule
 from kitforge.core.parallel.world import ALONE, World
-from kitforge.models.folder import outline
 from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.loading import build_on_meta
 from kitforge.models.sharding import DECODER
 from tests.distributed.ranks import run_ranks
 
@@ -75,29 +75,29 @@ Outcome = tuple[float, float, dict[str, Tensor]]
 def whole_gradients(parallel: ParallelModel, world: World) -> dict[str, Tensor]:
     found = {name: piece.grad for name, piece in parallel.parameters().items() if piece.grad is not None}
     if world.mesh is not None:
-        found = {name: gather_whole(each, parallel.layouts[name], world.mesh) for name, each in found.items()}
+        found = {name: gather_full_tensor(each, parallel.layouts[name], world.mesh) for name, each in found.items()}
     return {name: each.clone() for name, each in found.items()}
 
 
 def outcomes(
-    rank: int, degrees: Degrees, config: LlamaConfig, losses: list[Callable[[Decoder], Tensor]]
+    rank: int, degrees: ParallelConfig, config: LlamaConfig, losses: list[Callable[[Decoder], Tensor]]
 ) -> list[Outcome]:
-    world = World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu")) if degrees.world > 1 else ALONE
+    world = World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu")) if degrees.world_size > 1 else ALONE
     found: list[Outcome] = []
     for loss_of in losses:
-        model = laid_out(outline(config, "O1").double(), DECODER, world, 0)
-        parallel = parallel_of(model, world)
+        model = init_sharded(build_on_meta(config, "O1").double(), DECODER, world, 0)
+        parallel = parallel_model_of(model, world)
         parallel.micro_batch(is_last=True)
         loss = loss_of(model)
         loss.backward()
-        parallel.finish_gradients()
-        found.append((float(loss.detach()), float(parallel.norm()), whole_gradients(parallel, world)))
+        parallel.reduce_gradients()
+        found.append((float(loss.detach()), float(parallel.grad_norm()), whole_gradients(parallel, world)))
     return found
 
 
 @cache
 def alone(config: LlamaConfig) -> list[Outcome]:
-    return outcomes(0, Degrees(), config, LOSSES)
+    return outcomes(0, ParallelConfig(), config, LOSSES)
 
 
 def assert_equal(found: Outcome, wanted: Outcome) -> None:
@@ -113,14 +113,14 @@ def assert_equal(found: Outcome, wanted: Outcome) -> None:
 @pytest.mark.parametrize(
     "degrees",
     [
-        Degrees(tensor=2),
-        Degrees(tensor=2, sequence=False),
-        Degrees(tensor=4),
-        pytest.param(Degrees(tensor=2, shard=2), marks=pytest.mark.slow),
+        ParallelConfig(tensor=2),
+        ParallelConfig(tensor=2, sequence_parallel=False),
+        ParallelConfig(tensor=4),
+        pytest.param(ParallelConfig(tensor=2, shard=2), marks=pytest.mark.slow),
     ],
     ids=["2", "2,whole", "4", "2 and shard"],
 )
-def test_every_gradient_is_that_of_one_process(degrees: Degrees, config: LlamaConfig) -> None:
+def test_every_gradient_is_that_of_one_process(degrees: ParallelConfig, config: LlamaConfig) -> None:
     if degrees.shard > 1:
         # Each replica takes the loss of the whole batch, so that their sum is the loss twice.
         wanted = [
@@ -129,19 +129,19 @@ def test_every_gradient_is_that_of_one_process(degrees: Degrees, config: LlamaCo
         ]
     else:
         wanted = alone(config)
-    for found in run_ranks(degrees.world, outcomes, degrees, config, LOSSES):
+    for found in run_ranks(degrees.world_size, outcomes, degrees, config, LOSSES):
         for one, other in zip(found, wanted, strict=True):
             assert_equal(one, other)
 
 
-def summed_again(rank: int, degrees: Degrees) -> list[Outcome]:
+def summed_again(rank: int, degrees: ParallelConfig) -> list[Outcome]:
     """Logits whose backward pass sums over the ranks, as if each of them took a loss of its own."""
-    with mock.patch.object(collectives, "replicated", collectives.gathered):
+    with mock.patch.object(collectives, "all_gather_replicated", collectives.all_gather_autograd):
         return outcomes(rank, degrees, CONFIG, [cross_entropy])
 
 
 def test_gradients_that_are_summed_once_too_often_are_seen() -> None:
-    (one, *_), *_ = run_ranks(2, summed_again, Degrees(tensor=2, sequence=False))
+    (one, *_), *_ = run_ranks(2, summed_again, ParallelConfig(tensor=2, sequence_parallel=False))
     assert one[1] == pytest.approx(2 * alone(CONFIG)[0][1], rel=1e-9)
 
 
@@ -150,19 +150,19 @@ class Scored(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = outline(CONFIG, "O1")
+        self.backbone = build_on_meta(CONFIG, "O1")
         self.score = nn.Linear(16, 1, device="meta")
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.score(self.backbone.hidden(tokens)).sum(-1)
 
 
-def scores(rank: int, degrees: Degrees) -> Outcome:
-    world = World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu")) if degrees.world > 1 else ALONE
+def scores(rank: int, degrees: ParallelConfig) -> Outcome:
+    world = World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu")) if degrees.world_size > 1 else ALONE
     model = Scored().double()
-    own = Sharding(rules=(Rule(module="score", gradient="whole"),))
-    parallel = apply(model, DECODER.within("backbone").beside(own), world)
-    parallel.materialise(world.device)
+    own = Sharding(rules=(ShardingRule(module="score", gradient="whole"),))
+    parallel = parallelize(model, DECODER.with_prefix("backbone").merged_with(own), world)
+    parallel.materialize(world.device)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, piece in parallel.parameters().items():
@@ -171,11 +171,11 @@ def scores(rank: int, degrees: Degrees) -> Outcome:
     parallel.micro_batch(is_last=True)
     loss = model(TOKENS).square().mean()
     loss.backward()
-    parallel.finish_gradients()
-    return float(loss.detach()), float(parallel.norm()), whole_gradients(parallel, world)
+    parallel.reduce_gradients()
+    return float(loss.detach()), float(parallel.grad_norm()), whole_gradients(parallel, world)
 
 
 @pytest.mark.parametrize("sequence", [True, False], ids=["cut", "whole"])
 def test_a_layer_that_reads_hidden_states_keeps_its_gradient(sequence: bool) -> None:
-    for found in run_ranks(2, scores, Degrees(tensor=2, sequence=sequence)):
-        assert_equal(found, scores(0, Degrees()))
+    for found in run_ranks(2, scores, ParallelConfig(tensor=2, sequence_parallel=sequence)):
+        assert_equal(found, scores(0, ParallelConfig()))

@@ -8,31 +8,31 @@ from functools import cache
 import pytest
 import torch
 
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from tests.distributed.ranks import run_ranks
 from tests.distributed.step import FAMILIES, Case, Outcome, difference, run_step
 
 MESHES = [
-    Degrees(data=2),
-    Degrees(data=3),
-    Degrees(data=4),
-    Degrees(shard=2),
-    Degrees(shard=3),
-    Degrees(shard=4),
-    Degrees(shard=2, zero=1),
-    Degrees(shard=2, zero=2),
-    Degrees(tensor=2),
-    Degrees(tensor=4),
-    Degrees(tensor=2, sequence=False),
-    Degrees(tensor=4, sequence=False),
-    Degrees(data=2, shard=2),
-    Degrees(data=2, shard=2, zero=1),
-    Degrees(data=2, shard=2, zero=2),
-    Degrees(data=2, tensor=2),
-    Degrees(shard=2, tensor=2),
-    Degrees(shard=2, tensor=2, zero=1),
-    Degrees(shard=2, tensor=2, zero=2),
-    Degrees(shard=2, tensor=2, sequence=False),
+    ParallelConfig(data=2),
+    ParallelConfig(data=3),
+    ParallelConfig(data=4),
+    ParallelConfig(shard=2),
+    ParallelConfig(shard=3),
+    ParallelConfig(shard=4),
+    ParallelConfig(shard=2, zero_stage=1),
+    ParallelConfig(shard=2, zero_stage=2),
+    ParallelConfig(tensor=2),
+    ParallelConfig(tensor=4),
+    ParallelConfig(tensor=2, sequence_parallel=False),
+    ParallelConfig(tensor=4, sequence_parallel=False),
+    ParallelConfig(data=2, shard=2),
+    ParallelConfig(data=2, shard=2, zero_stage=1),
+    ParallelConfig(data=2, shard=2, zero_stage=2),
+    ParallelConfig(data=2, tensor=2),
+    ParallelConfig(shard=2, tensor=2),
+    ParallelConfig(shard=2, tensor=2, zero_stage=1),
+    ParallelConfig(shard=2, tensor=2, zero_stage=2),
+    ParallelConfig(shard=2, tensor=2, sequence_parallel=False),
 ]
 PRODUCT = [
     Case(family=family, degrees=degrees, micro_batches=micro_batches)
@@ -43,20 +43,20 @@ CASES = PRODUCT if "KITFORGE_PROVE" in os.environ else random.Random(1).sample(P
 
 
 def words(case: Case) -> str:
-    split = case.degrees.words().split(" = ")[0].replace(" x ", ",")
-    stage = f",zero={case.degrees.zero}" if case.degrees.shard > 1 else ""
-    return f"{case.family}-{split}{stage}{'' if case.degrees.sequence else ',whole'}-{case.micro_batches}"
+    split = case.degrees.describe().split(" = ")[0].replace(" x ", ",")
+    stage = f",zero={case.degrees.zero_stage}" if case.degrees.shard > 1 else ""
+    return f"{case.family}-{split}{stage}{'' if case.degrees.sequence_parallel else ',whole'}-{case.micro_batches}"
 
 
 @cache
 def alone(family: str) -> Outcome:
     torch.set_num_threads(1)
-    return run_step(0, Case(family=family, degrees=Degrees()))
+    return run_step(0, Case(family=family, degrees=ParallelConfig()))
 
 
 def check_equal(case: Case) -> None:
     one = alone(case.family)
-    for outcome in run_ranks(case.degrees.world, run_step, case):
+    for outcome in run_ranks(case.degrees.world_size, run_step, case):
         for name, weight in outcome.weights.items():
             assert torch.equal(weight, outcome.regions[name].of(one.weights[name])), name
         assert difference(outcome, one) < 1e-9
@@ -68,28 +68,28 @@ def test_ranks_equal_one_process(case: Case) -> None:
     check_equal(case)
 
 
-@pytest.mark.parametrize("degrees", [Degrees(shard=2), Degrees(tensor=2)], ids=["shard", "tensor"])
-def test_recomputation_changes_nothing(degrees: Degrees) -> None:
+@pytest.mark.parametrize("degrees", [ParallelConfig(shard=2), ParallelConfig(tensor=2)], ids=["shard", "tensor"])
+def test_recomputation_changes_nothing(degrees: ParallelConfig) -> None:
     check_equal(Case(family="gpt2", degrees=degrees, micro_batches=2, recompute=True))
 
 
 def test_the_reference_kernels_are_cut_as_well() -> None:
-    check_equal(Case(family="llama", degrees=Degrees(tensor=2), level="O0"))
+    check_equal(Case(family="llama", degrees=ParallelConfig(tensor=2), level="O0"))
 
 
 @pytest.mark.parametrize(
     ("fault", "degrees"),
     [
-        ("a partial gradient that is not summed", Degrees(tensor=2)),
-        ("a tied weight without the head's gradient", Degrees(tensor=2)),
-        ("a norm that counts copies", Degrees(shard=2, tensor=2)),
-        ("the same dropout on every piece", Degrees(tensor=2)),
-        ("the same dropout on every piece", Degrees(tensor=2, sequence=False)),
-        ("a loss averaged on each rank", Degrees(data=2)),
-        ("copies that do not sum", Degrees(data=2)),
-        ("a bias added on every rank", Degrees(tensor=2)),
+        ("a partial gradient that is not summed", ParallelConfig(tensor=2)),
+        ("a tied weight without the head's gradient", ParallelConfig(tensor=2)),
+        ("a norm that counts copies", ParallelConfig(shard=2, tensor=2)),
+        ("the same dropout on every piece", ParallelConfig(tensor=2)),
+        ("the same dropout on every piece", ParallelConfig(tensor=2, sequence_parallel=False)),
+        ("a loss averaged on each rank", ParallelConfig(data=2)),
+        ("copies that do not sum", ParallelConfig(data=2)),
+        ("a bias added on every rank", ParallelConfig(tensor=2)),
     ],
 )
-def test_a_planted_fault_is_seen(fault: str, degrees: Degrees) -> None:
-    outcomes = run_ranks(degrees.world, run_step, Case(family="gpt2", degrees=degrees), fault)
+def test_a_planted_fault_is_seen(fault: str, degrees: ParallelConfig) -> None:
+    outcomes = run_ranks(degrees.world_size, run_step, Case(family="gpt2", degrees=degrees), fault)
     assert max(difference(outcome, alone("gpt2")) for outcome in outcomes) > 1e-4

@@ -23,16 +23,22 @@ from torch import multiprocessing, nn
 from kitforge.api import Trainer
 from kitforge.cli.terminal import tell
 from kitforge.core.checkpoint import save as saving
-from kitforge.core.checkpoint.layout import steps
-from kitforge.core.parallel import failure as failing
+from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel import launch as launching
-from kitforge.core.parallel.failure import LAUNCHED, Watch, describe_error, reserve_error_file, write_error_file
+from kitforge.core.parallel import rank_errors as failing
+from kitforge.core.parallel.rank_errors import (
+    LAUNCHED,
+    FailureMonitor,
+    describe_error,
+    reserve_error_file,
+    write_error_file,
+)
 from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import DataError, TrainingError
 from kitforge.foundation.types import Cursor, MicroBatch
-from kitforge.trainer.callbacks.callback import Callback, Event, Run, can_save_at_end
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
 from kitforge.trainer.callbacks.metrics_file import MetricsFile
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
@@ -103,7 +109,7 @@ class FullDisk(Callback):
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         if event.kind == self.kind and (self.kind != "step" or run.state.cursor.step == STEP) and is_failing():
             raise OSError(errno.ENOSPC, FULL)
 
@@ -114,7 +120,7 @@ class FullMetrics(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         if event.kind == "step" and run.state.cursor.step == STEP and is_failing():
             self.path.unlink(missing_ok=True)
             self.path.symlink_to("/dev/full")
@@ -123,7 +129,7 @@ class FullMetrics(Callback):
 class SlowDisk(FullDisk):
     """A write is under way when the rank fails, and will not end."""
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         if event.kind == "start":
             saving.write_files = lambda *_: time.sleep(PATIENCE)  # type: ignore[assignment]
         super().on_event(event, run)
@@ -207,7 +213,7 @@ class Outcome:
         """What our own launcher makes of it."""
         failures = {rank: failure(code or 0, 0, self.words[rank]) for rank, code in enumerate(self.codes)}
         with pytest.raises(TrainingError) as caught:
-            launching._settle(failures, Path())
+            launching._exit_code(failures, Path())
         return str(caught.value)
 
 
@@ -303,7 +309,7 @@ def test_a_rank_that_its_watch_ends_says_the_same_where_no_launcher_has_named_a_
 @pytest.mark.slow
 def test_a_signal_to_one_rank_ends_both_after_the_same_step() -> None:
     class Interrupted(Callback):
-        def on_event(self, event: Event, run: Run) -> None:
+        def on_event(self, event: Event, run: RunContext) -> None:
             if event.kind == "step" and run.state.cursor.step == STEP and is_failing():
                 os.kill(os.getpid(), signal.SIGINT)
             if event.kind == "end":
@@ -330,7 +336,7 @@ def blocked_in_a_kernel(folder: Path, aborts: bool) -> None:
     path = folder / "error.json"
     os.environ |= {"TORCHELASTIC_ERROR_FILE": str(path), LAUNCHED: "1"}
     failing.GRACE = 0.5
-    Watch(OneFailure(), rank=0)  # type: ignore[arg-type]
+    FailureMonitor(OneFailure(), rank=0)  # type: ignore[arg-type]
     while aborts and not path.exists():
         time.sleep(0.01)
     if aborts:
@@ -398,18 +404,18 @@ def test_the_watchdog_of_nccl_is_heard_where_there_may_be_one(
 ) -> None:
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     monkeypatch.setattr(devices, "available", lambda: kinds)
-    with launching._surroundings(2):
+    with launching._launch_environment(2):
         assert os.environ["TORCH_CPP_LOG_LEVEL"] == level
     assert "TORCH_CPP_LOG_LEVEL" not in os.environ
     with pytest.raises(TrainingError, match="(?s)rank 0 was killed by SIGABRT.*watchdog of NCCL"):
-        launching._settle({0: failure(-signal.SIGABRT, 5)}, tmp_path)
+        launching._exit_code({0: failure(-signal.SIGABRT, 5)}, tmp_path)
 
 
 def test_the_first_error_is_raised_and_what_fails_after_it_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(Callback):
-        def on_event(self, event: Event, run: Run) -> None:
+        def on_event(self, event: Event, run: RunContext) -> None:
             if event.kind == "end":
                 ends.append(event.is_clean)
                 raise OSError(errno.ENOSPC, "no room for the report")
@@ -439,21 +445,21 @@ def test_others_are_told_before_callbacks_hear_of_the_end() -> None:
             heard.append(str(error))
 
     class Ends(FullDisk):
-        def on_event(self, event: Event, run: Run) -> None:
+        def on_event(self, event: Event, run: RunContext) -> None:
             if event.kind == "step":
                 raise DataError("a bad row")
             if event.kind == "end":
                 heard.append("end")
 
     heard: list[str] = []
-    world = World(device=torch.device("cpu"), watch=Told())  # type: ignore[arg-type]
+    world = World(device=torch.device("cpu"), failure_monitor=Told())  # type: ignore[arg-type]
     with pytest.raises(DataError):
         Loop(Line(), from_dict(RunOptions, {"trainer": {"max_steps": 2}}), world, callbacks=[Ends("step")]).train()
     assert heard == ["a bad row", "end"]
 
 
 @pytest.mark.parametrize(
-    ("is_clean", "is_settled", "everyone", "can_save"),
+    ("is_clean", "is_settled", "all_ranks", "can_save"),
     [
         (True, True, "ranks", True),
         (False, True, "ranks", False),
@@ -463,16 +469,16 @@ def test_others_are_told_before_callbacks_hear_of_the_end() -> None:
     ],
 )
 def test_ranks_save_together_at_a_clean_end_only(
-    is_clean: bool, is_settled: bool, everyone: str | None, can_save: bool
+    is_clean: bool, is_settled: bool, all_ranks: str | None, can_save: bool
 ) -> None:
-    run: Any = SimpleNamespace(state=SimpleNamespace(is_settled=is_settled), world=SimpleNamespace(everyone=everyone))
+    run: Any = SimpleNamespace(state=SimpleNamespace(is_settled=is_settled), world=SimpleNamespace(all_ranks=all_ranks))
     assert can_save_at_end(Event(kind="end", is_clean=is_clean), run) == can_save
     assert not can_save_at_end(Event(kind="evaluate"), run)
 
 
 def test_one_process_still_saves_when_a_callback_fails(tmp_path: Path) -> None:
     class Bad(Callback):
-        def on_event(self, event: Event, run: Run) -> None:
+        def on_event(self, event: Event, run: RunContext) -> None:
             if event.kind == "step" and run.state.cursor.step == STEP:
                 raise OSError(errno.ENOSPC, FULL)
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.parallel import collectives, data
-from kitforge.core.parallel.apply import apply, parallel_of
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
-from kitforge.core.parallel.sharding import TENSOR, Rule, Sharding
+from kitforge.core.parallel.parallelize import parallel_model_of, parallelize
+from kitforge.core.parallel.sharding import TENSOR, Sharding, ShardingRule
 from kitforge.core.parallel.world import World
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ModelError
@@ -26,11 +26,13 @@ from tests.distributed.ranks import run_ranks
 
 SPLIT = Sharding(
     rules=(
-        Rule(module="layers.*.0", splits={"weight": {TENSOR: 0}, "bias": {TENSOR: 0}}, before={TENSOR: "gather"}),
-        Rule(module="layers.*.1", splits={"weight": {TENSOR: 1}}, after={TENSOR: "reduce"}),
-        Rule(module="first", after={TENSOR: "slice"}),
-        Rule(module="norm", after={TENSOR: "replicate"}),
-        Rule(module="last", gradient="whole"),
+        ShardingRule(
+            module="layers.*.0", splits={"weight": {TENSOR: 0}, "bias": {TENSOR: 0}}, input_layout={TENSOR: "gather"}
+        ),
+        ShardingRule(module="layers.*.1", splits={"weight": {TENSOR: 1}}, output_layout={TENSOR: "reduce"}),
+        ShardingRule(module="first", output_layout={TENSOR: "slice"}),
+        ShardingRule(module="norm", output_layout={TENSOR: "replicate"}),
+        ShardingRule(module="last", gradient="whole"),
     )
 )
 
@@ -53,8 +55,8 @@ class Network(nn.Module):
         return self.last(self.norm(stream)).sum(-1)
 
 
-def world_of(degrees: Degrees) -> World:
-    return World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu") if degrees.world > 1 else None)
+def world_of(degrees: ParallelConfig) -> World:
+    return World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu") if degrees.world_size > 1 else None)
 
 
 class Rarely(Task):
@@ -64,7 +66,7 @@ class Rarely(Task):
         self.world = world
         torch.manual_seed(0)
         network = Network().double()
-        apply(network, SPLIT if world.mesh is not None and world.mesh.degree(TENSOR) > 1 else Sharding(), world)
+        parallelize(network, SPLIT if world.mesh is not None and world.mesh.degree(TENSOR) > 1 else Sharding(), world)
         return network
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
@@ -81,22 +83,24 @@ class Rarely(Task):
         return {"loss": model(micro_batch["rows"]).square().sum()}
 
 
-def trained(rank: int, degrees: Degrees) -> dict[str, Tensor]:
+def trained(rank: int, degrees: ParallelConfig) -> dict[str, Tensor]:
     torch.set_num_threads(1)
     choices = {"trainer": {"max_steps": 5}, "optimizer": {"learning_rate": 0.1, "weight_decay": 0.1}}
     loop = Loop(Rarely(), from_dict(RunOptions, choices), world_of(degrees))
     loop.train()
     parallel = loop.state.parallel
-    weights = {name: parallel.whole(name).clone() for name in parallel.parameters()}
+    weights = {name: parallel.full_tensor(name).clone() for name in parallel.parameters()}
     return weights | {name: each for name, each in loop.state.optimizer.tensors() if name.endswith(".step")}
 
 
-@pytest.mark.parametrize("degrees", [Degrees(data=2), Degrees(data=4), Degrees(tensor=2)], ids=Degrees.words)
-def test_a_parameter_without_a_gradient_stays_as_it_is(degrees: Degrees) -> None:
-    alone = trained(0, Degrees())
+@pytest.mark.parametrize(
+    "degrees", [ParallelConfig(data=2), ParallelConfig(data=4), ParallelConfig(tensor=2)], ids=ParallelConfig.describe
+)
+def test_a_parameter_without_a_gradient_stays_as_it_is(degrees: ParallelConfig) -> None:
+    alone = trained(0, ParallelConfig())
     assert alone["spare.weight.step"] == alone["layers.2.0.weight.step"] == 0
     assert alone["layers.1.0.weight.step"] == 2
-    for many in run_ranks(degrees.world, trained, degrees):
+    for many in run_ranks(degrees.world_size, trained, degrees):
         for name, wanted in alone.items():
             torch.testing.assert_close(many[name], wanted, rtol=0, atol=1e-9, msg=name)
 
@@ -113,7 +117,7 @@ def watched(rank: int, bucket_bytes: int) -> tuple[list[list[str]], list[int]]:
     send = collectives.start_all_reduce_
     with mock.patch.object(data, "BUCKET_BYTES", bucket_bytes):
         model = network_of(6)
-        parallel = parallel_of(model, world_of(Degrees(data=2)))
+        parallel = parallel_model_of(model, world_of(ParallelConfig(data=2)))
         sums: list[Tensor] = []
 
         def measured(input: Tensor, group: Any) -> Any:
@@ -133,7 +137,7 @@ def watched(rank: int, bucket_bytes: int) -> tuple[list[list[str]], list[int]]:
                     parallel.micro_batch(is_last=is_last)
                     model(torch.ones(2, 64)).square().sum().backward()
                 happened[-1].append("finish")
-                parallel.finish_gradients()
+                parallel.reduce_gradients()
                 sums.clear()
                 model.zero_grad()
     return happened, most
@@ -156,12 +160,12 @@ def test_gradients_are_held_once(layers: int) -> None:
 def twice(rank: int) -> str:
     with mock.patch.object(data, "BUCKET_BYTES", LAYER_BYTES):
         model = network_of(2)
-        parallel = parallel_of(model, world_of(Degrees(data=2)))
+        parallel = parallel_model_of(model, world_of(ParallelConfig(data=2)))
         parallel.micro_batch(is_last=True)
         for _ in range(2):
             model(torch.ones(2, 64)).square().sum().backward()
         try:
-            parallel.finish_gradients()
+            parallel.reduce_gradients()
         except ModelError as error:
             return str(error)
     return ""

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kitforge.core.kernels import half
-from kitforge.core.parallel.apply import apply, laid_out, parallel_of
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.kernels import mixed_precision
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.parallelize import init_sharded, parallel_model_of, parallelize
 from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import World
 from kitforge.foundation.dtype import Precision
-from kitforge.models.folder import outline
 from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.loading import build_on_meta
 from kitforge.models.sharding import DECODER
 from kitforge.trainer.precision import autocast
 from tests.distributed.ranks import run_ranks
@@ -57,11 +57,11 @@ class Halves(TorchDispatchMode):
 def copies(rank: int, precision: Precision, recompute: bool, trains: bool) -> tuple[int, int, int]:
     """Bytes of rounded matrices of blocks that autograd keeps and that are alive otherwise after a forward pass, and
     how many all of them would be."""
-    half.NATIVE.update({torch.float16: True, torch.bfloat16: True})
-    world = World(device=torch.device("cpu"), mesh=Mesh(Degrees(shard=2), "cpu"), precision=precision)
-    model = laid_out(outline(CONFIG, "O1"), DECODER, world, 0)
+    mixed_precision.NATIVE_DTYPES.update({torch.float16: True, torch.bfloat16: True})
+    world = World(device=torch.device("cpu"), mesh=Mesh(ParallelConfig(shard=2), "cpu"), precision=precision)
+    model = init_sharded(build_on_meta(CONFIG, "O1"), DECODER, world, 0)
     model.recompute = recompute
-    parallel = parallel_of(model, world)
+    parallel = parallel_model_of(model, world)
     parallel.micro_batch(is_last=True)
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -120,23 +120,25 @@ class Mixed(nn.Module):
         return self.head(stream).float()
 
 
-def mixed(rank: int, degrees: Degrees) -> tuple[float, set[torch.dtype]]:
+def mixed(rank: int, degrees: ParallelConfig) -> tuple[float, set[torch.dtype]]:
     torch.manual_seed(0)
-    mesh = Mesh(degrees, "cpu") if degrees.world > 1 else None
+    mesh = Mesh(degrees, "cpu") if degrees.world_size > 1 else None
     world = World(device=torch.device("cpu"), mesh=mesh, precision="bf16")
     model = Mixed()
-    parallel = apply(model, Sharding(), world)
+    parallel = parallelize(model, Sharding(), world)
     parallel.micro_batch(is_last=True)
     with autocast(world.device, "bf16"):
         loss = model(torch.arange(8)).square().mean()
     loss.backward()
-    parallel.finish_gradients()
-    return float(parallel.norm()), {each.grad.dtype for each in parallel.parameters().values() if each.grad is not None}
+    parallel.reduce_gradients()
+    return float(parallel.grad_norm()), {
+        each.grad.dtype for each in parallel.parameters().values() if each.grad is not None
+    }
 
 
 def test_layers_of_every_kind_are_computed() -> None:
-    alone, _ = mixed(0, Degrees())
-    for norm, dtypes in run_ranks(2, mixed, Degrees(shard=2)):
+    alone, _ = mixed(0, ParallelConfig())
+    for norm, dtypes in run_ranks(2, mixed, ParallelConfig(shard=2)):
         assert norm == pytest.approx(2 * alone, rel=3e-2)
         assert dtypes == {torch.float32}
 
@@ -147,11 +149,11 @@ def test_layers_of_every_kind_are_computed() -> None:
 def test_losses_are_those_of_one_process_within_half_precision(tmp_path: Path, precision: str, native: bool) -> None:
     write_text(tmp_path)
     choices: dict[str, Any] = {"precision": precision, "trainer.max_steps": 6, "trainer.micro_batch_size": 2}
-    half_native = dict(half.NATIVE)
-    half.NATIVE.update({torch.float16: native, torch.bfloat16: native})
+    half_native = dict(mixed_precision.NATIVE_DTYPES)
+    mixed_precision.NATIVE_DTYPES.update({torch.float16: native, torch.bfloat16: native})
     try:
         alone, _ = run_training(0, tmp_path, {**choices, "output_dir": str(tmp_path / "alone")})
-        meshes: list[dict[str, Any]] = [{"parallel.shard": 2}, {"parallel.shard": 2, "parallel.zero": 1}]
+        meshes: list[dict[str, Any]] = [{"parallel.shard": 2}, {"parallel.shard": 2, "parallel.zero_stage": 1}]
         for number, mesh in enumerate(meshes):
             found = run_ranks(2, run_training, tmp_path, {**choices, **mesh, "output_dir": str(tmp_path / str(number))})
             for lines, weights in found:
@@ -160,4 +162,4 @@ def test_losses_are_those_of_one_process_within_half_precision(tmp_path: Path, p
                     assert [line[name] for line in lines if name in line] == pytest.approx(wanted, rel=2e-2)
                 assert {each.dtype for each in weights.values()} == {torch.float32}
     finally:
-        half.NATIVE.update(half_native)
+        mixed_precision.NATIVE_DTYPES.update(half_native)

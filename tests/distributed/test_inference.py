@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from kitforge.core.nn.decoder import Decoder
-from kitforge.core.nn.init import initialise
-from kitforge.core.parallel.apply import apply
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.nn.init import init_weights
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.parallelize import parallelize
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.foundation.errors import ModelError
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
-from kitforge.models.folder import outline
+from kitforge.models.loading import build_on_meta
 from kitforge.models.sharding import DECODER
 from tests.distributed.ranks import run_ranks
 from tests.distributed.step import FAMILIES
@@ -24,16 +24,16 @@ from tests.inference import workload
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = EngineOptions(block_size=4, max_sequences=3, max_step_tokens=8, speculation=2)
+OPTIONS = EngineOptions(block_size=4, max_num_seqs=3, max_num_batched_tokens=8, prompt_lookup_tokens=2)
 
 
 def network(family: str, world: World) -> Decoder:
     with torch.device("meta"):
-        model = outline(FAMILIES[family], "O1")
-    parallel = apply(model, DECODER, world)
-    parallel.materialise(torch.device("cpu"))
+        model = build_on_meta(FAMILIES[family], "O1")
+    parallel = parallelize(model, DECODER, world)
+    parallel.materialize(torch.device("cpu"))
     regions = {name: parallel.region(name) for name in parallel.parameters()}
-    initialise(parallel.parameters().items(), 2, 3, regions)
+    init_weights(parallel.parameters().items(), 2, 3, regions)
     for parameter in parallel.parameters().values():
         parameter.requires_grad_(False).mul_(4)
     return model.to(torch.float64).eval()
@@ -44,12 +44,12 @@ def served(model: Decoder) -> workload.Result:
     return workload.serve(Engine(model, OPTIONS), wanted)
 
 
-def on_rank(rank: int, family: str, degrees: Degrees) -> tuple[workload.Result, str]:
+def on_rank(rank: int, family: str, degrees: ParallelConfig) -> tuple[workload.Result, str]:
     world = World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu"))
     model = network(family, world)
     result = served(model)
     try:
-        Engine(model, EngineOptions(weights="int8"))
+        Engine(model, EngineOptions(quantization="int8"))
     except ModelError as error:
         return result, str(error)
     return result, ""
@@ -58,14 +58,14 @@ def on_rank(rank: int, family: str, degrees: Degrees) -> tuple[workload.Result, 
 @pytest.mark.parametrize(
     ("family", "degrees"),
     [
-        ("gpt2", Degrees(tensor=2)),
-        ("llama", Degrees(tensor=4)),
-        ("glm", Degrees(shard=2)),
+        ("gpt2", ParallelConfig(tensor=2)),
+        ("llama", ParallelConfig(tensor=4)),
+        ("glm", ParallelConfig(shard=2)),
     ],
 )
-def test_ranks_together_generate_what_one_process_does(family: str, degrees: Degrees) -> None:
+def test_ranks_together_generate_what_one_process_does(family: str, degrees: ParallelConfig) -> None:
     alone = served(network(family, ALONE))
-    for result, refusal in run_ranks(degrees.world, on_rank, family, degrees):
+    for result, refusal in run_ranks(degrees.world_size, on_rank, family, degrees):
         for samples, wanted in zip(result.completions, alone.completions, strict=True):
             assert [each.tokens for each in samples] == [each.tokens for each in wanted]
             for got, expected in zip(samples, wanted, strict=True):

@@ -21,7 +21,7 @@ from kitforge.cli import main as cli
 from kitforge.cli import members
 from kitforge.cli import train as training
 from kitforge.core.parallel import launch as launching
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.launch import launch
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import DeviceError, KitforgeError, TrainingError
@@ -47,7 +47,9 @@ def launched_ranks(deed: str, restarts: int = 0) -> int | str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         try:
-            told: int | str = launch([deed], Degrees(shard=2, timeout=TIMEOUT, restarts=restarts), program=PROGRAM)
+            told: int | str = launch(
+                [deed], ParallelConfig(shard=2, timeout=TIMEOUT, restarts=restarts), program=PROGRAM
+            )
         except KitforgeError as error:
             told = str(error)
         gc.collect()
@@ -115,7 +117,7 @@ def test_ranks_that_died_are_started_again(capfd: pytest.CaptureFixture[str]) ->
 def wait_for_a_signal() -> None:
     os.setsid()
     warnings.simplefilter("ignore", ResourceWarning)
-    sys.exit(launch(["wait for a signal"], Degrees(shard=2, timeout=60), program=PROGRAM))
+    sys.exit(launch(["wait for a signal"], ParallelConfig(shard=2, timeout=60), program=PROGRAM))
 
 
 @pytest.mark.slow
@@ -168,18 +170,18 @@ def test_the_cause_is_told_and_not_its_consequences(
     failures: dict[int, ProcessFailure], expected: str, tmp_path: Path
 ) -> None:
     with pytest.raises(TrainingError) as told:
-        launching._settle(failures, tmp_path)
+        launching._exit_code(failures, tmp_path)
     assert str(told.value).split("\n")[0] == expected
 
 
 def test_the_trace_of_the_rank_is_the_cause_of_the_error(tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as told:
-        launching._settle({0: failure(1, 5, word("own", 5.0, is_cause=True))}, tmp_path)
+        launching._exit_code({0: failure(1, 5, word("own", 5.0, is_cause=True))}, tmp_path)
     assert "trace of own" in str(told.value.__cause__)
 
 
 def test_ranks_that_all_stopped_when_asked_were_interrupted(tmp_path: Path) -> None:
-    assert launching._settle({0: failure(130, 5), 1: failure(-15, 5)}, tmp_path) == 130
+    assert launching._exit_code({0: failure(130, 5), 1: failure(-15, 5)}, tmp_path) == 130
 
 
 # The command line

@@ -16,11 +16,11 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import KitforgeError, ModelError
 from kitforge.kits.rlhf.build import STAGES
 from kitforge.kits.transformers.build import Inputs, evaluate, read_options, save
-from kitforge.models import folder as model_folder
+from kitforge.models import loading as model_folder
 from tests.allocations import Allocations
 from tests.distributed import training
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import TestLobby, ready, run_training, write_text
+from tests.distributed.training import TestRendezvous, ready, run_training, write_text
 from tests.kits.rlhf import runs
 
 pytestmark = pytest.mark.slow
@@ -70,7 +70,7 @@ def read(rank: int, folder: Path, source: str, choices: Mapping[str, Any]) -> di
     # All ranks of `shard` have room for as many rows as the one with the most.
     limit = max(each.nbytes for each in pieces.values()) + 4 * WIDE["model.dim"]
     assert made.largest <= limit, f"{made.largest:,} bytes at once, at most {limit:,} expected"
-    return {name: parallel.whole(name).clone() for name in pieces}
+    return {name: parallel.full_tensor(name).clone() for name in pieces}
 
 
 @pytest.mark.parametrize(("source", "mesh"), [("run", MESHES[1]), ("exported", MESHES[0])], ids=str)
@@ -160,7 +160,7 @@ def measure(rank: int, folder: Path, source: str, choices: Mapping[str, Any]) ->
     options = read_options(composed("text_generation", given).values)
     with Allocations() as made:
         inputs = Inputs(open_model=STAGES["sft"].open_model if source == "aligned" else None)
-        metrics = evaluate(options, inputs, TestLobby(options.parallel))  # type: ignore[arg-type]
+        metrics = evaluate(options, inputs, TestRendezvous(options.parallel))  # type: ignore[arg-type]
     return metrics, made.largest
 
 

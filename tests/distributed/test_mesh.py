@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
 from tests.distributed.ranks import run_ranks
 
 
-def look(rank: int, degrees: Degrees) -> dict[str, Any]:
+def look(rank: int, degrees: ParallelConfig) -> dict[str, Any]:
     before = len(dist.distributed_c10d._world.pg_map)
     mesh = Mesh(degrees, "cpu")
     members = {axis: mesh.group(axis) for axis in ("data", "shard", "tensor")}
@@ -28,7 +28,7 @@ def look(rank: int, degrees: Degrees) -> dict[str, Any]:
 
 
 def test_ranks_that_talk_most_stand_next_to_one_another() -> None:
-    seen = run_ranks(4, look, Degrees(shard=2, tensor=2))
+    seen = run_ranks(4, look, ParallelConfig(shard=2, tensor=2))
     assert [each["members"]["tensor"] for each in seen] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [each["members"]["shard"] for each in seen] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [each["replicas"] for each in seen] == [[0, 2], [1, 3], [0, 2], [1, 3]]
@@ -39,21 +39,26 @@ def test_ranks_that_talk_most_stand_next_to_one_another() -> None:
 
 
 def test_copies_and_pieces_together_are_the_replicas() -> None:
-    seen = run_ranks(4, look, Degrees(data=2, shard=2))
+    seen = run_ranks(4, look, ParallelConfig(data=2, shard=2))
     assert [each["replicas"] for each in seen] == [[0, 1, 2, 3]] * 4
     assert [each["replica"][0] for each in seen] == [0, 1, 2, 3]
 
 
 def test_an_axis_of_degree_one_costs_no_process_group() -> None:
-    for seen in run_ranks(2, look, Degrees(tensor=2)):
+    for seen in run_ranks(2, look, ParallelConfig(tensor=2)):
         assert seen["groups"] <= 1
         assert seen["members"]["data"] is None and seen["members"]["shard"] is None and seen["replicas"] is None
 
 
 def reduce_all(rank: int) -> tuple[list[float], bool, list[int], int]:
-    world = World(device=torch.device("cpu"), mesh=Mesh(Degrees(data=2), "cpu"))
+    world = World(device=torch.device("cpu"), mesh=Mesh(ParallelConfig(data=2), "cpu"))
     sums = world.sum({"a": torch.tensor(rank + 0.5), "b": torch.tensor(2**40 + rank)})
-    return [float(value) for value in sums.values()], world.any(rank == 1), world.agree(rank), world.first(rank)
+    return (
+        [float(value) for value in sums.values()],
+        world.any(rank == 1),
+        world.all_gather_object(rank),
+        world.broadcast_object(rank),
+    )
 
 
 def test_a_world_sums_in_float64_and_agrees() -> None:
@@ -65,30 +70,36 @@ def test_alone_a_world_is_its_own_answer() -> None:
     values = {"loss": torch.tensor(3)}
     assert world.sum(values) == values
     assert world.any(True) and not world.any(False)
-    assert (world.agree("x"), world.first("x"), world.rank, world.replica, world.num_replicas) == (["x"], "x", 0, 0, 1)
+    assert (
+        world.all_gather_object("x"),
+        world.broadcast_object("x"),
+        world.rank,
+        world.replica,
+        world.num_replicas,
+    ) == (["x"], "x", 0, 0, 1)
 
 
 def pairs(rank: int, name: str, dim: int) -> tuple[float, float]:
     """<f(x), y> and <x, f'(y)>, each summed over the ranks, which are equal for a backward pass that is right."""
-    group = Mesh(Degrees(tensor=3), "cpu").group("tensor")
+    group = Mesh(ParallelConfig(tensor=3), "cpu").group("tensor")
     generator = torch.Generator().manual_seed(rank)
     input = torch.randn(3, 6, 4, dtype=torch.float64, generator=generator).requires_grad_()
     if name == "exchanged":
         sent, received = [[1, 2, 0], [0, 1, 2], [2, 0, 1]][rank], [[1, 0, 2], [2, 1, 0], [0, 2, 1]][rank]
-        output = collectives.exchanged(input, received, sent, group)
-    elif name in ("summed", "shared"):
+        output = collectives.all_to_all_autograd(input, received, sent, group)
+    elif name in ("all_reduce_fwd", "copy_to_group"):
         output = getattr(collectives, name)(input, group)
     else:
         output = getattr(collectives, name)(input, group, dim)
     weight = torch.randn(output.shape, dtype=torch.float64, generator=generator)
-    if name == "summed":
+    if name == "all_reduce_fwd":
         # Its output is the same on all ranks and is used alike by all of them, once.
         dist.all_reduce(weight, group=group)
     (gradient,) = torch.autograd.grad(output, input, weight)
     forward, backward = (output * weight).sum().detach(), (input * gradient).sum().detach()
-    if name == "summed":
+    if name == "all_reduce_fwd":
         forward = forward / 3
-    if name == "shared":
+    if name == "copy_to_group":
         # The inputs are copies of one tensor, and the gradient is that of the one.
         one = input.detach().clone()
         dist.broadcast(one, 0, group=group)
@@ -99,9 +110,9 @@ def pairs(rank: int, name: str, dim: int) -> tuple[float, float]:
 
 
 def gather_rows(rank: int) -> bool:
-    group = Mesh(Degrees(tensor=2), "cpu").group("tensor")
+    group = Mesh(ParallelConfig(tensor=2), "cpu").group("tensor")
     views = [collectives.all_gather(torch.ones(rows, 3, 2), group, dim) for rows in (1, 2) for dim in (0, 1, 2)]
-    return any(each._is_view() for each in (*views, collectives.shared(torch.ones(2, 3), group)))
+    return any(each._is_view() for each in (*views, collectives.copy_to_group(torch.ones(2, 3), group)))
 
 
 def test_what_is_gathered_is_no_view() -> None:
@@ -110,7 +121,14 @@ def test_what_is_gathered_is_no_view() -> None:
 
 @pytest.mark.parametrize(
     ("name", "dim"),
-    [("gathered", 0), ("gathered", 1), ("scattered_sum", 0), ("scattered_sum", 1), ("summed", 0), ("shared", 0)]
+    [
+        ("all_gather_autograd", 0),
+        ("all_gather_autograd", 1),
+        ("reduce_scatter_autograd", 0),
+        ("reduce_scatter_autograd", 1),
+        ("all_reduce_fwd", 0),
+        ("copy_to_group", 0),
+    ]
     + [("exchanged", 0)],
 )
 def test_a_backward_pass_is_the_transpose_of_the_forward_pass(name: str, dim: int) -> None:

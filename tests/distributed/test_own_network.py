@@ -7,19 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kitforge.core.parallel.apply import apply
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
-from kitforge.core.parallel.sharding import TENSOR, Rule, Sharding
+from kitforge.core.parallel.parallelize import parallelize
+from kitforge.core.parallel.sharding import TENSOR, Sharding, ShardingRule
 from kitforge.core.parallel.world import ALONE, World
 from tests.distributed.ranks import run_ranks
 
 SHARDING = Sharding(
     rules=(
-        Rule(module="layers.*.up", splits={"weight": {TENSOR: 0}, "bias": {TENSOR: 0}}, before={TENSOR: "gather"}),
-        Rule(module="layers.*.down", splits={"weight": {TENSOR: 1}}, after={TENSOR: "reduce"}),
-        Rule(module="first", after={TENSOR: "slice"}),
-        Rule(module="last", before={TENSOR: "gather"}),
+        ShardingRule(
+            module="layers.*.up", splits={"weight": {TENSOR: 0}, "bias": {TENSOR: 0}}, input_layout={TENSOR: "gather"}
+        ),
+        ShardingRule(module="layers.*.down", splits={"weight": {TENSOR: 1}}, output_layout={TENSOR: "reduce"}),
+        ShardingRule(module="first", output_layout={TENSOR: "slice"}),
+        ShardingRule(module="last", input_layout={TENSOR: "gather"}),
     )
 )
 
@@ -47,33 +49,35 @@ class Network(nn.Module):
         return self.last(stream) * 1.0
 
 
-def gradients(rank: int, degrees: Degrees) -> tuple[float, dict[str, Tensor]]:
-    world = World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu")) if degrees.world > 1 else ALONE
+def gradients(rank: int, degrees: ParallelConfig) -> tuple[float, dict[str, Tensor]]:
+    world = World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu")) if degrees.world_size > 1 else ALONE
     torch.manual_seed(0)
     model = Network().double()
     input = torch.randn(4, 8, 3, dtype=torch.float64)
-    parallel = apply(model, SHARDING, world)
+    parallel = parallelize(model, SHARDING, world)
     share = 4 // world.num_replicas
     parallel.micro_batch(is_last=True)
     # What follows a gather is computed whole on every rank of the axis, so each takes its part of the loss.
     loss = model(input[share * world.replica :][:share]).square().sum() / degrees.tensor
     loss.backward()
-    parallel.finish_gradients()
+    parallel.reduce_gradients()
     whole: dict[str, Any] = {}
     for name, piece in parallel.parameters().items():
         assert piece.grad is not None
         with torch.no_grad():
             piece.copy_(piece.grad)
-        whole[name] = parallel.whole(name).clone()
+        whole[name] = parallel.full_tensor(name).clone()
     return float(world.sum({"loss": loss.detach()})["loss"]) * degrees.tensor, whole
 
 
 @pytest.mark.parametrize(
-    "degrees", [Degrees(tensor=2), Degrees(tensor=2, shard=2), Degrees(data=2), Degrees(shard=2)], ids=Degrees.words
+    "degrees",
+    [ParallelConfig(tensor=2), ParallelConfig(tensor=2, shard=2), ParallelConfig(data=2), ParallelConfig(shard=2)],
+    ids=ParallelConfig.describe,
 )
-def test_its_gradients_are_those_of_one_process(degrees: Degrees) -> None:
-    loss, alone = gradients(0, Degrees())
-    for found, whole in run_ranks(degrees.world, gradients, degrees):
+def test_its_gradients_are_those_of_one_process(degrees: ParallelConfig) -> None:
+    loss, alone = gradients(0, ParallelConfig())
+    for found, whole in run_ranks(degrees.world_size, gradients, degrees):
         assert found == pytest.approx(loss, rel=1e-12)
         for name, gradient in whole.items():
             torch.testing.assert_close(gradient, alone[name], rtol=0, atol=1e-9, msg=name)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.optim.sparse import SparseOptimizerConfig, build_row_optimizer
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
-from kitforge.embedding_cache.records import TableConfig
+from kitforge.embedding_cache.row_init import RowInitConfig
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.trainer.loop import Loop
@@ -31,7 +31,7 @@ class Clicks(nn.Module):
         super().__init__()
         group = None if world.mesh is None else world.mesh.world
         optimizer = build_row_optimizer(SparseOptimizerConfig(name="adagrad"))
-        self.table = ShardedTable(TableConfig(name="clicks", dim=4, dtype=torch.float64), optimizer, group)
+        self.table = ShardedTable(RowInitConfig(name="clicks", dim=4, dtype=torch.float64), optimizer, group)
         self.layers = nn.ModuleList([nn.Linear(4, 5), nn.Linear(5, 1)])
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -60,9 +60,9 @@ class ClickTask(Task):
         return {"loss": ((model(micro_batch["ids"]) - micro_batch["targets"]) ** 2).sum()}
 
 
-def train(rank: int, degrees: Degrees) -> dict[str, Any]:
+def train(rank: int, degrees: ParallelConfig) -> dict[str, Any]:
     torch.set_num_threads(1)
-    mesh = Mesh(degrees, "cpu") if degrees.world > 1 else None
+    mesh = Mesh(degrees, "cpu") if degrees.world_size > 1 else None
     values = {"trainer": {"max_steps": 6, "gradient_clip": 0.5}, "optimizer": {"learning_rate": 0.1}}
     loop = Loop(ClickTask(), from_dict(RunOptions, values), World(device=torch.device("cpu"), mesh=mesh))
     metrics = loop.train()
@@ -70,16 +70,20 @@ def train(rank: int, degrees: Degrees) -> dict[str, Any]:
     ids, rows, states = loop.model.table.rows()
     return {
         "loss": metrics["loss"],
-        "weights": {name: parallel.whole(name).clone() for name in parallel.parameters()},
+        "weights": {name: parallel.full_tensor(name).clone() for name in parallel.parameters()},
         "rows": {int(id): (row, state) for id, row, state in zip(ids, rows, states["sum"], strict=True)},
         "samples": loop.state.cursor.samples,
     }
 
 
-@pytest.mark.parametrize("degrees", [Degrees(data=2), Degrees(shard=2), Degrees(data=3)], ids=lambda each: each.words())
-def test_ranks_with_a_table_equal_one_process(degrees: Degrees, tmp_path: Path) -> None:
-    one = train(0, Degrees())
-    many = run_ranks(degrees.world, train, degrees)
+@pytest.mark.parametrize(
+    "degrees",
+    [ParallelConfig(data=2), ParallelConfig(shard=2), ParallelConfig(data=3)],
+    ids=lambda each: each.describe(),
+)
+def test_ranks_with_a_table_equal_one_process(degrees: ParallelConfig, tmp_path: Path) -> None:
+    one = train(0, ParallelConfig())
+    many = run_ranks(degrees.world_size, train, degrees)
     rows = {id: pair for outcome in many for id, pair in outcome["rows"].items()}
     assert sum(len(outcome["rows"]) for outcome in many) == len(rows) == len(one["rows"])
     for outcome in many:

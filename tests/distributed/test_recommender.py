@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kitforge.core.parallel.degrees import Degrees
-from kitforge.kits.recommender.clicks import clicks_over_ranks
-from kitforge.kits.recommender.matching import over_ranks
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.kits.recommender.metrics import ClickMetrics
-from kitforge.kits.recommender.ranking import ranking_metrics
+from kitforge.kits.recommender.pointwise_objective import all_reduce_click_metrics
+from kitforge.kits.recommender.ranking_metrics import build_ranking_metrics
+from kitforge.kits.recommender.two_tower_objective import all_reduce_ranking_metrics
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Losses, TestLobby
+from tests.distributed.training import Losses, TestRendezvous
 from tests.kits.recommender.runs import FAMILIES, in_folder, numbers, run
 from tests.kits.recommender.test_negatives import trained
-from tests.kits.recommender.test_streams import endless, online
+from tests.kits.recommender.test_streaming_dataset import endless, online
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ MESHES: dict[str, dict[str, Any]] = {
     # Tables as small as these go to all ranks where nobody says otherwise.
     "shard": {"parallel.shard": 2},
     "both": {"parallel.data": 2, "parallel.shard": 2, "cache.placement": "table"},
-    "cached": {"parallel.data": 2, "cache.placement": "row", "cache.device_rows": 40, "cache.prefetch_depth": 2},
+    "cached": {"parallel.data": 2, "cache.placement": "row", "cache.device_rows": 40, "cache.prefetch_batches": 2},
 }
 PRODUCT = list(itertools.product(FAMILIES, MESHES))
 SAMPLE = [("din", "both"), ("wide_deep", "shard"), ("two_tower", "data"), *random.Random(1).sample(PRODUCT, 2)]
@@ -72,7 +72,7 @@ def test_negatives_on_ranks_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 def streamed(rank: int, folder: Path) -> Losses:
-    told, _ = online(folder, endless(), **{"trainer.max_steps": 6, "parallel.data": 2, "cache.prefetch_depth": 2})
+    told, _ = online(folder, endless(), **{"trainer.max_steps": 6, "parallel.data": 2, "cache.prefetch_batches": 2})
     return told
 
 
@@ -91,13 +91,13 @@ def clicks() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def measured(rank: int, num_ranks: int, exact_rows: int) -> tuple[dict[str, float], dict[str, float]]:
     """The metrics of a rank's uneven share of fixed clicks and places, put together with those of the others."""
-    world = TestLobby(Degrees(data=num_ranks)).join()
+    world = TestRendezvous(ParallelConfig(data=num_ranks)).init_process_group()
     bounds = [0, 123, 273, 423][:num_ranks] + [500]
     share = slice(bounds[rank], bounds[rank + 1])
-    metrics, places = ClickMetrics(is_grouped=True, exact_rows=exact_rows), ranking_metrics(7)
+    metrics, places = ClickMetrics(is_grouped=True, exact_rows=exact_rows), build_ranking_metrics(7)
     metrics.add(*(column[share] for column in clicks()))
     places.add(clicks()[2][share])
-    return clicks_over_ranks(metrics, world), over_ranks(places, 0.0, world)
+    return all_reduce_click_metrics(metrics, world), all_reduce_ranking_metrics(places, 0.0, world)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -13,19 +13,19 @@ import torch
 import torch.distributed.fsdp
 from torch import Tensor, nn
 
-from kitforge.core.checkpoint.layout import step_folder
 from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.parallel import replicas
-from kitforge.core.parallel.apply import apply
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
-from kitforge.core.parallel.sharding import TENSOR, Rule, Sharding
+from kitforge.core.parallel.parallelize import parallelize
+from kitforge.core.parallel.sharding import TENSOR, Sharding, ShardingRule
 from kitforge.core.parallel.world import World
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.callbacks.checkpointing import Checkpointing
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
@@ -34,8 +34,8 @@ from tests.distributed.ranks import run_ranks
 
 SPLIT = Sharding(
     rules=(
-        Rule(module="0", splits={"weight": {TENSOR: 0}, "bias": {TENSOR: 0}}, before={TENSOR: "gather"}),
-        Rule(module="1", splits={"weight": {TENSOR: 1}}, after={TENSOR: "reduce"}),
+        ShardingRule(module="0", splits={"weight": {TENSOR: 0}, "bias": {TENSOR: 0}}, input_layout={TENSOR: "gather"}),
+        ShardingRule(module="1", splits={"weight": {TENSOR: 1}}, output_layout={TENSOR: "reduce"}),
     )
 )
 
@@ -47,35 +47,35 @@ def network(seed: int) -> nn.Module:
     return model
 
 
-def built(rank: int, degrees: Degrees) -> dict[str, Tensor]:
+def built(rank: int, degrees: ParallelConfig) -> dict[str, Tensor]:
     world = World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu"))
-    parallel = apply(network(rank), SPLIT if degrees.tensor > 1 else Sharding(), world)
+    parallel = parallelize(network(rank), SPLIT if degrees.tensor > 1 else Sharding(), world)
     buffers = {name: each.clone() for name, each in parallel.model.named_buffers()}
-    return buffers | {name: parallel.whole(name).clone() for name in parallel.parameters()}
+    return buffers | {name: parallel.full_tensor(name).clone() for name in parallel.parameters()}
 
 
 @pytest.mark.parametrize(
     "degrees",
     [
-        Degrees(data=2),
-        Degrees(tensor=2),
-        pytest.param(Degrees(shard=2), marks=pytest.mark.slow),
-        pytest.param(Degrees(data=2, shard=2), marks=pytest.mark.slow),
+        ParallelConfig(data=2),
+        ParallelConfig(tensor=2),
+        pytest.param(ParallelConfig(shard=2), marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(data=2, shard=2), marks=pytest.mark.slow),
     ],
-    ids=Degrees.words,
+    ids=ParallelConfig.describe,
 )
-def test_every_rank_begins_with_the_weights_of_the_first(degrees: Degrees) -> None:
+def test_every_rank_begins_with_the_weights_of_the_first(degrees: ParallelConfig) -> None:
     first = {**dict(network(0).named_parameters()), **dict(network(0).named_buffers())}
-    for found in run_ranks(degrees.world, built, degrees):
+    for found in run_ranks(degrees.world_size, built, degrees):
         assert found.keys() == first.keys()
         for name, each in found.items():
             assert torch.equal(each, first[name].detach()), name
 
 
 def others(rank: int) -> str:
-    world = World(device=torch.device("cpu"), mesh=Mesh(Degrees(data=2), "cpu"))
+    world = World(device=torch.device("cpu"), mesh=Mesh(ParallelConfig(data=2), "cpu"))
     try:
-        apply(nn.Linear(3, 3 + rank), Sharding(), world)
+        parallelize(nn.Linear(3, 3 + rank), Sharding(), world)
     except ModelError as error:
         return str(error)
     return ""
@@ -108,7 +108,7 @@ class Late(Own):
     def build(self, world: World) -> nn.Module:
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.BatchNorm1d(5))
-        apply(model, SPLIT, world).materialise(world.device)
+        parallelize(model, SPLIT, world).materialize(world.device)
         for each in (*model.parameters(), *model.buffers()):
             each.detach().fill_(world.rank + 1)
         return model
@@ -116,7 +116,7 @@ class Late(Own):
 
 def late(rank: int) -> list[dict[str, float]]:
     options, found = from_dict(RunOptions, {"trainer": {"max_steps": 1}}), []
-    for degrees in (Degrees(data=4), Degrees(data=2, tensor=2)):
+    for degrees in (ParallelConfig(data=4), ParallelConfig(data=2, tensor=2)):
         loop = Loop(Late(), options, World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu")))
         tensors = {**dict(loop.model.named_parameters()), **dict(loop.model.named_buffers())}
         found.append({name: float(each.detach().double().mean()) for name, each in tensors.items()})
@@ -139,7 +139,7 @@ class Hurt(Callback):
         self.rank = rank
         self.notes: list[str] = []
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         if event.kind == "step" and run.state.cursor.step == 3 and self.rank == 1:
             run.state.parallel.parameters()["0.weight"].detach().view(torch.int32)[2, 3] ^= 1
             dict(run.state.optimizer.tensors())["1.bias.exp_avg"][1] += 1
@@ -148,7 +148,7 @@ class Hurt(Callback):
 
 
 def trained(rank: int, folder: Path) -> tuple[list[str], dict[str, Tensor]]:
-    world = World(device=torch.device("cpu"), mesh=Mesh(Degrees(data=2), "cpu"))
+    world = World(device=torch.device("cpu"), mesh=Mesh(ParallelConfig(data=2), "cpu"))
     hurt = Hurt(rank)
     options = from_dict(RunOptions, {"trainer": {"max_steps": 6, "checkpoint_every": 2}})
     saving = Checkpointing(folder, keep_last=5, world=world)
@@ -166,12 +166,12 @@ def test_a_changed_bit_is_told_at_the_next_checkpoint_and_taken_back(tmp_path: P
         assert torch.equal(each, second[name]) and torch.equal(each, saved[name]), name
 
 
-def drift(rank: int, degrees: Degrees, changed: list[tuple[int, str]]) -> dict[str, list[int]]:
+def drift(rank: int, degrees: ParallelConfig, changed: list[tuple[int, str]]) -> dict[str, list[int]]:
     mesh = Mesh(degrees, "cpu")
     layouts = {
         name: Layout(shape=(8, 4))
-        .cut("shard", 0, degrees.shard if "shard" in name else 1)
-        .cut(TENSOR, 1, degrees.tensor if "tensor" in name else 1)
+        .split("shard", 0, degrees.shard if "shard" in name else 1)
+        .split(TENSOR, 1, degrees.tensor if "tensor" in name else 1)
         for name in ("shard", "tensor", "shard and tensor", "whole")
     }
     whole = torch.arange(32.0).view(8, 4)
@@ -184,7 +184,7 @@ def drift(rank: int, degrees: Degrees, changed: list[tuple[int, str]]) -> dict[s
 
 
 def drifts(rank: int) -> list[dict[str, list[int]]]:
-    square = Degrees(shard=2, tensor=2)
+    square = ParallelConfig(shard=2, tensor=2)
     everything = [(3, name) for name in ("shard", "tensor", "shard and tensor", "whole", "beside")]
     return [drift(rank, square, []), drift(rank, square, everything), drift(rank, square, [(0, "whole"), (2, "shard")])]
 
@@ -201,7 +201,7 @@ def test_replicas_are_compared_with_those_that_hold_the_same_piece() -> None:
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 )
 def test_every_bit_and_place_counts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "WORDS", 8)
+    monkeypatch.setattr(replicas, "CHECKSUM_WORDS", 8)
     values = (torch.arange(30) % 7).to(dtype)
     variants: list[Any] = [values, values.flip(0), values.roll(8)]
     for place in (0, 7, 8, 29):

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kitforge.core.optim.sparse import RowOptimizer, SparseOptimizerConfig, build_row_optimizer
+from kitforge.core.optim.row_optimizers import RowOptimizer, SparseOptimizerConfig, build_row_optimizer
 from kitforge.core.parallel import collectives, table
-from kitforge.core.parallel.table import GradientSink, Route, TableAxis
-from kitforge.embedding_cache.records import TableConfig, initial_rows
+from kitforge.core.parallel.table import EmbeddingExchange, ExchangePlan, GradientAccumulator
+from kitforge.embedding_cache.row_init import RowInitConfig, initial_rows
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from tests.distributed.ranks import run_ranks
 from tests.sharded_table import FIRST_ROWS, ShardedTable
@@ -78,8 +78,8 @@ def rule_of(name: str) -> RowOptimizer:
     return build_row_optimizer(SparseOptimizerConfig(name=name, eps=1e-6))
 
 
-def config_of(place: int) -> TableConfig:
-    return TableConfig(name=f"table_{place}", dim=DIMS[place], seed=5, spread=0.5, dtype=torch.float64)
+def config_of(place: int) -> RowInitConfig:
+    return RowInitConfig(name=f"table_{place}", dim=DIMS[place], seed=5, init_scale=0.5, dtype=torch.float64)
 
 
 def weights_of(ids: Tensor, dim: int, step: int, is_dyadic: bool) -> Tensor:
@@ -98,7 +98,7 @@ def loss_of(vectors: Tensor, weights: Tensor, is_dyadic: bool) -> Tensor:
 
 def train(name: str, rule: str, is_dyadic: bool, fault: str = "", group: collectives.Group = None) -> Result:
     """What a rank, or the only process, has seen and holds after training in a case."""
-    case, rank, num_ranks = CASES[name], collectives.index(group), collectives.size(group)
+    case, rank, num_ranks = CASES[name], collectives.group_rank(group), collectives.group_size(group)
     tables = [ShardedTable(config_of(place), rule_of(rule), group) for place in range(len(DIMS))]
     for each in tables if fault == "applied_in_backward" else ():
         make_eager(each)
@@ -132,7 +132,7 @@ def train_densely(name: str, rule: str, is_dyadic: bool) -> Result:
     case, result = CASES[name], Result()
     lookups = [(step, lookup) for step in range(NUM_STEPS) for lookup in range(case.num_lookups)]
     known = [torch.cat([case.ids(*which, place).flatten() for which in lookups]).unique() for place in (0, 1)]
-    slabs = [rule_of(rule).initial(initial_rows(config_of(place), ids)) for place, ids in enumerate(known)]
+    slabs = [rule_of(rule).new_records(initial_rows(config_of(place), ids)) for place, ids in enumerate(known)]
     rates = torch.full((NUM_STEPS,), RATE, dtype=torch.float64)
     for step in range(NUM_STEPS):
         touched: list[list[Tensor]] = [[], []]
@@ -164,7 +164,7 @@ def train_densely(name: str, rule: str, is_dyadic: bool) -> Result:
 def train_on_rank(rank: int, jobs: list[tuple[str, str, bool]], fault: str) -> list[Result]:
     """All jobs within one start of the ranks. A fault is planted in this rank's own process, which ends with it."""
     if fault == "single_dedup":
-        TableAxis.plan = planned_without_second_dedup(TableAxis.plan)
+        EmbeddingExchange.plan = planned_without_second_dedup(EmbeddingExchange.plan)
     return [train(*job, fault, dist.group.WORLD) for job in jobs]
 
 
@@ -217,10 +217,12 @@ def test_ranks_have_the_bits_of_one_table_where_sums_are_exact(num_ranks: int, n
     assert_equal(trained(num_ranks)[name, rule, True], train_densely(name, rule, True), to_the_bit=True)
 
 
-def planned_without_second_dedup(plan: Callable[[TableAxis, Tensor], Route]) -> Callable[[TableAxis, Tensor], Route]:
-    def planned(axis: TableAxis, ids: Tensor) -> Route:
+def planned_without_second_dedup(
+    plan: Callable[[EmbeddingExchange, Tensor], ExchangePlan],
+) -> Callable[[EmbeddingExchange, Tensor], ExchangePlan]:
+    def planned(axis: EmbeddingExchange, ids: Tensor) -> ExchangePlan:
         route = plan(axis, ids)
-        return dataclasses.replace(route, ids=route.ids[route.places], places=None)
+        return dataclasses.replace(route, ids=route.ids[route.positions], positions=None)
 
     return planned
 
@@ -249,10 +251,10 @@ def test_a_planted_fault_is_seen(fault: str, rule: str) -> None:
 def sum_on_owner(rank: int, by_arrival: bool) -> float:
     """One row, and from each rank a gradient that is lost or kept according to what it is added to."""
     if by_arrival:
-        summed = table._summed
-        table._summed = lambda parts, places, num_rows: summed(parts.flip(0), places.flip(0), num_rows)
-    sink = GradientSink()
-    axis = TableAxis(dist.group.WORLD)
+        summed = table._segment_sum
+        table._segment_sum = lambda parts, places, num_rows: summed(parts.flip(0), places.flip(0), num_rows)
+    sink = GradientAccumulator()
+    axis = EmbeddingExchange(dist.group.WORLD)
     vectors = axis.lookup(torch.tensor([3]), lambda ids: torch.ones(len(ids), 1, dtype=torch.float64), sink)
     (vectors * [2.0**60, 1.0, -(2.0**60), 1.0][rank]).sum().backward()
     return float(sink.gradients()[1].sum())
@@ -268,7 +270,7 @@ def test_the_owner_adds_in_the_order_of_the_ranks(by_arrival: bool) -> None:
 def fetch_ahead(rank: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Outputs when ids are exchanged for all steps at once, on a group of their own, and when they are not."""
     ahead, now = (ShardedTable(config_of(0), rule_of("adam"), dist.group.WORLD) for _ in range(2))
-    side = TableAxis(dist.new_group())
+    side = EmbeddingExchange(dist.new_group())
     batches = [few(torch.Generator().manual_seed(10 * step + rank)) for step in range(NUM_STEPS)]
     routes = [side.plan(ids) for ids in batches]
     outputs: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -300,7 +302,7 @@ def test_alone_nothing_is_communicated(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_hash_is_splitmix64() -> None:
     # What the generator gives first when it is seeded by 0, 1 and -1.
     outputs = [0xE220A8397B1DCDAF, 0x910A2DEC89025CC1, 0xE4D971771B652C20]
-    assert [value % 2**64 for value in table.mix(torch.tensor([0, 1, -1])).tolist()] == outputs
+    assert [value % 2**64 for value in table.splitmix64(torch.tensor([0, 1, -1])).tolist()] == outputs
 
 
 @pytest.mark.parametrize("stride", [1, -1, 4, 2**20, 2**40])
@@ -324,7 +326,7 @@ def test_an_initial_row_depends_on_its_id_alone(initial: str) -> None:
 
 def test_initial_rows_have_the_shape_that_was_asked_for() -> None:
     normal, uniform = (
-        initial_rows(TableConfig(name="a", dim=50, initial=initial, spread=2.0), torch.arange(4000)).double()
+        initial_rows(RowInitConfig(name="a", dim=50, initial=initial, init_scale=2.0), torch.arange(4000)).double()
         for initial in ("normal", "uniform")
     )
     assert abs(float(normal.mean())) < 0.02
@@ -368,7 +370,7 @@ def test_the_table_grows_and_keeps_its_rows() -> None:
 
 
 def test_the_norm_is_of_sums_over_lookups() -> None:
-    sink = GradientSink()
+    sink = GradientAccumulator()
     assert float(sink.squared_norm()) == 0.0
     sink.add(torch.tensor([1, 4]), torch.tensor([[3.0], [1.0]]))
     sink.add(torch.tensor([-2, 4]), torch.tensor([[2.0], [-1.0]]))
@@ -380,15 +382,15 @@ def test_the_norm_is_of_sums_over_lookups() -> None:
 @pytest.mark.parametrize("ids", [torch.ones(2, dtype=torch.int32), torch.ones(2), torch.ones(2, 2, dtype=torch.int64)])
 def test_what_are_no_ids_is_refused(ids: Tensor) -> None:
     with pytest.raises(DataError, match="expected: int64"):
-        TableAxis(None).plan(ids)
+        EmbeddingExchange(None).plan(ids)
 
 
 def test_an_owner_that_gives_too_few_rows_is_refused() -> None:
     with pytest.raises(ModelError, match="one row for each id"):
-        TableAxis(None).lookup(torch.tensor([1, 2]), lambda ids: torch.ones(1, 3), GradientSink())
+        EmbeddingExchange(None).lookup(torch.tensor([1, 2]), lambda ids: torch.ones(1, 3), GradientAccumulator())
 
 
-@pytest.mark.parametrize("change", [{"dim": 0}, {"spread": -1.0}, {"dtype": torch.bfloat16}])
+@pytest.mark.parametrize("change", [{"dim": 0}, {"init_scale": -1.0}, {"dtype": torch.bfloat16}])
 def test_a_table_that_cannot_be_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         dataclasses.replace(config_of(0), **change)

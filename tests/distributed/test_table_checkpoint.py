@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kitforge.core.checkpoint.layout import step_folder, steps
 from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.checkpoint.manifest import step_folder, steps
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.world import World
 from kitforge.embedding_cache.options import AdmissionOptions
 from kitforge.embedding_cache.serving.table import ServedTable
-from kitforge.embedding_cache.spread import ByColumns, ByRows, OnAll, Spread
+from kitforge.embedding_cache.sharding.strategies import ColumnWise, Replicated, RowWise, TableSharding
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.errors import CheckpointError
 from tests.core.checkpoint import rows, sharded
@@ -34,22 +34,22 @@ DIM = 4
 NUM_STEPS = 5
 COUNTED = AdmissionOptions(name="count", count=2)
 ASKED = torch.tensor([*range(-3, 44), 2**63 - 1, -(2**63), 10**12])
-PLACEMENTS: dict[str, Callable[[Any, Any], Spread]] = {
-    "rows": ByRows,
-    "one rank": lambda group, side: ByRows(group, side, only=1),
-    "columns": lambda group, side: ByColumns(group, side, DIM),
-    "all": lambda group, side: OnAll(group, side),
+PLACEMENTS: dict[str, Callable[[Any, Any], TableSharding]] = {
+    "rows": RowWise,
+    "one rank": lambda group, side: RowWise(group, side, table_owner=1),
+    "columns": lambda group, side: ColumnWise(group, side, DIM),
+    "all": lambda group, side: Replicated(group, side),
 }
 
 
-def table_of(ranks: Spread | None, **options: Any) -> CachedEmbedding:
+def table_of(ranks: TableSharding | None, **options: Any) -> CachedEmbedding:
     """A table whose dense Adam moves rows that rest."""
     return CachedEmbedding(
-        None, DIM, optimizer="adam", spread=0.5, ranks=ranks, mode=None, **({"device_rows": 60} | options)
+        None, DIM, optimizer="adam", init_scale=0.5, sharding=ranks, mode=None, **({"device_rows": 60} | options)
     )
 
 
-def spread_of(placement: str) -> Spread:
+def spread_of(placement: str) -> TableSharding:
     return PLACEMENTS[placement](dist.group.WORLD, dist.new_group())
 
 
@@ -75,7 +75,7 @@ def looked_up(table: CachedEmbedding) -> Tensor:
 def exchange(rank: int, root: Path) -> dict[str, Tensor]:
     """Save a table of every placement, and load it under every placement. Returns what was looked up, by placement."""
     torch.set_num_threads(1)
-    world = sharded.world_of(Degrees(data=2))
+    world = sharded.world_of(ParallelConfig(data=2))
     tables = {placement: table_of(spread_of(placement)) for placement in PLACEMENTS}
     for name, table in {**tables, "admission": table_of(spread_of("rows"), admission=COUNTED)}.items():
         writer = CheckpointWriter(root / name, world=world, keep_last=9)
@@ -106,7 +106,7 @@ def test_one_process_reads_what_two_saved_under_any_placement(
 ) -> None:
     root, wanted = saved
     checkpoint = open_checkpoint(root / placement / f"step_{NUM_STEPS}")
-    assert checkpoint.manifest.base is not None
+    assert checkpoint.manifest.parent is not None
     table = table_of(None)
     checkpoint.load_tables({"table": table})
     assert looked_up(table).equal(wanted[placement])
@@ -131,8 +131,8 @@ def test_counts_of_admission_come_back(saved: tuple[Path, dict[str, Tensor]]) ->
 
 
 def save_as_ranks(rank: int, root: Path) -> None:
-    table = DictTable(share=(rank, 2))
-    world = sharded.world_of(Degrees(data=2))
+    table = DictTable(shard=(rank, 2))
+    world = sharded.world_of(ParallelConfig(data=2))
     writer = CheckpointWriter(root, world=world)
     writer.attach({table.name: table}, num_deltas=2)
     for step in (1, 2, 3):
@@ -163,7 +163,7 @@ def test_each_share_takes_the_ids_it_owns_from_any_number_of_ranks(tmp_path: Pat
     for count in (1, 2, 3):
         found: dict[int, tuple[float, ...]] = {}
         for index in range(count):
-            table = DictTable(share=(index, count))
+            table = DictTable(shard=(index, count))
             rows.loaded(tmp_path, 3, table)
             assert found.keys().isdisjoint(table.rows)
             found |= table.rows
@@ -180,12 +180,12 @@ def test_a_share_reads_only_its_own_files(tmp_path: Path) -> None:
 
 def train_and_resume(rank: int, root: Path) -> None:
     torch.set_num_threads(1)
-    world: World = sharded.world_of(Degrees(data=2))
+    world: World = sharded.world_of(ParallelConfig(data=2))
 
     def make(world: World, folder: Path) -> CachedEmbedding:
         ranks = spread_of("rows")
         return CachedEmbedding(
-            None, clicks.DIM, optimizer="ftrl", name="clicks", mode=None, ranks=ranks, device_rows=16, host_rows=5,
+            None, clicks.DIM, optimizer="ftrl", name="clicks", mode=None, sharding=ranks, device_rows=16, host_rows=5,
             path=str(folder / "rows"),
         )  # fmt: skip
 

@@ -11,32 +11,34 @@ import torch
 import torch.distributed as dist
 
 from kitforge.api import composed
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.world import World
 from kitforge.kits.transformers.build import Assembly, Inputs, assemble, read_options
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.run import train
 
 
-class TestLobby:
-    """Stands for the lobby where the test has already joined the ranks."""
+class TestRendezvous:
+    """Stands for the rendezvous where the test has already joined the ranks."""
 
     __test__ = False
 
-    def __init__(self, degrees: Degrees) -> None:
+    def __init__(self, degrees: ParallelConfig) -> None:
         self.device = torch.device("cpu")
         self._degrees = degrees
 
     @contextmanager
-    def turns(self) -> Iterator[None]:
+    def local_rank_zero_first(self) -> Iterator[None]:
         yield
 
     @property
     def rank(self) -> int:
         return dist.get_rank() if dist.is_initialized() else 0
 
-    def join(self) -> World:
-        return World.joined(self._degrees, self.device) if dist.is_initialized() else World(device=self.device)
+    def init_process_group(self) -> World:
+        return (
+            World.of_process_group(self._degrees, self.device) if dist.is_initialized() else World(device=self.device)
+        )
 
     def check_same(self, facts: Mapping[str, str]) -> None:
         pass
@@ -49,7 +51,7 @@ class Losses(Callback):
         self.lines: list[dict[str, Any]] = []
         self.stop_at: int | None = None
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         if event.kind == "step" and run.state.cursor.step == self.stop_at:
             run.stop("halfway")
         if event.kind in ("log", "evaluate", "note"):
@@ -67,7 +69,7 @@ LLAMA = {
 BASE = {
     "data.batch_size": 6,
     "data.sequence_length": 16,
-    "data.validation": 0.2,
+    "data.eval_fraction": 0.2,
     "trainer.max_steps": 12,
     "trainer.evaluate_batches": 2,
     "trainer.progress": False,
@@ -84,7 +86,7 @@ def ready(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[Assembly
     network = {} if "model" in choices else LLAMA
     values = composed("text_generation", {**BASE, **network, **given, **choices}).values
     options = read_options(values)
-    return assemble(options, Inputs(callbacks=[told]), TestLobby(options.parallel)), told
+    return assemble(options, Inputs(callbacks=[told]), TestRendezvous(options.parallel)), told
 
 
 def run_training(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE
-from kitforge.embedding_cache import forgetting
+from kitforge.embedding_cache import expiry
 from kitforge.embedding_cache.admission import Admission
-from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions
+from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions
 from kitforge.embedding_cache.table import CachedEmbedding
 from tests.embedding_cache.training import Case, batches, bits, build, loss_of, rate, rows_of
 
@@ -29,8 +29,8 @@ call = st.tuples(ids_of, st.sampled_from(["step", "part", "skip", "look", "evalu
 class Oracle:
     """SGD on rows in a dict, with counts, ages and norms in dicts."""
 
-    def __init__(self, initial: dict[int, Tensor], admission: AdmissionOptions, forgetting: ForgettingOptions) -> None:
-        self.initial, self.admission, self.forgetting = initial, admission, forgetting
+    def __init__(self, initial: dict[int, Tensor], admission: AdmissionOptions, expiry: ExpiryOptions) -> None:
+        self.initial, self.admission, self.expiry = initial, admission, expiry
         self.rows: dict[int, Tensor] = {}
         self.seen: dict[int, int] = {}
         self.seen_last: dict[int, int] = {}
@@ -64,34 +64,34 @@ class Oracle:
             self.rows[key] = self.row(key) - RATE * keys.count(key) * torch.ones(DIM)
             self.updates[key] = self.updates.get(key, 0) + 1
             self.last[key] = self.steps
-        if self.forgetting.every and self.steps % self.forgetting.every == 0:
+        if self.expiry.every and self.steps % self.expiry.every == 0:
             for key in [key for key in self.rows if self.goes(key)]:
                 del self.rows[key], self.updates[key], self.last[key], self.seen[key], self.seen_last[key]
 
     def goes(self, key: int) -> bool:
-        bounds = self.forgetting
+        bounds = self.expiry
         return (
-            (bounds.age is not None and self.steps - self.last[key] > bounds.age)
-            or (bounds.updates is not None and self.updates[key] < bounds.updates)
-            or (bounds.norm is not None and float(self.rows[key].double().norm()) < bounds.norm)
+            (bounds.max_age is not None and self.steps - self.last[key] > bounds.max_age)
+            or (bounds.min_updates is not None and self.updates[key] < bounds.min_updates)
+            or (bounds.min_norm is not None and float(self.rows[key].double().norm()) < bounds.min_norm)
         )
 
 
 FORGETTING = {
-    "nothing": ForgettingOptions(),
-    "age": ForgettingOptions(every=2, age=2),
-    "updates": ForgettingOptions(every=3, updates=2),
-    "both": ForgettingOptions(every=2, age=3, updates=2),
-    "norm": ForgettingOptions(every=1, norm=2.0),
+    "nothing": ExpiryOptions(),
+    "age": ExpiryOptions(every=2, max_age=2),
+    "updates": ExpiryOptions(every=3, min_updates=2),
+    "both": ExpiryOptions(every=2, max_age=3, min_updates=2),
+    "norm": ExpiryOptions(every=1, min_norm=2.0),
 }
 
 
 @pytest.mark.parametrize("device_rows", [None, 3])
-@pytest.mark.parametrize("forgetting", FORGETTING)
+@pytest.mark.parametrize("expiry", FORGETTING)
 @settings(max_examples=12)
 @given(calls=st.lists(call, max_size=14), count=st.integers(1, 3), age=st.integers(1, 3))
 def test_a_table_is_its_oracle(
-    forgetting: str, device_rows: int | None, calls: list[tuple[list[int], str]], count: int, age: int
+    expiry: str, device_rows: int | None, calls: list[tuple[list[int], str]], count: int, age: int
 ) -> None:
     everything = torch.arange(-4, 5)
     admission = AdmissionOptions(name="count", count=count, age=age)
@@ -100,14 +100,14 @@ def test_a_table_is_its_oracle(
         DIM,
         mode=None,
         optimizer="sgd",
-        spread=0.5,
+        init_scale=0.5,
         device_rows=device_rows,
         admission=admission,
-        forgetting=FORGETTING[forgetting],
+        expiry=FORGETTING[expiry],
     )
     with torch.no_grad():
         initial = dict(zip(everything.tolist(), table(everything), strict=True))
-    oracle = Oracle(initial, admission, FORGETTING[forgetting])
+    oracle = Oracle(initial, admission, FORGETTING[expiry])
     for keys, kind in calls:
         ids = torch.tensor(keys, dtype=torch.int64)
         if kind in ("look", "evaluate"):
@@ -132,7 +132,7 @@ def test_a_table_is_its_oracle(
 def test_admission_does_not_see_look_ahead_or_tiers(name: str, tiers: str, tmp_path: Path) -> None:
     admission = AdmissionOptions(name=name, count=3, probability=0.4)
     tables = [
-        build(case, tmp_path / str(number), admission=admission, forgetting=ForgettingOptions(every=5, age=6))
+        build(case, tmp_path / str(number), admission=admission, expiry=ExpiryOptions(every=5, max_age=6))
         for number, case in enumerate((Case(tiers="whole", depth=0), Case(tiers=tiers, depth=3, spare=0.0)))
     ]
     results = []
@@ -145,7 +145,7 @@ def test_admission_does_not_see_look_ahead_or_tiers(name: str, tiers: str, tmp_p
             table.step(rate(step))
             answers.append(bits(answer.detach().clone()))
         results.append((answers, rows_of(table.begin_snapshot())))
-        assert table.stats().guests > 0
+        assert table.stats().unadmitted > 0
         table.close()
     (answers, rows), (others, other_rows) = results
     assert all(map(torch.equal, answers, others))
@@ -169,7 +169,7 @@ def test_a_probability_admits_that_share_of_lookups() -> None:
     )
     outside = torch.ones(len(keys), dtype=torch.bool)
     for _ in range(3):
-        admitted = admission.observe(keys)
+        admitted = admission.count_step(keys)
         admission.end_step()
         share = float(admitted[outside].double().mean())
         assert share == pytest.approx(0.25, abs=5 * math.sqrt(0.25 * 0.75 / int(outside.sum())))
@@ -186,14 +186,14 @@ def test_counts_that_expire_take_no_memory() -> None:
     for step in range(2000):
         # One id that comes back in time, one that is admitted and does not come again, and many that are new.
         new = torch.arange(20 * step, 20 * step + 20) + 100
-        admission.observe(torch.cat([new, torch.tensor([1])] + [torch.tensor([2])] * (step < 2)))
+        admission.count_step(torch.cat([new, torch.tensor([1])] + [torch.tensor([2])] * (step < 2)))
         admission.end_step()
     assert len(admission._entries) < 3 * 20 * 50 + 5000
     keys, counts = admission.counts()
     assert keys[:2].tolist() == [1, 2]
     assert counts[:2].tolist() == [[2000, 2000], [2, 2]]
     assert len(keys) == 2 + 20 * 50
-    assert admission.admitted(torch.tensor([1, 2, 3, 100])).tolist() == [True, True, False, False]
+    assert admission.is_admitted(torch.tensor([1, 2, 3, 100])).tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("name", ["count", "probability"])
@@ -201,9 +201,9 @@ def test_a_step_counts_an_id_once_in_however_many_lookups(name: str) -> None:
     whole, parts = (admission_of(name=name, count=3, probability=0.3) for _ in range(2))
     for step in range(12):
         keys = torch.randperm(40, generator=torch.Generator().manual_seed(step))[:25]
-        wanted = dict(zip(keys.tolist(), whole.observe(keys).tolist(), strict=True))
+        wanted = dict(zip(keys.tolist(), whole.count_step(keys).tolist(), strict=True))
         for part in (keys[:10], keys[5:20], keys[20:], keys[:1]):
-            assert parts.observe(part).tolist() == [wanted[key] for key in part.tolist()]
+            assert parts.count_step(part).tolist() == [wanted[key] for key in part.tolist()]
         for each in (whole, parts):
             each.end_step()
             each.end_step()
@@ -272,14 +272,14 @@ def test_forgetting_gives_back_slots_and_counts(
     tiers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = {"admission": AdmissionOptions(name="count", count=1), "forgetting": ForgettingOptions(every=5, age=3)}
+    options = {"admission": AdmissionOptions(name="count", count=1), "expiry": ExpiryOptions(every=5, max_age=3)}
     with CachedEmbedding(None, DIM, optimizer="lazy_adam", **tiers, **options) as table:
         given = [torch.arange(20 * step, 20 * step + 20).view(-1, 1) for step in range(300)]
         for ids in table.prefetch(given, 2):
             table(ids).sum().backward()
             table.step(RATE)
         stats = table.stats()
-        assert stats.forgotten > 5000
+        assert stats.expired > 5000
         assert sum(stats.resident.values()) <= 20 * (5 + 3 + 2 + 2)
         assert len(table.rows.device.slab) <= 1024
         assert len(table.rows.admission.counts()[0]) <= 20 * (5 + 3 + 1)
@@ -292,9 +292,9 @@ def test_expiry_reads_the_rows_that_are_due_and_no_others(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     read: list[int] = []
-    goes = forgetting.goes
-    monkeypatch.setattr(forgetting, "goes", lambda *given: read.append(len(given[2])) or goes(*given))
-    options: dict[str, Any] = {"optimizer": "lazy_adam", "forgetting": ForgettingOptions(every=4, age=40)}
+    goes = expiry.is_expired
+    monkeypatch.setattr(expiry, "is_expired", lambda *given: read.append(len(given[2])) or goes(*given))
+    options: dict[str, Any] = {"optimizer": "lazy_adam", "expiry": ExpiryOptions(every=4, max_age=40)}
     table = CachedEmbedding(None, DIM, **options, **tiers)
     for step in range(120):
         if is_restored and step == 35:
@@ -308,7 +308,7 @@ def test_expiry_reads_the_rows_that_are_due_and_no_others(
         if step in (71, 75):
             assert (-2 in rows_of(table.begin_snapshot())[0].tolist()) == (step == 71)
     # All but these two are read once, when they go.
-    assert table.stats().forgotten == 20 * 79 + 1
+    assert table.stats().expired == 20 * 79 + 1
     assert sum(read) <= 20 * 79 + 3 + 2
     assert rows_of(table.begin_snapshot())[0].tolist() == [-1, *range(20 * 79, 20 * 120)]
     table.close()

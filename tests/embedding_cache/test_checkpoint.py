@@ -16,13 +16,13 @@ from torch import Tensor
 
 from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.optim.rows import RowSource
-from kitforge.embedding_cache import boundary
-from kitforge.embedding_cache.boundary import Boundary
-from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions
-from kitforge.embedding_cache.row_cache import RowCache
+from kitforge.core.optim.table_protocols import RowSource
+from kitforge.embedding_cache import snapshot
+from kitforge.embedding_cache.cache import RowCache
+from kitforge.embedding_cache.copy_on_write import WriteObservers
+from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions
+from kitforge.embedding_cache.snapshot import TableSnapshot
 from kitforge.embedding_cache.table import CachedEmbedding
-from kitforge.embedding_cache.watchers import Watchers
 from tests.embedding_cache import training
 from tests.embedding_cache.training import NUM_STEPS, Case, Outcome
 
@@ -46,14 +46,14 @@ PRODUCT = [
 @pytest.fixture(autouse=True)
 def slow_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot is read in little pieces, between which there is time for steps."""
-    chunk = Boundary._chunk
+    chunk = TableSnapshot._chunk
 
-    def slowly(self: Boundary, keys: Tensor) -> Any:
+    def slowly(self: TableSnapshot, keys: Tensor) -> Any:
         time.sleep(0.002)
         return chunk(self, keys)
 
-    monkeypatch.setattr(boundary, "CHUNK", 16)
-    monkeypatch.setattr(Boundary, "_chunk", slowly)
+    monkeypatch.setattr(snapshot, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(TableSnapshot, "_chunk", slowly)
 
 
 def train_from(
@@ -103,36 +103,36 @@ def test_any_tiers_go_on_from_any_step_that_was_saved_during_training(tmp_path: 
 
 
 def no_copy_before_a_change(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Watchers, "before_change", lambda *_: None)
+    patch.setattr(WriteObservers, "before_change", lambda *_: None)
 
 
 def only_what_is_above(patch: pytest.MonkeyPatch) -> None:
     """What lies in the file is left out."""
-    from kitforge.embedding_cache.tiers.ladder import Ladder
+    from kitforge.embedding_cache.tiers.hierarchy import TierHierarchy
 
-    patch.setattr(Ladder, "store_keys", lambda *_: iter(()))
+    patch.setattr(TierHierarchy, "store_keys", lambda *_: iter(()))
 
 
 def clean_rows_are_taken_for_unchanged(patch: pytest.MonkeyPatch) -> None:
     """A delta that forgets what left the device tier since."""
-    wanted = Boundary._is_wanted
+    wanted = TableSnapshot._is_wanted
 
-    def fewer(self: Boundary, rows: Tensor) -> Tensor:
+    def fewer(self: TableSnapshot, rows: Tensor) -> Tensor:
         if self.since is None:
             return wanted(self, rows)
         return wanted(self, rows) & (torch.arange(len(rows)) % 7 > 0)
 
-    patch.setattr(Boundary, "_is_wanted", fewer)
+    patch.setattr(TableSnapshot, "_is_wanted", fewer)
 
 
 def no_rates(patch: pytest.MonkeyPatch) -> None:
-    load = RowCache.lay_down
+    load = RowCache.insert_rows
 
     def without(self: RowCache, *arguments: Any) -> None:
         self.rates.zero_()
         load(self, *arguments)
 
-    patch.setattr(RowCache, "lay_down", without)
+    patch.setattr(RowCache, "insert_rows", without)
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_rows_that_are_forgotten_and_counts_of_admission_are_in_every_step(tmp_p
     case = Case(optimizer="adagrad", depth=2)
     options = {
         "admission": AdmissionOptions(name="count", count=2),
-        "forgetting": ForgettingOptions(every=3, age=4),
+        "expiry": ExpiryOptions(every=3, max_age=4),
     }
     wanted = {}
     with (
@@ -203,10 +203,10 @@ def test_saving_costs_no_copy_of_the_table(tmp_path: Path) -> None:
     with training.build(case, tmp_path / "tier") as table:
         train_from(table, case, 0)
         snapshot = table.begin_snapshot()
-        assert len(snapshot._kept.keys()) == 0
+        assert len(snapshot._copies.keys()) == 0
         # The last batch has no ids.
         train_from(table, case, NUM_STEPS - 2)
-        assert 0 < len(snapshot._kept.keys()) <= len(torch.unique(training.batches()[-2]))
+        assert 0 < len(snapshot._copies.keys()) <= len(torch.unique(training.batches()[-2]))
         snapshot.close()
-        assert len(snapshot._kept.keys()) == 0
-        assert not table.rows.watchers
+        assert len(snapshot._copies.keys()) == 0
+        assert not table.rows.write_observers

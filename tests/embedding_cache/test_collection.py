@@ -41,7 +41,7 @@ def train(embeddings: EmbeddingCollection, given: Iterator[Batch]) -> list[Tenso
         vectors = embeddings(batch)
         answer = torch.cat([vectors["bought"] * vectors["seen"], vectors["home"]], 1)
         (answer + 0.1).square().sum().backward()
-        for table in embeddings.all_tables():
+        for table in embeddings.cached_tables():
             table.step(0.1)
         answers.append(answer.detach())
     return answers
@@ -55,7 +55,7 @@ def test_one_prefetcher_for_all_tables_changes_no_bit() -> None:
         stats = embeddings.stats()
         assert stats["item"].evicted > 0
         assert [stats["item"].lookups, stats["city"].lookups] == [2 * 12, 12]
-        assert embeddings.all_tables()[0].rows.register.num_open == 0
+        assert embeddings.cached_tables()[0].rows.pins.num_open == 0
 
 
 def test_features_may_be_looked_up_by_a_function_and_a_batch_may_lack_some() -> None:
@@ -72,7 +72,7 @@ def test_an_estimate_knows_what_each_table_is_asked_for_by_all_its_features() ->
     assert embeddings.stats()["item"].lookups == 0
     train(embeddings, iter(given))
     stats = embeddings.stats()["item"]
-    assert (found["item"].num_batches, found["item"].num_needed) == (stats.lookups, stats.rows)
+    assert (found["item"].num_batches, found["item"].num_accesses) == (stats.lookups, stats.rows)
     assert found["item"].hit_rate(10**6) == 1 - stats.hits["new"] / stats.rows
     assert found["city"].num_rows == len(torch.cat([batch["home"] for batch in given]).unique())
     assert list(embeddings.estimate([{"home": given[0]["home"]}])) == ["city"]

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import select_table
-from kitforge.embedding_cache.claims import Claims
-from kitforge.embedding_cache.keys import SharedKeys
-from kitforge.embedding_cache.planner import Planner
-from kitforge.embedding_cache.policy import Lru
-from kitforge.embedding_cache.records import InitialRecords
+from kitforge.embedding_cache.cache_manager import CacheManager
+from kitforge.embedding_cache.eviction.policy import LruPolicy
+from kitforge.embedding_cache.keys.key_map import SharedKeyMap
+from kitforge.embedding_cache.pins import PinRegistry
+from kitforge.embedding_cache.prefetched_lookups import PrefetchedLookups
+from kitforge.embedding_cache.row_init import RowInitializer
 from kitforge.embedding_cache.store import RowStore
-from kitforge.embedding_cache.tickets import Register
 from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.embedding_cache.tiers.file import FileStore
 from kitforge.embedding_cache.tiers.host import HostStore
-from kitforge.embedding_cache.tiers.write_behind import WriteBehind
+from kitforge.embedding_cache.tiers.write_behind import WriteBehindStore
 from kitforge.foundation.errors import ModelError
 from tests.embedding_cache import training
 from tests.embedding_cache.training import DIM, Case, assert_same_bits, build, outcome, train, uncached
@@ -35,7 +35,7 @@ TIGHT = Case(optimizer="lazy_adam", depth=2, tiers="file", spare=0.0)
 
 def training_falls_behind(patch: pytest.MonkeyPatch) -> None:
     """Each lookup of the training waits until the one after it is planned, which a quick training need not see."""
-    place, forward = Planner.place, training.CachedEmbedding.forward
+    place, forward = CacheManager.ensure_resident, training.CachedEmbedding.forward
     num_planned, num_computed = 0, 0
 
     def counting(*arguments: Any) -> Any:
@@ -52,18 +52,18 @@ def training_falls_behind(patch: pytest.MonkeyPatch) -> None:
             time.sleep(0.001)
         return forward(*arguments)
 
-    patch.setattr(Planner, "place", counting)
+    patch.setattr(CacheManager, "ensure_resident", counting)
     patch.setattr(training.CachedEmbedding, "forward", late)
 
 
 def evict_in_flight(patch: pytest.MonkeyPatch) -> None:
     """A row may leave when the batch being planned does not need it, though one on its way does."""
 
-    def may_go(planner: Planner, slots: Tensor, done: int) -> Tensor:
-        newest = int(planner.device.last_need.max())
-        return planner.device.index.is_used[slots] & (planner.device.last_need[slots] < newest)
+    def may_go(planner: CacheManager, slots: Tensor, done: int) -> Tensor:
+        newest = int(planner.device.last_use.max())
+        return planner.device.index.is_used[slots] & (planner.device.last_use[slots] < newest)
 
-    patch.setattr(Planner, "_may_go", may_go)
+    patch.setattr(CacheManager, "_is_evictable", may_go)
     training_falls_behind(patch)
 
 
@@ -76,12 +76,12 @@ def fetch_before_pending_write(patch: pytest.MonkeyPatch) -> None:
         write(store, keys, rows)
 
     patch.setattr(FileStore, "write", slow_write)
-    patch.setattr(WriteBehind, "_read_pending", lambda store, keys, out: torch.zeros(len(keys), dtype=torch.bool))
+    patch.setattr(WriteBehindStore, "_read_pending", lambda store, keys, out: torch.zeros(len(keys), dtype=torch.bool))
 
 
 def state_of_the_slot(patch: pytest.MonkeyPatch) -> None:
     """A new row inherits the optimizer state of the row that had its slot before."""
-    bring = DeviceTier.bring
+    bring = DeviceTier.insert
 
     def careless(device: DeviceTier, keys: Tensor, rows: Tensor, dirty: Tensor) -> Tensor:
         before = device.slab.clone()
@@ -90,19 +90,19 @@ def state_of_the_slot(patch: pytest.MonkeyPatch) -> None:
         device.slab[slots[was_used], DIM : 3 * DIM] = before[slots[was_used], DIM : 3 * DIM]
         return slots
 
-    patch.setattr(DeviceTier, "bring", careless)
+    patch.setattr(DeviceTier, "insert", careless)
 
 
 def rows_begin_in_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
     """Initial rows come from one stream of random numbers."""
     stream = torch.Generator().manual_seed(0)
-    fill = InitialRecords.fill
+    fill = RowInitializer.fill
 
-    def in_order(initial: InitialRecords, keys: Tensor, out: Tensor) -> None:
+    def in_order(initial: RowInitializer, keys: Tensor, out: Tensor) -> None:
         fill(initial, keys, out)
         out[:, :DIM] = torch.randn(len(keys), DIM, generator=stream)
 
-    patch.setattr(InitialRecords, "fill", in_order)
+    patch.setattr(RowInitializer, "fill", in_order)
 
 
 def zeros_are_missing(patch: pytest.MonkeyPatch) -> None:
@@ -114,20 +114,20 @@ def zeros_are_missing(patch: pytest.MonkeyPatch) -> None:
 
         return of
 
-    for store in (FileStore, WriteBehind):
+    for store in (FileStore, WriteBehindStore):
         patch.setattr(store, "read", seeing(store.read))
 
 
 def rows_never_come_back(patch: pytest.MonkeyPatch) -> None:
     """A dirty row that leaves is dropped as if it were clean."""
     patch.setattr(HostStore, "put", lambda *_: None)
-    leave = DeviceTier.leave
+    leave = DeviceTier.evict
 
     def clean(device: DeviceTier, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         keys, rows, dirty = leave(device, slots)
         return keys, rows, torch.zeros_like(dirty)
 
-    patch.setattr(DeviceTier, "leave", clean)
+    patch.setattr(DeviceTier, "evict", clean)
 
 
 def nothing_comes_back_from_the_device(patch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def nothing_comes_back_from_the_device(patch: pytest.MonkeyPatch) -> None:
     def one_way(one: Tensor, other: Tensor, at: Tensor, to: Tensor) -> None:
         one[at] = other[to]
 
-    kernels = replace(select_table(), exchange_rows=one_way)
+    kernels = replace(select_table(), swap_rows=one_way)
     patch.setattr("kitforge.embedding_cache.tiers.device.select_table", lambda: kernels)
 
 
@@ -155,40 +155,40 @@ def marks_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
 
 def numbers_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
     """Of rows that change places, those that leave are still looked for on the device."""
-    settle = SharedKeys._settle
+    settle = SharedKeyMap._assign
 
-    def careless(keys: SharedKeys, numbers: Tensor, slots: Tensor) -> None:
-        if not (keys._is_second and bool((keys._shared.places[numbers] >= 0).any())):
+    def careless(keys: SharedKeyMap, numbers: Tensor, slots: Tensor) -> None:
+        if not (keys._is_second and bool((keys._registry.locations[numbers] >= 0).any())):
             settle(keys, numbers, slots)
 
-    patch.setattr(SharedKeys, "_settle", careless)
+    patch.setattr(SharedKeyMap, "_assign", careless)
 
 
 def the_newest_leave(patch: pytest.MonkeyPatch) -> None:
     """Whoever leaves may be a row of the lookup that is being planned, since those that came are not pinned."""
-    patch.setattr(Planner, "_may_go", lambda planner, slots, done: torch.ones(len(slots), dtype=torch.bool))
-    patch.setattr(Lru, "victims", lambda policy, num, may_go: policy._oldest._index.used().flip(0)[:num])
+    patch.setattr(CacheManager, "_is_evictable", lambda planner, slots, done: torch.ones(len(slots), dtype=torch.bool))
+    patch.setattr(LruPolicy, "victims", lambda policy, num, may_go: policy._queue._index.used().flip(0)[:num])
 
 
 def plan_reads_values(patch: pytest.MonkeyPatch) -> None:
     """Values are copied when a lookup is planned instead of when it is computed."""
-    place = Planner.place
+    place = CacheManager.ensure_resident
     stale: dict[int, Tensor] = {}
 
-    def copying(planner: Planner, number: int, keys: Tensor) -> Any:
+    def copying(planner: CacheManager, number: int, keys: Tensor) -> Any:
         slots = place(planner, number, keys)
         stale[id(slots)] = planner.device.slab[slots].clone()
         return slots
 
-    patch.setattr(Planner, "place", copying)
+    patch.setattr(CacheManager, "ensure_resident", copying)
     training_falls_behind(patch)
-    pool = training.CachedEmbedding._answer
+    pool = training.CachedEmbedding._pool
 
     def answer(table: Any, ticket: Any, query: Any) -> Tensor:
         table.rows.device.slab[ticket.slots, :DIM] = stale[id(ticket.slots)][:, :DIM]
         return pool(table, ticket, query)
 
-    patch.setattr(training.CachedEmbedding, "_answer", answer)
+    patch.setattr(training.CachedEmbedding, "_pool", answer)
 
 
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], Case] = {
@@ -244,13 +244,13 @@ def test_marks_lost_where_rows_change_places_are_seen(
 
 
 def forget_unused_tickets(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Claims, "drop", lambda _: None)
+    patch.setattr(PrefetchedLookups, "cancel_all", lambda _: None)
 
 
 def forget_failed_lookups(patch: pytest.MonkeyPatch) -> None:
-    close = Register.close
+    close = PinRegistry.close
     patch.setattr(
-        Register, "close", lambda register, number: close(register, number) if register._open.get(number) else None
+        PinRegistry, "close", lambda register, number: close(register, number) if register._open.get(number) else None
     )
 
 
@@ -260,7 +260,7 @@ def test_pins_lost_on_an_exception_are_seen(
 ) -> None:
     if fault is not None:
         fault(monkeypatch)
-    fetch, batches = training.Ladder.fetch, training.batches()
+    fetch, batches = training.TierHierarchy.fetch, training.batches()
     with build(Case(spare=2.0), tmp_path) as table:
         with pytest.raises(ZeroDivisionError), pytest.MonkeyPatch.context() as patch:
             training_falls_behind(patch)
@@ -273,8 +273,8 @@ def test_pins_lost_on_an_exception_are_seen(
         def failing(ladder: Any, keys: Tensor, out: Tensor) -> Tensor:
             raise OSError("the disk is gone")
 
-        monkeypatch.setattr(training.Ladder, "fetch", failing)
+        monkeypatch.setattr(training.TierHierarchy, "fetch", failing)
         with pytest.raises(OSError, match="the disk is gone"):
             table(torch.arange(8).view(2, 4))
-        monkeypatch.setattr(training.Ladder, "fetch", fetch)
-        assert (table.rows.register.num_open == 0) == (fault is None)
+        monkeypatch.setattr(training.TierHierarchy, "fetch", fetch)
+        assert (table.rows.pins.num_open == 0) == (fault is None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitforge.core.optim.sparse import SparseOptimizerConfig, SparseOptimizerName
+from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, SparseOptimizerName
 from kitforge.embedding_cache.table import CachedEmbedding
 
 training = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
@@ -53,7 +53,7 @@ def theirs(rule: str, mode: str, begin: Tensor) -> Any:
 def test_training_is_that_of_fbgemm(name: SparseOptimizerName, mode: Any, is_weighted: bool) -> None:
     every = torch.arange(NUM).unsqueeze(1)
     config = SparseOptimizerConfig(name=name, eps=EPS)
-    with CachedEmbedding(NUM, DIM, optimizer=config, spread=0.5, mode=mode, device_rows=70) as ours:
+    with CachedEmbedding(NUM, DIM, optimizer=config, init_scale=0.5, mode=mode, device_rows=70) as ours:
         with torch.no_grad():
             other = theirs(RULES[name], mode, ours(every))
         for step in range(NUM_STEPS):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kitforge.embedding_cache.options import PolicyOptions
+from kitforge.embedding_cache.pins import PinRegistry
 from kitforge.embedding_cache.table import CachedEmbedding
-from kitforge.embedding_cache.tickets import Register
 from kitforge.foundation.errors import ConfigError, DataError
 from tests.embedding_cache.training import batches, bits, largest_batch
 
@@ -27,9 +27,9 @@ def threads() -> list[str]:
 
 
 def assert_idle(table: CachedEmbedding) -> None:
-    assert table.rows.register.num_open == 0
-    assert table.rows.register._num_waiting == 0
-    assert not table._claims.outstanding()
+    assert table.rows.pins.num_open == 0
+    assert table.rows.pins._num_waiting == 0
+    assert not table._prefetched.outstanding()
     assert not threads()
 
 
@@ -112,7 +112,7 @@ def test_micro_batches_of_one_step_may_need_more_than_the_tier_holds() -> None:
             table.step(0.1)
     flat = [ids for pieces in given for ids in pieces]
     assert all(torch.equal(bits(small(ids)), bits(whole(ids))) for ids in flat)
-    assert small.stats().overflow > 0
+    assert small.stats().overflow_rows > 0
     small.clear_gradients()
 
 
@@ -176,16 +176,16 @@ def test_planning_waits_for_training_when_the_tier_is_full() -> None:
         step(table, ids)
     stats = table.stats()
     assert stats.waits > 0
-    assert stats.overflow == 0
+    assert stats.overflow_rows == 0
 
 
 def test_a_row_that_two_threads_ask_for_stays_for_the_later_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that trains is held up between its number and its rows; the other would overtake it if it could."""
     table, ids = table_of(40), torch.tensor([[5]])
     numbered, planned = threading.Event(), threading.Event()
-    next_number = Register.next_number
+    next_number = PinRegistry.next_number
 
-    def slow(register: Register) -> int:
+    def slow(register: PinRegistry) -> int:
         number = next_number(register)
         if threading.current_thread() is threading.main_thread():
             numbered.set()
@@ -194,24 +194,24 @@ def test_a_row_that_two_threads_ask_for_stays_for_the_later_lookup(monkeypatch: 
 
     def ahead() -> None:
         numbered.wait(5)
-        table.plan_ahead(ids)
+        table.prefetch_rows(ids)
         planned.set()
 
-    monkeypatch.setattr(Register, "next_number", slow)
+    monkeypatch.setattr(PinRegistry, "next_number", slow)
     thread = threading.Thread(target=ahead)
     thread.start()
     with torch.no_grad():
         table(torch.tensor([[5]]))
     thread.join(5)
-    [later] = table._claims.outstanding()
-    assert int(table.rows.device.last_need[later.slots]) == later.number
+    [later] = table._prefetched.outstanding()
+    assert int(table.rows.device.last_use[later.slots]) == later.number
 
 
 def test_no_look_ahead_is_a_plain_loop() -> None:
     table = table_of(40)
     given = batches()
     assert all(got is ids for got, ids in zip(table.prefetch(given, 0), given, strict=True))
-    with pytest.raises(ConfigError, match="prefetch_depth"):
+    with pytest.raises(ConfigError, match="prefetch_batches"):
         next(table.prefetch(given, -1))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions, PolicyOptions
+from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions, PolicyOptions
 from kitforge.embedding_cache.table import CachedEmbedding
 from tests.embedding_cache.training import DEPTHS, OPTIMIZERS, bits, sampled
 
@@ -29,10 +29,10 @@ ADMISSIONS = (
     AdmissionOptions(name="probability", probability=0.4),
 )
 FORGETTINGS = (
-    ForgettingOptions(),
-    ForgettingOptions(every=5, age=4),
-    ForgettingOptions(every=3, updates=2),
-    ForgettingOptions(every=4, norm=0.03),
+    ExpiryOptions(),
+    ExpiryOptions(every=5, max_age=4),
+    ExpiryOptions(every=3, min_updates=2),
+    ExpiryOptions(every=4, min_norm=0.03),
 )
 POLICIES = (PolicyOptions(), PolicyOptions(name="lfu", half_life=3.0), PolicyOptions(name="lookahead", window=3))
 TIERS: tuple[dict[str, Any], ...] = (
@@ -110,7 +110,7 @@ def run(table: CachedEmbedding, steps: list[Step], depth: int, folder: Path) -> 
                 num_saved += 1
                 writer.save(num_saved, model=[], optimizer=[], state={})
         writer.save(num_saved + 1, model=[], optimizer=[], state={})
-    assert table.rows.register.num_open == 0
+    assert table.rows.pins.num_open == 0
     stored = open_checkpoint(folder / f"step_{num_saved + 1}").table("table")
     for part in stored.parts:
         chunks = [(ids.clone(), rows.clone()) for ids, rows in stored.chunks(part)]
@@ -129,15 +129,15 @@ def run(table: CachedEmbedding, steps: list[Step], depth: int, folder: Path) -> 
 
 def made_of(table: CachedEmbedding) -> dict[str, Any]:
     options = table.options
-    return {"optimizer": table.optimizer, "admission": options.admission, "forgetting": options.forgetting}
+    return {"optimizer": table.optimizer, "admission": options.admission, "expiry": options.expiry}
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
 def test_a_program_ends_the_same_wherever_rows_live(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    [(optimizer, admission, forgetting, policy, tiers, depth)] = sampled(PRODUCT, 1, seed=seed)
-    rules = {"optimizer": optimizer, "admission": admission, "forgetting": forgetting}
+    [(optimizer, admission, expiry, policy, tiers, depth)] = sampled(PRODUCT, 1, seed=seed)
+    rules = {"optimizer": optimizer, "admission": admission, "expiry": expiry}
     steps, results = program(seed), []
     for name, where, depth_of in (("plain", {}, 0), ("cached", tiers | {"policy": policy}, depth)):
         with CachedEmbedding(None, 4, **rules, **where) as table:

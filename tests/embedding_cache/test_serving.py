@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.optim.rows import HeldRows, RowSource
-from kitforge.embedding_cache.options import ForgettingOptions
+from kitforge.core.optim.table_protocols import HeldRows, RowSource
+from kitforge.embedding_cache.options import ExpiryOptions
 from kitforge.embedding_cache.serving import table as served_table
-from kitforge.embedding_cache.serving.convert import convert
-from kitforge.embedding_cache.serving.mapped import HashedIds, SortedIds, Stack
+from kitforge.embedding_cache.serving.mmap_rows import HashedRowIndex, RowShards, SortedRowIndex
+from kitforge.embedding_cache.serving.quantize import quantize_tables
 from kitforge.embedding_cache.serving.table import ServedTable
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
@@ -39,7 +39,7 @@ def train(table: CachedEmbedding, step: int) -> None:
 
 def trained(root: Path, *, num_deltas: int = 0, **options: Any) -> tuple[CachedEmbedding, Checkpoint]:
     """A table after six steps, of which the last is saved after the others."""
-    table = CachedEmbedding(None, DIM, spread=0.5, **options)
+    table = CachedEmbedding(None, DIM, init_scale=0.5, **options)
     with closing(CheckpointWriter(root)) as writer:
         writer.attach({"table": table}, num_deltas=num_deltas)
         for step in range(1, 7):
@@ -69,9 +69,9 @@ def test_what_is_served_is_what_the_training_looks_up(tmp_path: Path, optimizer:
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
 def test_a_chain_of_changes_with_rows_that_went_away_is_served_too(tmp_path: Path, optimizer: str) -> None:
-    forgetting = ForgettingOptions(every=2, age=1)
-    table, checkpoint = trained(tmp_path, num_deltas=9, optimizer=optimizer, forgetting=forgetting)
-    assert len(checkpoint.links) == 6
+    expiry = ExpiryOptions(every=2, max_age=1)
+    table, checkpoint = trained(tmp_path, num_deltas=9, optimizer=optimizer, expiry=expiry)
+    assert len(checkpoint.increments) == 6
     assert any(len(ids) for _, removed in checkpoint.table("table").layers() for ids in removed)
     assert_served_as_trained(ServedTable(checkpoint.table("table")), table)
 
@@ -83,13 +83,13 @@ def test_dense_adam_served_without_catching_up_is_noticed(tmp_path: Path, monkey
 
 
 def test_an_older_row_that_hides_a_newer_one_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = HashedIds._add
+    add = HashedRowIndex._add
 
-    def over(self: HashedIds, ids: Tensor, places: Tensor) -> None:
-        self._places.insert(ids.contiguous(), places)
+    def over(self: HashedRowIndex, ids: Tensor, places: Tensor) -> None:
+        self._positions.insert(ids.contiguous(), places)
 
     assert add is not over
-    monkeypatch.setattr(HashedIds, "_add", over)
+    monkeypatch.setattr(HashedRowIndex, "_add", over)
     with pytest.raises(AssertionError):
         test_a_chain_of_changes_with_rows_that_went_away_is_served_too(tmp_path, "adagrad")
 
@@ -125,7 +125,7 @@ def test_a_table_without_rows_is_served_as_it_begins(tmp_path: Path) -> None:
         writer.save(1, model=[], optimizer=[], state={})
     checkpoint = open_checkpoint(tmp_path / "step_1")
     assert_served_as_trained(ServedTable(checkpoint.table("table")), table)
-    convert(checkpoint, tmp_path / "served", "int8")
+    quantize_tables(checkpoint, tmp_path / "served", "int8")
     assert_served_as_trained(ServedTable(open_checkpoint(tmp_path / "served").table("table")), table)
 
 
@@ -133,7 +133,7 @@ def test_a_table_without_rows_is_served_as_it_begins(tmp_path: Path) -> None:
 def test_rows_stay_in_the_files(tmp_path: Path) -> None:
     _, checkpoint = trained(tmp_path, optimizer="adagrad")
     served = ServedTable(checkpoint.table("table"))
-    address = served._pieces[0].rows.parts[0].data_ptr()
+    address = served._column_shards[0].rows.parts[0].data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
         if start <= address < end:
@@ -145,20 +145,20 @@ def test_rows_stay_in_the_files(tmp_path: Path) -> None:
 @contextmanager
 def small_portions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several files of several portions each."""
-    from kitforge.core.checkpoint.table_files import TableFiles
-    from kitforge.embedding_cache.serving import convert as module
+    from kitforge.core.checkpoint.table_writer import TableWriter
+    from kitforge.embedding_cache.serving import quantize as module
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "PORTION", 3)
-        patched.setattr(TableFiles.__init__, "__defaults__", (None, 150))
+        patched.setattr(module, "CHUNK_ROWS", 3)
+        patched.setattr(TableWriter.__init__, "__defaults__", (None, 150))
         yield
 
 
 def converted(root: Path, checkpoint: Checkpoint, dtype: Any) -> tuple[ServedTable, float]:
-    made = convert(checkpoint, root / dtype, dtype)
+    made = quantize_tables(checkpoint, root / dtype, dtype)
     checkpoint = open_checkpoint(root / dtype)
     stored = checkpoint.table("table")
-    assert stored.schema["served"] == {"dtype": dtype, "largest_error": made["table"].largest_error}
+    assert stored.schema["serving"] == {"dtype": dtype, "largest_error": made["table"].largest_error}
     return ServedTable(stored), made["table"].largest_error
 
 
@@ -206,10 +206,12 @@ def test_int8_takes_a_fraction_of_the_room(tmp_path: Path) -> None:
         schema=CachedEmbedding(None, 64, optimizer="sgd").schema,
         version=1,
         state={"steps": torch.tensor(1)},
-        held={"rows": (torch.arange(2000), torch.ones(2000, 67))},
+        chunks_by_part={"rows": (torch.arange(2000), torch.ones(2000, 67))},
     )
     checkpoint = saved(tmp_path, held)
-    sizes = {dtype: convert(checkpoint, tmp_path / dtype, dtype)["table"].num_bytes for dtype in ("fp32", "int8")}
+    sizes = {
+        dtype: quantize_tables(checkpoint, tmp_path / dtype, dtype)["table"].num_bytes for dtype in ("fp32", "int8")
+    }
     assert sizes["int8"] < 0.32 * sizes["fp32"]
 
 
@@ -217,7 +219,7 @@ class Given:
     """A table whose snapshot is what a test gives."""
 
     def __init__(self, source: HeldRows) -> None:
-        self.schema, self.share, self._source = source.schema, source.share, source
+        self.schema, self.share, self._source = source.schema, source.shard, source
 
     def begin_snapshot(self, since: int | None = None, *, is_base: bool = True) -> RowSource:
         return self._source
@@ -246,7 +248,7 @@ def test_rows_in_pieces_of_columns_are_put_together(tmp_path: Path) -> None:
         schema=checkpoint.table("table").schema,
         version=6,
         state={"steps": torch.tensor(6)},
-        held={"rows-0-2": (ids, piece(slice(0, 2))), "rows-2-5": (ids, piece(slice(2, 5)))},
+        chunks_by_part={"rows-0-2": (ids, piece(slice(0, 2))), "rows-2-5": (ids, piece(slice(2, 5)))},
     )
     checkpoint = saved(tmp_path / "pieces", held)
     assert_served_as_trained(ServedTable(checkpoint.table("table")), table)
@@ -271,13 +273,13 @@ def test_a_row_that_does_not_fit_is_named_and_the_last_conversion_stays(
         schema=table.schema,
         version=1,
         state={"steps": torch.tensor(1)},
-        held={"rows": (torch.tensor([5, 12, -4]), records)},
+        chunks_by_part={"rows": (torch.tensor([5, 12, -4]), records)},
     )
-    convert(saved(tmp_path, held), tmp_path / "served", dtype)
+    quantize_tables(saved(tmp_path, held), tmp_path / "served", dtype)
     before = (tmp_path / "served" / "manifest.json").read_bytes()
     records[1, 1] = value
     with pytest.raises(DataError, match=rf"table 'table' cannot be served as {dtype}[\s\S]*{words}"):
-        convert(saved(tmp_path, replace(held)), tmp_path / "served", dtype)
+        quantize_tables(saved(tmp_path, replace(held)), tmp_path / "served", dtype)
     assert (tmp_path / "served" / "manifest.json").read_bytes() == before
     assert len(ServedTable(open_checkpoint(tmp_path / "served").table("table")).ids()) == 3
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
@@ -285,12 +287,12 @@ def test_a_row_that_does_not_fit_is_named_and_the_last_conversion_stays(
 
 def test_a_full_disk_leaves_the_last_conversion(tmp_path: Path) -> None:
     _, checkpoint = trained(tmp_path, optimizer="adagrad")
-    convert(checkpoint, tmp_path / "served")
+    quantize_tables(checkpoint, tmp_path / "served")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
     try:
         with pytest.raises(OSError, match="too large"):
-            convert(checkpoint, tmp_path / "served", "fp32")
+            quantize_tables(checkpoint, tmp_path / "served", "fp32")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert ServedTable(open_checkpoint(tmp_path / "served").table("table")).dtype == "int8"
@@ -298,7 +300,7 @@ def test_a_full_disk_leaves_the_last_conversion(tmp_path: Path) -> None:
 
 def test_a_damaged_file_of_served_rows_is_named(tmp_path: Path) -> None:
     _, checkpoint = trained(tmp_path, optimizer="adagrad")
-    convert(checkpoint, tmp_path / "served")
+    quantize_tables(checkpoint, tmp_path / "served")
     path = tmp_path / "served" / "table-table-scales-00001.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -310,14 +312,14 @@ def test_a_damaged_file_of_served_rows_is_named(tmp_path: Path) -> None:
 def test_a_checkpoint_is_not_converted_over_itself(tmp_path: Path) -> None:
     _, checkpoint = trained(tmp_path, optimizer="sgd")
     with pytest.raises(ConfigError, match="in its own place"):
-        convert(checkpoint, tmp_path / "step_6")
+        quantize_tables(checkpoint, tmp_path / "step_6")
 
 
 def test_parts_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
     held = HeldRows(
         schema=CachedEmbedding(None, 2, optimizer="sgd").schema,
         version=1,
-        held={"rows-of-another-kind": (torch.tensor([1]), torch.ones(1, 5))},
+        chunks_by_part={"rows-of-another-kind": (torch.tensor([1]), torch.ones(1, 5))},
     )
     with pytest.raises(CheckpointError, match="rows of an unknown part"):
         ServedTable(saved(tmp_path, held).table("table"))
@@ -325,10 +327,10 @@ def test_parts_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
 
 def test_places_in_files_are_found_whatever_is_asked() -> None:
     parts = [torch.tensor([-(2**63), -5, 3]), torch.tensor([4]), torch.tensor([9, 2**63 - 1])]
-    index, stack = SortedIds(parts), Stack([part.unsqueeze(1) for part in parts])
+    index, stack = SortedRowIndex(parts), RowShards([part.unsqueeze(1) for part in parts])
     asked = torch.tensor([9, -(2**63), -6, 3, 4, 5, 2**63 - 1, 9, 10])
     places = index.find(asked)
     assert (places >= 0).tolist() == [True, True, False, True, True, False, True, True, False]
-    assert stack.take(places[places >= 0]).squeeze(1).tolist() == asked[places >= 0].tolist()
+    assert stack.gather(places[places >= 0]).squeeze(1).tolist() == asked[places >= 0].tolist()
     assert index.find(asked[:0]).tolist() == []
-    assert SortedIds([]).find(asked).tolist() == [-1] * 9
+    assert SortedRowIndex([]).find(asked).tolist() == [-1] * 9

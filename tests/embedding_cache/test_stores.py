@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE
 from kitforge.embedding_cache.store import RowStore
-from kitforge.embedding_cache.tiers.bounded import BoundedStore
-from kitforge.embedding_cache.tiers.file import FIRST_BYTES, FileStore
+from kitforge.embedding_cache.tiers.file import MIN_GROWTH_BYTES, FileStore
 from kitforge.embedding_cache.tiers.host import HostStore
-from kitforge.embedding_cache.tiers.write_behind import WriteBehind
+from kitforge.embedding_cache.tiers.two_level import TwoLevelStore
+from kitforge.embedding_cache.tiers.write_behind import WriteBehindStore
 from kitforge.foundation.errors import ConfigError, TrainingError
 
 WIDTH = 3
@@ -37,9 +37,9 @@ def host_store() -> HostStore:
 STORES: dict[str, Callable[[Path], RowStore]] = {
     "host": lambda _: host_store(),
     "file": file_store,
-    "write_behind": lambda _: WriteBehind(host_store()),
-    "bounded": lambda folder: BoundedStore(file_store(folder), 2, host_store()),
-    "all": lambda folder: WriteBehind(BoundedStore(file_store(folder), 3, host_store())),
+    "write_behind": lambda _: WriteBehindStore(host_store()),
+    "bounded": lambda folder: TwoLevelStore(file_store(folder), 2, host_store()),
+    "all": lambda folder: WriteBehindStore(TwoLevelStore(file_store(folder), 3, host_store())),
 }
 
 
@@ -139,12 +139,12 @@ def test_rows_in_the_page_cache_are_told_from_cold_ones(
 
 
 def test_rows_are_counted_by_tier_and_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = WriteBehind(BoundedStore(file_store(tmp_path), 3, host_store()))
+    store = WriteBehindStore(TwoLevelStore(file_store(tmp_path), 3, host_store()))
     keys = torch.arange(8)
     store.write(keys, torch.ones(8, store.width))
     # A row that comes back to the file leaves its old copy below.
     store.write(keys[:1], torch.zeros(1, store.width))
-    store.settle()
+    store.drain()
     for each in (FileStore, HostStore):
         for name in ("scan", "read", "keys"):
             monkeypatch.setattr(each, name, None)
@@ -157,9 +157,9 @@ def test_rows_are_counted_by_tier_and_not_looked_at(tmp_path: Path, monkeypatch:
 def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path) -> None:
     with file_store(tmp_path) as store:
         store.write(torch.arange(10), torch.ones(10, WIDTH))
-        many = torch.arange(100, 100 + FIRST_BYTES // 4)
+        many = torch.arange(100, 100 + MIN_GROWTH_BYTES // 4)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * FIRST_BYTES, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MIN_GROWTH_BYTES, limits[1]))
         try:
             with pytest.raises(TrainingError, match=r"(?s)no room.*cache.path"):
                 store.write(many, torch.zeros(len(many), WIDTH))
@@ -237,19 +237,19 @@ def test_what_is_on_its_way_is_read_before_what_was_there() -> None:
     below.is_broken = False
     keys = torch.arange(3)
     below.inner.write(keys, torch.zeros(3, WIDTH))
-    with WriteBehind(below) as store:
+    with WriteBehindStore(below) as store:
         store.write(keys[:2], torch.ones(2, WIDTH))
         store.write(keys[1:2], torch.full((1, WIDTH), 2.0))
         assert [row[0] for row in read(store, keys).values()] == [1.0, 2.0, 0.0]
         below.may_write.set()
-        store.settle()
+        store.drain()
         assert {key: row[0] for key, row in contents(below).items()} == {0: 1.0, 1: 2.0, 2: 0.0}
 
 
 def test_a_writer_waits_when_too_much_is_on_its_way() -> None:
     below = Broken()
     below.is_broken = False
-    with WriteBehind(below) as store:
+    with WriteBehindStore(below) as store:
 
         def write_many() -> None:
             for number in range(12):
@@ -267,7 +267,7 @@ def test_a_writer_waits_when_too_much_is_on_its_way() -> None:
 def test_a_failure_below_reaches_every_later_call_and_keeps_what_waits() -> None:
     below = Broken()
     below.may_write.set()
-    with WriteBehind(below) as store:
+    with WriteBehindStore(below) as store:
         store.write(torch.tensor([1]), torch.ones(1, WIDTH))
         with pytest.raises(OSError, match="gone"):
             store.flush()

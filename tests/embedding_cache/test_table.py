@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.optim.sparse import SparseModule
-from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions, PolicyOptions
+from kitforge.core.optim.row_optimizers import SparseModule
+from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions, PolicyOptions
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 
@@ -112,18 +112,18 @@ def test_a_step_without_gradients_and_a_skipped_step_move_nothing() -> None:
     table.step(0.1)
     assert float(table.squared_norm()) == 0.0
     assert torch.equal(table(IDS, OFFSETS), before)
-    assert table.rows.register.num_open == 0
+    assert table.rows.pins.num_open == 0
 
 
 def test_pins_go_with_answers_that_are_dropped_and_without_gradients_at_once() -> None:
     table = CachedEmbedding(None, DIM, device_rows=4)
     answer = table(IDS, OFFSETS)
-    assert table.rows.register.num_open == 1
+    assert table.rows.pins.num_open == 1
     del answer
-    assert table.rows.register.num_open == 0
+    assert table.rows.pins.num_open == 0
     with torch.no_grad():
         kept = table(IDS, OFFSETS)
-    assert table.rows.register.num_open == 0
+    assert table.rows.pins.num_open == 0
     assert not kept.requires_grad
 
 
@@ -154,7 +154,7 @@ def test_the_loop_of_a_run_finds_the_table() -> None:
 def test_a_batch_larger_than_the_tier_overflows_and_drains_again() -> None:
     table = CachedEmbedding(None, DIM, device_rows=5)
     table(torch.arange(12).unsqueeze(1)).sum().backward()
-    assert table.stats().overflow == 7
+    assert table.stats().overflow_rows == 7
     table.step(0.1)
     table(torch.arange(100, 103).unsqueeze(1)).sum().backward()
     table.step(0.1)
@@ -162,10 +162,10 @@ def test_a_batch_larger_than_the_tier_overflows_and_drains_again() -> None:
 
 
 def test_strict_says_how_large_the_tier_would_have_to_be() -> None:
-    table = CachedEmbedding(None, DIM, device_rows=5, strict=True)
+    table = CachedEmbedding(None, DIM, device_rows=5, fail_on_overflow=True)
     with pytest.raises(ConfigError, match="cache.device_rows=12"):
         table(torch.arange(12).unsqueeze(1))
-    assert table.rows.register.num_open == 0
+    assert table.rows.pins.num_open == 0
 
 
 @pytest.mark.parametrize("bad", [-1, NUM, 2**62])
@@ -173,7 +173,7 @@ def test_an_id_beyond_the_table_is_refused(bad: int) -> None:
     table = CachedEmbedding(NUM, DIM, device_rows=5)
     with pytest.raises(DataError, match=rf"(?s){bad}.*0 to {NUM - 1}"):
         table(torch.tensor([[0, bad]]))
-    assert table.rows.register.num_open == 0
+    assert table.rows.pins.num_open == 0
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_mode_none_has_no_bags() -> None:
     [
         {"dim": 0},
         {"mode": "max"},
-        {"spread": -1.0},
+        {"init_scale": -1.0},
         {"num_embeddings": 0},
         {"device_rows": 0},
         {"host_rows": 5},
@@ -227,8 +227,8 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], tmp_path: P
         lambda: AdmissionOptions(name="counted"),  # type: ignore[arg-type]
         lambda: AdmissionOptions(count=0),
         lambda: AdmissionOptions(probability=0.0),
-        lambda: ForgettingOptions(every=2),
-        lambda: ForgettingOptions(every=2, age=0),
+        lambda: ExpiryOptions(every=2),
+        lambda: ExpiryOptions(every=2, max_age=0),
     ],
 )
 def test_parts_of_options_that_cannot_be_are_refused(build: Any) -> None:

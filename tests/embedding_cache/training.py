@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE
-from kitforge.core.optim.sparse import SparseOptimizerConfig, build_row_optimizer
+from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
+from kitforge.embedding_cache.cache_manager import CacheManager
 from kitforge.embedding_cache.options import AdmissionOptions, PolicyOptions
-from kitforge.embedding_cache.planner import Planner
-from kitforge.embedding_cache.records import TableConfig, initial_rows
+from kitforge.embedding_cache.row_init import RowInitConfig, initial_rows
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.embedding_cache.tiers.file import FileStore
+from kitforge.embedding_cache.tiers.hierarchy import TierHierarchy
 from kitforge.embedding_cache.tiers.host import HostStore
-from kitforge.embedding_cache.tiers.ladder import Ladder
 
 DIM, NUM_IDS, NUM_STEPS, BAG = 4, 300, 24, 4
 COUNT = 2  # of admission, in mixed cases
@@ -116,7 +116,7 @@ def uncached(optimizer: str, is_mixed: bool = False) -> Outcome:
     case = Case(is_mixed=is_mixed)
     known = torch.unique(torch.cat([ids.flatten() for ids in batches()]))
     rule = build_row_optimizer(optimizer_config(optimizer), TABLE_REFERENCE)
-    records = rule.initial(initial_rows(TableConfig(name="table", dim=DIM, seed=3, spread=0.5), known))
+    records = rule.new_records(initial_rows(RowInitConfig(name="table", dim=DIM, seed=3, init_scale=0.5), known))
     rates = torch.tensor([rate(step) for step in range(NUM_STEPS)], dtype=torch.float64)
     outputs, seen = [], torch.zeros(len(known), dtype=torch.int64)
     for step, batch in enumerate(batches()):
@@ -139,7 +139,7 @@ def uncached(optimizer: str, is_mixed: bool = False) -> Outcome:
         outputs.append(torch.cat(answers))
     if is_mixed:
         rule.catch_up(records, torch.arange(len(known)), NUM_STEPS, rates)
-    moved = rule.layout(DIM).whole(records)[:, rule.layout(DIM).updates] > 0
+    moved = rule.layout(DIM).as_integers(records)[:, rule.layout(DIM).updates] > 0
     return Outcome(outputs=outputs, ids=known[moved], records=records[moved])
 
 
@@ -151,7 +151,7 @@ def build(case: Case, folder: Path, **changes: Any) -> CachedEmbedding:
         "host_file": {"device_rows": capacity, "host_rows": capacity // 2, "path": str(folder)},
         "file": {"device_rows": capacity, "host_rows": 0, "path": str(folder)},
     }[case.tiers]
-    options: dict[str, Any] = {"seed": 3, "spread": 0.5, "policy": PolicyOptions(name=case.policy, window=3)}
+    options: dict[str, Any] = {"seed": 3, "init_scale": 0.5, "policy": PolicyOptions(name=case.policy, window=3)}
     if case.is_mixed:
         options["admission"] = AdmissionOptions(name="count", count=COUNT)
     return CachedEmbedding(None, DIM, optimizer=optimizer_config(case.optimizer), **(options | tiers | changes))
@@ -206,7 +206,7 @@ def run(case: Case, folder: Path) -> Outcome:
     """Train in a case, with every invariant looked after that can be seen from outside."""
     with sleeping(case.sleeps), nobody_leaves_too_early(), build(case, folder) as table:
         outputs = train(table, case)
-        assert table.rows.register.num_open == 0, "pins are left"
+        assert table.rows.pins.num_open == 0, "pins are left"
         if not case.is_mixed:
             assert_counts(table)
         assert_one_place(table)
@@ -222,7 +222,7 @@ def assert_counts(table: CachedEmbedding) -> None:
 def assert_one_place(table: CachedEmbedding) -> None:
     """A row is in the device tier or in the host tier, never in both."""
     device = table.rows.device.index
-    for keys in table.rows.ladder.host_keys():
+    for keys in table.rows.hierarchy.host_keys():
         assert not bool((device.lookup(keys) >= 0).any())
     assert torch.equal(device.lookup(device.keys_at(device.used())), device.used())
 
@@ -232,14 +232,14 @@ def nobody_leaves_too_early() -> Iterator[None]:
     """No row leaves the device tier while a lookup that needs it is not done."""
     with pytest.MonkeyPatch.context() as patch:
         registers: dict[int, Any] = {}
-        init, leave, exchange = Planner.__init__, DeviceTier.leave, HostStore.exchange
+        init, leave, exchange = CacheManager.__init__, DeviceTier.evict, HostStore.exchange
 
-        def noted(planner: Planner, *arguments: Any) -> None:
+        def noted(planner: CacheManager, *arguments: Any) -> None:
             init(planner, *arguments)
-            registers[id(planner.device)] = planner.register
+            registers[id(planner.device)] = planner.pins
 
         def check(device: DeviceTier, slots: Tensor) -> None:
-            assert not len(slots) or int(device.last_need[slots].max()) <= registers[id(device)].done
+            assert not len(slots) or int(device.last_use[slots].max()) <= registers[id(device)].done
 
         def watched(device: DeviceTier, slots: Tensor) -> Any:
             check(device, slots)
@@ -249,8 +249,8 @@ def nobody_leaves_too_early() -> Iterator[None]:
             check(device, slots)
             exchange(host, places, device, slots)
 
-        patch.setattr(Planner, "__init__", noted)
-        patch.setattr(DeviceTier, "leave", watched)
+        patch.setattr(CacheManager, "__init__", noted)
+        patch.setattr(DeviceTier, "evict", watched)
         patch.setattr(HostStore, "exchange", watched_pairs)
         yield
 
@@ -277,12 +277,12 @@ def delayed(function: Callable[..., Any], seed: int) -> Callable[..., Any]:
 
 
 SLEEPERS = (
-    (Planner, "place"),
-    (Ladder, "fetch"),
-    (Ladder, "put"),
+    (CacheManager, "ensure_resident"),
+    (TierHierarchy, "fetch"),
+    (TierHierarchy, "put"),
     (FileStore, "write"),
     (FileStore, "read"),
-    (DeviceTier, "bring"),
+    (DeviceTier, "insert"),
     (HostStore, "exchange"),
     (CachedEmbedding, "forward"),
     (CachedEmbedding, "step"),

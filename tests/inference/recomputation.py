@@ -12,7 +12,7 @@ from torch import Tensor
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
 from kitforge.inference.engine import Completion
-from kitforge.inference.sampling import Draw, SamplingOptions, choose
+from kitforge.inference.sampling import SampleRequest, SamplingOptions, sample_tokens
 from tests.core.nn.networks import CONFIGS, build
 
 # Beyond the original length of the scaled positions, so that both of their regimes occur.
@@ -44,15 +44,15 @@ def recomputed(
     final_length = len(prompt) + options.max_new_tokens
     while completion.finish_reason is None:
         text = [*prompt, *completion.tokens]
-        draw = Draw(
+        draw = SampleRequest(
             options=options,
             signature=(),
-            text=text,
+            history=text,
             prompt_length=len(prompt),
             position=len(completion.tokens),
             key=key,
         )
-        tokens, logprobs = choose(logits_of(model, text, final_length)[-1:], [draw])
+        tokens, logprobs = sample_tokens(logits_of(model, text, final_length)[-1:], [draw])
         completion.tokens += tokens
         completion.logprobs += logprobs
         if tokens[0] in stop_ids or tokens[0] in options.stop_ids:

@@ -13,7 +13,7 @@ from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.sampling import SamplingOptions
 from kitforge.inference.sequence import Sequence
 
-NUM_BLOCKS, NUM_LANES = 12, 4
+NUM_BLOCKS, NUM_REGIONS = 12, 4
 Chance = Any
 
 
@@ -42,14 +42,14 @@ class Blocks(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = BlockManager(
-            NUM_BLOCKS, self.size, NUM_LANES, is_contiguous=self.is_contiguous, keeps_prefixes=True
+            NUM_BLOCKS, self.size, NUM_REGIONS, is_contiguous=self.is_contiguous, has_prefix_cache=True
         )
         self.running: list[Sequence] = []
         self.memory: dict[int, tuple[int, ...]] = {}
         self.version = 0
 
     def slot(self, each: Sequence, position: int) -> int:
-        return each.blocks[position // self.size] * self.size + position % self.size
+        return each.block_table[position // self.size] * self.size + position % self.size
 
     def copy(self) -> None:
         pairs = [
@@ -61,7 +61,7 @@ class Blocks(RuleBasedStateMachine):
         self.memory |= read
         self.blocks.copies.clear()
 
-    @precondition(lambda self: len(self.running) < NUM_LANES)
+    @precondition(lambda self: len(self.running) < NUM_REGIONS)
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def admit(self, tokens: list[int]) -> None:
         each = sequence(tokens)
@@ -74,7 +74,7 @@ class Blocks(RuleBasedStateMachine):
     def step(self, data: Chance, count: int, drafts: int) -> None:
         each = data.draw(st.sampled_from(self.running))
         count = min(count, len(each.tokens) - each.num_cached)
-        free, missing = self.blocks.num_free, self.blocks.missing(each, count + drafts)
+        free, missing = self.blocks.num_free, self.blocks.num_missing(each, count + drafts)
         done = self.blocks.reserve(each, count + drafts)
         assert done == (missing <= free)
         assert self.blocks.num_free == free - (missing if done else 0)
@@ -89,7 +89,7 @@ class Blocks(RuleBasedStateMachine):
         if each.num_cached == len(each.tokens) and len(each.tokens) < 14:
             each.tokens.append(data.draw(st.integers(0, 1)))
 
-    @precondition(lambda self: 0 < len(self.running) < NUM_LANES)
+    @precondition(lambda self: 0 < len(self.running) < NUM_REGIONS)
     @rule(data=st.data())
     def fork(self, data: Chance) -> None:
         parents = [each for each in self.running if each.num_cached >= each.prompt_length]
@@ -112,7 +112,7 @@ class Blocks(RuleBasedStateMachine):
         for each in self.running:
             self.blocks.release(each)
         self.running = []
-        self.blocks.forget()
+        self.blocks.reset_prefix_cache()
         self.version += 1
 
     @invariant()
@@ -130,12 +130,14 @@ class Blocks(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_counted(self) -> None:
-        held = {block for each in self.running for block in each.blocks}
+        held = {block for each in self.running for block in each.block_table}
         assert self.blocks.num_free == NUM_BLOCKS - len(held)
-        assert 0 <= self.blocks.num_kept <= self.blocks.num_free
+        assert 0 <= self.blocks.num_evictable <= self.blocks.num_free
         for each in self.running:
             assert each.is_consecutive == (
-                each.blocks == list(range(each.blocks[0], each.blocks[0] + len(each.blocks))) if each.blocks else True
+                each.block_table == list(range(each.block_table[0], each.block_table[0] + len(each.block_table)))
+                if each.block_table
+                else True
             )
 
     def teardown(self) -> None:
@@ -162,8 +164,8 @@ def test_blocks_are_counted_and_hold_what_their_texts_read(machine: type[Blocks]
 
 
 def lose_a_reference(blocks: BlockManager, block: int) -> None:
-    blocks._kept.pop(block, None)
-    blocks._references[block] = max(1, blocks._references[block])
+    blocks._evictable.pop(block, None)
+    blocks._ref_counts[block] = max(1, blocks._ref_counts[block])
 
 
 def keep_what_is_forgotten(blocks: BlockManager) -> None:
@@ -171,7 +173,9 @@ def keep_what_is_forgotten(blocks: BlockManager) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "fault"), [("_share", lose_a_reference), ("forget", keep_what_is_forgotten)], ids=["_share", "forget"]
+    ("method", "fault"),
+    [("_add_reference", lose_a_reference), ("reset_prefix_cache", keep_what_is_forgotten)],
+    ids=["_add_reference", "reset_prefix_cache"],
 )
 def test_a_machine_with_a_fault_stops(method: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockManager, method, fault)
@@ -180,7 +184,7 @@ def test_a_machine_with_a_fault_stops(method: str, fault: Any, monkeypatch: pyte
 
 
 def test_the_end_of_an_old_text_makes_room_before_its_beginning() -> None:
-    blocks = BlockManager(4, 1, 2, is_contiguous=False, keeps_prefixes=True)
+    blocks = BlockManager(4, 1, 2, is_contiguous=False, has_prefix_cache=True)
     old = sequence([1, 2, 3, 4])
     blocks.admit(old)
     assert blocks.reserve(old, 4)
@@ -195,18 +199,18 @@ def test_the_end_of_an_old_text_makes_room_before_its_beginning() -> None:
 
 
 def test_a_text_at_home_lies_in_one_piece_and_a_shared_beginning_is_copied_there() -> None:
-    blocks = BlockManager(16, 2, 2, is_contiguous=True, keeps_prefixes=True)
+    blocks = BlockManager(16, 2, 2, is_contiguous=True, has_prefix_cache=True)
     first, second = sequence([1, 2, 3, 4, 5, 6]), sequence([1, 2, 3, 4, 7])
     blocks.admit(first)
     assert blocks.reserve(first, 6)
     blocks.advance(first, 6)
     blocks.admit(second)
-    assert (second.num_cached, second.blocks, blocks.copies) == (4, [8, 9], {8: 0, 9: 1})
+    assert (second.num_cached, second.block_table, blocks.copies) == (4, [8, 9], {8: 0, 9: 1})
     assert first.is_consecutive and second.is_consecutive
 
 
 def test_without_neighbours_a_text_takes_over_the_place_of_its_beginning() -> None:
-    blocks = BlockManager(16, 2, 2, is_contiguous=True, keeps_prefixes=True)
+    blocks = BlockManager(16, 2, 2, is_contiguous=True, has_prefix_cache=True)
     first = sequence([1, 2, 3, 4, 5])
     blocks.admit(first)
     assert blocks.reserve(first, 5)
@@ -214,4 +218,4 @@ def test_without_neighbours_a_text_takes_over_the_place_of_its_beginning() -> No
     blocks.release(first)
     second = sequence([1, 2, 3, 4, 6])
     blocks.admit(second)
-    assert (second.blocks, blocks.copies, second.lane) == ([0, 1], {}, 0)
+    assert (second.block_table, blocks.copies, second.cache_region) == ([0, 1], {}, 0)

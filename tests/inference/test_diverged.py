@@ -10,12 +10,12 @@ import torch
 from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ModelError
-from kitforge.inference.cached_attention import KeyValueCache
 from kitforge.inference.engine import Engine, Output
 from kitforge.inference.options import EngineOptions
+from kitforge.inference.paged_attention import KeyValueCache
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.sampling import SamplingOptions
-from kitforge.inference.text import InferenceOptions
+from kitforge.inference.text_engine import InferenceOptions
 from tests.inference.recomputation import network
 
 BAD = 11  # a token whose embedding is no number
@@ -49,7 +49,7 @@ def by_request(engine: Engine) -> dict[int, list[Output]]:
 def test_a_text_of_no_numbers_ends_and_its_mates_do_not_notice(
     model: Decoder, options: SamplingOptions, chunk: int, layout: str
 ) -> None:
-    size = EngineOptions(max_sequences=4, block_size=4, max_step_tokens=chunk, layout=layout)  # type: ignore[arg-type]
+    size = EngineOptions(max_num_seqs=4, block_size=4, max_num_batched_tokens=chunk, kv_layout=layout)  # type: ignore[arg-type]
     engine = Engine(model, size)
     # Twice, so that texts come into the blocks that the poisoned one had.
     for _ in range(2):
@@ -71,7 +71,7 @@ def test_blocks_that_are_not_cleared_reach_the_next_text(model: Decoder, monkeyp
     """What the test above is worth."""
     monkeypatch.setattr(KeyValueCache, "clear", lambda *_: None)
     options = SamplingOptions(max_new_tokens=6)
-    engine = Engine(model, EngineOptions(max_sequences=2, block_size=4, layout="paged", memory=None))
+    engine = Engine(model, EngineOptions(max_num_seqs=2, block_size=4, kv_layout="paged", kv_cache_bytes=None))
     engine.submit(POISONED, options)
     by_request(engine)
     for prompt in ([3, 1], [9, 2, 6]):

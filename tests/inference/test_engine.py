@@ -15,10 +15,10 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.engine import Completion, Engine, Output
+from kitforge.inference.model_runner import ModelRunner
 from kitforge.inference.options import EngineOptions
-from kitforge.inference.runner import Runner
 from kitforge.inference.sampling import SamplingOptions
-from kitforge.inference.scheduler import looked_up
+from kitforge.inference.scheduler import prompt_lookup
 from tests.inference.recomputation import LENGTH, logits_of, network, recomputed
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
@@ -59,13 +59,13 @@ def test_sampled_text_depends_on_seed_and_key_alone() -> None:
 def test_samples_of_one_prompt_differ_and_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = list(range(20))
     sizes: list[int] = []
-    run = Runner.run
+    run = ModelRunner.run
 
-    def watched(runner: Runner, works: list) -> torch.Tensor:  # type: ignore[type-arg]
+    def watched(runner: ModelRunner, works: list) -> torch.Tensor:  # type: ignore[type-arg]
         sizes.append(sum(work.num_tokens for work in works))
         return run(runner, works)
 
-    monkeypatch.setattr(Runner, "run", watched)
+    monkeypatch.setattr(ModelRunner, "run", watched)
     options = SamplingOptions(max_new_tokens=6, temperature=1.0)
     outputs = tokens_of(Engine(network("llama")).generate([prompt], options, num_samples=4))
     assert len({tuple(output) for output in outputs}) == 4
@@ -95,7 +95,7 @@ def test_samples_that_are_cancelled_before_their_prompt_is_read_leave_the_others
 
 
 def test_higher_priority_goes_first_and_takes_the_place_of_lower() -> None:
-    engine = Engine(network("llama"), EngineOptions(max_sequences=1, block_size=4))
+    engine = Engine(network("llama"), EngineOptions(max_num_seqs=1, block_size=4))
     slow = engine.submit(PROMPTS[0], EIGHT)
     engine.step()
     later = engine.submit(PROMPTS[1], EIGHT, priority=1)
@@ -106,7 +106,7 @@ def test_higher_priority_goes_first_and_takes_the_place_of_lower() -> None:
 
 
 def test_what_is_cancelled_says_so_once_and_leaves_nothing_behind() -> None:
-    engine = Engine(network("llama"), EngineOptions(max_sequences=2))
+    engine = Engine(network("llama"), EngineOptions(max_num_seqs=2))
     requests = [engine.submit(prompt, EIGHT, num_samples=2) for prompt in PROMPTS]
     engine.step()
     engine.step()
@@ -122,7 +122,7 @@ def test_what_is_cancelled_says_so_once_and_leaves_nothing_behind() -> None:
 
 def test_samples_outlive_the_one_that_reads_their_prompt() -> None:
     model = network("llama")
-    engine = Engine(model, EngineOptions(max_step_tokens=16, max_sequences=4))
+    engine = Engine(model, EngineOptions(max_num_batched_tokens=16, max_num_seqs=4))
     prompt = list(range(25))
     request = engine.submit(prompt, SamplingOptions(max_new_tokens=5, temperature=1.0), num_samples=3, key=0)
     engine.step()
@@ -135,7 +135,7 @@ def test_samples_outlive_the_one_that_reads_their_prompt() -> None:
 
 
 def test_many_requests_at_once_are_neither_lost_nor_mixed_up() -> None:
-    engine = Engine(network("llama", torch.float32), EngineOptions(max_sequences=64))
+    engine = Engine(network("llama", torch.float32), EngineOptions(max_num_seqs=64))
     options = SamplingOptions(max_new_tokens=1)
     alone = [tokens_of(engine.generate([[token]], options))[0] for token in range(31)]
     requests = {engine.submit([place % 31], options): place for place in range(2000)}
@@ -176,13 +176,13 @@ def test_without_the_new_version_the_cache_would_be_stale() -> None:
 
 def test_int8_copies_of_old_weights_are_made_anew() -> None:
     model = copy.deepcopy(network("llama")).float()
-    engine = Engine(model, EngineOptions(weights="int8"))
+    engine = Engine(model, EngineOptions(quantization="int8"))
     engine.generate(PROMPTS, EIGHT)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(-1.5)
     engine.update_weights(1)
-    assert engine.generate(PROMPTS, EIGHT) == Engine(model, EngineOptions(weights="int8")).generate(PROMPTS, EIGHT)
+    assert engine.generate(PROMPTS, EIGHT) == Engine(model, EngineOptions(quantization="int8")).generate(PROMPTS, EIGHT)
 
 
 def test_texts_under_way_go_on_with_the_new_weights() -> None:
@@ -259,7 +259,7 @@ def resident() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells memory as Linux does")
 def test_room_that_no_text_has_reached_takes_no_memory() -> None:
     before = resident()
-    engine = Engine(network("gpt2"), EngineOptions(memory=2**28))
+    engine = Engine(network("gpt2"), EngineOptions(kv_cache_bytes=2**28))
     engine.generate(PROMPTS, EIGHT)
     assert engine.stats()["cache_bytes"] >= 2**28
     assert resident() - before < 2**27
@@ -267,17 +267,23 @@ def test_room_that_no_text_has_reached_takes_no_memory() -> None:
 
 def test_a_text_larger_than_the_memory_is_refused() -> None:
     block = 2 * 2 * 2 * 6 * 8 * 4
-    engine = Engine(network("llama"), EngineOptions(memory=3 * block, block_size=4))
+    engine = Engine(network("llama"), EngineOptions(kv_cache_bytes=3 * block, block_size=4))
     engine.generate([[1] * 4], EIGHT)
     with pytest.raises(ConfigError, match=r"5 prompt tokens \+ 8 new ones = 13(.|\n)*at most 12 tokens"):
         engine.submit([1] * 5, EIGHT)
     with pytest.raises(ConfigError, match="holds no text at all"):
-        Engine(network("llama"), EngineOptions(memory=block - 1, block_size=4))
+        Engine(network("llama"), EngineOptions(kv_cache_bytes=block - 1, block_size=4))
 
 
 @pytest.mark.parametrize(
     "choices",
-    [{"block_size": 0}, {"max_sequences": 0}, {"memory": 0}, {"speculation": -1}, {"max_step_tokens": 3}],
+    [
+        {"block_size": 0},
+        {"max_num_seqs": 0},
+        {"kv_cache_bytes": 0},
+        {"prompt_lookup_tokens": -1},
+        {"max_num_batched_tokens": 3},
+    ],
 )
 def test_options_out_of_range_are_refused(choices: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=f"inference.engine.{next(iter(choices))}"):
@@ -285,15 +291,15 @@ def test_options_out_of_range_are_refused(choices: dict[str, int]) -> None:
 
 
 def test_a_guess_is_what_followed_the_longest_ending_last_time() -> None:
-    assert looked_up([1, 2, 3, 9, 1, 2, 3, 8, 5, 2, 3], 2) == [8, 5]
-    assert looked_up([1, 2, 3, 9, 5, 2, 3, 8, 1, 2, 3], 3) == [9, 5, 2]
-    assert looked_up([4, 4], 3) == [4]
-    assert looked_up([1, 2, 3], 3) == looked_up([1], 3) == looked_up([4, 4], 0) == []
+    assert prompt_lookup([1, 2, 3, 9, 1, 2, 3, 8, 5, 2, 3], 2) == [8, 5]
+    assert prompt_lookup([1, 2, 3, 9, 5, 2, 3, 8, 1, 2, 3], 3) == [9, 5, 2]
+    assert prompt_lookup([4, 4], 3) == [4]
+    assert prompt_lookup([1, 2, 3], 3) == prompt_lookup([1], 3) == prompt_lookup([4, 4], 0) == []
 
 
 def test_guesses_that_come_true_save_steps() -> None:
     model, options = network("llama"), SamplingOptions(max_new_tokens=24, repetition_penalty=0.2)
-    engines = [Engine(model, EngineOptions(speculation=guess)) for guess in (0, 4)]
+    engines = [Engine(model, EngineOptions(prompt_lookup_tokens=guess)) for guess in (0, 4)]
     plain, guessed = (tokens_of(engine.generate(PROMPTS, options)) for engine in engines)
     assert plain == guessed
     assert engines[1].stats()["steps"] < engines[0].stats()["steps"] * 0.7
@@ -302,12 +308,12 @@ def test_guesses_that_come_true_save_steps() -> None:
 @pytest.mark.parametrize("speculation", [0, 3])
 def test_with_every_token_come_the_most_likely_ones_of_a_plain_forward_pass(speculation: int) -> None:
     model = network("llama")
-    engine = Engine(model, EngineOptions(speculation=speculation))
-    wanted = [engine.submit(prompt * 3, EIGHT, num_alternatives=place) for place, prompt in enumerate(PROMPTS)]
+    engine = Engine(model, EngineOptions(prompt_lookup_tokens=speculation))
+    wanted = [engine.submit(prompt * 3, EIGHT, num_top_logprobs=place) for place, prompt in enumerate(PROMPTS)]
     found: dict[int, tuple[list[int], list[list[tuple[int, float]]]]] = {request: ([], []) for request in wanted}
     for output in until_end(engine):
         found[output.request][0].extend(output.tokens)
-        found[output.request][1].extend(output.alternatives)
+        found[output.request][1].extend(output.top_logprobs)
     for place, request in enumerate(wanted):
         tokens, told = found[request]
         assert list(map(len, told)) == [place] * 8

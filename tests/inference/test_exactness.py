@@ -13,12 +13,12 @@ import torch
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
 from kitforge.inference.block_manager import BlockManager
-from kitforge.inference.cached_attention import KeyValueCache, Part
 from kitforge.inference.engine import Engine, Output
+from kitforge.inference.model_runner import ModelRunner
 from kitforge.inference.options import EngineOptions
-from kitforge.inference.runner import Runner
+from kitforge.inference.paged_attention import AttentionSegment, KeyValueCache
 from kitforge.inference.sampling import SamplingOptions
-from kitforge.inference.scheduler import Work
+from kitforge.inference.scheduler import ScheduledTokens
 from kitforge.inference.sequence import FinishReason, Sequence
 from tests.core.nn.networks import CONFIGS, VOCAB
 from tests.inference import workload
@@ -40,26 +40,39 @@ def test_every_text_of_a_workload_is_the_one_it_is_alone(name: str) -> None:
 def test_the_workloads_reach_what_they_are_meant_to_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Preemption, copies of shared blocks, texts that lie apart, all kinds of attention, and every kind of end."""
     model, seen = network("llama"), Counter[str]()
-    copy, parts = KeyValueCache.copy, Runner._parts
+    copy, parts = KeyValueCache.copy, ModelRunner._attention_segments
 
     def watched_copy(cache: KeyValueCache, copies: dict[int, int]) -> None:
         seen.update(["copies"])
         copy(cache, copies)
 
-    def watched_parts(runner: Runner, works: list[Work], device: torch.device) -> list[Part]:
+    def watched_parts(
+        runner: ModelRunner, works: list[ScheduledTokens], device: torch.device
+    ) -> list[AttentionSegment]:
         found = parts(runner, works, device)
         seen.update(type(part).__name__ for part in found)
         seen.update("apart" for work in works if not work.sequence.is_consecutive)
-        seen.update("drafts" for work in works if work.drafts)
+        seen.update("drafts" for work in works if work.draft_tokens)
         return found
 
     monkeypatch.setattr(KeyValueCache, "copy", watched_copy)
-    monkeypatch.setattr(Runner, "_parts", watched_parts)
+    monkeypatch.setattr(ModelRunner, "_attention_segments", watched_parts)
     for seed in SEEDS:
         result = workload.run(model, seed)[1]
         seen["preemptions"] += result.stats["preemptions"]
         seen.update(str(each.finish_reason) for samples in result.completions for each in samples)
-    wanted = ["copies", "Stretch", "Singles", "Pages", "apart", "drafts", "preemptions", "stop", "length", "cancelled"]
+    wanted = [
+        "copies",
+        "PrefillSpan",
+        "DecodeBatch",
+        "PagedBatch",
+        "apart",
+        "drafts",
+        "preemptions",
+        "stop",
+        "length",
+        "cancelled",
+    ]
     assert all(seen[kind] > 0 for kind in wanted), seen
 
 
@@ -71,22 +84,22 @@ def write_to_shared_blocks(patch: pytest.MonkeyPatch) -> None:
     reserve = BlockManager.reserve
 
     def careless(blocks: BlockManager, sequence: Sequence, num_tokens: int) -> bool:
-        counted, blocks._references = blocks._references, [min(count, 1) for count in blocks._references]
+        counted, blocks._ref_counts = blocks._ref_counts, [min(count, 1) for count in blocks._ref_counts]
         done = reserve(blocks, sequence, num_tokens)
-        blocks._references = [max(pair) for pair in zip(counted, blocks._references, strict=True)]
+        blocks._ref_counts = [max(pair) for pair in zip(counted, blocks._ref_counts, strict=True)]
         return done
 
     patch.setattr(BlockManager, "reserve", careless)
 
 
 def mistake_prefixes(patch: pytest.MonkeyPatch) -> None:
-    digest = BlockManager._next_digest
+    digest = BlockManager._next_block_hash
 
     def of_length(blocks: BlockManager, sequence: Sequence) -> bytes:
         digest(blocks, sequence)
-        return bytes([len(sequence.digests)])
+        return bytes([len(sequence.block_hashes)])
 
-    patch.setattr(BlockManager, "_next_digest", of_length)
+    patch.setattr(BlockManager, "_next_block_hash", of_length)
 
 
 def keep_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -97,15 +110,15 @@ def keep_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_masks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("kitforge.inference.cached_attention._length_mask", lambda *_: None)
+    patch.setattr("kitforge.inference.paged_attention._length_mask", lambda *_: None)
 
 
 def ignore_order_of_slots(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        Runner,
+        ModelRunner,
         "_slots",
         lambda runner, sequence, start, end: range(
-            sequence.blocks[0] * runner._size + start, sequence.blocks[0] * runner._size + end
+            sequence.block_table[0] * runner._size + start, sequence.block_table[0] * runner._size + end
         ),
     )
 
@@ -116,10 +129,10 @@ def wait_for_the_cancelled(patch: pytest.MonkeyPatch) -> None:
         if sequence.forks:
             heir, *heir.forks = sequence.forks
             engine._scheduler.add(heir)
-        engine._end(sequence)
+        engine._finish(sequence)
         return engine._output(sequence, [], [], [])
 
-    patch.setattr(Engine, "_give_up", careless)
+    patch.setattr(Engine, "_abort", careless)
 
 
 FAULTS = [
@@ -149,7 +162,7 @@ def test_log_probabilities_are_those_of_the_trainers_forward_pass(name: str) -> 
     limit = model.geometry.max_length
     options = SamplingOptions(max_new_tokens=limit // 2, temperature=1.0)
     prompts = [[place + 1] * (1 + place % (limit // 2)) for place in range(6)]
-    completions = Engine(model, EngineOptions(block_size=4, max_step_tokens=16)).generate(prompts, options)
+    completions = Engine(model, EngineOptions(block_size=4, max_num_batched_tokens=16)).generate(prompts, options)
     for prompt, (completion,) in zip(prompts, completions, strict=True):
         final_length = len(prompt) + options.max_new_tokens
         logprobs = logits_of(model, prompt + completion.tokens, final_length).log_softmax(-1)
@@ -171,7 +184,7 @@ def test_decoding_steps_ask_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Decoder, "hidden", watched)
     Engine(model).generate([[3, 1, 4], [1, 5]], SamplingOptions(max_new_tokens=9))
     assert lengths == [5]
-    Engine(model, EngineOptions(layout="paged")).generate([[3, 1, 4]], SamplingOptions(max_new_tokens=3))
+    Engine(model, EngineOptions(kv_layout="paged")).generate([[3, 1, 4]], SamplingOptions(max_new_tokens=3))
     assert lengths == [5, 3, 1, 1]
 
 
@@ -181,7 +194,7 @@ def test_given_texts_are_scored_like_one_by_one(name: str) -> None:
     limit = model.geometry.max_length
     chance = random.Random(3)
     texts = [[chance.randrange(VOCAB) for _ in range(length)] for length in (2, limit, 1, 3, limit // 2, 3)]
-    scores = Engine(model, EngineOptions(max_step_tokens=64)).score(texts)
+    scores = Engine(model, EngineOptions(max_num_batched_tokens=64)).score(texts)
     for text, got in zip(texts, scores, strict=True):
         logprobs = logits_of(model, text, len(text)).log_softmax(-1)
         wanted = [float(logprobs[place, token]) for place, token in enumerate(text[1:])]
@@ -192,16 +205,16 @@ def test_a_step_that_fails_can_be_taken_again(monkeypatch: pytest.MonkeyPatch) -
     model, options = network("llama"), SamplingOptions(max_new_tokens=9)
     engine = Engine(model, EngineOptions(block_size=2))
     prompts, runs = [[3, 1, 4, 1, 5], [3, 1, 4, 1, 5, 9]], 0
-    run = Runner.run
+    run = ModelRunner.run
 
-    def failing(runner: Runner, works: list[Work]) -> torch.Tensor:
+    def failing(runner: ModelRunner, works: list[ScheduledTokens]) -> torch.Tensor:
         nonlocal runs
         runs += 1
         if runs % 2:
             raise RuntimeError("out of memory")
         return run(runner, works)
 
-    monkeypatch.setattr(Runner, "run", failing)
+    monkeypatch.setattr(ModelRunner, "run", failing)
     requests = [engine.submit(prompt, options, key=0) for prompt in prompts]
     tokens: dict[int, list[int]] = {request: [] for request in requests}
     left = engine.submit(prompts[0], options)

@@ -13,9 +13,9 @@ from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.pipeline import TextGenerationPipeline
-from kitforge.inference.text import InferenceOptions
+from kitforge.inference.text_engine import InferenceOptions
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import build
+from kitforge.models.loading import build
 from tests.trainer import tiny
 
 TEXTS = ["the sun", "a", "old café"]
@@ -41,7 +41,7 @@ def test_texts_give_a_list_for_each(pipeline: TextGenerationPipeline) -> None:
 
 
 def test_how_many_texts_run_at_once_changes_no_text(pipeline: TextGenerationPipeline) -> None:
-    options = dataclasses.replace(pipeline.options, engine=EngineOptions(max_sequences=2, max_step_tokens=9))
+    options = dataclasses.replace(pipeline.options, engine=EngineOptions(max_num_seqs=2, max_num_batched_tokens=9))
     small = TextGenerationPipeline(pipeline.model, pipeline.tokenizer, options)
     assert small(TEXTS * 5) == pipeline(TEXTS * 5)
 
@@ -116,4 +116,4 @@ def test_streams_may_be_read_in_turn_or_left(pipeline: TextGenerationPipeline) -
 
 def test_an_engine_is_not_for_one_call(pipeline: TextGenerationPipeline) -> None:
     with pytest.raises(ConfigError, match="once for a pipeline"):
-        pipeline("a", engine={"max_sequences": 2})
+        pipeline("a", engine={"max_num_seqs": 2})

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from kitforge.foundation.errors import ConfigError
-from kitforge.inference.continuations import Branches, score_branches
+from kitforge.inference.choice_scoring import ChoiceBatch, choice_logprobs
 from kitforge.inference.engine import Engine, Output
+from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.sampling import SamplingOptions
-from kitforge.inference.score import PromptLogprob
 from tests.inference.recomputation import LENGTH, logits_of, network, recomputed
 
 STEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
@@ -20,9 +20,9 @@ PROMPTS = [[*STEM, 2, 3, 8], [*STEM, 4], STEM, [7], [7, 1]]
 TOLD = SamplingOptions(max_new_tokens=4, prompt_logprobs=3)
 ENGINES = {
     "plain": EngineOptions(),
-    "in pieces": EngineOptions(max_step_tokens=4, max_sequences=3, block_size=2),
-    "paged": EngineOptions(layout="paged", block_size=2, max_step_tokens=5, max_sequences=2),
-    "guessing": EngineOptions(speculation=3, block_size=3, max_step_tokens=7, max_sequences=4),
+    "in pieces": EngineOptions(max_num_batched_tokens=4, max_num_seqs=3, block_size=2),
+    "paged": EngineOptions(kv_layout="paged", block_size=2, max_num_batched_tokens=5, max_num_seqs=2),
+    "guessing": EngineOptions(prompt_lookup_tokens=3, block_size=3, max_num_batched_tokens=7, max_num_seqs=4),
 }
 
 
@@ -33,7 +33,7 @@ def expected(name: str, prompt: list[int], options: SamplingOptions) -> list[Pro
         values, tokens = row.topk(options.prompt_logprobs or 0)
         others = list(zip(tokens.tolist(), values.tolist(), strict=True))
         rank = int((row > row[token]).sum()) + 1
-        found.append(PromptLogprob(logprob=row[token].item(), rank=rank, alternatives=others))
+        found.append(PromptLogprob(logprob=row[token].item(), rank=rank, top_logprobs=others))
     return found
 
 
@@ -49,9 +49,9 @@ def assert_equal(found: list[PromptLogprob] | None, wanted: list[PromptLogprob])
     assert found is not None and len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-9) and one.rank == other.rank
-        assert [token for token, _ in one.alternatives] == [token for token, _ in other.alternatives]
-        values = [value for _, value in other.alternatives]
-        assert [value for _, value in one.alternatives] == pytest.approx(values, abs=1e-9)
+        assert [token for token, _ in one.top_logprobs] == [token for token, _ in other.top_logprobs]
+        values = [value for _, value in other.top_logprobs]
+        assert [value for _, value in one.top_logprobs] == pytest.approx(values, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -67,31 +67,31 @@ def test_they_are_those_of_a_plain_pass_and_change_no_text(name: str, kind: str)
         found = run(engine)
         for request, prompt in asked.items():
             first, *rest = found[request, 0]
-            assert_equal(first.prompt, expected(name, prompt, TOLD))
-            assert all(output.prompt is None for output in (*rest, *found[request, 1]))
+            assert_equal(first.prompt_logprobs, expected(name, prompt, TOLD))
+            assert all(output.prompt_logprobs is None for output in (*rest, *found[request, 1]))
             tokens = [token for output in (first, *rest) for token in output.tokens]
             assert tokens == recomputed(model, prompt, TOLD).tokens
-        assert all(output.prompt is None for request in others for output in found[request, 0])
+        assert all(output.prompt_logprobs is None for request in others for output in found[request, 0])
 
 
 def test_a_prompt_that_is_given_up_half_way_is_told_once() -> None:
-    engine = Engine(network("llama"), EngineOptions(max_step_tokens=4, max_sequences=2, block_size=2))
+    engine = Engine(network("llama"), EngineOptions(max_num_batched_tokens=4, max_num_seqs=2, block_size=2))
     request = engine.submit(PROMPTS[0], TOLD)
     engine.step()
     engine.step()
     engine.update_weights(1)
     found = run(engine)[request, 0]
     assert engine.stats()["preemptions"] == 1
-    assert_equal(found[0].prompt, expected("llama", PROMPTS[0], TOLD))
+    assert_equal(found[0].prompt_logprobs, expected("llama", PROMPTS[0], TOLD))
 
 
 @pytest.mark.parametrize("name", ["llama", "dynamic"])
 def test_a_prompt_as_long_as_the_model_can_be_told_without_a_token_more(name: str) -> None:
     prompt, only = [token % 29 for token in range(LENGTH)], SamplingOptions(max_new_tokens=0, prompt_logprobs=0)
-    engine = Engine(network(name), EngineOptions(max_step_tokens=16))
+    engine = Engine(network(name), EngineOptions(max_num_batched_tokens=16))
     request = engine.submit(prompt, only, num_samples=2)
     found = run(engine)
-    assert_equal(found[request, 0][0].prompt, expected(name, prompt, only))
+    assert_equal(found[request, 0][0].prompt_logprobs, expected(name, prompt, only))
     assert [(each.tokens, each.finish_reason) for each in (found[request, 0][0], found[request, 1][0])] == [
         ([], "length")
     ] * 2
@@ -102,19 +102,19 @@ def test_a_prompt_as_long_as_the_model_can_be_told_without_a_token_more(name: st
 
 def test_they_are_those_that_choices_are_scored_with() -> None:
     model, choices = network("llama"), [[4, 1], [8, 8, 3]]
-    (wanted,) = score_branches(model, [Branches(stem=STEM, branches=choices)], 512)
-    engine = Engine(model, EngineOptions(max_step_tokens=5, max_sequences=2))
+    (wanted,) = choice_logprobs(model, [ChoiceBatch(prefix=STEM, continuations=choices)], 512)
+    engine = Engine(model, EngineOptions(max_num_batched_tokens=5, max_num_seqs=2))
     only = SamplingOptions(max_new_tokens=1, prompt_logprobs=1)
     requests = [engine.submit([*STEM, *choice], only) for choice in choices]
     found = run(engine)
     for request, score in zip(requests, wanted, strict=True):
-        told = found[request, 0][0].prompt
+        told = found[request, 0][0].prompt_logprobs
         assert told is not None
         assert sum(each.logprob for each in told[len(STEM) - 1 :]) == pytest.approx(score.logprob, abs=1e-9)
 
 
 def test_others_go_on_while_a_long_prompt_is_told() -> None:
-    engine = Engine(network("llama"), EngineOptions(max_step_tokens=4, max_sequences=2, block_size=2))
+    engine = Engine(network("llama"), EngineOptions(max_num_batched_tokens=4, max_num_seqs=2, block_size=2))
     quick = engine.submit([3], SamplingOptions(max_new_tokens=8))
     engine.step()
     long = engine.submit([*STEM, *STEM], replace(TOLD, max_new_tokens=1))
@@ -132,7 +132,7 @@ def test_no_end_comes_before_the_least_length() -> None:
     free = recomputed(model, STEM, SamplingOptions(max_new_tokens=8)).tokens
     stop = free[2]
     options = SamplingOptions(max_new_tokens=8, stop_ids=(stop,), min_new_tokens=5)
-    ((found,),) = Engine(model, EngineOptions(speculation=2), stop_ids=[free[0]]).generate([STEM], options)
+    ((found,),) = Engine(model, EngineOptions(prompt_lookup_tokens=2), stop_ids=[free[0]]).generate([STEM], options)
     assert not {stop, free[0]} & set(found.tokens[:5]) and len(found.tokens) > 5
     assert all(value > float("-inf") for value in found.logprobs)
     eager = replace(options, logit_bias={str(stop): 100.0})
@@ -190,6 +190,6 @@ def test_the_way_options_are_told_apart_costs_the_same_for_every_token() -> None
 def test_a_row_of_few_logits_is_enough_for_any_number_of_alternatives() -> None:
     engine = Engine(network("llama"))
     request = engine.submit([1, 2], SamplingOptions(max_new_tokens=0, prompt_logprobs=10**6))
-    told = run(engine)[request, 0][0].prompt
-    assert told is not None and len(told[0].alternatives) == network("llama").geometry.vocab_size
-    assert torch.tensor([value for _, value in told[0].alternatives]).exp().sum() == pytest.approx(1)
+    told = run(engine)[request, 0][0].prompt_logprobs
+    assert told is not None and len(told[0].top_logprobs) == network("llama").geometry.vocab_size
+    assert torch.tensor([value for _, value in told[0].top_logprobs]).exp().sum() == pytest.approx(1)

@@ -15,26 +15,26 @@ from torch import Tensor
 
 from kitforge.foundation.errors import ConfigError
 from kitforge.inference import sampling
-from kitforge.inference.sampling import Draw, SamplingOptions, alternatives, choose, scores_of
+from kitforge.inference.sampling import SampleRequest, SamplingOptions, process_logits, sample_tokens, top_logprobs
 
 NUM_TOKENS = 6
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -3.0]])
 
 
-def draw(options: SamplingOptions, key: int = 0, position: int = 0, prompt: Sequence[int] = ()) -> Draw:
+def draw(options: SamplingOptions, key: int = 0, position: int = 0, prompt: Sequence[int] = ()) -> SampleRequest:
     text = [*prompt, *range(position)]
-    return Draw(
+    return SampleRequest(
         options=options,
         signature=options.signature(),
-        text=text,
+        history=text,
         prompt_length=len(prompt),
         position=position,
         key=key,
     )
 
 
-def distribution(logits: Tensor, options: SamplingOptions, draws: Sequence[Draw] = ()) -> Tensor:
-    return torch.softmax(scores_of(logits, options, draws), dim=-1)
+def distribution(logits: Tensor, options: SamplingOptions, draws: Sequence[SampleRequest] = ()) -> Tensor:
+    return torch.softmax(process_logits(logits, options, draws), dim=-1)
 
 
 def plain(logits: list[float], options: SamplingOptions) -> list[float]:
@@ -78,7 +78,7 @@ def test_draws_follow_the_distribution(choices: dict[str, float]) -> None:
     options = SamplingOptions(**{"temperature": 1.0} | choices)
     num_draws = 4000
     draws = [draw(options, key) for key in range(num_draws)]
-    tokens, logprobs = choose(LOGITS.expand(num_draws, -1), draws)
+    tokens, logprobs = sample_tokens(LOGITS.expand(num_draws, -1), draws)
     counts = torch.bincount(torch.tensor(tokens), minlength=NUM_TOKENS).double()
     exact = distribution(LOGITS, options)[0].double()
     expected = exact * num_draws
@@ -93,7 +93,7 @@ def test_draws_follow_the_distribution(choices: dict[str, float]) -> None:
 def test_positions_of_a_text_are_drawn_independently() -> None:
     options = SamplingOptions(temperature=1.0)
     draws = [draw(options, position=position) for position in range(2000)]
-    tokens = torch.tensor(choose(LOGITS.expand(2000, -1), draws)[0])
+    tokens = torch.tensor(sample_tokens(LOGITS.expand(2000, -1), draws)[0])
     pairs = torch.bincount(tokens[:-1] * 6 + tokens[1:], minlength=36).double().view(6, 6)
     single = distribution(LOGITS, options)[0].double()
     expected = single[:, None] * single[None, :] * 1999
@@ -114,22 +114,22 @@ def test_the_ends_of_the_unit_interval_fall_on_tokens_that_may_be_drawn(monkeypa
     options = SamplingOptions(temperature=1.0, top_k=2)
     logits = torch.tensor([[-3.0, 2.0, -4.0, 1.0, -5.0]])
     for point, token in ((0.0, 1), (1 - 2.0**-32, 3)):
-        monkeypatch.setattr(Draw, "uniform", lambda _, point=point: point)
-        assert choose(logits, [draw(options)])[0] == [token]
+        monkeypatch.setattr(SampleRequest, "uniform", lambda _, point=point: point)
+        assert sample_tokens(logits, [draw(options)])[0] == [token]
 
 
 def test_rows_of_different_options_do_not_mix() -> None:
     kinds = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.6}, {"repetition_penalty": 2.0}]
     draws = [draw(SamplingOptions(**kind), key, position=2) for key, kind in enumerate(kinds * 3)]
     logits = torch.randn(len(draws), NUM_TOKENS, generator=torch.Generator().manual_seed(1))
-    alone = [choose(row.unsqueeze(0), [each]) for row, each in zip(logits, draws, strict=True)]
-    tokens, logprobs = choose(logits, draws)
+    alone = [sample_tokens(row.unsqueeze(0), [each]) for row, each in zip(logits, draws, strict=True)]
+    tokens, logprobs = sample_tokens(logits, draws)
     assert tokens == [token for (token,), _ in alone]
     assert logprobs == pytest.approx([logprob for _, (logprob,) in alone], abs=1e-6)
 
 
 def test_temperature_zero_takes_the_most_likely_and_tells_how_likely_it_was() -> None:
-    tokens, logprobs = choose(LOGITS, [draw(SamplingOptions(top_k=1))])
+    tokens, logprobs = sample_tokens(LOGITS, [draw(SamplingOptions(top_k=1))])
     assert tokens == [0]
     assert logprobs == pytest.approx([float(LOGITS.log_softmax(-1)[0, 0])])
 
@@ -139,8 +139,8 @@ def test_penalties_and_bias_are_those_of_the_papers() -> None:
         repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={"5": 7.0, "0": -1.0}
     )
     # The prompt says 5 and 2; then 2, 2 and 1 were generated.
-    text = Draw(options=options, signature=(), text=[5, 2, 2, 2, 1], prompt_length=2, position=3, key=0)
-    got = scores_of(LOGITS, options, [text])[0].tolist()
+    text = SampleRequest(options=options, signature=(), history=[5, 2, 2, 2, 1], prompt_length=2, position=3, key=0)
+    got = process_logits(LOGITS, options, [text])[0].tolist()
     wanted = [2.0 - 1.0, 1.0 / 2 - 0.5 - 0.25, 0.5 / 2 - 0.5 - 2 * 0.25, 0.0, -1.0, -3.0 * 2 + 7.0]
     assert got == pytest.approx(wanted)
     assert LOGITS[0].tolist() == [2.0, 1.0, 0.5, 0.0, -1.0, -3.0]
@@ -153,8 +153,8 @@ def test_ties_at_the_edge_of_top_k_all_stay() -> None:
 
 def test_half_precision_is_widened_before_anything_is_counted() -> None:
     logits = LOGITS.to(torch.bfloat16)
-    assert scores_of(logits, SamplingOptions(temperature=0.7)).dtype == torch.float32
-    assert scores_of(LOGITS.double(), SamplingOptions(temperature=0.7)).dtype == torch.float64
+    assert process_logits(logits, SamplingOptions(temperature=0.7)).dtype == torch.float32
+    assert process_logits(LOGITS.double(), SamplingOptions(temperature=0.7)).dtype == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_a_temperature_near_zero_takes_the_most_likely_token() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     for temperature in (1e-5, 1e-38, 2e-207):
         options = SamplingOptions(temperature=temperature)
-        drawn = Draw(options=options, signature=0, text=(), prompt_length=0, position=0, key=0)
-        assert choose(logits, [drawn] * 3) == (logits.argmax(-1).tolist(), [0.0] * 3)
+        drawn = SampleRequest(options=options, signature=0, history=(), prompt_length=0, position=0, key=0)
+        assert sample_tokens(logits, [drawn] * 3) == (logits.argmax(-1).tolist(), [0.0] * 3)
 
 
 @pytest.mark.parametrize("num", [0, 1, 3, NUM_TOKENS, 50])
@@ -199,8 +199,8 @@ def test_the_most_likely_tokens_are_told_in_order(options: SamplingOptions, num:
     logits = LOGITS[0].roll(2).tolist()
     shares = plain(logits, options if options.temperature else SamplingOptions(temperature=1.0))
     order = sorted((token for token in range(NUM_TOKENS) if shares[token]), key=lambda token: -shares[token])[:num]
-    wants, wants_none = replace(draw(options), num_alternatives=num), draw(options)
-    found = alternatives(torch.tensor([logits] * 2), [wants, wants_none])
+    wants, wants_none = replace(draw(options), num_top_logprobs=num), draw(options)
+    found = top_logprobs(torch.tensor([logits] * 2), [wants, wants_none])
     assert [token for token, _ in found[0]] == order
     assert [value for _, value in found[0]] == pytest.approx([math.log(shares[token]) for token in order], abs=1e-5)
     assert found[1] == []
@@ -208,20 +208,22 @@ def test_the_most_likely_tokens_are_told_in_order(options: SamplingOptions, num:
 
 def test_the_most_likely_tokens_are_those_after_penalties() -> None:
     options = SamplingOptions(presence_penalty=1.2, logit_bias={"5": 6.0})
-    drawn = replace(draw(options, position=1), num_alternatives=3)
-    assert [token for token, _ in alternatives(LOGITS, [drawn])[0]] == [5, 1, 0]
+    drawn = replace(draw(options, position=1), num_top_logprobs=3)
+    assert [token for token, _ in top_logprobs(LOGITS, [drawn])[0]] == [5, 1, 0]
 
 
 def test_a_choice_among_few_logits_wakes_no_second_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would go on spinning where the next step wants to compute."""
     seen: list[int] = []
-    found = sampling.scores_of
-    monkeypatch.setattr(sampling, "scores_of", lambda *given: (seen.append(torch.get_num_threads()), found(*given))[1])
+    found = sampling.process_logits
+    monkeypatch.setattr(
+        sampling, "process_logits", lambda *given: (seen.append(torch.get_num_threads()), found(*given))[1]
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        choose(torch.zeros(1, 9), [draw(SamplingOptions())])
-        choose(torch.zeros(1, sampling.FEW + 1), [draw(SamplingOptions())])
+        sample_tokens(torch.zeros(1, 9), [draw(SamplingOptions())])
+        sample_tokens(torch.zeros(1, sampling.SINGLE_THREAD_LOGITS + 1), [draw(SamplingOptions())])
         assert (seen, torch.get_num_threads()) == ([1, 2], 2)
     finally:
         torch.set_num_threads(before)

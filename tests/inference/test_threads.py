@@ -17,13 +17,13 @@ import torch
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.inference.engine import Engine
 from kitforge.inference.fair_lock import FairLock
+from kitforge.inference.model_runner import ModelRunner
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.pipeline import TextGenerationPipeline
-from kitforge.inference.runner import Runner
 from kitforge.inference.sampling import SamplingOptions
-from kitforge.inference.text import Detokeniser, InferenceOptions
+from kitforge.inference.text_engine import Detokenizer, InferenceOptions
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import build
+from kitforge.models.loading import build
 from tests.inference.recomputation import network, recomputed
 from tests.trainer import tiny
 
@@ -35,7 +35,7 @@ CHAT = [{"role": "user", "content": "the sun?"}]
 def pipeline() -> TextGenerationPipeline:
     model = build(config_of(tiny.LLAMA | {"vocab_size": 259}), device=torch.device("cpu"), seed=3)
     options = InferenceOptions(
-        max_new_tokens=8, temperature=1.0, engine=EngineOptions(max_sequences=3, max_step_tokens=16)
+        max_new_tokens=8, temperature=1.0, engine=EngineOptions(max_num_seqs=3, max_num_batched_tokens=16)
     )
     return TextGenerationPipeline(model, ByteTokenizer(), options)
 
@@ -43,15 +43,15 @@ def pipeline() -> TextGenerationPipeline:
 @pytest.fixture
 def interleaved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Threads change places after every instruction that lets them, and in the middle of every step."""
-    run = Runner.run
+    run = ModelRunner.run
 
-    def slow(runner: Runner, works: list[Any]) -> Any:
+    def slow(runner: ModelRunner, works: list[Any]) -> Any:
         time.sleep(0.0005)
         found = run(runner, works)
         time.sleep(0.0005)
         return found
 
-    monkeypatch.setattr(Runner, "run", slow)
+    monkeypatch.setattr(ModelRunner, "run", slow)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -115,7 +115,7 @@ def test_every_thread_gets_the_texts_that_it_gets_alone(pipeline: TextGeneration
 
     assert in_threads(*(lambda thread=thread: work(thread) for thread in range(4))) == alone
     pipeline("the last one lets go of streams that were left")
-    assert is_idle(pipeline._texts.engine) and not pipeline._pieces
+    assert is_idle(pipeline._text_engine.engine) and not pipeline._deltas
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def test_without_the_lock_they_would_not(pipeline: TextGenerationPipeline) -> No
         end = time.monotonic() + 3
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
-        pipeline._texts.step = lambda: [][1]  # type: ignore[method-assign]  # so that those who hang end as well
+        pipeline._text_engine.step = lambda: [][1]  # type: ignore[method-assign]  # so that those who hang end as well
         for thread in threads:
             thread.join(PATIENCE)
     assert sorted(found, key=lambda each: each[0]) != [(place, [alone[place]] * 5) for place in range(4)]
@@ -163,9 +163,9 @@ def test_an_error_in_a_step_reaches_the_thread_that_made_it(
     pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = [pipeline(f"{thread} ROMEO", max_new_tokens=20, seed=thread) for thread in range(3)]
-    run, doomed = Runner.run, threading.local()
+    run, doomed = ModelRunner.run, threading.local()
 
-    def failing(runner: Runner, works: list[Any]) -> Any:
+    def failing(runner: ModelRunner, works: list[Any]) -> Any:
         if getattr(doomed, "is_doomed", False):
             raise RuntimeError("out of memory")
         return run(runner, works)
@@ -175,12 +175,12 @@ def test_an_error_in_a_step_reaches_the_thread_that_made_it(
         # Longer than the others, which may otherwise make all steps for it.
         return pipeline("doomed", max_new_tokens=50)
 
-    monkeypatch.setattr(Runner, "run", failing)
+    monkeypatch.setattr(ModelRunner, "run", failing)
     jobs = [lambda thread=thread: pipeline(f"{thread} ROMEO", max_new_tokens=20, seed=thread) for thread in range(3)]
     *texts, error = in_threads(*jobs, fail)
     assert texts == alone
     assert isinstance(error, RuntimeError)
-    assert is_idle(pipeline._texts.engine)
+    assert is_idle(pipeline._text_engine.engine)
 
 
 @pytest.mark.usefixtures("interleaved")
@@ -188,19 +188,19 @@ def test_tokens_without_words_concern_their_own_text_whoever_makes_the_step(
     pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = [pipeline(f"{thread} ROMEO", max_new_tokens=20, seed=thread) for thread in range(3)]
-    push = Detokeniser.push
+    push = Detokenizer.push
 
-    def picky(text: Detokeniser, tokens: list[int], *, is_last: bool = False) -> str:
+    def picky(text: Detokenizer, tokens: list[int], *, is_last: bool = False) -> str:
         if text._stop == ("doomed",) and len(text._tokens) > 3:
             raise IndexError("piece id is out of range")
         return push(text, tokens, is_last=is_last)
 
-    monkeypatch.setattr(Detokeniser, "push", picky)
+    monkeypatch.setattr(Detokenizer, "push", picky)
     jobs = [lambda thread=thread: pipeline(f"{thread} ROMEO", max_new_tokens=20, seed=thread) for thread in range(3)]
     *texts, error = in_threads(*jobs, lambda: pipeline("doomed", max_new_tokens=20, stop=["doomed"]))
     assert texts == alone
     assert isinstance(error, IndexError)
-    assert is_idle(pipeline._texts.engine)
+    assert is_idle(pipeline._text_engine.engine)
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step_harms_nobody(
     next(held)
     streams = [held]
     del held
-    choose = Engine._choose
+    choose = Engine._sample
 
     def collecting(engine: Engine, *given: Any) -> None:
         if streams:
@@ -220,17 +220,17 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step_harms_nobody(
             gc.collect()
         choose(engine, *given)
 
-    monkeypatch.setattr(Engine, "_choose", collecting)
+    monkeypatch.setattr(Engine, "_sample", collecting)
     assert pipeline("the sun", max_new_tokens=12) == alone
     assert pipeline("the sun", max_new_tokens=12) == alone
-    assert is_idle(pipeline._texts.engine) and not pipeline._pieces
+    assert is_idle(pipeline._text_engine.engine) and not pipeline._deltas
 
 
 @pytest.mark.usefixtures("interleaved")
 def test_an_engine_generates_in_several_threads_beside_one_that_steps() -> None:
     model, options = network("llama"), SamplingOptions(max_new_tokens=12, temperature=1.0)
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
-    engine = Engine(model, EngineOptions(max_sequences=2, block_size=4))
+    engine = Engine(model, EngineOptions(max_num_seqs=2, block_size=4))
     wanted = [recomputed(model, prompt, options, key).tokens for key, prompt in enumerate(prompts)]
 
     def generate() -> list[list[int]]:

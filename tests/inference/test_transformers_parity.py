@@ -38,7 +38,9 @@ def test_greedy_texts_equal_those_of_generate(tmp_path: Path, name: str) -> None
     peer = build_peer(VARIANTS[name])
     peer.save_pretrained(tmp_path)
     model = ours_from(tmp_path, "O1").requires_grad_(False)
-    engine = Engine(model, EngineOptions(block_size=4, max_step_tokens=8, max_sequences=3, speculation=2))
+    engine = Engine(
+        model, EngineOptions(block_size=4, max_num_batched_tokens=8, max_num_seqs=3, prompt_lookup_tokens=2)
+    )
     completions = engine.generate(PROMPTS, SamplingOptions(max_new_tokens=NEW_TOKENS))
     for prompt, (completion,) in zip(PROMPTS, completions, strict=True):
         tokens = torch.tensor([prompt])

@@ -51,12 +51,12 @@ def engine_options(chance: random.Random, model: Decoder) -> EngineOptions:
     max_sequences = chance.choice([1, 2, 3, 5])
     return EngineOptions(
         block_size=size,
-        memory=chance.choice([None, block * longest, block * (longest + 3)]),
-        max_sequences=max_sequences,
-        max_step_tokens=chance.choice([max_sequences, 5, 8, 64]),
+        kv_cache_bytes=chance.choice([None, block * longest, block * (longest + 3)]),
+        max_num_seqs=max_sequences,
+        max_num_batched_tokens=chance.choice([max_sequences, 5, 8, 64]),
         prefix_cache=chance.random() < 0.8,
-        layout=chance.choice(["auto", "paged"]),
-        speculation=chance.choice([0, 0, 1, 4]),
+        kv_layout=chance.choice(["auto", "paged"]),
+        prompt_lookup_tokens=chance.choice([0, 0, 1, 4]),
     )
 
 

@@ -11,7 +11,7 @@ from kitforge.core.nn.rotary import RopeScaling, RotaryAngles
 from kitforge.foundation.errors import ConfigError, KitforgeError, ModelError
 from kitforge.models.catalog import family_of_type
 from kitforge.models.llama.model import LlamaConfig
-from kitforge.models.mapping import ConfigFile, read_rope
+from kitforge.models.weight_mapping import ConfigFile, read_rope
 from tests.models.conftest import GetPeer
 from tests.models.variants import VARIANTS, family_of
 

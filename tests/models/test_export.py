@@ -12,11 +12,11 @@ import transformers
 
 from kitforge.core.checkpoint.hugging_face import write_folder
 from kitforge.core.nn.decoder import Decoder
-from kitforge.core.nn.init import initialise
+from kitforge.core.nn.init import init_weights
 from kitforge.foundation.errors import ModelError
 from kitforge.models.catalog import FAMILIES
 from kitforge.models.llama.model import LlamaConfig
-from kitforge.models.mapping import export_tensors
+from kitforge.models.weight_mapping import export_tensors
 from tests.models.conftest import GetPeer
 from tests.models.variants import VARIANTS, family_of, largest_difference, logits_of, ours_from, tokens
 
@@ -41,7 +41,7 @@ def test_tensors_come_back_unchanged_bit_for_bit(name: str, peer: GetPeer) -> No
     source = dict(peer(name).model.state_dict())
     ours = ours_from(peer(name).folder)
     family, config = family_of(peer(name))
-    written = dict(export_tensors(family.pieces(ours.config, config["model_type"]), ours.state_dict()))
+    written = dict(export_tensors(family.tensor_mappings(ours.config, config["model_type"]), ours.state_dict()))
     assert written.keys() == source.keys() - ({"lm_head.weight"} if ours.output is None else set())
     assert all(torch.equal(tensor, source[key]) for key, tensor in written.items())
     assert all(tensor.is_contiguous() for tensor in written.values())
@@ -88,7 +88,7 @@ def test_a_mix_that_no_architecture_has_is_refused(options: dict[str, Any]) -> N
 )
 def test_a_network_of_our_own_is_written_too(options: dict[str, Any], tmp_path: Path) -> None:
     ours = Decoder(replace(TINY, **options)).eval()
-    initialise(ours.named_parameters(), 2, seed=3)
+    init_weights(ours.named_parameters(), 2, seed=3)
     assert largest_difference(logits_of(reloaded(ours, tmp_path), tokens()), logits_of(ours, tokens())) < 1e-5
 
 
@@ -97,7 +97,9 @@ def reloaded(ours: Decoder, folder: Path) -> Any:
     config: Any = ours.config
     family = FAMILIES[config.family]
     written = family.write_config(config)
-    write_folder(folder, written, export_tensors(family.pieces(config, written["model_type"]), ours.state_dict()))
+    write_folder(
+        folder, written, export_tensors(family.tensor_mappings(config, written["model_type"]), ours.state_dict())
+    )
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
     return model.eval()

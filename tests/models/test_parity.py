@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.decoder import Decoder
-from kitforge.models.mapping import import_tensors
+from kitforge.models.weight_mapping import import_tensors
 from tests.models.conftest import GetPeer
 from tests.models.variants import (
     VARIANTS,
@@ -73,7 +73,7 @@ def gradient_distance(ours: Decoder, peer: Peer) -> float:
     family, config = family_of(peer)
     named = dict(theirs.named_parameters())
     gradients = import_tensors(
-        family, family.pieces(ours.config, config["model_type"]), named, lambda name: named[name].grad
+        family, family.tensor_mappings(ours.config, config["model_type"]), named, lambda name: named[name].grad
     )
     parameters = dict(ours.named_parameters())
     pairs = [(parameters[name].grad, gradient) for name, gradient in gradients]

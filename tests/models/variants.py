@@ -18,7 +18,7 @@ from kitforge.core.checkpoint.hugging_face import read_folder
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.models.catalog import family_of_type
-from kitforge.models.mapping import Family, import_tensors
+from kitforge.models.weight_mapping import Family, import_tensors
 
 VOCAB, LENGTH, PAIRS = 97, 24, 8
 
@@ -135,7 +135,7 @@ def ours_from(folder: Path, level: CompileLevel = "O0") -> Decoder:
     source = read_folder(folder)
     family = family_of_type(source.config["model_type"])
     config = family.read_config(source.config)
-    pieces = family.pieces(config, source.config["model_type"])
+    pieces = family.tensor_mappings(config, source.config["model_type"])
     return filled(config, dict(import_tensors(family, pieces, source.names(), source.tensor)), level)
 
 

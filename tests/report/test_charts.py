@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kitforge.report.charts import charts, is_bad
-from kitforge.report.metrics import Event, RunRecord, Series, read_run
+from kitforge.report.metrics import LoggedEvent, RunRecord, Series, read_run
 
 
 def run_of(train: dict[str, float], evaluation: dict[str, float], *events: str) -> RunRecord:
@@ -17,7 +17,7 @@ def run_of(train: dict[str, float], evaluation: dict[str, float], *events: str) 
         config_text="",
         train={name: Series(steps=(1,), values=(value,)) for name, value in train.items()},
         eval={name: Series(steps=(1,), values=(value,)) for name, value in evaluation.items()},
-        events=tuple(Event(step=1, name=name, message="") for name in events),
+        events=tuple(LoggedEvent(step=1, name=name, message="") for name in events),
         samples=(),
         problems=(),
     )
@@ -62,7 +62,7 @@ def test_checkpoints_are_not_marked_on_the_loss_but_skips_are() -> None:
 
 @pytest.mark.parametrize("name", ["skipped", "rollback", "interrupt", "damaged"])
 def test_events_to_look_at(name) -> None:
-    assert is_bad(Event(step=1, name=name, message=""))
+    assert is_bad(LoggedEvent(step=1, name=name, message=""))
 
 
 def test_a_whole_run_makes_the_charts_that_everybody_wants(write_run) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kitforge.foundation.errors import DataError
-from kitforge.report.metrics import Event, RunRecord, Sample, SampleSet, read_run
+from kitforge.report.metrics import LoggedEvent, RunRecord, Sample, SampleSet, read_run
 
 
 def read_lines(folder: Path, text: str | bytes) -> RunRecord:
@@ -35,7 +35,7 @@ def test_values_are_those_of_the_file(tmp_path) -> None:
 
 def test_events_keep_their_order_and_message(tmp_path) -> None:
     text = '{"kind":"event","step":5,"event":"skipped","message":"m"}\n{"kind":"event","step":4,"event":"rollback"}\n'
-    expected = (Event(step=5, name="skipped", message="m"), Event(step=4, name="rollback", message=""))
+    expected = (LoggedEvent(step=5, name="skipped", message="m"), LoggedEvent(step=4, name="rollback", message=""))
     assert read_lines(tmp_path, text).events == expected
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kitforge.foundation.errors import DataError
-from kitforge.report.metrics import Event, RunRecord, Sample, SampleSet, Series, read_run
+from kitforge.report.metrics import LoggedEvent, RunRecord, Sample, SampleSet, Series, read_run
 from kitforge.report.page import render, run_labels, write_report
 from kitforge.report.panels import Panel
 
@@ -100,7 +100,7 @@ def test_nothing_from_data_becomes_markup(num_runs) -> None:
         config_text=f"name: {EVIL}\n",
         train={EVIL: Series(steps=(0, 1), values=(1.0, 2.0)), **loss(2.0, 1.0)},
         eval={f"eval/{EVIL}": Series(steps=(1,), values=(1.0,))},
-        events=(Event(step=1, name=EVIL, message=EVIL),) * 5,
+        events=(LoggedEvent(step=1, name=EVIL, message=EVIL),) * 5,
         samples=(SampleSet(step=1, samples=(Sample(prompt=EVIL, text=EVIL + EVIL),)),),
         problems=(EVIL,),
     )
@@ -166,7 +166,7 @@ def test_a_run_of_alignment_has_a_panel_of_rewards_before_the_curves() -> None:
 
 def test_what_is_left_out_is_said() -> None:
     sets = tuple(SampleSet(step=step, samples=(Sample(prompt="", text="x" * 4000),) * 9) for step in range(12, 0, -1))
-    events = tuple(Event(step=step, name=f"event {step}", message="") for step in range(230))
+    events = tuple(LoggedEvent(step=step, name=f"event {step}", message="") for step in range(230))
     page = render([record(samples=sets, events=events)])
     assert "4 earlier steps are not shown here" in page
     assert "1 more samples lie in samples/step_12.json" in page
@@ -175,7 +175,7 @@ def test_what_is_left_out_is_said() -> None:
 
 
 def test_many_events_of_one_name_are_folded() -> None:
-    events = tuple(Event(step=step, name="checkpoint", message="saved") for step in (10, 20, 30, 40))
+    events = tuple(LoggedEvent(step=step, name="checkpoint", message="saved") for step in (10, 20, 30, 40))
     found = section(render([record(events=events)]), "Events")
     assert "steps 10 to 40" in found and "4 times" in found
 

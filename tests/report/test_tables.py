@@ -27,7 +27,7 @@ def test_hits_moves_and_the_curve_are_drawn(tmp_path: Path) -> None:
     curve = json.dumps({"kind": "curve", "table": "deep_16", "points": [[10, 0.2], [100, 0.9]]})
     panel = tables([read_run(write_run(tmp_path / "run", [curve, line(1), line(2)]))], ["run"])
     assert panel is not None
-    for words in ("where rows were found", "rows moved", "hit rate by rows of the device tier", "host", "new"):
+    for words in ("lookups by tier", "rows written", "hit rate by device tier size", "host", "new"):
         assert words in panel.html
     assert panel.html.count('data-axis="step"') == 2
     assert 'data-axis="rows"' in panel.html and "0.2 at rows 10 to 0.9 at rows 100" in panel.html

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.checkpoint.layout import step_folder, steps
 from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
-from kitforge.core.optim.rows import ROWS
-from kitforge.core.optim.sparse import SparseOptimizerConfig, build_row_optimizer
+from kitforge.core.checkpoint.manifest import step_folder, steps
+from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
+from kitforge.core.optim.table_protocols import ROWS
 from kitforge.core.parallel.world import ALONE, World
-from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions, PolicyOptions
-from kitforge.embedding_cache.records import TableConfig
+from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions, PolicyOptions
+from kitforge.embedding_cache.row_init import RowInitConfig
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
@@ -46,7 +46,7 @@ def sharded(optimizer: str) -> MakeTable:
     def make(world: World, _: Path) -> nn.Module:
         rule = build_row_optimizer(SparseOptimizerConfig(name=optimizer))  # type: ignore[arg-type]
         group = None if world.mesh is None else world.mesh.world
-        return ShardedTable(TableConfig(name="clicks", dim=DIM), rule, group)
+        return ShardedTable(RowInitConfig(name="clicks", dim=DIM), rule, group)
 
     return make
 
@@ -74,7 +74,7 @@ KINDS: dict[str, MakeTable] = {
         host_rows=5,
         file=True,
         admission=AdmissionOptions(name="count", count=2),
-        forgetting=ForgettingOptions(every=3, age=2),
+        expiry=ExpiryOptions(every=3, max_age=2),
     ),
 }
 

@@ -14,7 +14,7 @@ from kitforge.api import Trainer
 from kitforge.core.parallel.world import World
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.trainer.callbacks.callback import Callback, Event
-from kitforge.trainer.callbacks.callback import Run as WatchedRun
+from kitforge.trainer.callbacks.callback import RunContext as WatchedRun
 from kitforge.trainer.run import Run
 from kitforge.trainer.task import Task
 

@@ -93,7 +93,7 @@ def test_micro_batches_equal_the_batch(tmp_path: Path, corpus: Path, network: st
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_micro_batches_of_packed_documents_equal_the_batch(tmp_path: Path, corpus: Path, size: int) -> None:
-    choices = {"data.train": "documents.jsonl", "data.validation": 0.2, "trainer.max_steps": 2}
+    choices = {"data.train": "documents.jsonl", "data.eval_fraction": 0.2, "trainer.max_steps": 2}
     assert distance(tmp_path, corpus, choices, size) < 1e-12
 
 
@@ -118,7 +118,7 @@ def test_micro_batches_and_steps_without_a_target_add_nothing(
 
 
 def test_a_division_by_the_micro_batchs_own_count_is_noticed(tmp_path: Path, corpus: Path) -> None:
-    choices = {"data.train": "documents.jsonl", "data.validation": 0.2, "trainer.max_steps": 2}
+    choices = {"data.train": "documents.jsonl", "data.eval_fraction": 0.2, "trainer.max_steps": 2}
     assert distance(tmp_path, corpus, choices, 1, fault=True) > 1e-6
 
 

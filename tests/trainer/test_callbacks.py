@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kitforge.core.checkpoint import tensor_file
-from kitforge.core.checkpoint.layout import steps
+from kitforge.core.checkpoint import safetensors_file
 from kitforge.core.checkpoint.load import newest
+from kitforge.core.checkpoint.manifest import steps
 from kitforge.foundation.errors import CheckpointError, DependencyError
 from kitforge.trainer.callbacks import progress
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from tests.trainer import tiny
 from tests.trainer.regression import Regression, train
 from tests.trainer.test_course import Scripted
@@ -52,7 +52,7 @@ def test_words_in_brackets_are_shown_as_they_are(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(progress, "console", console)
 
     class Notes(Callback):
-        def on_event(self, event: Event, run: Run) -> None:
+        def on_event(self, event: Event, run: RunContext) -> None:
             if event.kind == "start":
                 run.note("remark", "see [bold]here[/bold]")
 
@@ -165,7 +165,7 @@ def test_a_report_is_written_at_the_end(tmp_path: Path) -> None:
 
 def test_a_failing_run_keeps_its_work_and_writes_its_report(tmp_path: Path) -> None:
     class Clumsy(Callback):
-        def on_event(self, event: Event, run: Run) -> None:
+        def on_event(self, event: Event, run: RunContext) -> None:
             if event.kind == "step" and run.state.cursor.step == 4:
                 raise RuntimeError("dropped it")
 
@@ -191,7 +191,7 @@ def test_a_failure_within_a_step_saves_nothing_half_done(tmp_path: Path) -> None
 def test_a_full_disk_keeps_the_last_good_checkpoint_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, num_written = tensor_file.write, [0]
+    write, num_written = safetensors_file.write, [0]
 
     def fill_up(*arguments: Any) -> Any:
         num_written[0] += 1
@@ -200,7 +200,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint_and_says_so(
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(*arguments)
 
-    monkeypatch.setattr(tensor_file, "write", fill_up)
+    monkeypatch.setattr(safetensors_file, "write", fill_up)
     with pytest.raises(CheckpointError) as caught:
         train(tmp_path)
     assert "No space left on device" in str(caught.value)

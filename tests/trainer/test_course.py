@@ -11,12 +11,12 @@ import pytest
 from torch import nn
 
 from kitforge.core.checkpoint import save as saving
-from kitforge.core.checkpoint.layout import KEEP, step_folder, steps
 from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.checkpoint.manifest import KEEP, step_folder, steps
+from kitforge.core.checkpoint.shard_writer import Written
 from kitforge.core.checkpoint.snapshot import Snapshot
-from kitforge.core.checkpoint.write import Written
 from kitforge.core.optim.build import Optimizer
-from kitforge.core.optim.schedules import ScheduleConfig, scale
+from kitforge.core.optim.schedules import ScheduleConfig, lr_scale
 from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from tests.core.checkpoint.killed import child
@@ -49,7 +49,7 @@ def test_the_learning_rate_follows_the_schedule(tmp_path: Path, corpus: Path, na
     tiny.run(tmp_path, corpus, choices)
     config = ScheduleConfig(name=name, warmup_steps=2, final_fraction=0.2)
     rates = [record["learning_rate"] for record in tiny.records(tmp_path, "train")]
-    assert rates == pytest.approx([1e-2 * scale(config, step, 6) for step in range(6)])
+    assert rates == pytest.approx([1e-2 * lr_scale(config, step, 6) for step in range(6)])
 
 
 def test_a_plateau_lowers_the_learning_rate(tmp_path: Path, corpus: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_log_line_is_the_mean_over_its_steps_weighted_by_samples(tmp_path: Pat
 
 
 def test_a_log_line_is_the_mean_over_its_steps_weighted_by_tokens(tmp_path: Path, corpus: Path) -> None:
-    packed = {"data.train": "documents.jsonl", "data.validation": 0.2}
+    packed = {"data.train": "documents.jsonl", "data.eval_fraction": 0.2}
     tiny.run(tmp_path / "each", corpus, packed)
     tiny.run(tmp_path / "windows", corpus, packed | {"trainer.log_every": 3})
     each = tiny.records(tmp_path / "each", "train")
@@ -207,7 +207,7 @@ def test_optimizer_states_are_laid_down_before_the_first_activations(
             order.append("loss")
             return super().loss(model, micro_batch)
 
-    monkeypatch.setattr(Optimizer, "materialise", lambda _: order.append("states"))
+    monkeypatch.setattr(Optimizer, "init_state", lambda _: order.append("states"))
     train(tmp_path, Watched(), max_steps=1, checkpoint_every=None)
     assert order[0] == "states"
 

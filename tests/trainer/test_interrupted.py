@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kitforge.core.checkpoint.layout import steps
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.core.checkpoint.manifest import steps
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from tests.trainer import tiny
 
 LONG = {"trainer.log_every": 4, "trainer.evaluate_every": 3}
@@ -21,7 +21,7 @@ class Impatient(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         if event.kind == "step" and run.state.cursor.step == self.step:
             os.kill(os.getpid(), signal.SIGINT)
 

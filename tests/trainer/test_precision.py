@@ -42,7 +42,7 @@ def test_compiled_blocks_train_like_the_others(tmp_path: Path, corpus: Path, mon
     if "KITFORGE_PROVE" not in os.environ:
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     # Without an evaluation there is one graph less to compile.
-    short = {"trainer.max_steps": 3, "data.validation": 0.0}
+    short = {"trainer.max_steps": 3, "data.eval_fraction": 0.0}
     fused = losses(tmp_path / "O1", corpus, short | {"compile_level": "O1"})
     graphs = counters["stats"]["unique_graphs"]
     compiled = losses(tmp_path / "O2", corpus, short | {"compile_level": "O2"})
@@ -59,7 +59,9 @@ def test_the_loss_falls_in_every_precision(tmp_path: Path, corpus: Path, precisi
 def test_fp16_scales_the_loss_and_takes_the_scale_out_again(tmp_path: Path, corpus: Path) -> None:
     norms = []
     for precision in ("fp32", "fp16"):
-        tiny.run(tmp_path / precision, corpus, {"precision": precision, "trainer.max_steps": 1, "data.validation": 0.0})
+        tiny.run(
+            tmp_path / precision, corpus, {"precision": precision, "trainer.max_steps": 1, "data.eval_fraction": 0.0}
+        )
         norms += [record["grad_norm"] for record in tiny.records(tmp_path / precision, "train")]
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
 

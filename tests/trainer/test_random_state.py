@@ -14,7 +14,7 @@ from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.core.optim.build import OptimizerConfig, build_optimizer
 from kitforge.core.optim.groups import decay_groups
 from kitforge.core.optim.schedules import Plateau, ScheduleConfig
-from kitforge.core.parallel.apply import apply
+from kitforge.core.parallel.parallelize import parallelize
 from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import ALONE
 from kitforge.trainer.precision import LossScaler
@@ -35,8 +35,8 @@ class Ranks:
     def replica(self) -> int:
         return self.replicas[self.rank]
 
-    def agree(self, value: Any) -> list[Any]:
-        self.spoken = value
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.sent = value
         return list(self.said) or [(replica, value[1]) for replica in self.replicas]
 
 
@@ -45,7 +45,7 @@ def state(world: Ranks) -> TrainingState:
     groups = decay_groups(model.named_parameters(), weight_decay=0.0)
     return TrainingState(
         model=model,
-        parallel=apply(model, Sharding(), ALONE),
+        parallel=parallelize(model, Sharding(), ALONE),
         optimizer=build_optimizer(groups, OptimizerConfig(), None),
         scaler=LossScaler("fp32"),
         plateau=Plateau(ScheduleConfig()),
@@ -60,9 +60,9 @@ def save(folder: Path, replicas: Sequence[int]) -> list[list[float]]:
         torch.manual_seed(100 + replicas[rank])
         world = Ranks(replicas, rank)
         state(world).plain()
-        said.append(world.spoken)
+        said.append(world.sent)
     written = state(Ranks(replicas, 0, said))
-    written.optimizer.materialise()
+    written.optimizer.init_state()
     writer = CheckpointWriter(folder)
     writer.save(
         1,

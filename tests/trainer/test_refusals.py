@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from kitforge.core.checkpoint.layout import steps
+from kitforge.core.checkpoint.manifest import steps
 from kitforge.foundation.errors import CheckpointError, ConfigError
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.resume import check_changes, find
@@ -27,7 +27,7 @@ def test_no_file_is_touched_before_all_ranks_have_agreed(tmp_path: Path) -> None
 
         rank = 0
 
-        def agree(self, value: Any) -> list[Any]:
+        def all_gather_object(self, value: Any) -> list[Any]:
             raise ConfigError("another rank refuses the run")
 
     loop = SimpleNamespace(world=Refusing(), train=lambda: {})

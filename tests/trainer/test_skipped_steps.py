@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kitforge.core.checkpoint.layout import step_folder, steps
 from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.checkpoint.manifest import step_folder, steps
 from kitforge.foundation.errors import TrainingError
 from kitforge.trainer import precision
 from kitforge.trainer.precision import LossScaler

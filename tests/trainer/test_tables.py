@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kitforge.core.checkpoint.layout import steps
-from kitforge.core.checkpoint.tables import StoredTable
-from kitforge.core.optim.rows import RowSource
+from kitforge.core.checkpoint.manifest import steps
+from kitforge.core.checkpoint.table_reader import StoredTable
+from kitforge.core.optim.table_protocols import RowSource
 from kitforge.foundation.errors import CheckpointError, ConfigError, ModelError
 from kitforge.trainer.callbacks.callback import Callback, Event
-from kitforge.trainer.callbacks.callback import Run as RunView
+from kitforge.trainer.callbacks.callback import RunContext as RunView
 from tests.sharded_table import ShardedTable
 from tests.trainer import clicks, tiny
 
@@ -90,7 +90,7 @@ def test_deltas_leave_what_whole_checkpoints_leave(tmp_path: Path) -> None:
     for name, number in (("whole", 0), ("deltas", 3)):
         clicks.run(tmp_path / name, clicks.KINDS["adagrad"], delta_checkpoints=number, checkpoint_every=1)
     bases = [
-        clicks.open_checkpoint(tmp_path / "deltas" / "checkpoints" / f"step_{step}").manifest.base
+        clicks.open_checkpoint(tmp_path / "deltas" / "checkpoints" / f"step_{step}").manifest.parent
         for step in range(1, 9)
     ]
     assert [base and base.step for base in bases] == [None, 1, 2, 3, None, 5, 6, 7]
@@ -140,9 +140,9 @@ def test_a_rollback_takes_tables_back_and_what_follows_is_whole(tmp_path: Path) 
     clicks.train(loop, options, tmp_path / "run", "")
     root = tmp_path / "run" / "checkpoints"
     assert tiny.events(tmp_path / "run", "rollback") == ["weights of step 4; the data go on"]
-    bases = {step: clicks.open_checkpoint(root / f"step_{step}").manifest.base for step in steps(root)}
+    bases = {step: clicks.open_checkpoint(root / f"step_{step}").manifest.parent for step in steps(root)}
     assert {step: base and base.step for step, base in bases.items()} == {2: None, 4: 2, 8: None, 10: 8, 12: 10}
-    ids, rows = loop.model.table.begin_snapshot().held["rows"]
+    ids, rows = loop.model.table.begin_snapshot().chunks_by_part["rows"]
     assert clicks.bits_of([(ids, rows)]) == clicks.tables_in(clicks.last(tmp_path / "run"))["clicks"]["rows"]
 
 

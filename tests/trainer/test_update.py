@@ -8,11 +8,11 @@ from torch import nn
 
 from kitforge.core.optim.build import OptimizerConfig, build_optimizer
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
+from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 from kitforge.core.optim.schedules import Plateau, ScheduleConfig
-from kitforge.core.optim.sparse import SparseOptimizerConfig, build_row_optimizer
-from kitforge.core.parallel.apply import parallel_of
+from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.world import ALONE
-from kitforge.embedding_cache.records import TableConfig
+from kitforge.embedding_cache.row_init import RowInitConfig
 from kitforge.trainer.precision import LossScaler
 from kitforge.trainer.state import TrainingState
 from kitforge.trainer.update import update
@@ -24,7 +24,9 @@ RATE = 0.5
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table = ShardedTable(TableConfig(name="t", dim=3), build_row_optimizer(SparseOptimizerConfig(name="sgd")))
+        self.table = ShardedTable(
+            RowInitConfig(name="t", dim=3), build_row_optimizer(SparseOptimizerConfig(name="sgd"))
+        )
         self.linear = nn.Linear(3, 1)
 
 
@@ -32,7 +34,7 @@ def state_of(model: nn.Module, precision: str = "fp32") -> TrainingState:
     config = OptimizerConfig(name="sgd", learning_rate=RATE, momentum=0.0)
     return TrainingState(
         model=model,
-        parallel=parallel_of(model, ALONE),
+        parallel=parallel_model_of(model, ALONE),
         optimizer=build_optimizer(decay_groups(model.named_parameters(), weight_decay=0.0), config),
         scaler=LossScaler(precision),  # type: ignore[arg-type]
         plateau=Plateau(ScheduleConfig()),
@@ -127,7 +129,7 @@ def test_each_part_is_clipped_by_its_own_norm_and_moves_at_its_own_rate(own: flo
     config = OptimizerConfig(name="sgd", learning_rate=RATE, momentum=0.0)
     state = TrainingState(
         model=model,
-        parallel=parallel_of(model, ALONE),
+        parallel=parallel_model_of(model, ALONE),
         optimizer=build_optimizer(groups, config),
         scaler=LossScaler("fp32"),
         plateau=Plateau(ScheduleConfig()),
@@ -159,7 +161,7 @@ def test_one_part_that_is_not_finite_holds_back_all() -> None:
     ]
     state = TrainingState(
         model=model,
-        parallel=parallel_of(model, ALONE),
+        parallel=parallel_model_of(model, ALONE),
         optimizer=build_optimizer(groups, OptimizerConfig(name="sgd", learning_rate=RATE)),
         scaler=LossScaler("fp32"),
         plateau=Plateau(ScheduleConfig()),

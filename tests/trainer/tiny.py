@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from kitforge.core.checkpoint.layout import step_folder, steps
 from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.checkpoint.manifest import step_folder, steps
 from kitforge.core.checkpoint.state_tensors import detach_tensors
-from kitforge.core.parallel.lobby import Lobby
+from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.kits.transformers.build import Assembly, Inputs, assemble, read_options
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run import train
@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer.name": "adamw"},
     "muon in bf16": {"optimizer.name": "muon", "precision": "bf16"},
     "gpt2 with dropout and micro-batches": {"model": GPT2 | DROPOUT, "trainer.micro_batch_size": 3},
-    "packed documents": {"data.train": "documents.jsonl", "optimizer.name": "sgd", "data.validation": 0.2},
+    "packed documents": {"data.train": "documents.jsonl", "optimizer.name": "sgd", "data.eval_fraction": 0.2},
     "a loss scale that falls": {"precision": "fp16"},
     "a plateau": {"schedule.name": "plateau", "schedule.plateau_patience": 1, "schedule.plateau_threshold": 0.5},
 }
@@ -80,7 +80,7 @@ def begin(
     values = OPTIONS | {"data.train": "corpus.txt", "data.cache": str(corpus / "cache")} | dict(choices or {})
     values |= {"output_dir": str(folder), "data.train": str(corpus / values["data.train"])}
     options = read_options(nested(values))
-    return assemble(options, Inputs(callbacks=callbacks), Lobby.open(options.parallel, options.device))
+    return assemble(options, Inputs(callbacks=callbacks), Rendezvous.open(options.parallel, options.device))
 
 
 def finish(assembly: Assembly) -> dict[str, float]:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from kitforge.core.checkpoint.layout import (
+from kitforge.core.checkpoint.load import Checkpoint
+from kitforge.core.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     PARTS,
@@ -28,12 +29,11 @@ from kitforge.core.checkpoint.layout import (
     read_manifest,
     write_manifest,
 )
-from kitforge.core.checkpoint.load import Checkpoint
 from kitforge.core.checkpoint.regions import by_name, entry_of
 from kitforge.core.parallel.layout import Layout
 from kitforge.foundation.device import describe
-from kitforge.models.folder import outline
 from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.loading import build_on_meta
 
 LLAMA3_70B = LlamaConfig(
     vocab_size=128256, dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, mlp_dim=28672, max_length=8192
@@ -44,7 +44,7 @@ STATES: dict[Part, tuple[str, ...]] = {"model": ("",), "optimizer": (".exp_avg",
 
 def slices(part: Part, shapes: dict[str, tuple[int, ...]], num_ranks: int) -> Iterator[Slice]:
     for name, shape in shapes.items():
-        layout = Layout(shape=shape).cut("shard", 0, num_ranks)
+        layout = Layout(shape=shape).split("shard", 0, num_ranks)
         regions = [layout.region({"shard": rank}) for rank in range(num_ranks)]
         for suffix in STATES[part]:
             for rank, region in enumerate(regions):
@@ -86,7 +86,7 @@ def measure(folder: Path, shapes: dict[str, tuple[int, ...]], num_ranks: int) ->
 
 
 def main() -> None:
-    shapes = {name: tuple(each.shape) for name, each in outline(LLAMA3_70B).named_parameters()}
+    shapes = {name: tuple(each.shape) for name, each in build_on_meta(LLAMA3_70B).named_parameters()}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for num_ranks in RANKS:

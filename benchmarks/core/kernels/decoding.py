@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kitforge.core.kernels.decode_attention.numba import decode_attention
 from kitforge.core.kernels.linear.numba import linear
-from kitforge.core.kernels.token_attention.numba import token_attention
 from kitforge.foundation.device import describe
 
 TABLE = Path(__file__).with_suffix(".md")
@@ -76,7 +76,7 @@ def attended(texts: int, length: int) -> str:
 
     def ours(slabs: list[tuple[Tensor, Tensor]]) -> None:
         for keys, values in slabs:
-            token_attention(query, keys, values, starts, lengths, window=None, scale=0.125)
+            decode_attention(query, keys, values, starts, lengths, window=None, scale=0.125)
 
     def torchs() -> None:
         for slabs in layers:

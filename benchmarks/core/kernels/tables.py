@@ -64,10 +64,10 @@ def batches() -> list[Tensor]:
 def ours(name: str, dim: int, ids: list[Tensor], gradient: Tensor, parts: dict[str, list[float]]) -> Step:
     """A step through our kernels, which says what each part took."""
     from kitforge.core.kernels.dispatch import select_table
-    from kitforge.core.kernels.scratch import Scratch
-    from kitforge.core.optim.sparse import SparseOptimizerConfig, build_row_optimizer
+    from kitforge.core.kernels.workspace import Workspace
+    from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 
-    kernels, scratch = select_table(), Scratch()
+    kernels, scratch = select_table(), Workspace()
     rule = build_row_optimizer(SparseOptimizerConfig(name=name, initial_sum=0.1))  # type: ignore[arg-type]
     slab = torch.zeros(ROWS, rule.layout(dim).width)
     slab[:, rule.layout(dim).states.get("sum", slice(0))] = 0.1
@@ -84,10 +84,10 @@ def ours(name: str, dim: int, ids: list[Tensor], gradient: Tensor, parts: dict[s
         rule.catch_up(slab, found, number, rates)
         marks.append(time.perf_counter())
         output = scratch.take("output", NUM_IDS, dim)
-        kernels.gather_pool(slab, found, dim, inverse=inverse, out=output, scratch=scratch)
+        kernels.embedding_bag(slab, found, dim, inverse=inverse, out=output, scratch=scratch)
         marks.append(time.perf_counter())
         sums = scratch.take("sums", len(distinct), dim)
-        kernels.segment_sum(gradient, inverse, len(distinct), out=sums)
+        kernels.embedding_bag_backward(gradient, inverse, len(distinct), out=sums)
         marks.append(time.perf_counter())
         rule.update(slab, found, sums, RATE, number + 1)
         marks.append(time.perf_counter())

@@ -21,14 +21,14 @@ import torch
 from torch import nn
 
 from kitforge.api import composed
-from kitforge.core.parallel.lobby import Lobby
+from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.device import describe
 from kitforge.kits.rlhf.build import STAGES, Assembly
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.stages import Inputs
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import build
+from kitforge.models.loading import build
 
 TABLE = Path(__file__).with_suffix(".md")
 
@@ -42,7 +42,7 @@ def state_bytes(*networks: nn.Module) -> int:
 def roles(shape: dict[str, Any], rank: int) -> tuple[int, Assembly]:
     """State bytes of policy, critic, reward model and reference, as the stages make them, and the run of PPO."""
     policy = build(config_of(shape), device=torch.device("cpu"), seed=0)
-    common = {"device": "cpu", "data": {"sequence_length": 128, "validation": 0.0}, "adapter": {"rank": rank}}
+    common = {"device": "cpu", "data": {"sequence_length": 128, "eval_fraction": 0.0}, "adapter": {"rank": rank}}
     rounds = {"rl": {"prompts_per_step": 8}, "rollout": {"max_new_tokens": 32}}
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
     found: list[Assembly] = []
@@ -52,7 +52,7 @@ def roles(shape: dict[str, Any], rank: int) -> tuple[int, Assembly]:
         options = STAGES[stage].read_options(values)
         given = {"reward": found[0].loop.model} if found else {}
         inputs = Inputs(tokenizer=ByteTokenizer(), model=policy, train_dataset=rows, roles=given)
-        found.append(STAGES[stage].assemble(options, inputs, Lobby.open(options.parallel, "cpu")))
+        found.append(STAGES[stage].assemble(options, inputs, Rendezvous.open(options.parallel, "cpu")))
     # By now the reward model is only asked.
     judge = cast(ScalarModel, found[0].loop.model).requires_grad_(False)
     return state_bytes(policy.requires_grad_(False), judge, found[1].loop.model), found[1]

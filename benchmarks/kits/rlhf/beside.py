@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from kitforge.core.parallel.lobby import Lobby
+from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.device import describe
 from kitforge.kits.rlhf.build import STAGES
 from kitforge.kits.rlhf.stages import Inputs
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import build
+from kitforge.models.loading import build
 from kitforge.trainer.run import train
 
 VOCAB, DIM, LAYERS = 1024, 256, 4
@@ -67,7 +67,7 @@ def run(values: dict[str, Any], rows: list[dict[str, Any]], **roles: Any) -> Non
     values |= {"device": "cpu", "output_dir": str(Path(tempfile.mkdtemp()) / "run")}
     options = STAGES[values["task"]].read_options(values)
     inputs = Inputs(tokenizer=ByteTokenizer(), model=network(1), train_dataset=rows, roles=roles)
-    assembly = STAGES[values["task"]].assemble(options, inputs, Lobby.open(options.parallel, options.device))
+    assembly = STAGES[values["task"]].assemble(options, inputs, Rendezvous.open(options.parallel, options.device))
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
 
 

@@ -35,7 +35,7 @@ def ours(chosen: Any) -> Spent:
         **shaped,
         "task": chosen.task,
         "precision": chosen.precision,
-        "data": {"sequence_length": 512, "validation": 0.0},
+        "data": {"sequence_length": 512, "eval_fraction": 0.0},
         "rl": {"prompts_per_step": 8, "samples_per_prompt": 4, **shaped["rl"]},
         "rollout": {"max_new_tokens": chosen.response},
         "trainer": {"max_steps": chosen.episodes // 32, "progress": False},

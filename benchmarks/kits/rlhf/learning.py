@@ -35,7 +35,7 @@ COMMON: dict[str, Any] = {
     "device": "cpu",
     "trainer.progress": False,
     "data.sequence_length": 16,
-    "data.validation": 0.0,
+    "data.eval_fraction": 0.0,
 }
 GROUPS = {"rl.prompts_per_step": 8, "rl.samples_per_prompt": 8, "trainer.max_steps": 100}
 ROUNDS: dict[str, dict[str, Any]] = {

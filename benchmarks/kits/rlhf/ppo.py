@@ -63,7 +63,7 @@ def ours(chosen: Any) -> Spent:
     values = {
         "task": "ppo",
         "precision": chosen.precision,
-        "data": {"sequence_length": 512, "validation": 0.0},
+        "data": {"sequence_length": 512, "eval_fraction": 0.0},
         "rl": {"prompts_per_step": 32, "epochs": chosen.epochs, "whiten_advantages": True, "missing_end_penalty": 1.0},
         "rollout": {"max_new_tokens": chosen.response, "temperature": 0.7},
         "trainer": {"max_steps": chosen.episodes // 32 * chosen.epochs, "progress": False},

@@ -32,7 +32,7 @@ def ours(chosen: Any) -> Spent:
     values = {
         "task": chosen.task,
         "precision": chosen.precision,
-        "data": {"sequence_length": 512, "validation": 0.0, "batch_size": 32},
+        "data": {"sequence_length": 512, "eval_fraction": 0.0, "batch_size": 32},
         "trainer": {"max_steps": chosen.episodes // 32, "progress": False},
         "optimizer": {"learning_rate": 3e-6},
     }

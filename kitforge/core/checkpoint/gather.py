@@ -8,10 +8,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from kitforge.core.checkpoint.arrangement import Ranks
+from kitforge.core.checkpoint.shard_ownership import RankCoords
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.apply import ParallelModel
 from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.parallelize import ParallelModel
 
 
 @final
@@ -23,20 +23,20 @@ class GatheredParameters(Mapping[str, Tensor]):
     """
 
     def __init__(self, parallel: ParallelModel, names: Sequence[str], dtype: torch.dtype) -> None:
-        self._pieces = parallel.parameters()
+        self._shards = parallel.parameters()
         self._layouts = parallel.layouts
         self._rank = parallel.rank
-        self._ranks = None if parallel.mesh is None else Ranks.of(parallel.mesh)
+        self._ranks = None if parallel.mesh is None else RankCoords.of(parallel.mesh)
         self._names = list(names)
         self._dtype = dtype
         self._num_given = 0
 
     def __getitem__(self, name: str) -> Tensor:
         if self._ranks is None:
-            return self._pieces[name].detach().to(self._dtype)
+            return self._shards[name].detach().to(self._dtype)
         expected = self._names[self._num_given]
         assert name == expected, f"{name} is asked for in the place of {expected}"
-        found = self._next(self._ranks)
+        found = self._next_tensor(self._ranks)
         assert found is not None
         return found
 
@@ -49,30 +49,30 @@ class GatheredParameters(Mapping[str, Tensor]):
     def finish(self) -> None:
         """Give or take what is left, so that no rank waits for another. All ranks call it, whatever has failed."""
         while self._ranks is not None and self._num_given < len(self._names):
-            self._next(self._ranks)
+            self._next_tensor(self._ranks)
 
     @torch.no_grad()
-    def _next(self, ranks: Ranks) -> Tensor | None:
+    def _next_tensor(self, ranks: RankCoords) -> Tensor | None:
         name = self._names[self._num_given]
         self._num_given += 1
-        return gather_to_first(self._pieces[name].detach().to(self._dtype), self._layouts[name], ranks, self._rank)
+        return gather_to_rank_zero(self._shards[name].detach().to(self._dtype), self._layouts[name], ranks, self._rank)
 
 
-def gather_to_first(piece: Tensor, layout: Layout, ranks: Ranks, rank: int) -> Tensor | None:
+def gather_to_rank_zero(shard: Tensor, layout: Layout, ranks: RankCoords, rank: int) -> Tensor | None:
     """The whole tensor of which each rank has the piece that the layout says, on the CPU of rank 0; None on the others.
 
     All ranks call it together. Beside the whole, rank 0 holds one piece at a time.
     """
-    whole = torch.empty(layout.shape, dtype=piece.dtype) if rank == 0 else None
-    for each in ranks.pieces(layout):
+    whole = torch.empty(layout.shape, dtype=shard.dtype) if rank == 0 else None
+    for each in ranks.shards(layout):
         sender = each.holders[0]
         if rank == sender != 0:
-            collectives.send(piece.contiguous(), 0)
+            collectives.send(shard.contiguous(), 0)
         if whole is None:
             continue
         if sender == 0:
-            part = piece
+            part = shard
         else:
-            part = collectives.receive_(torch.empty(each.region.shape, dtype=piece.dtype, device=piece.device), sender)
+            part = collectives.receive_(torch.empty(each.region.shape, dtype=shard.dtype, device=shard.device), sender)
         each.region.of(whole).copy_(part)
     return whole

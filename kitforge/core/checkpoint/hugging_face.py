@@ -15,9 +15,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from kitforge.core.checkpoint import tensor_file
-from kitforge.core.checkpoint.leftovers import clean
-from kitforge.core.checkpoint.tensor_file import TensorFile
+from kitforge.core.checkpoint import safetensors_file
+from kitforge.core.checkpoint.cleanup import clean
+from kitforge.core.checkpoint.safetensors_file import TensorFile
 from kitforge.foundation.errors import CheckpointError, ModelError
 from kitforge.foundation.files import process_name, sync_folder, write_text
 from kitforge.foundation.untrusted import parse_json
@@ -36,33 +36,33 @@ class HuggingFaceFolder:
     def __init__(self, folder: Path, config: dict[str, Any], files: list[TensorFile]) -> None:
         self.folder = folder
         self.config = config
-        self._places: dict[str, TensorFile] = {}
+        self._files: dict[str, TensorFile] = {}
         for file in files:
             for name in file.names():
-                if name in self._places:
+                if name in self._files:
                     raise ModelError(f"two shards of {folder} hold the tensor {name!r}", expected="one")
-                self._places[name] = file
+                self._files[name] = file
 
     def names(self) -> list[str]:
         """The names of all tensors, shard by shard."""
-        return list(self._places)
+        return list(self._files)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors, from the headers alone."""
-        return {name: file.shape(name) for name, file in self._places.items()}
+        return {name: file.shape(name) for name, file in self._files.items()}
 
     def dtype(self, name: str) -> torch.dtype | None:
         """The dtype in which a tensor is stored; None for one that torch does not have."""
-        return self._place(name).dtype(name)
+        return self._file(name).dtype(name)
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of that name; its memory is the file's. Raises ModelError when there is none."""
-        return self._place(name).tensor(name)
+        return self._file(name).tensor(name)
 
-    def _place(self, name: str) -> TensorFile:
-        if name not in self._places:
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
             raise ModelError(f"{self.folder} holds no tensor {name!r}")
-        return self._places[name]
+        return self._files[name]
 
 
 def read_folder(folder: Path) -> HuggingFaceFolder:
@@ -119,18 +119,18 @@ def write_folder(
 
 
 def _read_shards(folder: Path) -> list[TensorFile]:
-    places = _read_json(folder / INDEX).get("weight_map")
-    if not isinstance(places, dict):
+    file_names = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(file_names, dict):
         raise ModelError(f"{folder / INDEX} has no weight_map", expected="a mapping of tensor names to files")
     files: dict[str, TensorFile] = {}
-    for name in sorted(set(map(str, places.values()))):
+    for name in sorted(set(map(str, file_names.values()))):
         if Path(name).name != name:
             raise ModelError(f"{folder / INDEX} names a file outside of its folder", got=name)
         if not (folder / name).is_file():
             raise ModelError(f"shard {folder / name} is missing", fix="fetch the whole folder again")
         files[name] = TensorFile(folder / name, ModelError)
     held = {name: set(file.names()) for name, file in files.items()}
-    for tensor, name in places.items():
+    for tensor, name in file_names.items():
         if tensor not in held[name]:
             raise ModelError(f"{folder / name} lacks the tensor {tensor!r} that {INDEX} puts there")
     return list(files.values())
@@ -177,22 +177,22 @@ def _write_weights(
 ) -> None:
     """Write shards as the stream yields them; their names carry their count, so they are named when it ends."""
     shards: list[Path] = []
-    places: dict[str, int] = {}
+    file_names: dict[str, int] = {}
     total = 0
     stream = iter(tensors)
-    for shard in tensor_file.split(stream if outline is None else outline, shard_bytes):
+    for shard in safetensors_file.split(stream if outline is None else outline, shard_bytes):
         for name, tensor in shard:
             if outline is None:
-                tensor_file.check_storable(name, tensor)
-            if name in places:
+                safetensors_file.check_storable(name, tensor)
+            if name in file_names:
                 raise CheckpointError(f"two tensors are called {name!r}", expected="distinct names")
-            places[name] = len(shards)
+            file_names[name] = len(shards)
             total += tensor.nbytes
         shards.append(draft / f"shard-{len(shards)}")
         if outline is None:
-            tensor_file.write(shards[-1], shard)
+            safetensors_file.write(shards[-1], shard)
         else:
-            tensor_file.write_stream(shards[-1], shard, stream)
+            safetensors_file.write_stream(shards[-1], shard, stream)
     if len(shards) == 1:
         os.replace(shards[0], draft / WEIGHTS)
         return
@@ -201,7 +201,7 @@ def _write_weights(
         os.replace(path, draft / final_name)
     _write_json(
         draft / INDEX,
-        {"metadata": {"total_size": total}, "weight_map": {name: names[place] for name, place in places.items()}},
+        {"metadata": {"total_size": total}, "weight_map": {name: names[number] for name, number in file_names.items()}},
     )
 
 

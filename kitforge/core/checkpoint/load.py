@@ -13,8 +13,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from kitforge.core.checkpoint.agreement import together
-from kitforge.core.checkpoint.layout import (
+from kitforge.core.checkpoint.all_or_none import collective_try
+from kitforge.core.checkpoint.cleanup import restore
+from kitforge.core.checkpoint.manifest import (
     MANIFEST,
     PARTS,
     STATE_TENSORS,
@@ -28,12 +29,11 @@ from kitforge.core.checkpoint.layout import (
     step_folder,
     steps,
 )
-from kitforge.core.checkpoint.leftovers import restore
 from kitforge.core.checkpoint.regions import num_elements, overlap, region_of, within
+from kitforge.core.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, TensorFile, crc32, step_of
 from kitforge.core.checkpoint.state_tensors import attach_tensors
-from kitforge.core.checkpoint.tables import ALL, Step, StoredTable, chain, load_tables
-from kitforge.core.checkpoint.tensor_file import DTYPE_NAMES, DTYPES, TensorFile, crc32, step_of
-from kitforge.core.optim.rows import RowTable, Share
+from kitforge.core.checkpoint.table_reader import ALL, Increment, StoredTable, increment_chain, load_tables
+from kitforge.core.optim.table_protocols import RowShard, RowTable
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.foundation.errors import CheckpointError, ModelError
 from kitforge.foundation.files import sha256
@@ -51,12 +51,14 @@ class Checkpoint:
     not what the manifest says.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, state: dict[str, Any], links: Sequence[Step] = ()) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, state: dict[str, Any], links: Sequence[Increment] = ()
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
         self.state = state
         # The step itself and those that its tables build on, the newest first.
-        self.links = tuple(links) or (Step(folder=folder, manifest=manifest),)
+        self.increments = tuple(links) or (Increment(folder=folder, manifest=manifest),)
         self._entries = {entry.name: entry for part in PARTS for entry in manifest.entries(part)}
         self._files: dict[str, TensorFile] = {}
 
@@ -89,16 +91,16 @@ class Checkpoint:
         """The names of the tables whose rows are here."""
         return [table.name for table in self.manifest.tables]
 
-    def table(self, name: str, share: Share = ALL) -> StoredTable:
+    def table(self, name: str, shard: RowShard = ALL) -> StoredTable:
         """The rows of a table, mapped; those of other shares may be left out. Raises CheckpointError for none such."""
-        return StoredTable(name, self.links, share)
+        return StoredTable(name, self.increments, shard)
 
     def load_tables(self, tables: Mapping[str, RowTable]) -> None:
         """Let every table, by name, become what is stored of it: exactly these tables, each of the schema it had.
 
         Raises CheckpointError before any row is touched when they are others.
         """
-        load_tables(tables, self.links)
+        load_tables(tables, self.increments)
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor of that name, of either part. Raises CheckpointError for no such tensor."""
@@ -187,7 +189,7 @@ def open_checkpoint(
         opened.append(_open(folder, parts if verify else None, world, verified))
         return "" if world.mesh is None else sha256(folder / MANIFEST)
 
-    manifests = together(work, world.agree)
+    manifests = collective_try(work, world.all_gather_object)
     if len(set(manifests)) > 1:
         raise CheckpointError(f"ranks see different checkpoints in {folder}", expected="a folder that all ranks share")
     return opened[0]
@@ -212,7 +214,7 @@ def newest(
         restore(root)
         return steps(root)
 
-    for step in reversed(together(work, world.agree)[0]):
+    for step in reversed(collective_try(work, world.all_gather_object)[0]):
         try:
             folder = step_folder(root, step)
             return open_checkpoint(folder, world=world) if opened is None else opened(folder)
@@ -288,15 +290,15 @@ def _check_fit(what: str, num_targets: int, *, missing: list[str], unexpected: l
 
 def _open(folder: Path, parts: Sequence[Part] | None, world: World, verified: Collection[Path]) -> Checkpoint:
     try:
-        step = Step(folder=folder, manifest=read_manifest(folder))
-        links = chain(step)
+        step = Increment(folder=folder, manifest=read_manifest(folder))
+        links = increment_chain(step)
         if parts is not None:
-            _verify(folder, step.manifest, _share(_files_of(step.manifest, parts), world))
+            _verify(folder, step.manifest, _files_to_verify(_files_of(step.manifest, parts), world))
             # Of the steps that it builds on, only rows are read.
             for link in (each for each in links[1:] if each.folder not in verified):
                 names = link.table_files()
                 files = [file for file in link.manifest.files if file.name in names]
-                _verify(link.folder, link.manifest, _share(files, world))
+                _verify(link.folder, link.manifest, _files_to_verify(files, world))
         state = read_state(folder)
         if any(file.name == STATE_TENSORS for file in step.manifest.files):
             state = attach_tensors(state, TensorFile(folder / STATE_TENSORS, CheckpointError))
@@ -313,18 +315,18 @@ def _files_of(manifest: Manifest, parts: Sequence[Part]) -> list[FileEntry]:
     return [file for file in manifest.files if file.name not in unwanted]
 
 
-def _share(files: Sequence[FileEntry], world: World) -> Sequence[FileEntry]:
+def _files_to_verify(files: Sequence[FileEntry], world: World) -> Sequence[FileEntry]:
     """The files that this rank verifies: about as many bytes as every other."""
     if world.mesh is None:
         return files
-    share: list[FileEntry] = []
+    shard: list[FileEntry] = []
     loads = [0] * world.mesh.size
     for file in sorted(files, key=lambda file: (-file.bytes, file.name)):
         rank = loads.index(min(loads))
         loads[rank] += file.bytes
         if rank == world.rank:
-            share.append(file)
-    return share
+            shard.append(file)
+    return shard
 
 
 def _verify(folder: Path, manifest: Manifest, files: Sequence[FileEntry]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
 
-from kitforge.core.checkpoint.layout import Slice, TensorEntry
+from kitforge.core.checkpoint.manifest import Slice, TensorEntry
 from kitforge.foundation.errors import CheckpointError
 from kitforge.foundation.types import Region
 

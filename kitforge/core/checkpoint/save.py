@@ -20,15 +20,15 @@ from typing import Any, TypeVar, final
 
 from torch import Tensor
 
-from kitforge.core.checkpoint.agreement import apart, gathered, together
-from kitforge.core.checkpoint.arrangement import Ranks
-from kitforge.core.checkpoint.layout import KEEP, step_folder, steps
-from kitforge.core.checkpoint.leftovers import clean, set_aside
+from kitforge.core.checkpoint.all_or_none import all_gather_or_explain, collective_try, local_try
+from kitforge.core.checkpoint.cleanup import clean, set_aside
+from kitforge.core.checkpoint.incremental_tables import IncrementalTables
+from kitforge.core.checkpoint.manifest import KEEP, step_folder, steps
+from kitforge.core.checkpoint.shard_ownership import RankCoords
+from kitforge.core.checkpoint.shard_writer import Written, write_files, write_manifest_of
 from kitforge.core.checkpoint.snapshot import Snapshot
-from kitforge.core.checkpoint.table_saves import TableSaves
-from kitforge.core.checkpoint.tables import base_of
-from kitforge.core.checkpoint.write import Written, write_files, write_manifest_of
-from kitforge.core.optim.rows import RowTable
+from kitforge.core.checkpoint.table_reader import parent_of
+from kitforge.core.optim.table_protocols import RowTable
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.world import ALONE, World
@@ -70,11 +70,11 @@ class CheckpointWriter:
         self._shard_bytes = shard_bytes
         self._kind = kind
         self._rank = world.rank
-        group = None if world.mesh is None else world.mesh.side_group()
-        self._agree: Callable[[Any], list[Any]] = partial(collectives.gather_objects, group=group)
-        self._gather: Callable[[Any], list[Any]] = partial(collectives.gather_objects_to_first, group=group)
+        group = None if world.mesh is None else world.mesh.new_cpu_group()
+        self._agree: Callable[[Any], list[Any]] = partial(collectives.all_gather_object, group=group)
+        self._gather: Callable[[Any], list[Any]] = partial(collectives.gather_object, group=group)
         self._is_alone = world.mesh is None
-        self._snapshot = Snapshot() if world.mesh is None else Snapshot(Ranks.of(world.mesh), world.rank)
+        self._snapshot = Snapshot() if world.mesh is None else Snapshot(RankCoords.of(world.mesh), world.rank)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         # Guards what `protect` and the background thread both decide: which steps stay.
@@ -83,7 +83,7 @@ class CheckpointWriter:
         # Steps that keep their protection until the one that is being written is published.
         self._to_release: set[int] = set()
         self._is_published = True
-        self._tables = TableSaves({})
+        self._tables = IncrementalTables({})
         # By step, the one that it builds on.
         self._bases: dict[int, int | None] = {}
         if self._rank == 0:
@@ -96,7 +96,7 @@ class CheckpointWriter:
         stays as long as one that is kept builds on it. Call it again when the tables have become others.
         """
         self.wait()
-        self._tables = TableSaves(tables, num_deltas)
+        self._tables = IncrementalTables(tables, num_deltas)
 
     def save(
         self,
@@ -133,7 +133,7 @@ class CheckpointWriter:
         if not self._asynchronous:
             self.wait()
 
-    def protect(self, step: int) -> None:
+    def pin(self, step: int) -> None:
         """Keep that step, published or being written, until `release`; a later process keeps it too."""
         with self._lock:
             folder = step_folder(self._root, step)
@@ -145,7 +145,7 @@ class CheckpointWriter:
             if folder.is_dir() and self._rank == 0:
                 (folder / KEEP).touch()
 
-    def release(self, step: int) -> None:
+    def unpin(self, step: int) -> None:
         """Let that step go like any other once it is old, but not before what is being written is published: a best
         step is on the disk before the one whose place it takes may go."""
         with self._lock:
@@ -184,24 +184,24 @@ class CheckpointWriter:
         # Whatever fails, on whichever rank, the draft vanishes on the way out, and the tables are let go.
         with ExitStack() as stack:
             stack.callback(self._tables.close)
-            draft = self._together(partial(self._begin, stack, refusal))[0]
-            share = apart(self._told(partial(self._write_share, self._root / draft)), self._agree)
+            draft = self._collective(partial(self._begin, stack, refusal))[0]
+            write = local_try(self._reporting(partial(self._write_files, self._root / draft)), self._agree)
             # What many ranks have written is much, and only the first one says it to the world.
-            written = gathered(share, self._gather)
-            self._together(partial(self._publish, stack, self._root / draft, written))
+            written = all_gather_or_explain(write, self._gather)
+            self._collective(partial(self._publish, stack, self._root / draft, written))
         self._tables.published(self._root, self._snapshot.step)
 
-    def _together(self, work: Callable[[], T]) -> list[T]:
-        return together(self._told(work), self._agree)
+    def _collective(self, work: Callable[[], T]) -> list[T]:
+        return collective_try(self._reporting(work), self._agree)
 
-    def _told(self, work: Callable[[], T]) -> Callable[[], T]:
-        def told() -> T:
+    def _reporting(self, work: Callable[[], T]) -> Callable[[], T]:
+        def reporting() -> T:
             try:
                 return work()
             except OSError as cause:
                 raise self._failed(cause) from cause
 
-        return told
+        return reporting
 
     def _begin(self, stack: ExitStack, refusal: CheckpointError | None) -> str:
         """The name of the draft, which the first rank makes."""
@@ -211,7 +211,7 @@ class CheckpointWriter:
             return ""
         return stack.enter_context(atomic_folder(step_folder(self._root, self._snapshot.step))).name
 
-    def _write_share(self, draft: Path) -> Written:
+    def _write_files(self, draft: Path) -> Written:
         if not draft.is_dir():
             raise CheckpointError(
                 f"rank {self._rank} does not see {draft}, which rank 0 has made",
@@ -247,7 +247,7 @@ class CheckpointWriter:
             num_beyond = max(0, len(older) - self._keep_last + 1)
             folders = {step: step_folder(self._root, step) for step in older}
             kept = [step for step in older[:num_beyond] if (folders[step] / KEEP).exists()]
-            stay = self._with_bases([*older[num_beyond:], *kept, self._snapshot.step])
+            stay = self._with_parents([*older[num_beyond:], *kept, self._snapshot.step])
             try:
                 # The newest goes first, for it may build on one before it.
                 asides = [set_aside(folders[step]) for step in reversed(older) if step not in stay]
@@ -257,7 +257,7 @@ class CheckpointWriter:
             except OSError as cause:
                 _log.warning("an old checkpoint below %s could not be deleted: %s", self._root, cause)
 
-    def _with_bases(self, some: Sequence[int]) -> set[int]:
+    def _with_parents(self, some: Sequence[int]) -> set[int]:
         """The steps and those that they build on. What a step builds on is read once."""
         found: set[int] = set()
         for first in some:
@@ -265,7 +265,7 @@ class CheckpointWriter:
             while step is not None and step not in found:
                 found.add(step)
                 if step not in self._bases:
-                    self._bases[step] = base_of(self._root, step)
+                    self._bases[step] = parent_of(self._root, step)
                 step = self._bases[step]
         return found
 
@@ -275,7 +275,7 @@ class CheckpointWriter:
         return CheckpointError(
             f"{step_folder(self._root, self._snapshot.step)} could not be written: {cause}",
             got=f"{shutil.disk_usage(existing).free:,} bytes free",
-            expected=f"{self._snapshot.num_bytes:,} bytes{self._tables.words}",
+            expected=f"{self._snapshot.num_bytes:,} bytes{self._tables.kind}",
             fix="make room, or save elsewhere"
             + (f"; the last good checkpoint is {step_folder(self._root, published[-1])}" if published else ""),
         )

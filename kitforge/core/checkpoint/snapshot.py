@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.core.checkpoint import tensor_file
-from kitforge.core.checkpoint.arrangement import Ranks, owned
-from kitforge.core.checkpoint.layout import Part, encode_state
+from kitforge.core.checkpoint import safetensors_file
+from kitforge.core.checkpoint.manifest import Part, encode_state
+from kitforge.core.checkpoint.shard_ownership import RankCoords, assign_shards
 from kitforge.core.checkpoint.state_tensors import detach_tensors
 from kitforge.core.parallel.layout import Layout
 from kitforge.foundation.device import synchronize
@@ -23,9 +23,9 @@ from kitforge.foundation.types import Region
 # Up to this size torch copies on the calling thread, and quickest of all.
 SMALL_BYTES = 2**17
 # Large enough to make the hand-over between threads cheap, small enough to give all of them equal work.
-PIECE_BYTES = 2**21
+CHUNK_BYTES = 2**21
 
-Piece = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+CopyChunk = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 
 @final
@@ -35,7 +35,7 @@ class Snapshot:
     Of many ranks, each copies what it alone answers for; no word is exchanged.
     """
 
-    def __init__(self, ranks: Ranks | None = None, rank: int = 0) -> None:
+    def __init__(self, ranks: RankCoords | None = None, rank: int = 0) -> None:
         self._ranks = ranks
         self._rank = rank
         self._is_owned: list[bool] = []
@@ -113,7 +113,7 @@ class Snapshot:
         # From step to step nothing but values changes, so that who owns what is found once.
         if list(wholes.items()) != list(self.wholes.items()):
             tensors = [(layout, dtype.itemsize) for layout, dtype in wholes.values()]
-            self.wholes, self._is_owned = wholes, owned(tensors, ranks, self._rank)
+            self.wholes, self._is_owned = wholes, assign_shards(tensors, ranks, self._rank)
         return {name: source for (name, source), own in zip(sources.items(), self._is_owned, strict=True) if own}
 
 
@@ -134,7 +134,7 @@ def _collect(tensors: Iterable[tuple[str, Tensor]], sources: dict[str, Tensor], 
     owners: dict[Hashable, str] = {}
     # Tensors made on the way, e.g. a step counter, must live until they are copied, or a later one takes their address.
     for name, tensor in tensors:
-        tensor_file.check_storable(name, tensor)
+        safetensors_file.check_storable(name, tensor)
         if name in sources or name in aliases:
             raise CheckpointError(f"two tensors are called {name!r}", expected="distinct names")
         names.append(name)
@@ -163,29 +163,29 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     torch's own copy makes its threads meet once a tensor, which costs several times the copy itself when other
     processes want the cores too. Here they meet once.
     """
-    pieces: list[Piece] = []
+    chunks: list[CopyChunk] = []
     for target, source in pairs:
         is_plain = source.device.type == "cpu" and source.is_contiguous() and not source.is_complex()
         if is_plain and source.nbytes > SMALL_BYTES:
-            pieces.extend(_pieces(target, source))
+            chunks.extend(_copy_chunks(target, source))
         else:
             target.copy_(source, non_blocking=True)
     # All threads draw from one iterator, so that one which the system holds up leaves its share to the others.
-    shared = iter(pieces)
+    remaining = iter(chunks)
     num_threads = torch.get_num_threads()
     with ThreadPoolExecutor(num_threads) as threads:
-        others = [threads.submit(_copy_pieces, shared) for _ in range(num_threads - 1)]
-        _copy_pieces(shared)
+        others = [threads.submit(_run_copies, remaining) for _ in range(num_threads - 1)]
+        _run_copies(remaining)
         for other in others:
             other.result()
 
 
-def _pieces(target: Tensor, source: Tensor) -> Iterator[Piece]:
+def _copy_chunks(target: Tensor, source: Tensor) -> Iterator[CopyChunk]:
     to, of = (tensor.view(-1).view(torch.uint8).numpy() for tensor in (target, source))
-    for start in range(0, len(of), PIECE_BYTES):
-        yield to[start : start + PIECE_BYTES], of[start : start + PIECE_BYTES]
+    for start in range(0, len(of), CHUNK_BYTES):
+        yield to[start : start + CHUNK_BYTES], of[start : start + CHUNK_BYTES]
 
 
-def _copy_pieces(pieces: Iterator[Piece]) -> None:
-    for to, of in pieces:
+def _run_copies(chunks: Iterator[CopyChunk]) -> None:
+    for to, of in chunks:
         np.copyto(to, of)

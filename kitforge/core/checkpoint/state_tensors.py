@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kitforge.core.checkpoint import tensor_file
-from kitforge.core.checkpoint.tensor_file import TensorFile
+from kitforge.core.checkpoint import safetensors_file
+from kitforge.core.checkpoint.safetensors_file import TensorFile
 from kitforge.foundation.errors import CheckpointError
 
 # The only key of what stands in state.json for a tensor, whose name in the file is the value.
@@ -19,7 +19,7 @@ def detach_tensors(value: Any, tensors: dict[str, Tensor], path: str = "state") 
     """The state with a name in the place of each tensor, which is copied into `tensors`. Raises CheckpointError for
     tensors that safetensors cannot hold."""
     if isinstance(value, Tensor):
-        tensor_file.check_storable(path, value)
+        safetensors_file.check_storable(path, value)
         tensors[path] = value.detach().cpu().clone()
         return {_KEY: path}
     if isinstance(value, Mapping):
@@ -27,7 +27,7 @@ def detach_tensors(value: Any, tensors: dict[str, Tensor], path: str = "state") 
             raise CheckpointError(f"{path} cannot be stored", got=f"the key {_KEY!r}", expected="another key")
         return {key: detach_tensors(each, tensors, f"{path}.{key}") for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [detach_tensors(each, tensors, f"{path}[{place}]") for place, each in enumerate(value)]
+        return [detach_tensors(each, tensors, f"{path}[{index}]") for index, each in enumerate(value)]
     return value
 
 

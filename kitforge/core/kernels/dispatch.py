@@ -16,30 +16,30 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from kitforge.core.kernels.attention import reference as attention_reference
-from kitforge.core.kernels.bags import Bags
-from kitforge.core.kernels.exchange_rows import reference as exchange_rows_reference
-from kitforge.core.kernels.gather_pool import reference as gather_pool_reference
+from kitforge.core.kernels.copy_rows import reference as copy_rows_reference
+from kitforge.core.kernels.decode_attention import reference as decode_attention_reference
+from kitforge.core.kernels.embedding_bag import reference as embedding_bag_reference
+from kitforge.core.kernels.embedding_bag_backward import reference as embedding_bag_backward_reference
+from kitforge.core.kernels.fused_decode_step.weights import DecoderWeights
 from kitforge.core.kernels.hash_map import reference as hash_map_reference
+from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.keep_mask import reference as keep_mask_reference
 from kitforge.core.kernels.linear import reference as linear_reference
 from kitforge.core.kernels.linear_cross_entropy import reference as linear_cross_entropy_reference
 from kitforge.core.kernels.linear_log_probs import reference as linear_log_probs_reference
-from kitforge.core.kernels.move_rows import reference as move_rows_reference
-from kitforge.core.kernels.read_rows import reference as read_rows_reference
+from kitforge.core.kernels.pread_rows import reference as pread_rows_reference
 from kitforge.core.kernels.rms_norm import reference as rms_norm_reference
 from kitforge.core.kernels.rotary import reference as rotary_reference
-from kitforge.core.kernels.scratch import Scratch
-from kitforge.core.kernels.segment_sum import reference as segment_sum_reference
 from kitforge.core.kernels.sparse_update import reference as sparse_update_reference
+from kitforge.core.kernels.swap_rows import reference as swap_rows_reference
 from kitforge.core.kernels.swiglu import reference as swiglu_reference
-from kitforge.core.kernels.token_attention import reference as token_attention_reference
-from kitforge.core.kernels.token_blocks.stack import Stack
 from kitforge.core.kernels.unique import reference as unique_reference
+from kitforge.core.kernels.workspace import Workspace
 
 CompileLevel = Literal["O0", "O1", "O2"]
 
 
-class Linear(Protocol):
+class LinearKernel(Protocol):
     """`input [..., in] @ weight [out, in].T + bias [out]`, in the autocast dtype where autocast is on."""
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,7 +47,7 @@ class Linear(Protocol):
         ...
 
 
-class Attention(Protocol):
+class AttentionKernel(Protocol):
     """Softmax attention: query [batch, heads, length, head_dim], key and value [batch, kv_heads, keys, head_dim].
 
     `mask` is boolean, True where a query may look, broadcastable to [batch, heads, length, keys]; without a mask the
@@ -61,7 +61,7 @@ class Attention(Protocol):
         ...
 
 
-class TokenAttention(Protocol):
+class DecodeAttentionKernel(Protocol):
     """Softmax attention of single tokens, query [texts, heads, head_dim], each over a text of its own: `lengths` int64
     [texts] positions, or the last `window` of them, that follow one another in keys and values [slots, kv_heads,
     head_dim] from slot `starts` int64 [texts] on. Returns [texts, heads, head_dim]."""
@@ -81,7 +81,7 @@ class TokenAttention(Protocol):
         ...
 
 
-class RMSNorm(Protocol):
+class RMSNormKernel(Protocol):
     """`input / sqrt(mean(input²) + eps) * weight` over the last dim, reduced in fp32 (Zhang and Sennrich, 2019)."""
 
     def __call__(self, input: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,7 +89,7 @@ class RMSNorm(Protocol):
         ...
 
 
-class Rotary(Protocol):
+class RotaryKernel(Protocol):
     """Rotates the first `2 * cos.shape[-1]` features of input [batch, heads, length, head_dim] by the angles given as
     cos and sin [batch or 1, length, pairs]; pairs are (i, i + pairs), or (2i, 2i + 1) when interleaved (Su et al.)."""
 
@@ -98,7 +98,7 @@ class Rotary(Protocol):
         ...
 
 
-class SwiGLU(Protocol):
+class SwiGLUKernel(Protocol):
     """`silu(gate) * up`, elementwise (Shazeer, 2020)."""
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class SwiGLU(Protocol):
         ...
 
 
-class LinearCrossEntropy(Protocol):
+class LinearCrossEntropyKernel(Protocol):
     """Sum over the rows whose target is not -100 of the cross entropy of `hidden [rows, dim] @ weight [vocab, dim].T`
     against targets [rows], in fp32. Returns a 0-dim sum."""
 
@@ -115,7 +115,7 @@ class LinearCrossEntropy(Protocol):
         ...
 
 
-class LinearLogProbs(Protocol):
+class LinearLogProbsKernel(Protocol):
     """Log-probabilities of targets [rows] under the softmax of `hidden [rows, dim] @ weight [vocab, dim].T` over the
     temperature, and the entropies of those distributions, both [rows] in fp32 and both differentiable."""
 
@@ -126,7 +126,7 @@ class LinearLogProbs(Protocol):
         ...
 
 
-class TokenBlocks(Protocol):
+class DecodeStepKernel(Protocol):
     """All blocks of a decoder, its norm and its head over single tokens, each the last of a text of its own: stream
     [texts, dim], cos and sin [texts, pairs] or None, `lengths` int64 [texts] positions that follow one another from
     slot `starts` int64 [texts] on. Their keys and values are written. Returns the normalised output [texts, dim] and
@@ -139,11 +139,11 @@ class TokenBlocks(Protocol):
         ...
 
 
-class NewTokenBlocks(Protocol):
+class DecodeStepFactory(Protocol):
     """Such a call over these weights, and for each layer the slabs of keys and values [slots, kv_heads, head_dim];
     all in one dtype, fp32 or bfloat16, contiguous and on CPU. They are read where they lie now."""
 
-    def __call__(self, stack: Stack, slabs: list[tuple[Tensor, Tensor]]) -> TokenBlocks:
+    def __call__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> DecodeStepKernel:
         """See the class."""
         ...
 
@@ -152,21 +152,21 @@ class NewTokenBlocks(Protocol):
 class Kernels:
     """One implementation of each operation."""
 
-    linear: Linear
-    attention: Attention
-    token_attention: TokenAttention
-    rms_norm: RMSNorm
-    rotary: Rotary
-    swiglu: SwiGLU
-    linear_cross_entropy: LinearCrossEntropy
-    linear_log_probs: LinearLogProbs
-    token_blocks: Callable[[], NewTokenBlocks] | None = None  # None: where module by module is as fast
+    linear: LinearKernel
+    attention: AttentionKernel
+    decode_attention: DecodeAttentionKernel
+    rms_norm: RMSNormKernel
+    rotary: RotaryKernel
+    swiglu: SwiGLUKernel
+    linear_cross_entropy: LinearCrossEntropyKernel
+    linear_log_probs: LinearLogProbsKernel
+    fused_decode_step: Callable[[], DecodeStepFactory] | None = None  # None: where module by module is as fast
 
 
 REFERENCE = Kernels(
     linear=linear_reference.linear,
     attention=attention_reference.attention,
-    token_attention=token_attention_reference.token_attention,
+    decode_attention=decode_attention_reference.decode_attention,
     rms_norm=rms_norm_reference.rms_norm,
     rotary=rotary_reference.rotary,
     swiglu=swiglu_reference.swiglu,
@@ -181,84 +181,88 @@ def select(level: CompileLevel) -> Kernels:
     if level == "O0":
         return REFERENCE
     from kitforge.core.kernels.attention.fused import attention, traceable_attention
+    from kitforge.core.kernels.decode_attention.fused import decode_attention
     from kitforge.core.kernels.linear.fused import linear, traceable_linear
     from kitforge.core.kernels.linear_cross_entropy.chunked import linear_cross_entropy
     from kitforge.core.kernels.linear_log_probs.chunked import linear_log_probs
     from kitforge.core.kernels.rms_norm.fused import rms_norm
     from kitforge.core.kernels.rotary.fused import rotary
     from kitforge.core.kernels.swiglu.fused import swiglu
-    from kitforge.core.kernels.token_attention.fused import token_attention
 
-    tokens = functools.partial(token_attention, compiled=_token_attention) if _has_numba() else token_attention
+    decode = (
+        functools.partial(decode_attention, compiled=_numba_decode_attention)
+        if _is_numba_installed()
+        else decode_attention
+    )
     if level == "O2":
         return Kernels(
             linear=traceable_linear,
             attention=traceable_attention,
-            token_attention=tokens,
+            decode_attention=decode,
             rms_norm=rms_norm_reference.rms_norm,
             rotary=rotary_reference.rotary,
             swiglu=swiglu_reference.swiglu,
             linear_cross_entropy=linear_cross_entropy,
             linear_log_probs=linear_log_probs,
         )
-    if _has_numba():
-        linear = functools.partial(linear, few_rows=_few_rows)
+    if _is_numba_installed():
+        linear = functools.partial(linear, few_rows=_small_linear)
         rms_norm = functools.partial(rms_norm, few_rows=_small_rms_norm)
         rotary = functools.partial(rotary, few_rows=_small_rotary)
     return Kernels(
         linear=linear,
         attention=attention,
-        token_attention=tokens,
+        decode_attention=decode,
         rms_norm=rms_norm,
         rotary=rotary,
         swiglu=swiglu,
         linear_cross_entropy=linear_cross_entropy,
         linear_log_probs=linear_log_probs,
-        token_blocks=_token_blocks if _has_numba() else None,
+        fused_decode_step=_fused_decode_step if _is_numba_installed() else None,
     )
 
 
 # Compiled loops are loaded with their first call, since most who choose kernels never make one.
 @functools.cache
-def _few_rows() -> Linear:
+def _small_linear() -> LinearKernel:
     from kitforge.core.kernels.linear.numba import linear
 
     return linear
 
 
 @functools.cache
-def _small_rms_norm() -> RMSNorm:
+def _small_rms_norm() -> RMSNormKernel:
     from kitforge.core.kernels.rms_norm.numba import rms_norm
 
     return rms_norm
 
 
 @functools.cache
-def _small_rotary() -> Rotary:
+def _small_rotary() -> RotaryKernel:
     from kitforge.core.kernels.rotary.numba import rotary
 
     return rotary
 
 
 @functools.cache
-def _token_attention() -> TokenAttention:
-    from kitforge.core.kernels.token_attention.numba import token_attention
+def _numba_decode_attention() -> DecodeAttentionKernel:
+    from kitforge.core.kernels.decode_attention.numba import decode_attention
 
-    return token_attention
+    return decode_attention
 
 
 @functools.cache
-def _token_blocks() -> NewTokenBlocks:
-    from kitforge.core.kernels.token_blocks.numba import TokenBlocks
+def _fused_decode_step() -> DecodeStepFactory:
+    from kitforge.core.kernels.fused_decode_step.numba import NumbaDecodeStep
 
-    return TokenBlocks
+    return NumbaDecodeStep
 
 
-def _has_numba() -> bool:
+def _is_numba_installed() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-class KeepMask(Protocol):
+class KeepMaskKernel(Protocol):
     """Boolean [rows, count]: which of the elements `start` to `start + count` of these rows dropout keeps.
 
     Rows are int64 of any value, the key has 64 bits. Each element is lost with probability `rate`;
@@ -271,16 +275,16 @@ class KeepMask(Protocol):
 
 
 @functools.cache
-def select_keep_mask(device: str) -> KeepMask:
+def select_keep_mask(device: str) -> KeepMaskKernel:
     """The fastest one that is installed for that kind of device. All give the same bits."""
-    if device != "cpu" or not _has_numba():
+    if device != "cpu" or not _is_numba_installed():
         return keep_mask_reference.keep_mask
     from kitforge.core.kernels.keep_mask.numba import keep_mask
 
     return keep_mask
 
 
-class HashMap(Protocol):
+class HashMapKernel(Protocol):
     """Slots, int64 from 0, by key, any int64. Keys of one call are distinct. Not for two threads at once."""
 
     def __len__(self) -> int:
@@ -307,26 +311,28 @@ class HashMap(Protocol):
         ...
 
 
-class NewHashMap(Protocol):
+class HashMapFactory(Protocol):
     """An empty map, with room for so many keys before it grows."""
 
-    def __call__(self, room: int = 0) -> HashMap:
+    def __call__(self, room: int = 0) -> HashMapKernel:
         """See the class."""
         ...
 
 
-class Unique(Protocol):
+class UniqueKernel(Protocol):
     """Distinct ids [u] of ids [N] int64 in the order in which they first occur, and the place [N] of each id there.
 
     Places are written to `out` int64 [N] where it is given. `scratch` keeps working memory from call to call.
     """
 
-    def __call__(self, ids: Tensor, out: Tensor | None = None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, ids: Tensor, out: Tensor | None = None, scratch: Workspace | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See the class."""
         ...
 
 
-class GatherPool(Protocol):
+class EmbeddingBagKernel(Protocol):
     """The first `dim` columns of rows of `slab` [rows, width]: id i has row `slots[i]`, or `slots[inverse[i]]`.
 
     Without bags they come as they are, [num_ids, dim]; with bags each bag's rows are weighted, added up in order and
@@ -344,14 +350,14 @@ class GatherPool(Protocol):
         inverse: Tensor | None = None,
         bags: Bags | None = None,
         out: Tensor | None = None,
-        scratch: Scratch | None = None,
+        scratch: Workspace | None = None,
     ) -> Tensor:
         """See the class."""
         ...
 
 
-class SegmentSum(Protocol):
-    """The backward pass of `gather_pool`: what `gradients` of its output give for each of `num_rows` distinct rows.
+class EmbeddingBagBackwardKernel(Protocol):
+    """The backward pass of `embedding_bag`: what `gradients` of its output give for each of `num_rows` distinct rows.
 
     Id i is row `inverse[i]`. The parts of a row are added to zero in the order of the ids. `out` [num_rows, dim] is
     overwritten where it is given. Raises ModelError for a place that is none.
@@ -370,7 +376,7 @@ class SegmentSum(Protocol):
         ...
 
 
-class MoveRows(Protocol):
+class CopyRowsKernel(Protocol):
     """Row i of `source` [rows, width], or row `at[i]`, becomes row i of `target`, or row `to[i]`; `to` are distinct.
 
     Raises ModelError for a place that is none.
@@ -381,7 +387,7 @@ class MoveRows(Protocol):
         ...
 
 
-class ReadRows(Protocol):
+class PreadRowsKernel(Protocol):
     """Row `at[i]` of an open file, of rows as wide as those of `out` [rows, width], becomes row `to[i]` of `out`.
 
     Returns how many could be read; of the others nothing is known. Raises ModelError for a place in `out` that is none.
@@ -392,7 +398,7 @@ class ReadRows(Protocol):
         ...
 
 
-class ExchangeRows(Protocol):
+class SwapRowsKernel(Protocol):
     """Row `at[i]` of `one` [rows, width] and row `to[i]` of `other` [rows, width] change places; `at` are distinct, and
     so are `to`. Raises ModelError for a place that is none.
     """
@@ -403,19 +409,19 @@ class ExchangeRows(Protocol):
 
 
 # What every rule begins with: slab, slots, gradients, rate, step. `sparse_update/reference.py` has the rest.
-Move = Callable[..., None]
+UpdateRule = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseUpdate:
     """The rules by which rows of a slab move in place; `sparse_update/reference.py` defines them."""
 
-    sgd: Move
-    adagrad: Move
-    rowwise_adagrad: Move
-    adam: Move
-    lazy_adam: Move
-    ftrl: Move
+    sgd: UpdateRule
+    adagrad: UpdateRule
+    rowwise_adagrad: UpdateRule
+    adam: UpdateRule
+    lazy_adam: UpdateRule
+    ftrl: UpdateRule
     catch_up: Callable[..., None]
 
 
@@ -426,24 +432,24 @@ class TableKernels:
     The same inputs give the same bits, whatever the number of threads.
     """
 
-    hash_map: NewHashMap
-    unique: Unique
-    move_rows: MoveRows
-    exchange_rows: ExchangeRows
-    read_rows: ReadRows
-    gather_pool: GatherPool
-    segment_sum: SegmentSum
+    hash_map: HashMapFactory
+    unique: UniqueKernel
+    copy_rows: CopyRowsKernel
+    swap_rows: SwapRowsKernel
+    pread_rows: PreadRowsKernel
+    embedding_bag: EmbeddingBagKernel
+    embedding_bag_backward: EmbeddingBagBackwardKernel
     sparse_update: SparseUpdate
 
 
 TABLE_REFERENCE = TableKernels(
-    hash_map=hash_map_reference.HashMap,
+    hash_map=hash_map_reference.DictHashMap,
     unique=unique_reference.unique,
-    move_rows=move_rows_reference.move_rows,
-    exchange_rows=exchange_rows_reference.exchange_rows,
-    read_rows=read_rows_reference.read_rows,
-    gather_pool=gather_pool_reference.gather_pool,
-    segment_sum=segment_sum_reference.segment_sum,
+    copy_rows=copy_rows_reference.copy_rows,
+    swap_rows=swap_rows_reference.swap_rows,
+    pread_rows=pread_rows_reference.pread_rows,
+    embedding_bag=embedding_bag_reference.embedding_bag,
+    embedding_bag_backward=embedding_bag_backward_reference.embedding_bag_backward,
     sparse_update=SparseUpdate(
         sgd=sparse_update_reference.sgd,
         adagrad=sparse_update_reference.adagrad,
@@ -459,25 +465,25 @@ TABLE_REFERENCE = TableKernels(
 @functools.cache
 def select_table(device: str = "cpu") -> TableKernels:
     """The fastest loops over rows of tables that are installed, for slabs on that kind of device."""
-    if device != "cpu" or not _has_numba():
+    if device != "cpu" or not _is_numba_installed():
         return TABLE_REFERENCE
-    from kitforge.core.kernels.exchange_rows import numba as exchange_rows
-    from kitforge.core.kernels.gather_pool import numba as gather_pool
+    from kitforge.core.kernels.copy_rows import numba as copy_rows
+    from kitforge.core.kernels.embedding_bag import numba as embedding_bag
+    from kitforge.core.kernels.embedding_bag_backward import numba as embedding_bag_backward
     from kitforge.core.kernels.hash_map import numba as hash_map
-    from kitforge.core.kernels.move_rows import numba as move_rows
-    from kitforge.core.kernels.read_rows import numba as read_rows
-    from kitforge.core.kernels.segment_sum import numba as segment_sum
+    from kitforge.core.kernels.pread_rows import numba as pread_rows
     from kitforge.core.kernels.sparse_update import numba as sparse_update
+    from kitforge.core.kernels.swap_rows import numba as swap_rows
     from kitforge.core.kernels.unique import numba as unique
 
     return TableKernels(
-        hash_map=hash_map.HashMap,
+        hash_map=hash_map.OpenAddressingHashMap,
         unique=unique.unique,
-        move_rows=move_rows.move_rows,
-        exchange_rows=exchange_rows.exchange_rows,
-        read_rows=read_rows.read_rows,
-        gather_pool=gather_pool.gather_pool,
-        segment_sum=segment_sum.segment_sum,
+        copy_rows=copy_rows.copy_rows,
+        swap_rows=swap_rows.swap_rows,
+        pread_rows=pread_rows.pread_rows,
+        embedding_bag=embedding_bag.embedding_bag,
+        embedding_bag_backward=embedding_bag_backward.embedding_bag_backward,
         sparse_update=SparseUpdate(
             sgd=sparse_update.sgd,
             adagrad=sparse_update.adagrad,

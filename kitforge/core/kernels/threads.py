@@ -9,27 +9,27 @@ from contextlib import contextmanager
 import torch
 
 _lock = threading.Lock()
-_num_beside = 0
+_num_reserving = 0
 
 
 @contextmanager
-def beside() -> Iterator[None]:
+def reserve_threads() -> Iterator[None]:
     """While the block lasts, this thread works beside the training, and the cores are shared out among both.
 
     Where both ask for all of them, each waits for pieces of its loops that the other's have put off.
     """
-    global _num_beside
+    global _num_reserving
     with _lock:
-        _num_beside += 1
+        _num_reserving += 1
     try:
         yield
     finally:
         with _lock:
-            _num_beside -= 1
+            _num_reserving -= 1
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def single_thread() -> Iterator[None]:
     """While the block lasts, torch's operations in this thread take no other. Those that they wake go on spinning for
     milliseconds, in the way of ours."""
     before = torch.get_num_threads()
@@ -42,4 +42,4 @@ def alone() -> Iterator[None]:
 
 def num_threads() -> int:
     """Threads for a loop that begins now. It may be another number a moment later."""
-    return max(1, torch.get_num_threads() // (1 + _num_beside))
+    return max(1, torch.get_num_threads() // (1 + _num_reserving))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kitforge.core.kernels.attention.reference import probabilities
 from kitforge.core.kernels.dispatch import Kernels
-from kitforge.core.nn.context import AttentionSpec, Context, DropoutKey, dropout, noise_name
+from kitforge.core.nn.context import AttentionSpec, Context, DropoutKey, dropout, dropout_name_key
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.norm import Norm
 from kitforge.foundation.config import check, check_counts
@@ -61,7 +61,7 @@ class Attention(nn.Module):
         factor = torch.tensor(self.scale / common, dtype=torch.float64, device="cpu")
         self._factor = None if config.scale is None else factor
         self.spec = AttentionSpec(layer=layer, kernel=kernels.attention, scale=common, window=config.window)
-        self._noise = noise_name(f"attention.{layer}")
+        self._noise = dropout_name_key(f"attention.{layer}")
         self._rotary = kernels.rotary
 
     def forward(self, input: Tensor, rotary: tuple[Tensor, Tensor] | None, context: Context) -> Tensor:

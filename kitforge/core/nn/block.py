@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.attention import Attention, AttentionConfig
-from kitforge.core.nn.context import Context, dropout, noise_name
+from kitforge.core.nn.context import Context, dropout, dropout_name_key
 from kitforge.core.nn.mlp import MLP, MLPConfig
 from kitforge.core.nn.norm import Norm, NormKind
 from kitforge.foundation.config import check
@@ -51,15 +51,15 @@ class Block(nn.Module):
         self.mlp = MLP(config.mlp, kernels)
         self.mlp_out_norm = norm() if config.sandwich else None
         self._rate = config.dropout
-        self._attention_noise = noise_name(f"attention_out.{layer}")
-        self._mlp_noise = noise_name(f"mlp_out.{layer}")
+        self._attention_noise = dropout_name_key(f"attention_out.{layer}")
+        self._mlp_noise = dropout_name_key(f"mlp_out.{layer}")
 
-    def forward(self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, context: Context) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, context: Context) -> Tensor:
         """[B, T, dim] -> [B, T, dim]."""
-        branch = self.attention(self.attention_norm(stream), rotary, context)
-        stream = stream + self._finish(branch, self.attention_out_norm, self._attention_noise, context)
-        branch = self.mlp(self.mlp_norm(stream))
-        return stream + self._finish(branch, self.mlp_out_norm, self._mlp_noise, context)
+        branch = self.attention(self.attention_norm(hidden), rotary, context)
+        hidden = hidden + self._finish(branch, self.attention_out_norm, self._attention_noise, context)
+        branch = self.mlp(self.mlp_norm(hidden))
+        return hidden + self._finish(branch, self.mlp_out_norm, self._mlp_noise, context)
 
     def _finish(self, branch: Tensor, norm: Norm | None, name: Tensor, context: Context) -> Tensor:
         branch = branch if norm is None else norm(branch)

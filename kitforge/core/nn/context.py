@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import Attention as AttentionKernel
+from kitforge.core.kernels.dispatch import AttentionKernel as AttentionKernel
 from kitforge.core.kernels.dispatch import select_keep_mask
 from kitforge.foundation import seed
 
@@ -85,15 +85,15 @@ def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoiseShare:
+class DropoutShard:
     """Which part of a mask a rank needs that holds only a part of the masked tensor: (index, parts) of its dim 1."""
 
-    stream: tuple[int, int] = (0, 1)  # masks [B, T, dim], parted along T
+    sequence: tuple[int, int] = (0, 1)  # masks [B, T, dim], parted along T
     heads: tuple[int, int] = (0, 1)  # masks [B, heads, T, T], parted along the heads
 
     def of(self, shape: torch.Size) -> tuple[int, int]:
         """The part of a mask of that many dims."""
-        return self.heads if len(shape) == 4 else self.stream
+        return self.heads if len(shape) == 4 else self.sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class DropoutKey:
     seed: int
     step: int
     samples: tuple[int, ...]  # the global index of every row
-    share: NoiseShare = NoiseShare()
+    shard: DropoutShard = DropoutShard()
     # The numbers above as tensors: to a compiler those are inputs of a graph, and a number would need one of its own.
     _step: Tensor = field(init=False, repr=False, compare=False)  # int64 [], of seed and step
     _rows: Tensor = field(init=False, repr=False, compare=False)  # int64 [B]
@@ -116,15 +116,15 @@ class DropoutKey:
     def mask(self, name: str | Tensor, shape: torch.Size, rate: float, device: torch.device) -> Tensor:
         """A boolean mask of `shape` [B, ...] that is False with probability `rate`. A row's noise depends on the row
         alone, and that of a share is its part of the whole. `name` is a text, or `noise_name` of one."""
-        index, _ = self.share.of(shape)
+        index, _ = self.shard.of(shape)
         count = shape[1:].numel()
-        name = noise_name(name) if isinstance(name, str) else name
+        name = dropout_name_key(name) if isinstance(name, str) else name
         # A share is cut from the first dim of a row, so it is a stretch of the row's elements.
         kept: Tensor = _keep_mask(self._step ^ name, self._rows.to(device), index * count, count, rate)
         return kept.view(shape)
 
 
-def noise_name(name: str) -> Tensor:
+def dropout_name_key(name: str) -> Tensor:
     """The number of a name, int64 []. Modules that may be compiled make it once, for the reason given above."""
     return torch.tensor(seed.key("noise", name), device="cpu")
 

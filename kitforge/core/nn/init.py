@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.types import Region
 
-DEVIATION = 0.02
+INIT_STD = 0.02
 ROWS_PER_BLOCK = 256
 RESIDUAL_OUTPUTS = ("attention.out.weight", "mlp.down.weight")
 
@@ -27,13 +27,13 @@ def unfilled_embedding(num: int, dim: int) -> nn.Embedding:
     return nn.Embedding(num, dim, _weight=torch.empty(num, dim))
 
 
-def make_real(model: nn.Module, device: torch.device) -> None:
+def materialize(model: nn.Module, device: torch.device) -> None:
     """Give a model that was laid out on the meta device its memory, without values."""
     model._apply(lambda tensor: tensor.new_empty(tensor.shape, device=device))  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
-def initialise(
+def init_weights(
     parameters: Iterable[tuple[str, Tensor]], num_layers: int, seed: int, regions: Mapping[str, Region] | None = None
 ) -> None:
     """Fill a decoder's parameters in place, or the pieces of them that `regions` says they are."""
@@ -42,18 +42,18 @@ def initialise(
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         residual = name.endswith(RESIDUAL_OUTPUTS)
-        deviation = DEVIATION / (2 * num_layers) ** 0.5 if residual else DEVIATION
+        deviation = INIT_STD / (2 * num_layers) ** 0.5 if residual else INIT_STD
         region = Region.whole(parameter.shape) if regions is None else regions[name]
-        parameter.copy_(normal_piece(seed, name, region) * deviation)
+        parameter.copy_(normal_region(seed, name, region) * deviation)
 
 
-def normal_piece(seed: int, name: str, region: Region) -> Tensor:
+def normal_region(seed: int, name: str, region: Region) -> Tensor:
     """The region of the standard normal fp32 matrix called `name`."""
     start, rows = region.offset[0], region.shape[0]
-    piece = normal_rows(seed, name, torch.Size(region.global_shape), start, start + rows)
-    for dim in range(1, piece.dim()):
-        piece = piece.narrow(dim, region.offset[dim], region.shape[dim])
-    return piece
+    region_values = normal_rows(seed, name, torch.Size(region.global_shape), start, start + rows)
+    for dim in range(1, region_values.dim()):
+        region_values = region_values.narrow(dim, region.offset[dim], region.shape[dim])
+    return region_values
 
 
 def normal_rows(seed: int, name: str, shape: torch.Size, start: int, stop: int) -> Tensor:

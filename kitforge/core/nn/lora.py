@@ -21,7 +21,7 @@ from kitforge.foundation.errors import ModelError, nearest
 
 _ADAPTERS = "adapters"
 # How a linear layer is called; an adapter adds to each.
-_WAYS = ("forward", "without_bias")
+_ADAPTED_METHODS = ("forward", "without_bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,12 @@ class LoraConfig:
 
     rank: int = 8
     alpha: float = 16.0  # what is added counts alpha / rank
-    targets: tuple[str, ...] = ("query", "value")  # the last names of the linear layers that get one
+    target_modules: tuple[str, ...] = ("query", "value")  # the last names of the linear layers that get one
 
     def __post_init__(self) -> None:
         check(self.rank > 0, "lora.rank", self.rank, "a whole number of at least 1")
         check(self.alpha > 0, "lora.alpha", self.alpha, "a number above 0")
-        check(len(self.targets) > 0, "lora.targets", self.targets, "at least one layer's name")
+        check(len(self.target_modules) > 0, "lora.targets", self.target_modules, "at least one layer's name")
 
     @property
     def scale(self) -> float:
@@ -69,9 +69,9 @@ class LowRank(nn.Module):
 def attach(network: nn.Module, name: str, config: LoraConfig, seed: int = 0) -> None:
     """Give the network an adapter of that name and turn it on. Its first factor is a function of seed and names, its
     second is zero. The network's own weights are frozen. Raises ModelError where no layer has a name that is wanted."""
-    layers = [(path, each) for path, each in _linears(network) if path.split(".")[-1] in config.targets]
+    layers = [(path, each) for path, each in _linears(network) if path.split(".")[-1] in config.target_modules]
     found = {path.split(".")[-1] for path, _ in layers}
-    for target in config.targets:
+    for target in config.target_modules:
         if target not in found:
             known = {path.split(".")[-1] for path, _ in _linears(network)}
             raise ModelError(f"no linear layer is called {target!r}", fix=nearest(target, known))
@@ -81,12 +81,12 @@ def attach(network: nn.Module, name: str, config: LoraConfig, seed: int = 0) -> 
     for path, layer in layers:
         if _ADAPTERS not in layer._modules:
             layer.add_module(_ADAPTERS, nn.ModuleDict())
-            for way in _WAYS:
+            for way in _ADAPTED_METHODS:
                 layer.__dict__[way] = _with_adapters(layer, getattr(layer, way))
         adapter = LowRank(layer.weight, config)
         noise = torch.randn(adapter.down.shape, generator=seeds.generator(seed, "lora", name, path))
         adapter.down.copy_(noise / layer.weight.shape[1] ** 0.5)
-        _of(layer)[name] = adapter
+        _adapters_of(layer)[name] = adapter
         layer.__dict__["adapter"] = name
 
 
@@ -94,8 +94,8 @@ def attach(network: nn.Module, name: str, config: LoraConfig, seed: int = 0) -> 
 def using(network: nn.Module, name: str | None) -> Iterator[None]:
     """Within it the adapter of that name is on, or none; afterwards what was on before."""
     before = [(layer, layer.__dict__["adapter"]) for _, layer in _adapted(network)]
-    if name is not None and not any(name in _of(layer) for layer, _ in before):
-        known = {each for layer, _ in before for each in _of(layer)}
+    if name is not None and not any(name in _adapters_of(layer) for layer, _ in before):
+        known = {each for layer, _ in before for each in _adapters_of(layer)}
         raise ModelError(f"the network has no adapter {name!r}", fix=nearest(name, known) if known else None)
     try:
         for layer, _ in before:
@@ -110,28 +110,30 @@ def using(network: nn.Module, name: str | None) -> Iterator[None]:
 def merge(network: nn.Module, name: str) -> None:
     """Add an adapter to the network's own weights for good; all adapters are gone afterwards."""
     for _, layer in _adapted(network):
-        if name in _of(layer):
-            layer.weight.add_(_of(layer)[name].delta())
+        if name in _adapters_of(layer):
+            layer.weight.add_(_adapters_of(layer)[name].delta())
         del layer._modules[_ADAPTERS]
-        for attribute in (*_WAYS, "adapter"):
+        for attribute in (*_ADAPTED_METHODS, "adapter"):
             del layer.__dict__[attribute]
 
 
 def adapter_tensors(network: nn.Module, name: str) -> dict[str, tuple[Tensor, Tensor]]:
     """Both factors, down [rank, in] and up [out, rank], of every layer that has the adapter, by the layer's name."""
     return {
-        path: (_of(layer)[name].down, _of(layer)[name].up) for path, layer in _adapted(network) if name in _of(layer)
+        path: (_adapters_of(layer)[name].down, _adapters_of(layer)[name].up)
+        for path, layer in _adapted(network)
+        if name in _adapters_of(layer)
     }
 
 
 def config_of(network: nn.Module) -> LoraConfig | None:
     """Size and place of the adapter that is on; None where none is."""
-    found = _on(network)
+    found = _active(network)
     if not found:
         return None
     rank, scale = next((each.down.shape[0], each.scale) for each in found.values())
     targets = tuple(sorted({path.split(".")[-1] for path in found}))
-    return LoraConfig(rank=rank, alpha=scale * rank, targets=targets)
+    return LoraConfig(rank=rank, alpha=scale * rank, target_modules=targets)
 
 
 def owner_of(name: str) -> str:
@@ -141,32 +143,36 @@ def owner_of(name: str) -> str:
 
 def deltas(network: nn.Module) -> dict[str, Tensor]:
     """What the adapter that is on adds to the matrices [out, in], by the layers' names; empty where none is."""
-    return {path: each.delta() for path, each in _on(network).items()}
+    return {path: each.delta() for path, each in _active(network).items()}
 
 
 @torch.no_grad()
 def copy_factors(source: nn.Module, target: nn.Module) -> None:
     """Give the adapter that is on in `target` the factors of the one that is on in `source`, of the same layers."""
-    theirs = _on(source)
-    for path, own in _on(target).items():
+    theirs = _active(source)
+    for path, own in _active(target).items():
         own.down.copy_(theirs[path].down)
         own.up.copy_(theirs[path].up)
 
 
-def _on(network: nn.Module) -> dict[str, LowRank]:
+def _active(network: nn.Module) -> dict[str, LowRank]:
     found = ((path, layer, layer.__dict__["adapter"]) for path, layer in _adapted(network))
-    return {path: _of(layer)[name] for path, layer, name in found if name is not None and name in _of(layer)}
+    return {
+        path: _adapters_of(layer)[name]
+        for path, layer, name in found
+        if name is not None and name in _adapters_of(layer)
+    }
 
 
 def _with_adapters(layer: Linear, compute: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def forward(input: Tensor) -> Tensor:
         output, name = compute(input), layer.__dict__["adapter"]
-        return output if name not in _of(layer) else output + _of(layer)[name](input).to(output.dtype)
+        return output if name not in _adapters_of(layer) else output + _adapters_of(layer)[name](input).to(output.dtype)
 
     return forward
 
 
-def _of(layer: nn.Module) -> dict[str, LowRank]:
+def _adapters_of(layer: nn.Module) -> dict[str, LowRank]:
     found: dict[str, LowRank] = layer._modules[_ADAPTERS]  # type: ignore[assignment]
     return found
 

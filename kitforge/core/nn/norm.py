@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kitforge.core.kernels.dispatch import Kernels
-from kitforge.core.kernels.half import compute_dtype
+from kitforge.core.kernels.mixed_precision import compute_dtype
 
 NormKind = Literal["rms", "layer"]
 

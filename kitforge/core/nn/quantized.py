@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.kernels.half import compute_dtype
+from kitforge.core.kernels.mixed_precision import compute_dtype
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import Linear
 from kitforge.foundation.errors import DeviceError, ModelError
@@ -24,7 +24,8 @@ from kitforge.foundation.errors import DeviceError, ModelError
 
 @final
 class Int8Linear:
-    """`dispatch.Linear` over quantised copies of the weights that it is called with, each made when it is first seen.
+    """`dispatch.LinearKernel` over quantised copies of the weights that it is called with, each made when it is first
+    seen.
 
     `forget` drops the copies after the weights have changed.
     """
@@ -77,14 +78,14 @@ def int8_copy(model: nn.Module) -> tuple[Decoder, Int8Linear]:
         raise ModelError(
             "only a whole network of the families runs in int8",
             got=f"{type(model).__name__}, perhaps split over ranks",
-            fix="inference.engine.weights=shared",
+            fix="inference.engine.quantization=none",
         )
     if model.head_weight.device.type != "cpu":
         raise DeviceError("int8 weights run on CPU only", got=model.head_weight.device, expected="device=cpu")
     linear = Int8Linear()
     network = _shared(model, linear)
     assert isinstance(network, Decoder)
-    network.kernels = replace(model.kernels, linear=linear, token_blocks=None)
+    network.kernels = replace(model.kernels, linear=linear, fused_decode_step=None)
     return network, linear
 
 

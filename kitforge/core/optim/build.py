@@ -10,9 +10,9 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.optim.eager import eager
 from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.optim.muon import Matrices, Muon
+from kitforge.core.optim.no_compile import without_compile
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import CheckpointError, ConfigError, ModelError
 
@@ -49,7 +49,7 @@ class OptimizerConfig:
 
 
 def build_optimizer(
-    groups: Sequence[ParameterGroup], config: OptimizerConfig, whole_matrices: Matrices | None = None
+    groups: Sequence[ParameterGroup], config: OptimizerConfig, full_matrices: Matrices | None = None
 ) -> Optimizer:
     """The optimizer of `config` over `groups`; `whole_matrices` where their parameters are pieces.
 
@@ -60,7 +60,7 @@ def build_optimizer(
         raise ModelError("no parameter is to be trained", fix="leave at least one parameter with requires_grad=True")
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise ModelError("a parameter's name comes twice in the groups", got=_listed(twice))
+        raise ModelError("a parameter's name comes twice in the groups", got=_name_list(twice))
     matrices = [group for group in groups if group.matrix] if config.name == "muon" else []
     if config.name == "muon" and not matrices:
         raise ConfigError("Muon has nothing to move: no hidden 2-D weight", fix="optimizer.name=adamw")
@@ -68,7 +68,9 @@ def build_optimizer(
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         rate = config.matrix_learning_rate or config.learning_rate
-        optimizers.append(eager(Muon)(_as_torch(matrices), lr=rate, momentum=config.momentum, matrices=whole_matrices))
+        optimizers.append(
+            without_compile(Muon)(_as_torch(matrices), lr=rate, momentum=config.momentum, matrices=full_matrices)
+        )
     if others:
         optimizers.append(_torch_optimizer(_as_torch(others), config))
     return Optimizer(groups, optimizers)
@@ -106,7 +108,7 @@ class Optimizer:
         for _, parameter in self._named:
             parameter.grad = None
 
-    def materialise(self) -> None:
+    def init_state(self) -> None:
         """Create every state that the first step would create, with the values it would start from.
 
         torch creates states lazily and offers a step with zero gradients at learning rate 0 instead, which counts as
@@ -119,7 +121,7 @@ class Optimizer:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and state tensor (not a copy), in the order of the groups, then of the keys; always all of them."""
-        self.materialise()
+        self.init_state()
         for name, parameter in self._named:
             for key, tensor in sorted(self._owners[parameter].state[parameter].items()):
                 yield f"{name}.{key}", tensor
@@ -147,9 +149,9 @@ def _as_torch(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
 
 def _torch_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     if config.name == "sgd":
-        return eager(torch.optim.SGD)(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+        return without_compile(torch.optim.SGD)(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
     betas = (config.betas[0], config.betas[1])
-    return eager(torch.optim.AdamW)(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
+    return without_compile(torch.optim.AdamW)(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
 
 
 def _fresh_state(owner: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
@@ -164,9 +166,9 @@ def _fresh_state(owner: torch.optim.Optimizer, parameter: Tensor) -> dict[str, T
 
 def _check_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     misshapen = [
-        f"{name} ({_form(given[name])}, not {_form(tensor)})"
+        f"{name} ({_describe(given[name])}, not {_describe(tensor)})"
         for name, tensor in own.items()
-        if name in given and _form(given[name]) != _form(tensor)
+        if name in given and _describe(given[name]) != _describe(tensor)
     ]
     problems = {
         "missing": sorted(own.keys() - given.keys()),
@@ -176,16 +178,18 @@ def _check_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     if any(problems.values()):
         raise CheckpointError(
             "the optimizer's state does not fit",
-            got="; ".join(f"{len(names)} {problem}: {_listed(names)}" for problem, names in problems.items() if names),
+            got="; ".join(
+                f"{len(names)} {problem}: {_name_list(names)}" for problem, names in problems.items() if names
+            ),
             expected=f"the {len(own)} tensors of this optimizer over this model",
             fix="resume with the optimizer and the model that were saved, or start from the weights alone",
         )
 
 
-def _form(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _name_list(names: Sequence[str]) -> str:
     shown, left = ", ".join(names[:LISTED]), len(names) - LISTED
     return f"{shown} and {left} more" if left > 0 else shown

@@ -30,15 +30,15 @@ STACK_ELEMENTS = 2**22
 class Matrices(Protocol):
     """For weights that are cut over ranks: Muon's update is one of whole matrices."""
 
-    def shape(self, piece: Tensor) -> tuple[int, ...]:
+    def full_shape(self, shard: Tensor) -> tuple[int, ...]:
         """The shape of the whole that a parameter is a piece of."""
         ...
 
-    def whole(self, value: Tensor, piece: Tensor) -> Tensor:
+    def full_tensor(self, value: Tensor, shard: Tensor) -> Tensor:
         """The whole matrix of which each rank has the `value` that belongs to its piece."""
         ...
 
-    def part(self, matrix: Tensor, piece: Tensor) -> Tensor:
+    def shard_of(self, matrix: Tensor, shard: Tensor) -> Tensor:
         """This rank's part of a whole matrix."""
         ...
 
@@ -87,16 +87,16 @@ class Muon(torch.optim.Optimizer):
 
     def _move(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """One step of parameters whose shapes are equal but for transposition."""
-        stack = torch.stack([_lying(self._update(parameter, group["momentum"])) for parameter in parameters])
+        stack = torch.stack([_wide(self._update(parameter, group["momentum"])) for parameter in parameters])
         rate, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
         for parameter, update in zip(parameters, orthogonalize(stack), strict=True):
             shape = self._shape(parameter)
             standing = update.mT if shape[0] > shape[1] else update
-            part = standing if self._matrices is None else self._matrices.part(standing, parameter)
+            part = standing if self._matrices is None else self._matrices.shard_of(standing, parameter)
             parameter.mul_(decay).add_(part, alpha=-rate * 0.2 * math.sqrt(max(shape)))
 
     def _shape(self, parameter: Tensor) -> tuple[int, ...]:
-        return tuple(parameter.shape) if self._matrices is None else self._matrices.shape(parameter)
+        return tuple(parameter.shape) if self._matrices is None else self._matrices.full_shape(parameter)
 
     def _update(self, parameter: Tensor, mu: float) -> Tensor:
         """The update before it is made orthogonal; the momentum moves on."""
@@ -106,7 +106,7 @@ class Muon(torch.optim.Optimizer):
             state["momentum"] = torch.zeros_like(parameter)
         state["momentum"].lerp_(parameter.grad, 1 - mu)
         update = parameter.grad.lerp(state["momentum"], mu)
-        return update if self._matrices is None else self._matrices.whole(update, parameter)
+        return update if self._matrices is None else self._matrices.full_tensor(update, parameter)
 
 
 def orthogonalize(stack: Tensor) -> Tensor:
@@ -154,6 +154,6 @@ def _polynomial(gram: Tensor) -> Tensor:
     return polynomial
 
 
-def _lying(matrix: Tensor) -> Tensor:
+def _wide(matrix: Tensor) -> Tensor:
     """The matrix, transposed where it is tall, so that the products are the smaller ones."""
     return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix

@@ -44,7 +44,7 @@ class ScheduleConfig:
         )
 
 
-def scale(config: ScheduleConfig, step: int, max_steps: int) -> float:
+def lr_scale(config: ScheduleConfig, step: int, max_steps: int) -> float:
     """The factor in [0, 1] of the learning rate at `step`, counted from 0, of `max_steps`.
 
     With w warmup steps, steps 0 .. w-1 have (step + 1) / w: the first is not 0 and step w-1 is the peak. From the

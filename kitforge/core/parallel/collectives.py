@@ -24,12 +24,12 @@ MAX = dist.ReduceOp.MAX
 BROADCAST_BYTES = 64 * 2**20
 
 
-def size(group: Group) -> int:
+def group_size(group: Group) -> int:
     """Ranks of the group."""
     return 1 if group is None else dist.get_world_size(group)
 
 
-def index(group: Group) -> int:
+def group_rank(group: Group) -> int:
     """This rank's place in the group."""
     return 0 if group is None else dist.get_rank(group)
 
@@ -52,25 +52,25 @@ def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     dist._broadcast_coalesced(group, list(tensors), BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
 
 
-def gather_objects(value: Any, group: Group) -> list[Any]:
+def all_gather_object(value: Any, group: Group) -> list[Any]:
     """Every rank's plain value, in rank order."""
     if group is None:
         return [value]
-    values: list[Any] = [None] * size(group)
+    values: list[Any] = [None] * group_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-def gather_objects_to_first(value: Any, group: Group) -> list[Any]:
+def gather_object(value: Any, group: Group) -> list[Any]:
     """Every rank's plain value, in rank order, on the group's first rank; nothing on the others."""
     if group is None:
         return [value]
-    values: list[Any] | None = [None] * size(group) if index(group) == 0 else None
+    values: list[Any] | None = [None] * group_size(group) if group_rank(group) == 0 else None
     dist.gather_object(value, values, group=group, group_dst=0)
     return values or []
 
 
-def first_object(value: Any, group: Group) -> Any:
+def broadcast_object(value: Any, group: Group) -> Any:
     """The plain value of the group's first rank."""
     if group is None:
         return value
@@ -94,11 +94,11 @@ def all_gather(input: Tensor, group: Group, dim: int) -> Tensor:
     """The ranks' tensors, of equal shapes, joined along `dim`. Not differentiable."""
     if group is None:
         return input
-    ranks = size(group)
+    ranks = group_size(group)
     input = input.contiguous()
-    pieces = input.new_empty((ranks, *input.shape))
-    _all_gather_single(pieces.view(ranks * input.shape[0], *input.shape[1:]), input, group=group)
-    joined = pieces.movedim(0, dim).contiguous()
+    chunks = input.new_empty((ranks, *input.shape))
+    _all_gather_single(chunks.view(ranks * input.shape[0], *input.shape[1:]), input, group=group)
+    joined = chunks.movedim(0, dim).contiguous()
     # Memory of its own to whoever gets it: `fully_shard` warns of a module that returns a view.
     shape = (*input.shape[:dim], ranks * input.shape[dim], *input.shape[dim + 1 :])
     whole: Tensor = torch.ops.aten._unsafe_view(joined, shape)
@@ -109,11 +109,11 @@ def reduce_scatter(input: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's piece along `dim`, which the degree divides, of the sum over the ranks. Not differentiable."""
     if group is None:
         return input
-    ranks = size(group)
+    ranks = group_size(group)
     shape = (*input.shape[:dim], ranks, input.shape[dim] // ranks, *input.shape[dim + 1 :])
-    pieces = input.reshape(shape).movedim(dim, 0).contiguous()
-    own = torch.empty_like(pieces[0])
-    _reduce_scatter_single(own, pieces.view(ranks * own.shape[0], *own.shape[1:]), group=group)
+    chunks = input.reshape(shape).movedim(dim, 0).contiguous()
+    own = torch.empty_like(chunks[0])
+    _reduce_scatter_single(own, chunks.view(ranks * own.shape[0], *own.shape[1:]), group=group)
     return own
 
 
@@ -126,34 +126,34 @@ def all_to_all(input: Tensor, received: Sequence[int], sent: Sequence[int], grou
     return output
 
 
-def gathered(input: Tensor, group: Group, dim: int) -> Tensor:
+def all_gather_autograd(input: Tensor, group: Group, dim: int) -> Tensor:
     """`all_gather`; backward: `reduce_scatter`, since each rank's use of the whole gives a part of the gradient."""
-    return input if group is None else _apply(_Gathered, input, group, dim)
+    return input if group is None else _apply(_AllGather, input, group, dim)
 
 
-def replicated(input: Tensor, group: Group, dim: int) -> Tensor:
+def all_gather_replicated(input: Tensor, group: Group, dim: int) -> Tensor:
     """`all_gather`; backward: this rank's piece of the gradient, since all ranks compute the same from the whole."""
-    return input if group is None else _apply(_Replicated, input, group, dim)
+    return input if group is None else _apply(_AllGatherReplicated, input, group, dim)
 
 
-def scattered_sum(input: Tensor, group: Group, dim: int) -> Tensor:
+def reduce_scatter_autograd(input: Tensor, group: Group, dim: int) -> Tensor:
     """`reduce_scatter` of partial sums; backward: `all_gather`."""
-    return input if group is None else _apply(_ScatteredSum, input, group, dim)
+    return input if group is None else _apply(_ReduceScatter, input, group, dim)
 
 
-def summed(input: Tensor, group: Group) -> Tensor:
+def all_reduce_fwd(input: Tensor, group: Group) -> Tensor:
     """The sum over the ranks, on all of them; backward: the identity, since all of them use it alike."""
-    return input if group is None else _apply(_Summed, input, group)
+    return input if group is None else _apply(_AllReduceForward, input, group)
 
 
-def shared(input: Tensor, group: Group) -> Tensor:
+def copy_to_group(input: Tensor, group: Group) -> Tensor:
     """The identity; backward: the sum over the ranks, since each computed something else from it."""
-    return input if group is None else _apply(_Shared, input, group)
+    return input if group is None else _apply(_CopyToGroup, input, group)
 
 
-def exchanged(input: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
+def all_to_all_autograd(input: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
     """`all_to_all`; backward: the same the other way round."""
-    return input if group is None else _apply(_Exchanged, input, tuple(received), tuple(sent), group)
+    return input if group is None else _apply(_AllToAll, input, tuple(received), tuple(sent), group)
 
 
 def _apply(function: Any, *arguments: Any) -> Tensor:
@@ -161,7 +161,7 @@ def _apply(function: Any, *arguments: Any) -> Tensor:
     return result
 
 
-class _Gathered(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -172,7 +172,7 @@ class _Gathered(torch.autograd.Function):
         return reduce_scatter(grad, ctx.group, ctx.dim), None, None
 
 
-class _Replicated(torch.autograd.Function):
+class _AllGatherReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.length = group, dim, input.shape[dim]
@@ -180,10 +180,10 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.narrow(ctx.dim, index(ctx.group) * ctx.length, ctx.length), None, None
+        return grad.narrow(ctx.dim, group_rank(ctx.group) * ctx.length, ctx.length), None, None
 
 
-class _ScatteredSum(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -194,7 +194,7 @@ class _ScatteredSum(torch.autograd.Function):
         return all_gather(grad, ctx.group, ctx.dim), None, None
 
 
-class _Summed(torch.autograd.Function):
+class _AllReduceForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         return all_reduce_(input.clone(memory_format=torch.contiguous_format), group)
@@ -204,7 +204,7 @@ class _Summed(torch.autograd.Function):
         return grad, None
 
 
-class _Shared(torch.autograd.Function):
+class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -217,7 +217,7 @@ class _Shared(torch.autograd.Function):
         return all_reduce_(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
-class _Exchanged(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, received: tuple[int, ...], sent: tuple[int, ...], group: dist.ProcessGroup

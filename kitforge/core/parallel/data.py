@@ -33,7 +33,7 @@ class _Bucket:
 
 
 @final
-class Copies:
+class GradientBuckets:
     """The gradients of a model of which every rank of the group has a copy."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -41,7 +41,7 @@ class Copies:
         self._is_last = True
         self._num_sent = 0
         # The backward pass finishes the last layers first.
-        self._buckets = _fill([parameter for parameter in reversed(parameters) if parameter.requires_grad])
+        self._buckets = _make_buckets([parameter for parameter in reversed(parameters) if parameter.requires_grad])
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class Copies:
         used = torch.tensor(is_used, device=parameters[0].device)
         agreement = collectives.start_all_reduce_(used, self._group)
         for bucket in self._buckets[self._num_sent :]:
-            self._send(bucket)
+            self._start_all_reduce(bucket)
         agreement.wait()
         answers = iter(used.tolist())
         for bucket in self._buckets:
@@ -87,17 +87,19 @@ class Copies:
                 return
             bucket.num_ready += 1
             # All ranks send in one order, whatever the order in which their buckets fill.
-            while self._num_sent < len(self._buckets) and self._next.num_ready == len(self._next.parameters):
-                self._send(self._next)
+            while self._num_sent < len(self._buckets) and self._next_bucket.num_ready == len(
+                self._next_bucket.parameters
+            ):
+                self._start_all_reduce(self._next_bucket)
                 self._num_sent += 1
 
         return arrived
 
     @property
-    def _next(self) -> _Bucket:
+    def _next_bucket(self) -> _Bucket:
         return self._buckets[self._num_sent]
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _start_all_reduce(self, bucket: _Bucket) -> None:
         gradients = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket.parameters
         ]
@@ -110,7 +112,7 @@ class Copies:
         bucket.work = collectives.start_all_reduce_(bucket.flat, self._group)
 
 
-def _fill(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
+def _make_buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
     """Buckets of at most that many bytes, each of one dtype; a larger parameter has its own."""
     buckets: list[_Bucket] = []
     for parameter in parameters:

@@ -24,8 +24,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from kitforge.core.parallel.degrees import Degrees
-from kitforge.core.parallel.failure import INTERRUPTED, LAUNCHED, RESUME
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.rank_errors import INTERRUPTED, LAUNCHED, RESUME
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import KitforgeError, TrainingError
 
@@ -34,7 +34,7 @@ PROGRAM = ("-m", "kitforge")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MONITOR_SECONDS = 0.1
 # A rank that died this many seconds after the first complaint was ended by the launcher, not the cause of it.
-AFTERWARDS = 3.0
+DRAIN_SECONDS = 3.0
 LAST_LINES = 20
 
 
@@ -46,7 +46,7 @@ class RankError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
+class RankReport:
     """What a rank wrote before it ended."""
 
     rank: int
@@ -57,15 +57,15 @@ class Word:
 
 
 def launch(
-    arguments: Sequence[str], degrees: Degrees, num_ranks: int | None = None, *, program: Sequence[str] = PROGRAM
+    arguments: Sequence[str], degrees: ParallelConfig, num_ranks: int | None = None, *, program: Sequence[str] = PROGRAM
 ) -> int:
     """Run `python -m kitforge <arguments>` as `num_ranks` ranks, by default those of the degrees; the exit status.
 
     Rank 0 speaks; the others are heard only when one of them fails. Ctrl-C reaches every rank as one SIGINT, and they
     have `degrees.timeout` seconds to save. Raises KitforgeError with the words of the rank that failed first.
     """
-    num_ranks = num_ranks or degrees.world
-    with tempfile.TemporaryDirectory(prefix="kitforge-") as folder, _surroundings(num_ranks):
+    num_ranks = num_ranks or degrees.world_size
+    with tempfile.TemporaryDirectory(prefix="kitforge-") as folder, _launch_environment(num_ranks):
         start = elastic_launch(_config(degrees, num_ranks, folder), sys.executable)
         try:
             # The launcher would take a $ for a word of its own.
@@ -73,13 +73,13 @@ def launch(
         except SignalException:
             return INTERRUPTED
         except ChildFailedError as error:
-            return _settle(error.failures, Path(folder))
+            return _exit_code(error.failures, Path(folder))
         except RendezvousError as error:
             raise TrainingError("the ranks cannot be started", got=error, fix="see that localhost resolves") from error
     return 0
 
 
-def _config(degrees: Degrees, num_ranks: int, folder: str) -> LaunchConfig:
+def _config(degrees: ParallelConfig, num_ranks: int, folder: str) -> LaunchConfig:
     silent = dict.fromkeys(range(1, num_ranks), Std.ERR)
     return LaunchConfig(
         min_nodes=1,
@@ -96,16 +96,18 @@ def _config(degrees: Degrees, num_ranks: int, folder: str) -> LaunchConfig:
     )
 
 
-def _settle(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
+def _exit_code(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
     """The status of ranks that were interrupted; else raises the error of the one that failed first."""
-    words = sorted((word for rank in failures if (word := _word(rank, failures[rank]))), key=lambda word: word.time)
+    words = sorted(
+        (word for rank in failures if (word := _report_of(rank, failures[rank]))), key=lambda word: word.time
+    )
     first = words[0].time if words else math.inf
     dead = [
         (failure.timestamp, rank)
         for rank, failure in failures.items()
         if all(word.rank != rank for word in words)
         and failure.exitcode not in (-signal.SIGTERM, INTERRUPTED)
-        and failure.timestamp <= first + AFTERWARDS
+        and failure.timestamp <= first + DRAIN_SECONDS
     ]
     if causes := [word for word in words if word.is_cause]:
         is_shared = len(causes) > 1 and len({word.words for word in causes}) == 1
@@ -121,9 +123,9 @@ def _settle(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
     raise TrainingError(f"rank {min(failures)} was ended from outside", fix="resume=auto goes on")
 
 
-def _word(rank: int, failure: ProcessFailure) -> Word | None:
-    told: dict[str, Any] | None = failure.error_file_data.get("kitforge")
-    return None if told is None else Word(rank=rank, **told)
+def _report_of(rank: int, failure: ProcessFailure) -> RankReport | None:
+    report: dict[str, Any] | None = failure.error_file_data.get("kitforge")
+    return None if report is None else RankReport(rank=rank, **report)
 
 
 def _death(rank: int, failure: ProcessFailure, folder: Path) -> KitforgeError:
@@ -148,7 +150,7 @@ def _last_lines(rank: int, folder: Path) -> str | None:
 
 
 @contextmanager
-def _surroundings(num_ranks: int) -> Iterator[None]:
+def _launch_environment(num_ranks: int) -> Iterator[None]:
     """What the ranks inherit, and a launcher that keeps its own counsel; all of it as before in the end."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     has_gloo_alone = all(devices.BACKENDS.get(kind, "gloo") == "gloo" for kind in devices.available())

@@ -28,12 +28,12 @@ class Layout:
     splits: tuple[Split, ...] = ()
 
     @property
-    def num_pieces(self) -> int:
+    def num_shards(self) -> int:
         """Distinct pieces; every rank beyond holds a copy of one of them."""
-        pieces = 1
+        count = 1
         for split in self.splits:
-            pieces *= split.degree
-        return pieces
+            count *= split.degree
+        return count
 
     def region(self, index: Mapping[str, int]) -> Region:
         """The piece of the rank that has these indices along the axes."""
@@ -46,7 +46,7 @@ class Layout:
             shape[split.dim] = min(chunk, size - start)
         return Region(global_shape=self.shape, offset=tuple(offset), shape=tuple(shape))
 
-    def cut(self, axis: str, dim: int, degree: int) -> Layout:
+    def split(self, axis: str, dim: int, degree: int) -> Layout:
         """The layout after one more split; the same when the degree is 1."""
         if degree == 1:
             return self

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from kitforge.core.parallel.degrees import AXES, Degrees
+from kitforge.core.parallel.config import AXES, ParallelConfig
 
 # Axes whose ranks hold different samples.
 REPLICA_AXES = ("data", "shard")
@@ -26,17 +26,17 @@ class Mesh:
     batch), `world` of all ranks (the norm, and the rows of tables).
     """
 
-    def __init__(self, degrees: Degrees, device_type: str, num_beside: int = 0) -> None:
+    def __init__(self, degrees: ParallelConfig, device_type: str, num_inference_ranks: int = 0) -> None:
         """`num_beside` further ranks have no place on the grid; they make it with the others, and no use of it."""
-        degrees.check_world(dist.get_world_size() - num_beside)
+        degrees.check_world(dist.get_world_size() - num_inference_ranks)
         self.degrees = degrees
-        self.size = degrees.world
+        self.size = degrees.world_size
         self.rank = dist.get_rank()
         self.shape = {axis: getattr(degrees, axis) for axis in AXES if getattr(degrees, axis) > 1}
         names = tuple(self.shape)
         grid = torch.arange(self.size).view(tuple(self.shape.values()))
         self.device_mesh = DeviceMesh(device_type, grid, mesh_dim_names=names)
-        world = dist.new_group(list(range(self.size))) if num_beside else dist.group.WORLD
+        world = dist.new_group(list(range(self.size))) if num_inference_ranks else dist.group.WORLD
         assert world is not None  # there is one as soon as torch.distributed is initialised
         self.world: dist.ProcessGroup = world
         self.replicas = self._view(REPLICA_AXES)
@@ -52,14 +52,14 @@ class Mesh:
 
     def index_of(self, rank: int) -> Mapping[str, int]:
         """A rank's place along every axis; 0 along those that are not split."""
-        places = np.unravel_index(rank, tuple(self.shape.values()))
-        return dict.fromkeys(AXES, 0) | {axis: int(place) for axis, place in zip(self.shape, places, strict=True)}
+        coords = np.unravel_index(rank, tuple(self.shape.values()))
+        return dict.fromkeys(AXES, 0) | {axis: int(coord) for axis, coord in zip(self.shape, coords, strict=True)}
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks along the axis through this one; None where it is not split, and for a rank beside the grid."""
         return self.device_mesh.get_group(axis) if axis in self.shape and self.rank < self.size else None
 
-    def side_group(self) -> dist.ProcessGroup:
+    def new_cpu_group(self) -> dist.ProcessGroup:
         """A new group of all ranks, on the CPU, for a background thread whose words must not mix with the training's.
 
         All ranks of the grid make it at the same point of the program.
@@ -80,7 +80,7 @@ class Mesh:
     @property
     def num_replicas(self) -> int:
         """Ranks among which a batch is divided."""
-        return self.degrees.replicas
+        return self.degrees.num_replicas
 
     @property
     def replica(self) -> int:

@@ -17,16 +17,16 @@ from kitforge.core.parallel.mesh import Mesh
 from kitforge.foundation.errors import ModelError
 
 # Words that are summed at once, so that a checksum takes little memory.
-WORDS = 2**20
+CHECKSUM_WORDS = 2**20
 # Odd numbers far from powers of two (Steele and Vigna, 2021): weights of words, and of groups of them.
 WEIGHT, NEXT = 0x27BB2EE687B0B0FD, 0x369DEA0F31A53F85
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_alike(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
+def check_same_parameters(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
     """Raise ModelError, on all ranks, where they have built networks of different names, shapes or dtypes."""
     own = {name: f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for name, each in tensors.items()}
-    for rank, others in enumerate(collectives.gather_objects(own, mesh.world)):
+    for rank, others in enumerate(collectives.all_gather_object(own, mesh.world)):
         name = next((name for name in {**own, **others} if own.get(name) != others.get(name)), None)
         if name is not None:
             raise ModelError(
@@ -62,15 +62,15 @@ def replica_drift(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], 
     if not float(collectives.all_reduce_(differ.any().float(), mesh.world, collectives.MAX)):
         return {}
     own = dict(zip(held, sums.tolist(), strict=True))
-    seen = collectives.gather_objects(
+    seen = collectives.all_gather_object(
         [name for name, each in zip(held, differ.tolist(), strict=True) if each], mesh.world
     )
     names = [name for name in held if any(name in each for each in seen)]
-    everyones = collectives.gather_objects({name: own[name] for name in names}, mesh.world)
-    return {name: _others(name, [each[name] for each in everyones], layouts, mesh) for name in names}
+    everyones = collectives.all_gather_object({name: own[name] for name in names}, mesh.world)
+    return {name: _differing_ranks(name, [each[name] for each in everyones], layouts, mesh) for name in names}
 
 
-def words_of(drift: Mapping[str, Iterable[int]], shown: int = 8) -> str:
+def describe_drift(drift: Mapping[str, Iterable[int]], shown: int = 8) -> str:
     """The finding in words."""
     parts = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(drift.items())[:shown]]
     return "; ".join(parts) + (f"; and {len(drift) - shown} more" if len(drift) > shown else "")
@@ -82,11 +82,11 @@ def _axes(name: str, layouts: Mapping[str, Layout]) -> set[str]:
     return set() if layout is None else {split.axis for split in layout.splits}
 
 
-def _others(name: str, sums: list[int], layouts: Mapping[str, Layout], mesh: Mesh) -> list[int]:
+def _differing_ranks(name: str, sums: list[int], layouts: Mapping[str, Layout], mesh: Mesh) -> list[int]:
     cut = sorted(_axes(name, layouts))
     first: dict[tuple[int, ...], int] = {}
-    places = [tuple(mesh.index_of(rank)[axis] for axis in cut) for rank in range(mesh.size)]
-    return [rank for rank, place in enumerate(places) if first.setdefault(place, sums[rank]) != sums[rank]]
+    coords = [tuple(mesh.index_of(rank)[axis] for axis in cut) for rank in range(mesh.size)]
+    return [rank for rank, coord in enumerate(coords) if first.setdefault(coord, sums[rank]) != sums[rank]]
 
 
 def _checksum(tensor: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
     words = flat.view(INTEGERS[min(flat.element_size(), 8)])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    weights = (torch.arange(min(len(words), WORDS), device=tensor.device) * WEIGHT) | 1
-    for part in torch.split(words, WORDS):
+    weights = (torch.arange(min(len(words), CHECKSUM_WORDS), device=tensor.device) * WEIGHT) | 1
+    for part in torch.split(words, CHECKSUM_WORDS):
         total = total * NEXT + (part.long() * weights[: len(part)]).sum()
     return total

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.foundation.errors import ConfigError
 
 Axis = Literal["tensor"]
@@ -22,18 +22,18 @@ TENSOR: Axis = "tensor"
 #   replicate  a piece of the stream becomes the whole of it, of which all ranks then compute the same
 #   reduce     a part of a sum becomes a piece of the whole sum
 #   slice      the whole becomes a piece
-Transfer = Literal["gather", "replicate", "reduce", "slice"]
+Redistribute = Literal["gather", "replicate", "reduce", "slice"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class ShardingRule:
     """What the modules of a name hold, and what they exchange, by axis."""
 
     module: str  # dotted, `*` for one part; "" is the model itself
     splits: Mapping[str, Mapping[Axis, int]] = field(default_factory=dict)  # parameter to the dim that is cut
-    before: Mapping[Axis, Transfer] = field(default_factory=dict)
-    after: Mapping[Axis, Transfer] = field(default_factory=dict)
-    looks_up: bool = False  # an embedding whose rows are cut
+    input_layout: Mapping[Axis, Redistribute] = field(default_factory=dict)
+    output_layout: Mapping[Axis, Redistribute] = field(default_factory=dict)
+    is_embedding: bool = False  # an embedding whose rows are cut
     # What each rank finds of the gradient of a parameter that is not cut. stream: a part where the stream is held in
     # pieces, else all of it. part: always a part, as of a norm within heads. whole: always all of it, as of a layer
     # that reads what was replicated.
@@ -49,32 +49,32 @@ class Rule:
 class Sharding:
     """A whole network's declaration."""
 
-    rules: Sequence[Rule] = ()
+    rules: Sequence[ShardingRule] = ()
     # Counts of the network's geometry that the degree of an axis has to divide.
-    divided: Mapping[Axis, Sequence[str]] = field(default_factory=dict)
+    divisible: Mapping[Axis, Sequence[str]] = field(default_factory=dict)
     # The modules that are called by themselves, and by which methods beside their forward pass.
-    roots: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"": ()})
+    fsdp_roots: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"": ()})
 
-    def within(self, name: str) -> Sharding:
+    def with_prefix(self, name: str) -> Sharding:
         """The declaration of a network of which this one's is the part of that name."""
         rules = [replace(rule, module=f"{name}.{rule.module}".rstrip(".")) for rule in self.rules]
-        roots = {f"{name}.{root}".rstrip("."): ways for root, ways in self.roots.items()}
-        return replace(self, rules=tuple(rules), roots=roots)
+        roots = {f"{name}.{root}".rstrip("."): ways for root, ways in self.fsdp_roots.items()}
+        return replace(self, rules=tuple(rules), fsdp_roots=roots)
 
-    def beside(self, other: Sharding) -> Sharding:
+    def merged_with(self, other: Sharding) -> Sharding:
         """The declaration of a network of both parts."""
         return Sharding(
             rules=(*self.rules, *other.rules),
-            divided={**self.divided, **other.divided},
-            roots={**self.roots, **other.roots},
+            divisible={**self.divisible, **other.divisible},
+            fsdp_roots={**self.fsdp_roots, **other.fsdp_roots},
         )
 
-    def rule(self, name: str) -> Rule:
+    def rule(self, name: str) -> ShardingRule:
         """The rule of the module of that name; an empty one where nothing is declared."""
-        return next((rule for rule in self.rules if rule.matches(name)), Rule(module=name))
+        return next((rule for rule in self.rules if rule.matches(name)), ShardingRule(module=name))
 
 
-def check_geometry(sharding: Sharding, geometry: Any, degrees: Degrees) -> None:
+def check_geometry(sharding: Sharding, geometry: Any, degrees: ParallelConfig) -> None:
     """Raise ConfigError, with the arithmetic, for a network that the degrees cannot split; None for a network without
     a geometry."""
     if degrees.tensor > 1 and not sharding.rules:
@@ -86,7 +86,7 @@ def check_geometry(sharding: Sharding, geometry: Any, degrees: Degrees) -> None:
         )
     if geometry is None:
         return
-    for axis, names in sharding.divided.items():
+    for axis, names in sharding.divisible.items():
         degree = getattr(degrees, axis)
         for name in names:
             count = getattr(geometry, name)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kitforge.core.kernels.dispatch import select_table
-from kitforge.core.optim.norm import global_norm
+from kitforge.core.optim.grad_norm import global_norm
 from kitforge.core.parallel import collectives
 from kitforge.foundation.errors import DataError, ModelError
 
@@ -28,26 +28,26 @@ FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
 SECOND_FACTOR = 0x94D049BB133111EB - 2**64
 
 
-def mix(numbers: Tensor) -> Tensor:
+def splitmix64(numbers: Tensor) -> Tensor:
     """SplitMix64 (Steele, Lea and Flood, 2014) of every int64: its first output when it is seeded by that number."""
     mixed = numbers + GAMMA
-    mixed = (mixed ^ shifted(mixed, 30)) * FIRST_FACTOR
-    mixed = (mixed ^ shifted(mixed, 27)) * SECOND_FACTOR
-    return mixed ^ shifted(mixed, 31)
+    mixed = (mixed ^ logical_shift_right(mixed, 30)) * FIRST_FACTOR
+    mixed = (mixed ^ logical_shift_right(mixed, 27)) * SECOND_FACTOR
+    return mixed ^ logical_shift_right(mixed, 31)
 
 
-def shifted(numbers: Tensor, num_bits: int) -> Tensor:
+def logical_shift_right(numbers: Tensor, num_bits: int) -> Tensor:
     """The bits moved to the right, zeros following: torch's own shift repeats the sign."""
     return (numbers >> num_bits) & ((1 << (64 - num_bits)) - 1)
 
 
 def owner(ids: Tensor, num_ranks: int) -> Tensor:
     """The rank on which the row of each id lives, the same in every run."""
-    return shifted(mix(ids), 1) % num_ranks
+    return logical_shift_right(splitmix64(ids), 1) % num_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Route:
+class ExchangePlan:
     """Which ids of one lookup live where, on the side that asks and on the side that answers; it holds no vectors.
 
     It stays good for any number of fetches, before and after steps.
@@ -57,11 +57,11 @@ class Route:
     sent: tuple[int, ...]  # how many of the u each rank owns
     received: tuple[int, ...]  # how many of the r each rank asks for
     ids: Tensor  # [m] in the order in which they are first asked for
-    places: Tensor | None  # [r] the place of each asked id among the m, in rank order; None: the m are what is asked
+    positions: Tensor | None  # [r] the place of each asked id among the m, in rank order; None: the m are what is asked
 
 
 @final
-class GradientSink:
+class GradientAccumulator:
     """The gradients of the rows that live on this rank, summed over the lookups of a step; a row counts once."""
 
     def __init__(self) -> None:
@@ -76,8 +76,8 @@ class GradientSink:
         if not self._parts:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, 0)
         if len(self._parts) > 1:
-            ids, places = _unique(torch.cat([ids for ids, _ in self._parts]))
-            self._parts = [(ids, _summed(torch.cat([part for _, part in self._parts]), places, len(ids)))]
+            ids, positions = _unique(torch.cat([ids for ids, _ in self._parts]))
+            self._parts = [(ids, _segment_sum(torch.cat([part for _, part in self._parts]), positions, len(ids)))]
         return self._parts[0]
 
     def squared_norm(self) -> Tensor:
@@ -94,7 +94,7 @@ class GradientSink:
         self._parts = []
 
 
-class Sink(Protocol):
+class GradientReceiver(Protocol):
     """Whatever takes the gradients of the rows that live on this rank."""
 
     def add(self, ids: Tensor, gradients: Tensor) -> None:
@@ -109,7 +109,7 @@ OwnerOf = Callable[[Tensor, int], Tensor]
 
 
 @final
-class TableAxis:
+class EmbeddingExchange:
     """The exchange of ids, vectors and gradients within a group of ranks, every one of which owns rows.
 
     All ranks make the same lookups in the same order, with no ids where they have none, and run the backward pass
@@ -120,11 +120,11 @@ class TableAxis:
     def __init__(self, group: collectives.Group, owner_of: OwnerOf = owner) -> None:
         self._group, self._owner_of = group, owner_of
 
-    def lookup(self, ids: Tensor, rows_of: RowsOf, sink: Sink) -> Tensor:
+    def lookup(self, ids: Tensor, rows_of: RowsOf, sink: GradientReceiver) -> Tensor:
         """The rows [N, dim] of `ids` [N], whose gradients go to their owners' sinks."""
         return self.fetch(self.plan(ids), rows_of, sink)
 
-    def plan(self, ids: Tensor) -> Route:
+    def plan(self, ids: Tensor) -> ExchangePlan:
         """Tell the owners of `ids` [N] that these will be asked for. It reads no row, so it may run steps ahead.
 
         Beside other communication it needs a group of its own: a route may come from the axis of another group of the
@@ -135,20 +135,26 @@ class TableAxis:
             raise DataError("these cannot be ids of rows", got=got, expected="int64 [num_ids]")
         unique, inverse = _unique(ids)
         if self._group is None:
-            return Route(inverse=inverse, sent=(len(unique),), received=(len(unique),), ids=unique, places=None)
-        num_ranks = collectives.size(self._group)
+            return ExchangePlan(
+                inverse=inverse, sent=(len(unique),), received=(len(unique),), ids=unique, positions=None
+            )
+        num_ranks = collectives.group_size(self._group)
         owners = self._owner_of(unique, num_ranks)
         order = torch.argsort(owners, stable=True)
         counts, ones = torch.bincount(owners, minlength=num_ranks), [1] * num_ranks
         sent, received = counts.tolist(), collectives.all_to_all(counts, ones, ones, self._group).tolist()
         asked = collectives.all_to_all(unique[order], received, sent, self._group)
         # Several ranks may ask for one row, so what comes from distinct ids need not be distinct.
-        own, places = _unique(asked)
-        return Route(
-            inverse=torch.argsort(order)[inverse], sent=tuple(sent), received=tuple(received), ids=own, places=places
+        own, positions = _unique(asked)
+        return ExchangePlan(
+            inverse=torch.argsort(order)[inverse],
+            sent=tuple(sent),
+            received=tuple(received),
+            ids=own,
+            positions=positions,
         )
 
-    def fetch(self, route: Route, rows_of: RowsOf, sink: Sink) -> Tensor:
+    def fetch(self, route: ExchangePlan, rows_of: RowsOf, sink: GradientReceiver) -> Tensor:
         """The rows [N, dim] along a route, as they are now.
 
         backward: every rank sums what it has for each row, the owner sums that over the ranks in rank order, and
@@ -156,30 +162,35 @@ class TableAxis:
         """
         # Autograd calls the backward pass only of what depends on a tensor that asks for a gradient.
         anchor = torch.empty(0, requires_grad=True)
-        vectors: Tensor = _Fetched.apply(anchor, self._group, route, rows_of, sink)  # type: ignore[no-untyped-call]
+        vectors: Tensor = _FetchRows.apply(anchor, self._group, route, rows_of, sink)  # type: ignore[no-untyped-call]
         return vectors
 
 
-class _Fetched(torch.autograd.Function):
+class _FetchRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, _anchor: Tensor, group: collectives.Group, route: Route, rows_of: RowsOf, sink: GradientSink
+        ctx: Any,
+        _anchor: Tensor,
+        group: collectives.Group,
+        route: ExchangePlan,
+        rows_of: RowsOf,
+        sink: GradientAccumulator,
     ) -> Tensor:
         ctx.group, ctx.route, ctx.sink = group, route, sink
         rows = rows_of(route.ids)
         if len(rows) != len(route.ids):
             raise ModelError("a table did not give one row for each id", got=len(rows), expected=len(route.ids))
-        answers = rows if route.places is None else rows.index_select(0, route.places)
+        answers = rows if route.positions is None else rows.index_select(0, route.positions)
         return collectives.all_to_all(answers, route.sent, route.received, group).index_select(0, route.inverse)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
-        route: Route = ctx.route
-        summed = _summed(grad, route.inverse, sum(route.sent))
+        route: ExchangePlan = ctx.route
+        summed = _segment_sum(grad, route.inverse, sum(route.sent))
         summed = collectives.all_to_all(summed, route.received, route.sent, ctx.group)
-        if route.places is not None:
-            summed = _summed(summed, route.places, len(route.ids))
+        if route.positions is not None:
+            summed = _segment_sum(summed, route.positions, len(route.ids))
         ctx.sink.add(route.ids, summed)
         return None, None, None, None, None
 
@@ -189,6 +200,6 @@ def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
     return select_table(ids.device.type).unique(ids)
 
 
-def _summed(parts: Tensor, places: Tensor, num_rows: int) -> Tensor:
+def _segment_sum(parts: Tensor, positions: Tensor, num_rows: int) -> Tensor:
     """[num_rows, dim] where each row of `parts` is added at its place, one after the other in the order they have."""
-    return select_table(parts.device.type).segment_sum(parts, places, num_rows)
+    return select_table(parts.device.type).embedding_bag_backward(parts, positions, num_rows)

@@ -16,77 +16,77 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShare, linear_cross_entropy
+from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShard, linear_cross_entropy
 from kitforge.core.kernels.linear_log_probs.chunked import linear_log_probs
-from kitforge.core.nn.context import Context, NoiseShare
+from kitforge.core.nn.context import Context, DropoutShard
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.lora import LowRank, owner_of
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
-from kitforge.core.parallel.sharding import TENSOR, Rule, Sharding, Transfer
+from kitforge.core.parallel.sharding import TENSOR, Redistribute, Sharding, ShardingRule
 from kitforge.foundation.errors import ModelError
 
 
 @final
-class Stream:
+class SequenceLayout:
     """What lies between blocks, [B, T, dim], and how it is held during the pass at hand."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.group = mesh.group(TENSOR)
         self.degree = mesh.degree(TENSOR)
         self.index = mesh.index[TENSOR]
-        self.is_cut = mesh.degrees.sequence
-        self._may_be_cut = mesh.degrees.sequence
+        self.is_sharded = mesh.degrees.sequence_parallel
+        self._may_shard = mesh.degrees.sequence_parallel
 
     def begin(self, length: int) -> None:
         """A pass over texts of that length begins."""
-        self.is_cut = self._may_be_cut and length % self.degree == 0
-        if self._may_be_cut and not self.is_cut and torch.is_grad_enabled():
+        self.is_sharded = self._may_shard and length % self.degree == 0
+        if self._may_shard and not self.is_sharded and torch.is_grad_enabled():
             raise ModelError(
                 "the length of a training text is not a multiple of parallel.tensor",
                 got=f"{length} tokens, parallel.tensor={self.degree}",
-                fix="choose such a data.sequence_length, or parallel.sequence=false",
+                fix="choose such a data.sequence_length, or parallel.sequence_parallel=false",
             )
 
-    def transfer(self, kind: Transfer, input: Tensor) -> Tensor:
+    def redistribute(self, kind: Redistribute, input: Tensor) -> Tensor:
         """Carry out what a rule says of the stream."""
         if kind == "gather":
-            if self.is_cut:
-                return collectives.gathered(input, self.group, input.dim() - 2)
-            return collectives.shared(input, self.group)
+            if self.is_sharded:
+                return collectives.all_gather_autograd(input, self.group, input.dim() - 2)
+            return collectives.copy_to_group(input, self.group)
         if kind == "replicate":
-            return collectives.replicated(input, self.group, input.dim() - 2) if self.is_cut else input
+            return collectives.all_gather_replicated(input, self.group, input.dim() - 2) if self.is_sharded else input
         if kind == "reduce":
-            if self.is_cut:
-                return collectives.scattered_sum(input, self.group, input.dim() - 2)
-            return collectives.summed(input, self.group)
-        if not self.is_cut:
+            if self.is_sharded:
+                return collectives.reduce_scatter_autograd(input, self.group, input.dim() - 2)
+            return collectives.all_reduce_fwd(input, self.group)
+        if not self.is_sharded:
             return input
         length = input.shape[-2] // self.degree
         return input.narrow(-2, self.index * length, length)
 
-    def noise(self) -> NoiseShare:
+    def dropout_shard(self) -> DropoutShard:
         """Which part of a dropout mask is this rank's."""
-        return NoiseShare(
-            stream=(self.index, self.degree) if self.is_cut else (0, 1),
+        return DropoutShard(
+            sequence=(self.index, self.degree) if self.is_sharded else (0, 1),
             heads=(self.index, self.degree),
         )
 
 
 @final
-class SplitModel:
+class TensorParallelModel:
     """What the tensor axis made of a model: layouts, and whose gradients each rank has only a part of."""
 
     def __init__(self, model: nn.Module, sharding: Sharding, mesh: Mesh) -> None:
         self.layouts: dict[str, Layout] = {}
-        self.stream = Stream(mesh)
-        self._parts: dict[str, str] = {}
+        self.stream = SequenceLayout(mesh)
+        self._gradient_kinds: dict[str, str] = {}
         for name, module in list(model.named_modules()):
             rule = _low_rank(sharding.rule(owner_of(name))) if isinstance(module, LowRank) else sharding.rule(name)
             for own, parameter in list(module.named_parameters(recurse=False)):
-                self._cut(module, own, f"{name}.{own}".removeprefix("."), parameter, rule, mesh)
+                self._shard_parameter(module, own, f"{name}.{own}".removeprefix("."), parameter, rule, mesh)
             _wrap(module, rule, self.stream, self._rows_before(module, name))
         for name, module in model.named_modules():
             if isinstance(module, Decoder):
@@ -94,19 +94,21 @@ class SplitModel:
 
     def partial_gradients(self) -> list[str]:
         """Names of the parameters whose gradients have to be summed over the axis."""
-        partial = ("part", "stream") if self.stream.is_cut else ("part",)
-        return [name for name, kind in self._parts.items() if kind in partial]
+        partial = ("part", "stream") if self.stream.is_sharded else ("part",)
+        return [name for name, kind in self._gradient_kinds.items() if kind in partial]
 
-    def _cut(self, module: nn.Module, own: str, name: str, parameter: nn.Parameter, rule: Rule, mesh: Mesh) -> None:
+    def _shard_parameter(
+        self, module: nn.Module, own: str, name: str, parameter: nn.Parameter, rule: ShardingRule, mesh: Mesh
+    ) -> None:
         layout = Layout(shape=tuple(parameter.shape))
         for axis, dim in rule.splits.get(own, {}).items():
-            layout = layout.cut(axis, dim, mesh.degree(axis))
+            layout = layout.split(axis, dim, mesh.degree(axis))
         self.layouts[name] = layout
         if not layout.splits:
-            self._parts[name] = rule.gradient
+            self._gradient_kinds[name] = rule.gradient
             return
-        piece = layout.region(mesh.index).of(parameter.detach()).clone(memory_format=torch.contiguous_format)
-        module.register_parameter(own, nn.Parameter(piece, requires_grad=parameter.requires_grad))
+        shard = layout.region(mesh.index).of(parameter.detach()).clone(memory_format=torch.contiguous_format)
+        module.register_parameter(own, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
     def _rows_before(self, module: nn.Module, name: str) -> int:
         """The global number of the first row of a module's weight."""
@@ -114,19 +116,19 @@ class SplitModel:
         return 0 if layout is None or not layout.splits else layout.region({TENSOR: self.stream.index}).offset[0]
 
 
-def _low_rank(layer: Rule) -> Rule:
+def _low_rank(layer: ShardingRule) -> ShardingRule:
     """What becomes of an addition beside a layer: the factor that meets the layer's cut dim is cut like it; of what the
     other factor's gradient should be, each rank finds a part."""
     dims = layer.splits.get("weight", {})
     splits = {("up" if dim == 0 else "down"): {axis: dim} for axis, dim in dims.items()}
-    return Rule(module=layer.module, splits=splits, gradient="part" if splits else "stream")
+    return ShardingRule(module=layer.module, splits=splits, gradient="part" if splits else "stream")
 
 
-def _wrap(module: nn.Module, rule: Rule, stream: Stream, first_row: int) -> None:
+def _wrap(module: nn.Module, rule: ShardingRule, stream: SequenceLayout, first_row: int) -> None:
     """Let the module's forward pass obey the rule."""
     compute: Callable[..., Tensor] = module.forward
-    before, after = rule.before.get(TENSOR), rule.after.get(TENSOR)
-    if rule.looks_up and isinstance(module, nn.Embedding):
+    before, after = rule.input_layout.get(TENSOR), rule.output_layout.get(TENSOR)
+    if rule.is_embedding and isinstance(module, nn.Embedding):
         compute = _lookup(module, first_row)
     # A bias is added to the sum, or it would be added once a rank.
     summing = module if after == "reduce" and isinstance(module, (Linear, nn.Linear)) else None
@@ -134,12 +136,12 @@ def _wrap(module: nn.Module, rule: Rule, stream: Stream, first_row: int) -> None
         compute = summing.without_bias
     elif summing is not None:
         compute = _product(summing)
-    if before is None and after is None and not rule.looks_up:
+    if before is None and after is None and not rule.is_embedding:
         return
 
     def forward(input: Tensor, *further: Any) -> Tensor:
-        output = compute(input if before is None else stream.transfer(before, input), *further)
-        output = output if after is None else stream.transfer(after, output)
+        output = compute(input if before is None else stream.redistribute(before, input), *further)
+        output = output if after is None else stream.redistribute(after, output)
         bias = None if summing is None else summing.bias
         return output if bias is None else output + bias.to(output.dtype)
 
@@ -157,15 +159,15 @@ def _lookup(module: nn.Embedding, first_row: int) -> Callable[[Tensor], Tensor]:
         weight = module.weight
         if weight.shape[0] == 0:
             return weight.sum() + weight.new_zeros((*tokens.shape, weight.shape[1]))
-        places = tokens - first_row
-        is_elsewhere = (places < 0) | (places >= weight.shape[0])
-        rows = functional.embedding(places.masked_fill(is_elsewhere, 0), weight)
+        rows_here = tokens - first_row
+        is_elsewhere = (rows_here < 0) | (rows_here >= weight.shape[0])
+        rows = functional.embedding(rows_here.masked_fill(is_elsewhere, 0), weight)
         return rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
 
     return lookup
 
 
-def _wrap_decoder(model: Decoder, split: SplitModel, prefix: str) -> None:
+def _wrap_decoder(model: Decoder, split: TensorParallelModel, prefix: str) -> None:
     """The ends of a language model: passes begin in `hidden`, logits and losses end in the cut vocabulary. `prefix`
     stands before the names of its parameters.
 
@@ -175,35 +177,35 @@ def _wrap_decoder(model: Decoder, split: SplitModel, prefix: str) -> None:
     stream = split.stream
     layout = split.layouts[f"{prefix}{'embedding.weight' if model.output is None else 'output'}"]
     widest = -(-layout.shape[0] // stream.degree)
-    share = VocabularyShare(
+    vocab = VocabularyShard(
         first=layout.region({TENSOR: stream.index}).offset[0],
-        widest=widest,
+        max_rows=widest,
         gather=lambda values: collectives.all_gather(values.unsqueeze(0), stream.group, 0),
     )
     hidden, head = model.hidden, model.head
 
-    def hidden_of_pieces(tokens: Tensor, context: Context | None = None) -> Tensor:
+    def sharded_hidden(tokens: Tensor, context: Context | None = None) -> Tensor:
         stream.begin(tokens.shape[1])
         context = Context() if context is None else context
         if context.dropout is not None:
-            noise = dataclasses.replace(context.dropout, share=stream.noise())
+            noise = dataclasses.replace(context.dropout, shard=stream.dropout_shard())
             context = dataclasses.replace(context, dropout=noise)
         return hidden(tokens, context)
 
     def whole_logits(hidden: Tensor) -> Tensor:
-        pieces = head(collectives.shared(hidden, stream.group))
-        padded = functional.pad(pieces, (0, widest - pieces.shape[-1]))
-        whole = collectives.replicated(padded, stream.group, padded.dim() - 1)
+        logits = head(collectives.copy_to_group(hidden, stream.group))
+        padded = functional.pad(logits, (0, widest - logits.shape[-1]))
+        whole = collectives.all_gather_replicated(padded, stream.group, padded.dim() - 1)
         # No view, of which `fully_shard` would warn.
         return whole if whole.shape[-1] == layout.shape[0] else whole[..., : layout.shape[0]].clone()
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(collectives.shared(hidden, stream.group), weight, targets, share)
+        return linear_cross_entropy(collectives.copy_to_group(hidden, stream.group), weight, targets, vocab)
 
     def log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        return linear_log_probs(collectives.shared(hidden, stream.group), weight, targets, temperature, share)
+        return linear_log_probs(collectives.copy_to_group(hidden, stream.group), weight, targets, temperature, vocab)
 
     # Set past nn.Module's own bookkeeping, which takes attributes for modules and parameters.
-    model.__dict__["hidden"] = hidden_of_pieces
+    model.__dict__["hidden"] = sharded_hidden
     model.__dict__["head"] = whole_logits
     model.kernels = dataclasses.replace(model.kernels, linear_cross_entropy=loss, linear_log_probs=log_probs)

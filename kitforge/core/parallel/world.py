@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.degrees import Degrees
-from kitforge.core.parallel.failure import Watch
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.rank_errors import FailureMonitor
 from kitforge.foundation.dtype import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class InferenceRanks:
     """That there are ranks which train nothing, behind those that do."""
 
-    everyone: dist.ProcessGroup  # of all ranks, on the CPU
+    all_ranks: dist.ProcessGroup  # of all ranks, on the CPU
     num_training: int
 
 
@@ -35,22 +35,24 @@ class World:
 
     device: torch.device
     mesh: Mesh | None = None
-    beside: Beside | None = None
-    watch: Watch | None = None
+    inference_ranks: InferenceRanks | None = None
+    failure_monitor: FailureMonitor | None = None
     precision: Precision = "fp32"  # in which `shard` gathers weights
 
     @classmethod
-    def joined(cls, degrees: Degrees, device: torch.device, watch: Watch | None = None) -> World:
+    def of_process_group(
+        cls, degrees: ParallelConfig, device: torch.device, watch: FailureMonitor | None = None
+    ) -> World:
         """That of this rank, among all that torch.distributed has joined. The first ones train, as many as the degrees
         ask for; all of them call this together."""
-        num_beside = dist.get_world_size() - degrees.world
-        mesh = Mesh(degrees, device.type, num_beside) if degrees.world > 1 else None
-        if num_beside == 0:
-            return cls(device=device, mesh=mesh, watch=watch)
-        everyone = dist.new_group(backend="gloo", timeout=timedelta(seconds=degrees.timeout))
-        beside = Beside(everyone=everyone, num_training=degrees.world)
-        own = mesh if dist.get_rank() < degrees.world else None
-        return cls(device=device, mesh=own, beside=beside, watch=watch)
+        num_further = dist.get_world_size() - degrees.world_size
+        mesh = Mesh(degrees, device.type, num_further) if degrees.world_size > 1 else None
+        if num_further == 0:
+            return cls(device=device, mesh=mesh, failure_monitor=watch)
+        all_ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=degrees.timeout))
+        inference = InferenceRanks(all_ranks=all_ranks, num_training=degrees.world_size)
+        own = mesh if dist.get_rank() < degrees.world_size else None
+        return cls(device=device, mesh=own, inference_ranks=inference, failure_monitor=watch)
 
     def with_precision(self, precision: Precision) -> World:
         """The same world, for networks that are computed in that precision."""
@@ -59,24 +61,24 @@ class World:
     @property
     def rank(self) -> int:
         """This rank's number; rank 0 writes files and speaks to people."""
-        return collectives.index(self.everyone) if self.mesh is None else self.mesh.rank
+        return collectives.group_rank(self.all_ranks) if self.mesh is None else self.mesh.rank
 
     @property
-    def everyone(self) -> collectives.Group:
+    def all_ranks(self) -> collectives.Group:
         """All ranks, those that train nothing among them; None when alone."""
-        if self.beside is not None:
-            return self.beside.everyone
+        if self.inference_ranks is not None:
+            return self.inference_ranks.all_ranks
         return None if self.mesh is None else self.mesh.world
 
     @property
     def num_training(self) -> int:
         """Ranks that train, which are the first ones."""
-        if self.beside is not None:
-            return self.beside.num_training
+        if self.inference_ranks is not None:
+            return self.inference_ranks.num_training
         return 1 if self.mesh is None else self.mesh.size
 
     @property
-    def is_apart(self) -> bool:
+    def is_inference_only(self) -> bool:
         """Whether this rank trains nothing."""
         return self.rank >= self.num_training
 
@@ -91,7 +93,7 @@ class World:
         return 1 if self.mesh is None else self.mesh.num_replicas
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether a rank holds pieces of networks only."""
         return self.mesh is not None and max(self.mesh.degree("shard"), self.mesh.degree("tensor")) > 1
 
@@ -110,18 +112,18 @@ class World:
         flags = torch.tensor(float(flag), device=self.device)
         return bool(collectives.all_reduce_(flags, self.mesh.world, collectives.MAX) > 0)
 
-    def agree(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """The plain value of every rank that trains, in rank order; just this one's when alone."""
-        return collectives.gather_objects(value, None if self.mesh is None else self.mesh.world)
+        return collectives.all_gather_object(value, None if self.mesh is None else self.mesh.world)
 
-    def first(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value on all ranks, those that train nothing among them."""
-        return collectives.first_object(value, self.everyone)
+        return collectives.broadcast_object(value, self.all_ranks)
 
     def publish_failure(self, error: BaseException) -> None:
         """Tell the launcher and the other ranks at once that this rank failed; no collective. Alone, nothing."""
-        if self.watch is not None:
-            self.watch.publish(error)
+        if self.failure_monitor is not None:
+            self.failure_monitor.publish(error)
 
 
 # A run of one process on the CPU.

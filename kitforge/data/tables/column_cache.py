@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.data.cache_folder import CacheFolder
-from kitforge.data.shard import digest
-from kitforge.data.tables.chunk import BadRows
-from kitforge.data.tables.columns import Columns, Layout, Lists, MemoryTable, Table, concatenate
-from kitforge.data.tables.reading import read
+from kitforge.data.document_shard import fingerprint_of
+from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.columns import ColumnLayout, Columns, ColumnTable, InMemoryTable, ListValues, concatenate
+from kitforge.data.tables.reader import read_columns
 from kitforge.data.tables.source import TableSource
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import sha256, write_text
@@ -41,24 +41,24 @@ Progress = Callable[[int], None]
 class ColumnCache:
     """An opened cache."""
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
-        place = _place(folder)
-        manifest = place.manifest()
+    def __init__(self, folder: Path, layout: ColumnLayout) -> None:
+        cache_folder = _cache_folder(folder)
+        manifest = cache_folder.manifest()
         self.layout = layout
         self.fingerprint: str = manifest["fingerprint"]
         self.num_rows: int = manifest["num_rows"]
         # Rows that the policy left out when the cache was built, by reason.
         self.bad_rows: dict[str, int] = manifest["bad_rows"]
         num_keys = len(layout.keys)
-        self._numbers = place.mapped("numbers.bin", np.float64, (self.num_rows, len(layout.numbers)))
-        self._keys = place.mapped("keys.bin", np.int64, (self.num_rows, num_keys))
-        self._absent = place.mapped("absent.bin", np.uint8, (self.num_rows, -(-num_keys // 8)))
-        self._labels = None if layout.label is None else place.mapped("labels.bin", np.float32, (self.num_rows,))
+        self._numbers = cache_folder.mapped("numbers.bin", np.float64, (self.num_rows, len(layout.numbers)))
+        self._keys = cache_folder.mapped("keys.bin", np.int64, (self.num_rows, num_keys))
+        self._absent = cache_folder.mapped("absent.bin", np.uint8, (self.num_rows, -(-num_keys // 8)))
+        self._labels = None if layout.label is None else cache_folder.mapped("labels.bin", np.float32, (self.num_rows,))
         self._lists = {}
         for number, column in enumerate(layout.lists):
-            offsets = place.mapped(f"offsets_{number}.bin", np.int64, (self.num_rows + 1,))
-            values = place.mapped(f"values_{number}.bin", np.int64, (int(offsets[-1]),))
-            self._lists[column.name] = Lists(values=values, offsets=offsets)
+            offsets = cache_folder.mapped(f"offsets_{number}.bin", np.int64, (self.num_rows + 1,))
+            values = cache_folder.mapped(f"values_{number}.bin", np.int64, (int(offsets[-1]),))
+            self._lists[column.name] = ListValues(values=values, offsets=offsets)
 
     def rows(self, indices: NDArray[np.int64]) -> Columns:
         """The rows of these numbers, in this order."""
@@ -74,27 +74,32 @@ class ColumnCache:
 
 def load_table(
     source: TableSource,
-    layout: Layout,
+    layout: ColumnLayout,
     root: Path,
     bad: BadRows,
     *,
     num_workers: int | None = None,
     progress: Progress | None = None,
-) -> Table:
+) -> ColumnTable:
     """The table of a source: from its cache below `root`, which is built if it is not there yet, or in memory where
     the rows were handed over. Raises DataError for what is wrong with the rows or the disk."""
     if source.fingerprint is None:
         table = _in_memory(source, layout, bad, num_workers)
-        bad.tell(source.name, table.num_rows)
+        bad.log_summary(source.name, table.num_rows)
         return table
-    folder = root / digest("column_cache", FORMAT, source.fingerprint, layout.fingerprint, bad.policy)
+    folder = root / fingerprint_of("column_cache", FORMAT, source.fingerprint, layout.fingerprint, bad.policy)
 
     def fill() -> dict[str, Any]:
         done = _Done.of(folder, layout)
-        found = BadRows(policy=bad.policy, counts=Counter(done.bad_rows))
+        bad_rows = BadRows(policy=bad.policy, counts=Counter(done.bad_rows))
         try:
             _write(
-                folder, layout, read(source, layout, found, num_workers, start=done.num_chunks), done, found, progress
+                folder,
+                layout,
+                read_columns(source, layout, bad_rows, num_workers, start=done.num_chunks),
+                done,
+                bad_rows,
+                progress,
             )
         except DataError:
             # A table that is mended has another fingerprint; nobody would ever go on from here.
@@ -104,28 +109,30 @@ def load_table(
         (folder / _PROGRESS).unlink(missing_ok=True)
         # Of the content, so that a copy of the files counts as what it is.
         content = [(name, sha256(folder / name)) for name in sorted(done.sizes)]
-        fingerprint = digest("columns", content, layout.fingerprint)
+        fingerprint = fingerprint_of("columns", content, layout.fingerprint)
         return {"fingerprint": fingerprint, "num_rows": done.num_rows, "bad_rows": done.bad_rows}
 
-    _place(folder).build(fill)
+    _cache_folder(folder).build(fill)
     cache = ColumnCache(folder, layout)
     bad.counts.update(cache.bad_rows)
-    bad.tell(source.name, cache.num_rows)
+    bad.log_summary(source.name, cache.num_rows)
     return cache
 
 
-def _place(folder: Path) -> CacheFolder:
+def _cache_folder(folder: Path) -> CacheFolder:
     return CacheFolder(
         path=folder, what="column cache", manifest_name="table.json", format=FORMAT, elsewhere=": data.cache=FOLDER"
     )
 
 
-def _in_memory(source: TableSource, layout: Layout, bad: BadRows, num_workers: int | None) -> MemoryTable:
-    columns = concatenate(list(read(source, layout, bad, num_workers)))
+def _in_memory(source: TableSource, layout: ColumnLayout, bad: BadRows, num_workers: int | None) -> InMemoryTable:
+    columns = concatenate(list(read_columns(source, layout, bad, num_workers)))
     lists = [(name, item.values.tobytes(), item.offsets.tobytes()) for name, item in columns.lists.items()]
     labels = None if columns.labels is None else columns.labels.tobytes()
-    mark = digest("rows", columns.numbers.tobytes(), columns.keys.tobytes(), columns.absent.tobytes(), lists, labels)
-    return MemoryTable(layout, columns, digest(mark, layout.fingerprint))
+    mark = fingerprint_of(
+        "rows", columns.numbers.tobytes(), columns.keys.tobytes(), columns.absent.tobytes(), lists, labels
+    )
+    return InMemoryTable(layout, columns, fingerprint_of(mark, layout.fingerprint))
 
 
 @final
@@ -139,7 +146,7 @@ class _Done:
     sizes: dict[str, int]  # bytes of each file
 
     @classmethod
-    def of(cls, folder: Path, layout: Layout) -> _Done:
+    def of(cls, folder: Path, layout: ColumnLayout) -> _Done:
         """What an earlier build has left for certain: all that it says, or nothing."""
         path = folder / _PROGRESS
         if path.exists():
@@ -150,16 +157,16 @@ class _Done:
         return cls(sizes=dict.fromkeys(_names(layout), 0))
 
 
-def _names(layout: Layout) -> Iterator[str]:
+def _names(layout: ColumnLayout) -> Iterator[str]:
     yield from ("numbers.bin", "keys.bin", "absent.bin")
     if layout.label is not None:
         yield "labels.bin"
-    for place in range(len(layout.lists)):
-        yield from (f"offsets_{place}.bin", f"values_{place}.bin")
+    for index in range(len(layout.lists)):
+        yield from (f"offsets_{index}.bin", f"values_{index}.bin")
 
 
 def _write(
-    folder: Path, layout: Layout, parts: Iterator[Columns], done: _Done, bad: BadRows, progress: Progress | None
+    folder: Path, layout: ColumnLayout, parts: Iterator[Columns], done: _Done, bad: BadRows, progress: Progress | None
 ) -> None:
     """Append the parts to the files, `done` going along, and say from time to time how far that is."""
     kept = sum(done.sizes.values())
@@ -192,14 +199,14 @@ def _sync(files: Mapping[str, IO[bytes]]) -> None:
         os.fsync(file.fileno())
 
 
-def _arrays(part: Columns, layout: Layout, files: Mapping[str, IO[bytes]]) -> Iterator[tuple[str, NDArray[Any]]]:
+def _arrays(part: Columns, layout: ColumnLayout, files: Mapping[str, IO[bytes]]) -> Iterator[tuple[str, NDArray[Any]]]:
     """What goes to the end of each file; offsets go on from the lists that are there."""
     yield "numbers.bin", part.numbers
     yield "keys.bin", part.keys
     yield "absent.bin", np.packbits(part.absent, axis=1)
     if part.labels is not None:
         yield "labels.bin", part.labels
-    for place, column in enumerate(layout.lists):
-        lists, offsets, values = part.lists[column.name], f"offsets_{place}.bin", f"values_{place}.bin"
+    for index, column in enumerate(layout.lists):
+        lists, offsets, values = part.lists[column.name], f"offsets_{index}.bin", f"values_{index}.bin"
         yield offsets, lists.offsets[0 if files[offsets].tell() == 0 else 1 :] + files[values].tell() // 8
         yield values, lists.values

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kitforge.data.shard import digest
+from kitforge.data.document_shard import fingerprint_of
 
 # How a value becomes a 64-bit key: an integer is its own key, a text is hashed.
 KeyKind = Literal["text", "integer"]
@@ -50,7 +50,7 @@ class LabelColumn:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ColumnLayout:
     """Which columns of a table are read, and as what. A column may be both a number and a key."""
 
     numbers: tuple[str, ...] = ()
@@ -68,12 +68,12 @@ class Layout:
     @property
     def fingerprint(self) -> str:
         """Changes with whatever decides what is read."""
-        return digest("layout", self.numbers, self.keys, self.lists, self.label)
+        return fingerprint_of("layout", self.numbers, self.keys, self.lists, self.label)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lists:
+class ListValues:
     """Keys of n rows end to end: row i has values[offsets[i] : offsets[i + 1]]."""
 
     values: NDArray[np.int64]  # [total]
@@ -87,12 +87,12 @@ class Lists:
         """How many keys each row has."""
         return np.diff(self.offsets)
 
-    def take(self, rows: NDArray[np.int64]) -> Lists:
+    def take(self, rows: NDArray[np.int64]) -> ListValues:
         """The lists of these rows, in this order."""
         lengths = self.lengths[rows]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        places = np.arange(offsets[-1]) + np.repeat(np.asarray(self.offsets)[rows] - offsets[:-1], lengths)
-        return Lists(values=np.asarray(self.values[places]), offsets=offsets)
+        positions = np.arange(offsets[-1]) + np.repeat(np.asarray(self.offsets)[rows] - offsets[:-1], lengths)
+        return ListValues(values=np.asarray(self.values[positions]), offsets=offsets)
 
 
 @final
@@ -103,7 +103,7 @@ class Columns:
     numbers: NDArray[np.float64]  # [n, d], NaN where there is none
     keys: NDArray[np.int64]  # [n, k], 0 where there is none
     absent: NDArray[np.bool_]  # [n, k], where there is none
-    lists: Mapping[str, Lists]
+    lists: Mapping[str, ListValues]
     labels: NDArray[np.float32] | None = None  # [n], 0 or 1
 
     def __len__(self) -> int:
@@ -124,11 +124,11 @@ class Columns:
 class NamedColumns:
     """Columns by the names that their layout has for them."""
 
-    def __init__(self, columns: Columns, layout: Layout) -> None:
+    def __init__(self, columns: Columns, layout: ColumnLayout) -> None:
         self._columns = columns
         self._layout = layout
-        self._numbers = {name: place for place, name in enumerate(layout.numbers)}
-        self._keys = {column.name: place for place, column in enumerate(layout.keys)}
+        self._numbers = {name: index for index, name in enumerate(layout.numbers)}
+        self._keys = {key.name: column for column, key in enumerate(layout.keys)}
 
     def __len__(self) -> int:
         return len(self._columns)
@@ -144,10 +144,10 @@ class NamedColumns:
 
     def keys(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Keys [n], and where there is none [n]."""
-        place = self._keys[name]
-        return np.ascontiguousarray(self._columns.keys[:, place]), self._columns.absent[:, place]
+        index = self._keys[name]
+        return np.ascontiguousarray(self._columns.keys[:, index]), self._columns.absent[:, index]
 
-    def lists(self, name: str) -> Lists:
+    def lists(self, name: str) -> ListValues:
         """Keys of every row."""
         return self._columns.lists[name]
 
@@ -158,7 +158,7 @@ class NamedColumns:
     def select(self, names: Collection[str]) -> NamedColumns:
         """These columns alone, without labels."""
         old = self._layout
-        layout = Layout(
+        layout = ColumnLayout(
             numbers=tuple(name for name in old.numbers if name in names),
             keys=tuple(column for column in old.keys if column.name in names),
             lists=tuple(column for column in old.lists if column.name in names),
@@ -176,11 +176,11 @@ class NamedColumns:
         """The same, but that `rows` [m] have the columns of `other` from its rows `chosen` [m]."""
         old, new = self._columns, other._columns
         numbers, keys, absent, lists = old.numbers.copy(), old.keys.copy(), old.absent.copy(), dict(old.lists)
-        for name, place in other._numbers.items():
-            numbers[rows, self._numbers[name]] = new.numbers[chosen, place]
-        for name, place in other._keys.items():
-            keys[rows, self._keys[name]] = new.keys[chosen, place]
-            absent[rows, self._keys[name]] = new.absent[chosen, place]
+        for name, column in other._numbers.items():
+            numbers[rows, self._numbers[name]] = new.numbers[chosen, column]
+        for name, column in other._keys.items():
+            keys[rows, self._keys[name]] = new.keys[chosen, column]
+            absent[rows, self._keys[name]] = new.absent[chosen, column]
         sources = np.arange(len(old))
         sources[rows] = len(old) + chosen
         for name, items in new.lists.items():
@@ -189,11 +189,11 @@ class NamedColumns:
         return NamedColumns(columns, self._layout)
 
 
-class Table(Protocol):
+class ColumnTable(Protocol):
     """Rows that can be had in any order."""
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ColumnLayout:
         """What its columns are."""
         ...
 
@@ -224,10 +224,10 @@ def concatenate(parts: Sequence[Columns]) -> Columns:
     )
 
 
-def _joined(parts: Sequence[Lists]) -> Lists:
+def _joined(parts: Sequence[ListValues]) -> ListValues:
     lengths = np.concatenate([part.lengths for part in parts])
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    return Lists(values=np.concatenate([part.values for part in parts]), offsets=offsets)
+    return ListValues(values=np.concatenate([part.values for part in parts]), offsets=offsets)
 
 
 def _labels(part: Columns) -> NDArray[Any]:
@@ -236,10 +236,10 @@ def _labels(part: Columns) -> NDArray[Any]:
 
 
 @final
-class MemoryTable:
+class InMemoryTable:
     """Rows held in memory."""
 
-    def __init__(self, layout: Layout, columns: Columns, fingerprint: str) -> None:
+    def __init__(self, layout: ColumnLayout, columns: Columns, fingerprint: str) -> None:
         self.layout = layout
         self.fingerprint = fingerprint
         self._columns = columns

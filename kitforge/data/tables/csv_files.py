@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, final
 
-from kitforge.data.tables.canonical import pyarrow
-from kitforge.data.tables.chunk import BadRow, Chunk, Problem
+from kitforge.data.tables.arrow_to_columns import pyarrow
+from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
 from kitforge.foundation.errors import DataError
 
 # The rows of a chunk follow from this, here and in the other formats; half-built column caches count in chunks, so a
@@ -23,9 +23,9 @@ _BLOCK_BYTES = 2**21
 # A record is at most this long; a quote that is never closed would swallow the whole file.
 _RECORD_BYTES = 2**25
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-CRITEO_COLUMNS = ("label", *(f"I{place}" for place in range(1, 14)), *(f"C{place}" for place in range(1, 27)))
+CRITEO_COLUMNS = ("label", *(f"I{index}" for index in range(1, 14)), *(f"C{index}" for index in range(1, 27)))
 
-Job = Callable[[], Chunk]
+Job = Callable[[], ArrowChunk]
 
 
 @final
@@ -56,10 +56,10 @@ class TextFile:
             # The header becomes an empty line, which keeps the count of lines.
             yield partial(self._parse, b"\n" + raw[head:] if head else raw, first_line, tuple(columns))
 
-    def _parse(self, raw: bytes, first_line: int, columns: tuple[str, ...]) -> Chunk:
+    def _parse(self, raw: bytes, first_line: int, columns: tuple[str, ...]) -> ArrowChunk:
         block = _Block(file=self, raw=raw, first_line=first_line)
         if not raw.strip(b"\r\n"):
-            return Chunk(table=_empty(columns), place=block.place([]))
+            return ArrowChunk(table=_empty(columns), location=block.location([]))
         skipped: list[Any] = []
         try:
             table = self._table(raw, columns, skipped)
@@ -68,11 +68,11 @@ class TextFile:
             skipped.clear()
             block, bad = block.decodable()
             if not block.raw.strip(b"\r\n"):
-                return Chunk(table=_empty(columns), place=block.place([]), bad=tuple(bad))
+                return ArrowChunk(table=_empty(columns), location=block.location([]), bad=tuple(bad))
             table = self._table(block.raw, columns, skipped)
         records = [row.number - 1 for row in skipped]
         bad += [block.wrong_cells(record, row.actual_columns) for record, row in zip(records, skipped, strict=True)]
-        return Chunk(table=table, place=block.place(records), bad=tuple(bad))
+        return ArrowChunk(table=table, location=block.location(records), bad=tuple(bad))
 
     def _table(self, raw: bytes, columns: tuple[str, ...], skipped: list[Any]) -> Any:
         reader = pyarrow("pyarrow.csv")
@@ -112,8 +112,8 @@ class _Block:
     def lines(self) -> list[int]:
         """The number of the line on which each record begins; an empty line is no record."""
         if not (self.file.has_quotes and b'"' in self.raw):
-            pieces = self.raw.split(b"\n")
-            return [self.first_line + place for place, piece in enumerate(pieces) if piece.strip(b"\r")]
+            parts = self.raw.split(b"\n")
+            return [self.first_line + index for index, part in enumerate(parts) if part.strip(b"\r")]
         lines, begin = [], 0
         text = io.StringIO(self.raw.decode("utf-8", "replace"), newline="")
         rows = csv.reader(text, delimiter=self.file.delimiter)
@@ -123,7 +123,7 @@ class _Block:
             begin = rows.line_num
         return lines
 
-    def place(self, skipped: list[int]) -> Callable[[int], str]:
+    def location(self, skipped: list[int]) -> Callable[[int], str]:
         """Where the rows of a table stand that lacks the records `skipped`."""
 
         def find(row: int) -> str:
@@ -135,21 +135,21 @@ class _Block:
 
     def decodable(self) -> tuple[_Block, list[BadRow]]:
         """The block with every line that is not UTF-8 made empty, and these lines."""
-        pieces, bad = self.raw.split(b"\n"), []
-        for number, piece in enumerate(pieces):
+        parts, bad = self.raw.split(b"\n"), []
+        for number, part in enumerate(parts):
             try:
-                piece.decode()
+                part.decode()
             except UnicodeDecodeError as error:
                 problem = Problem(
                     reason="is not UTF-8",
-                    got=f"byte 0x{piece[error.start]:02x} at place {error.start} of the line",
+                    got=f"byte 0x{part[error.start]:02x} at place {error.start} of the line",
                     expected="UTF-8 throughout",
                     fix="convert the file",
                 )
-                place = f"{self.file.path}:{self.first_line + number}"
-                bad.append(BadRow(problem=problem, place=partial(str, place)))
-                pieces[number] = b""
-        return _Block(file=self.file, raw=b"\n".join(pieces), first_line=self.first_line), bad
+                location = f"{self.file.path}:{self.first_line + number}"
+                bad.append(BadRow(problem=problem, location=partial(str, location)))
+                parts[number] = b""
+        return _Block(file=self.file, raw=b"\n".join(parts), first_line=self.first_line), bad
 
     def wrong_cells(self, record: int, count: int) -> BadRow:
         """The bad row about a record with too many or too few cells."""
@@ -161,7 +161,7 @@ class _Block:
             if self.file.has_quotes
             else None,
         )
-        return BadRow(problem=problem, place=lambda: f"{self.file.path}:{self.lines()[record]}")
+        return BadRow(problem=problem, location=lambda: f"{self.file.path}:{self.lines()[record]}")
 
 
 def _empty(columns: tuple[str, ...]) -> Any:
@@ -182,27 +182,27 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 def text_blocks(path: Path, has_quotes: bool) -> Iterator[tuple[int, bytes]]:
     """Whole records, with the number of the first line."""
-    line, rest = 1, b""
+    line, remaining = 1, b""
     with opened(path) as stream:
         while block := stream.read(_BLOCK_BYTES):
-            if line == 1 and not rest and block.startswith(_BYTE_ORDER_MARK):
+            if line == 1 and not remaining and block.startswith(_BYTE_ORDER_MARK):
                 block = block[len(_BYTE_ORDER_MARK) :]
-            rest += block
-            cut = _last_record(rest) if has_quotes and b'"' in rest else rest.rfind(b"\n") + 1
+            remaining += block
+            cut = _last_record(remaining) if has_quotes and b'"' in remaining else remaining.rfind(b"\n") + 1
             if cut:
-                yield line, rest[:cut]
-                line, rest = line + rest.count(b"\n", 0, cut), rest[cut:]
-            if len(rest) > _RECORD_BYTES:
+                yield line, remaining[:cut]
+                line, remaining = line + remaining.count(b"\n", 0, cut), remaining[cut:]
+            if len(remaining) > _RECORD_BYTES:
                 raise DataError(
                     f"{path}:{line} begins a record that does not end",
                     got=f"more than {_RECORD_BYTES // 2**20} MiB",
                     expected="a line break outside of quotes",
                     fix="look for a double quote that is never closed",
                 )
-    if rest.strip(b"\r\n"):
-        if has_quotes and rest.count(b'"') % 2:
-            raise DataError(f"{path}:{line} and what follows has a quote that is never closed", got=rest[:60])
-        yield line, rest
+    if remaining.strip(b"\r\n"):
+        if has_quotes and remaining.count(b'"') % 2:
+            raise DataError(f"{path}:{line} and what follows has a quote that is never closed", got=remaining[:60])
+        yield line, remaining
 
 
 def _last_record(raw: bytes) -> int:

@@ -11,10 +11,10 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kitforge.data.shard import digest
-from kitforge.data.tables.canonical import pyarrow, to_columns
-from kitforge.data.tables.chunk import BadRow, Chunk, Problem
-from kitforge.data.tables.columns import KeyColumn, Layout, Lists
+from kitforge.data.document_shard import fingerprint_of
+from kitforge.data.tables.arrow_to_columns import pyarrow, to_columns
+from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
+from kitforge.data.tables.columns import ColumnLayout, KeyColumn, ListValues
 from kitforge.data.tables.csv_files import Job
 from kitforge.data.tables.source import TableSource
 from kitforge.foundation.config import check
@@ -67,7 +67,7 @@ def sequences_of(source: TableSource, events: EventColumns, lists: Sequence[str]
         )
     dated = replace(source, times=(events.time,))
     part = EventRows(source=dated, events=events, lists=tuple(lists))
-    mark = None if source.fingerprint is None else digest("events", 1, source.fingerprint, events, part.lists)
+    mark = None if source.fingerprint is None else fingerprint_of("events", 1, source.fingerprint, events, part.lists)
     return replace(dated, parts=(part,), fingerprint=mark, missing_values=(), times=())
 
 
@@ -95,7 +95,7 @@ class EventRows:
         """Chunks of whole users, in the order of their first events."""
         held, users, bad = self._read(columns)
         if not len(users):
-            yield partial(Chunk, table=held.select([]), place=str, bad=tuple(bad))
+            yield partial(ArrowChunk, table=held.select([]), location=str, bad=tuple(bad))
             return
         make = self._users if self.events.history is None else self._histories
         for start, stop in _cuts(users.offsets):
@@ -103,7 +103,7 @@ class EventRows:
             yield partial(make, held.take(chosen.values), chosen, tuple(columns), tuple(bad))
             bad = []
 
-    def _read(self, columns: Sequence[str]) -> tuple[Any, Lists, list[BadRow]]:
+    def _read(self, columns: Sequence[str]) -> tuple[Any, ListValues, list[BadRow]]:
         """The good events, which of them each user has in order of time, and the bad ones."""
         events = self.events
         own = [name for name in (events.user, events.item, *columns) if name != events.history]
@@ -120,65 +120,69 @@ class EventRows:
                 kept = np.sort(_by_user(users, times, events.max_events).values)
                 tables, users, times = [_joined(tables).take(kept)], users[kept], times[kept]
                 limit = max(_HELD_EVENTS, 2 * len(users))
-        found = _by_user(users, times, events.max_events)
-        if len(found.values) < num_read:
-            count = num_read - len(found.values)
+        lists = _by_user(users, times, events.max_events)
+        if len(lists.values) < num_read:
+            count = num_read - len(lists.values)
             words = "%s: %s of %s events are left out, since their users have %s newer ones (events.max_events)"
             _log.warning(words, self.name, f"{count:,}", f"{num_read:,}", events.max_events)
-        return _joined(tables), found, bad
+        return _joined(tables), lists, bad
 
-    def _part(self, chunk: Chunk) -> tuple[Any, Ints, NDArray[np.float64], list[BadRow]]:
+    def _part(self, chunk: ArrowChunk) -> tuple[Any, Ints, NDArray[np.float64], list[BadRow]]:
         """The good events of a chunk, their users and times, and the bad ones."""
         arrow, events = pyarrow(), self.events
         table = chunk.table.append_column(_ROW, arrow.array(np.arange(chunk.table.num_rows)))
         keys = tuple(KeyColumn(name=name, is_required=True) for name in (events.user, events.item))
-        columns, bad = to_columns(replace(chunk, table=table), Layout(numbers=(_ROW, events.time), keys=keys))
+        columns, bad = to_columns(replace(chunk, table=table), ColumnLayout(numbers=(_ROW, events.time), keys=keys))
         rows, times = columns.numbers[:, 0].astype(np.int64), columns.numbers[:, 1]
         timeless = np.isnan(times)
-        bad += [BadRow(problem=_NO_TIME, place=partial(chunk.place, int(row))) for row in rows[timeless]]
+        bad += [BadRow(problem=_NO_TIME, location=partial(chunk.location, int(row))) for row in rows[timeless]]
         good = rows[~timeless]
         return chunk.table.take(good), columns.keys[~timeless, 0], times[~timeless], bad
 
-    def _users(self, table: Any, users: Lists, columns: tuple[str, ...], bad: tuple[BadRow, ...]) -> Chunk:
+    def _users(self, table: Any, users: ListValues, columns: tuple[str, ...], bad: tuple[BadRow, ...]) -> ArrowChunk:
         """A row a user."""
         arrays = {}
         for name in columns:
-            values = _whole(table.column(name))
+            values = _combined(table.column(name))
             is_list = name in self.lists
             arrays[name] = _lists(users.offsets, values) if is_list else values.take(users.offsets[1:] - 1)
-        return Chunk(table=pyarrow().table(arrays), place=partial(self._place, table, users.offsets[:-1]), bad=bad)
+        return ArrowChunk(
+            table=pyarrow().table(arrays), location=partial(self._location, table, users.offsets[:-1]), bad=bad
+        )
 
-    def _histories(self, table: Any, users: Lists, columns: tuple[str, ...], bad: tuple[BadRow, ...]) -> Chunk:
+    def _histories(
+        self, table: Any, users: ListValues, columns: tuple[str, ...], bad: tuple[BadRow, ...]
+    ) -> ArrowChunk:
         """A row an event."""
         history, length = self.events.history, self.events.history_length
-        places = np.arange(len(users.values))
+        positions = np.arange(len(users.values))
         starts = np.repeat(users.offsets[:-1], users.lengths)
-        lengths = np.minimum(places - starts, length)
+        lengths = np.minimum(positions - starts, length)
         offsets = np.append(0, np.cumsum(lengths))
-        before = np.arange(offsets[-1]) + np.repeat(places - lengths - offsets[:-1], lengths)
+        before = np.arange(offsets[-1]) + np.repeat(positions - lengths - offsets[:-1], lengths)
         arrays = {}
         for name in columns:
-            values = _whole(table.column(self.events.item if name == history else name))
+            values = _combined(table.column(self.events.item if name == history else name))
             arrays[name] = _lists(offsets, values.take(before)) if name == history else values
-        return Chunk(table=pyarrow().table(arrays), place=partial(self._place, table, places), bad=bad)
+        return ArrowChunk(table=pyarrow().table(arrays), location=partial(self._location, table, positions), bad=bad)
 
-    def _place(self, table: Any, rows: Ints, row: int) -> str:
+    def _location(self, table: Any, rows: Ints, row: int) -> str:
         return f"{self.name}, user {table.column(self.events.user)[int(rows[row])].as_py()},"
 
 
-def _by_user(users: Ints, times: NDArray[np.float64], most: int | None) -> Lists:
+def _by_user(users: Ints, times: NDArray[np.float64], most: int | None) -> ListValues:
     """The numbers of the newest `most` events of each user in order of time, users by their first rows."""
     order = np.lexsort((times, users))
     ends = np.append(np.flatnonzero(users[order][1:] != users[order][:-1]) + 1, len(users)) if len(users) else order
     offsets = np.append(0, ends).astype(np.int64)
     firsts = np.minimum.reduceat(order, offsets[:-1]) if len(users) else order
-    found = Lists(values=order, offsets=offsets).take(np.argsort(firsts))
+    result = ListValues(values=order, offsets=offsets).take(np.argsort(firsts))
     if most is None:
-        return found
-    lengths = np.minimum(found.lengths, most)
+        return result
+    lengths = np.minimum(result.lengths, most)
     starts = np.append(0, np.cumsum(lengths))
-    chosen = np.arange(starts[-1]) + np.repeat(found.offsets[1:] - starts[1:], lengths)
-    return Lists(values=found.values[chosen], offsets=starts)
+    chosen = np.arange(starts[-1]) + np.repeat(result.offsets[1:] - starts[1:], lengths)
+    return ListValues(values=result.values[chosen], offsets=starts)
 
 
 def _cuts(offsets: Ints) -> Iterator[tuple[int, int]]:
@@ -210,9 +214,9 @@ def _large(table: Any) -> Any:
     return table.cast(arrow.schema(fields))
 
 
-def _whole(column: Any) -> Any:
-    found = column.combine_chunks()
-    return found if hasattr(found, "buffers") else pyarrow().concat_arrays(found.chunks)
+def _combined(column: Any) -> Any:
+    array = column.combine_chunks()
+    return array if hasattr(array, "buffers") else pyarrow().concat_arrays(array.chunks)
 
 
 def _lists(offsets: Ints, values: Any) -> Any:

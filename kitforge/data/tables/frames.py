@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
-from kitforge.data.tables.canonical import pyarrow
-from kitforge.data.tables.chunk import Chunk
+from kitforge.data.tables.arrow_to_columns import pyarrow
+from kitforge.data.tables.bad_rows import ArrowChunk
 from kitforge.data.tables.csv_files import Job
 from kitforge.foundation.errors import DataError
 
@@ -32,7 +32,7 @@ class FrameRows:
         """Chunks in order."""
         chosen = self.table.select(list(columns))
         for start in range(0, self.table.num_rows, _CHUNK_ROWS):
-            yield partial(Chunk, table=chosen.slice(start, _CHUNK_ROWS), place=partial(_place, start))
+            yield partial(ArrowChunk, table=chosen.slice(start, _CHUNK_ROWS), location=partial(_location, start))
 
 
 def is_frame(spec: object) -> bool:
@@ -62,30 +62,30 @@ def open_frame(spec: Any) -> FrameRows:
         ) from error
     # pandas hands over an index that has values of its own as one more column.
     names = tuple(name for name in table.column_names if not name.startswith("__index_level_"))
-    for place, column in enumerate(table.columns):
+    for index, column in enumerate(table.columns):
         kind = column.type.value_type if arrow.types.is_dictionary(column.type) else column.type
         if arrow.types.is_string_view(kind):
             # The form in which polars hands over texts, for which Arrow lacks most functions.
-            table = table.set_column(place, table.column_names[place], column.cast(arrow.large_string()))
+            table = table.set_column(index, table.column_names[index], column.cast(arrow.large_string()))
     if table.num_rows == 0:
         raise DataError("there are no rows in the data", got=f"columns {', '.join(names)}", expected="at least one row")
     return FrameRows(table=table, names=names)
 
 
-def as_missing(job: Job, missing_values: tuple[str, ...]) -> Chunk:
+def as_missing(job: Job, missing_values: tuple[str, ...]) -> ArrowChunk:
     """The chunk, without a value where a cell holds one of these texts."""
     arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
     chunk, types = job(), arrow.types
     table = chunk.table
-    for place, name in enumerate(table.column_names):
+    for index, name in enumerate(table.column_names):
         column = table.column(name)
         if not (types.is_string(column.type) or types.is_large_string(column.type)):
             continue
         is_missing = compute.is_in(column, value_set=arrow.array(missing_values, column.type))
         if compute.any(is_missing).as_py():
-            table = table.set_column(place, name, compute.if_else(is_missing, None, column))
+            table = table.set_column(index, name, compute.if_else(is_missing, None, column))
     return replace(chunk, table=table)
 
 
-def _place(start: int, row: int) -> str:
+def _location(start: int, row: int) -> str:
     return f"row {start + row + 1} of the data"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kitforge.data.scramble import scramble
+from kitforge.data.splitmix64 import hash_array
 
 _WORD = 8
 _FOLD = 0x9E3779B97F4A7C15
@@ -28,11 +28,11 @@ def hash_texts(texts: Any) -> NDArray[np.int64]:
     # Every byte begins a word, so that a text may begin anywhere.
     words: NDArray[np.uint64] = np.ndarray((len(data) - _WORD + 1,), dtype="<u8", buffer=data, strides=(1,))
     if len(left) and int(left.max()) <= _WORD:
-        return scramble(state ^ (words[starts] & _MASKS[left]), _FOLD).view(np.int64)
+        return hash_array(state ^ (words[starts] & _MASKS[left]), _FOLD).view(np.int64)
     rows = np.arange(len(left))
     while len(rows):
         word = words[starts[rows]] & _MASKS[np.minimum(left[rows], _WORD)]
-        state[rows] = scramble(state[rows] ^ word, _FOLD)
+        state[rows] = hash_array(state[rows] ^ word, _FOLD)
         starts, left = starts + _WORD, left - _WORD
         rows = rows[left[rows] > 0]
     return state.view(np.int64)
@@ -44,7 +44,7 @@ def hash_text(text: str) -> int:
     state = len(raw) * _FOLD % 2**64
     for start in range(0, max(len(raw), 1), _WORD):
         word = int.from_bytes(raw[start : start + _WORD], "little")
-        state = int(scramble(np.array([state ^ word], np.uint64), _FOLD)[0])
+        state = int(hash_array(np.array([state ^ word], np.uint64), _FOLD)[0])
     return state - 2**64 if state >= 2**63 else state
 
 
@@ -54,9 +54,9 @@ def _buffers(texts: Any) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     _, offsets, data = texts.buffers()
     if offsets is None or len(texts) == 0:
         return np.zeros(1, np.int64), np.zeros(_WORD, np.uint8)
-    found = np.frombuffer(offsets, dtype=width, offset=texts.offset * np.dtype(width).itemsize, count=len(texts) + 1)
-    used = np.empty(int(found[-1] - found[0]) + _WORD, np.uint8)
+    buffers = np.frombuffer(offsets, dtype=width, offset=texts.offset * np.dtype(width).itemsize, count=len(texts) + 1)
+    used = np.empty(int(buffers[-1] - buffers[0]) + _WORD, np.uint8)
     used[-_WORD:] = 0
     if len(used) > _WORD:
-        used[:-_WORD] = np.frombuffer(data, dtype=np.uint8)[found[0] : found[-1]]
-    return (found - found[0]).astype(np.int64), used
+        used[:-_WORD] = np.frombuffer(data, dtype=np.uint8)[buffers[0] : buffers[-1]]
+    return (buffers - buffers[0]).astype(np.int64), used

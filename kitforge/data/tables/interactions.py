@@ -11,13 +11,13 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kitforge.data.tables.canonical import pyarrow, to_columns
-from kitforge.data.tables.chunk import BadRow, Chunk
-from kitforge.data.tables.columns import KeyColumn, Layout
+from kitforge.data.tables.arrow_to_columns import pyarrow, to_columns
+from kitforge.data.tables.bad_rows import ArrowChunk, BadRow
+from kitforge.data.tables.columns import ColumnLayout, KeyColumn
 from kitforge.data.tables.csv_files import Job, TextFile
 from kitforge.foundation.errors import DataError
 
-_LAYOUT = Layout(keys=tuple(KeyColumn(name=name, kind="integer", is_required=True) for name in ("user", "item")))
+_LAYOUT = ColumnLayout(keys=tuple(KeyColumn(name=name, kind="integer", is_required=True) for name in ("user", "item")))
 
 
 @final
@@ -42,9 +42,9 @@ class InteractionFile:
         seen = _Seen(self.path)
         users, items, bad = np.zeros(0, np.int64), np.zeros(0, np.int64), list[BadRow]()
         for job in lines.jobs(lines.names):
-            found, more = to_columns(job(), _LAYOUT)
+            parsed, more = to_columns(job(), _LAYOUT)
             bad += more
-            users, items = np.append(users, found.keys[:, 0]), np.append(items, found.keys[:, 1])
+            users, items = np.append(users, parsed.keys[:, 0]), np.append(items, parsed.keys[:, 1])
             # The last user may go on in the next block.
             cut = int(np.flatnonzero(users != users[-1])[-1]) + 1 if len(users) and users[0] != users[-1] else 0
             if cut:
@@ -59,16 +59,16 @@ class InteractionFile:
         bad: tuple[BadRow, ...],
         columns: tuple[str, ...],
         seen: _Seen,
-    ) -> Chunk:
+    ) -> ArrowChunk:
         firsts = np.flatnonzero(np.append(True, users[1:] != users[:-1])[: len(users)])
         seen.add(users[firsts])
         arrow = pyarrow()
         offsets = np.append(firsts, len(users)).astype(np.int64)
         arrays = {"user": arrow.array(users[firsts]), "items": arrow.LargeListArray.from_arrays(offsets, items)}
         table = arrow.table({name: arrays[name] for name in columns})
-        return Chunk(table=table, place=partial(self._place, users[firsts]), bad=bad)
+        return ArrowChunk(table=table, location=partial(self._location, users[firsts]), bad=bad)
 
-    def _place(self, users: Any, row: int) -> str:
+    def _location(self, users: Any, row: int) -> str:
         return f"{self.path}, user {users[row]},"
 
 

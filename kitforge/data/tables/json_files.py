@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from kitforge.data.tables.chunk import BadRow, Chunk, Problem
+from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
 from kitforge.data.tables.csv_files import Job, first_line, text_blocks
-from kitforge.data.tables.objects import chunk_of
+from kitforge.data.tables.python_rows import chunk_of
 from kitforge.foundation.errors import DataError
 
 
@@ -33,7 +33,7 @@ class JsonLinesFile:
         for line, raw in text_blocks(self.path, False):
             yield partial(self._parse, raw, line, tuple(columns))
 
-    def _parse(self, raw: bytes, first: int, columns: tuple[str, ...]) -> Chunk:
+    def _parse(self, raw: bytes, first: int, columns: tuple[str, ...]) -> ArrowChunk:
         rows: list[Mapping[str, Any]] = []
         lines: list[int] = []
         bad: list[BadRow] = []
@@ -50,10 +50,10 @@ class JsonLinesFile:
             else:
                 got = str(row) if isinstance(row, ValueError) else type(row).__name__
                 problem = Problem(reason="is no JSON object", got=got[:80], expected='{"column": value, ...}')
-                bad.append(BadRow(problem=problem, place=partial(str, f"{self.path}:{line}")))
-        return replace(chunk_of(rows, 0, columns), place=partial(self._place, lines), bad=tuple(bad))
+                bad.append(BadRow(problem=problem, location=partial(str, f"{self.path}:{line}")))
+        return replace(chunk_of(rows, 0, columns), location=partial(self._location, lines), bad=tuple(bad))
 
-    def _place(self, lines: list[int], row: int) -> str:
+    def _location(self, lines: list[int], row: int) -> str:
         return f"{self.path}:{lines[row]}"
 
 

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from kitforge.data.tables.canonical import pyarrow
-from kitforge.data.tables.chunk import Chunk
+from kitforge.data.tables.arrow_to_columns import pyarrow
+from kitforge.data.tables.bad_rows import ArrowChunk
 from kitforge.data.tables.csv_files import Job
 from kitforge.foundation.errors import DataError
 
@@ -44,14 +44,14 @@ class ParquetFile:
                     yield from self._parts(file, group, start, columns)
                 start += size.num_rows
 
-    def _group(self, metadata: Any, group: int, start: int, columns: tuple[str, ...]) -> Chunk:
+    def _group(self, metadata: Any, group: int, start: int, columns: tuple[str, ...]) -> ArrowChunk:
         try:
             # A handle of its own for each reader; what is known of the file is shared.
             with pyarrow("pyarrow.parquet").ParquetFile(self.path, metadata=metadata) as file:
                 table = file.read_row_group(group, columns=list(columns), use_threads=False)
         except (OSError, ValueError) as error:
             raise _damaged(self.path, error) from None
-        return Chunk(table=table, place=partial(self._place, start))
+        return ArrowChunk(table=table, location=partial(self._location, start))
 
     def _parts(self, file: Any, group: int, start: int, columns: Sequence[str]) -> Iterator[Job]:
         batches = file.iter_batches(batch_size=_PART_ROWS, row_groups=[group], columns=list(columns))
@@ -62,11 +62,11 @@ class ParquetFile:
                 raise _damaged(self.path, error) from None
             if batch is None:
                 return
-            chunk = Chunk(table=pyarrow().table(batch), place=partial(self._place, start))
+            chunk = ArrowChunk(table=pyarrow().table(batch), location=partial(self._location, start))
             start += len(batch)
             yield partial(_given, chunk)
 
-    def _place(self, start: int, row: int) -> str:
+    def _location(self, start: int, row: int) -> str:
         return f"{self.path}, row {start + row + 1},"
 
 
@@ -76,7 +76,7 @@ def open_parquet(path: Path) -> ParquetFile:
         return ParquetFile(path=path, names=tuple(file.schema_arrow.names))
 
 
-def _given(chunk: Chunk) -> Chunk:
+def _given(chunk: ArrowChunk) -> ArrowChunk:
     return chunk
 
 

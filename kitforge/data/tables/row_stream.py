@@ -10,10 +10,10 @@ from typing import Any, Protocol, final, runtime_checkable
 
 import numpy as np
 
-from kitforge.data.tables.canonical import to_columns
-from kitforge.data.tables.chunk import BadRows
-from kitforge.data.tables.columns import Columns, Layout, concatenate
-from kitforge.data.tables.objects import chunk_of
+from kitforge.data.tables.arrow_to_columns import to_columns
+from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.columns import ColumnLayout, Columns, concatenate
+from kitforge.data.tables.python_rows import chunk_of
 from kitforge.foundation.errors import DataError, nearest
 
 
@@ -41,7 +41,7 @@ class SeekableSource(Protocol):
 class RowStream:
     """Reads a source no further than it is asked to. One thread reads; another may mark rows and take the state."""
 
-    def __init__(self, source: Iterator[Any], layout: Layout) -> None:
+    def __init__(self, source: Iterator[Any], layout: ColumnLayout) -> None:
         self._source = source
         self._seekable = source if isinstance(source, SeekableSource) else None
         self._layout = layout
@@ -60,8 +60,8 @@ class RowStream:
         parts: list[Columns] = []
         num_good = num_pulled = 0
         while num_good < num_rows and (rows := self._pull(num_rows - num_good)):
-            columns, found = to_columns(chunk_of(rows, self._num_read - len(rows), self._layout.names), self._layout)
-            bad.meet(found)
+            columns, bad_rows = to_columns(chunk_of(rows, self._num_read - len(rows), self._layout.names), self._layout)
+            bad.handle(bad_rows)
             num_good, num_pulled = num_good + len(columns), num_pulled + len(rows)
             parts.append(columns)
         if num_good == 0:
@@ -93,8 +93,8 @@ class RowStream:
         with self._lock:
             waiting = [*self._untrained, *self._unread]
             position = self._position
-        kept = [row for place, row in waiting if place is None]
-        position = next((place for place, _ in waiting if place is not None), position)
+        kept = [row for source_state, row in waiting if source_state is None]
+        position = next((index for index, _ in waiting if index is not None), position)
         return {"rows": json.dumps([self._plain_row(row) for row in kept]), "position": position}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -11,15 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, final
 
-from kitforge.data.memory import is_dataset
-from kitforge.data.shard import digest
-from kitforge.data.tables.chunk import OnBadRow
+from kitforge.data.document_shard import fingerprint_of
+from kitforge.data.in_memory import is_dataset
+from kitforge.data.tables.bad_rows import OnBadRow
 from kitforge.data.tables.csv_files import CRITEO_COLUMNS, Job, TextFile, first_line
 from kitforge.data.tables.frames import as_missing, is_frame, open_frame
 from kitforge.data.tables.interactions import InteractionFile
 from kitforge.data.tables.json_files import open_json_lines
-from kitforge.data.tables.objects import DatasetRows, open_rows
 from kitforge.data.tables.parquet_files import open_parquet
+from kitforge.data.tables.python_rows import HFDatasetTable, open_rows
 from kitforge.data.tables.times import as_times
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, nearest
@@ -32,7 +32,7 @@ _DELIMITERS = (",", ";", "\t", "|")
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableConfig:
+class TableSourceConfig:
     """How rows are read out of files."""
 
     format: TableFormat = "auto"  # auto: by the suffix and the first line
@@ -50,7 +50,7 @@ class TableConfig:
         check(is_one, "data.delimiter", self.delimiter, "one character, and no quote or line break")
 
 
-_DEFAULT = TableConfig()
+_DEFAULT = TableSourceConfig()
 
 
 class TablePart(Protocol):
@@ -113,7 +113,7 @@ class TableSource:
                 yield partial(as_times, job, self.times) if self.times else job
 
 
-def open_table(spec: object, config: TableConfig = _DEFAULT) -> TableSource:
+def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSource:
     """The rows that `spec` names.
 
     A spec is a file (.tsv of Criteo or with a header, .csv, .inter, .parquet, .jsonl, .txt of interactions; all but
@@ -126,9 +126,9 @@ def open_table(spec: object, config: TableConfig = _DEFAULT) -> TableSource:
         return _of_files(str(spec), _files(Path(spec).expanduser()), config)
     if is_dataset(spec):
         names = tuple(spec.column_names)  # type: ignore[attr-defined]
-        mark = digest("dataset", spec._fingerprint)  # type: ignore[attr-defined]
-        part = DatasetRows(dataset=spec, names=names)
-        mark, missing = digest(mark, config.missing_values), config.missing_values
+        mark = fingerprint_of("dataset", spec._fingerprint)  # type: ignore[attr-defined]
+        part = HFDatasetTable(dataset=spec, names=names)
+        mark, missing = fingerprint_of(mark, config.missing_values), config.missing_values
         return TableSource(name="the dataset", parts=(part,), fingerprint=mark, missing_values=missing)
     if is_frame(spec) or isinstance(spec, Mapping):
         frame, missing = open_frame(spec), config.missing_values
@@ -151,12 +151,12 @@ def open_table(spec: object, config: TableConfig = _DEFAULT) -> TableSource:
     )
 
 
-def _of_files(name: str, files: Sequence[Path], config: TableConfig) -> TableSource:
+def _of_files(name: str, files: Sequence[Path], config: TableSourceConfig) -> TableSource:
     stamps = tuple(_stamp(file.absolute()) for file in files)
     parts = tuple(_open_file(file.absolute(), config) for file in files)
     # The last time is the system's own, which changes with the bytes though the other be put back.
-    mark = digest("table", [(str(path), size, time, path.stat().st_ctime_ns) for path, size, time in stamps])
-    fingerprint = digest(mark, config.format, config.columns, config.delimiter, config.missing_values)
+    mark = fingerprint_of("table", [(str(path), size, time, path.stat().st_ctime_ns) for path, size, time in stamps])
+    fingerprint = fingerprint_of(mark, config.format, config.columns, config.delimiter, config.missing_values)
     missing = config.missing_values
     return TableSource(name=name, parts=parts, fingerprint=fingerprint, stamps=stamps, missing_values=missing)
 
@@ -168,9 +168,9 @@ def _stamp(path: Path) -> tuple[Path, int, int]:
 
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
-        found = sorted(item for item in path.rglob("*") if item.is_file() and _suffix(item) in _SUFFIXES)
-        if found:
-            return found
+        files = sorted(item for item in path.rglob("*") if item.is_file() and _suffix(item) in _SUFFIXES)
+        if files:
+            return files
         got = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"
         raise DataError(f"the folder {path} holds no tables", got=got, expected=" ".join(_SUFFIXES))
     if path.is_file():
@@ -188,7 +188,7 @@ def _suffix(path: Path) -> str:
     return "".join(suffixes[:-1][-1:] if suffixes[-1:] == [".gz"] else suffixes[-1:])
 
 
-def _open_file(path: Path, config: TableConfig) -> TablePart:
+def _open_file(path: Path, config: TableSourceConfig) -> TablePart:
     form = _format(path) if config.format == "auto" else config.format
     if form == "parquet":
         return open_parquet(path)

@@ -8,8 +8,8 @@ from typing import Literal, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kitforge.data.scramble import scramble
-from kitforge.data.tables.columns import NamedColumns, Table
+from kitforge.data.splitmix64 import hash_array
+from kitforge.data.tables.columns import ColumnTable, NamedColumns
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.seed import key
 
@@ -60,7 +60,7 @@ class RowList:
 
 
 @final
-class Picked:
+class HashedSplit:
     """One row out of each group of `period` neighbours, by the hash of the group's number; or all the others.
 
     A row's number is computed, so nothing is kept, however many rows there are.
@@ -68,48 +68,48 @@ class Picked:
 
     def __init__(self, num_rows: int, period: int, seed: int, *, is_validation: bool) -> None:
         self._period, self._key, self._is_validation = period, key(seed, "validation"), is_validation
-        groups, rest = divmod(num_rows, period)
-        picked = groups + int(self._places(np.array([groups]))[0] < rest)
+        groups, remaining = divmod(num_rows, period)
+        picked = groups + int(self._positions(np.array([groups]))[0] < remaining)
         self.num_rows = picked if is_validation else num_rows - picked
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The table's numbers of these rows [n]."""
         if self._is_validation:
-            return indices * self._period + self._places(indices)
-        groups, places = np.divmod(indices, self._period - 1)
-        return groups * self._period + places + (places >= self._places(groups))
+            return indices * self._period + self._positions(indices)
+        groups, positions = np.divmod(indices, self._period - 1)
+        return groups * self._period + positions + (positions >= self._positions(groups))
 
-    def _places(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _positions(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         """Which row of each group is picked."""
-        return (scramble(groups.astype(np.uint64), self._key) % np.uint64(self._period)).astype(np.int64)
+        return (hash_array(groups.astype(np.uint64), self._key) % np.uint64(self._period)).astype(np.int64)
 
 
-def split(
-    table: Table, rule: SplitRule, share: float, seed: int, group: str | None = None, time: str | None = None
+def split_rows(
+    table: ColumnTable, rule: SplitRule, fraction: float, seed: int, group: str | None = None, time: str | None = None
 ) -> tuple[RowSet, RowSet]:
     """Rows to train on and rows to evaluate on. `random` rounds the share to one of so many rows. `group` and `time`
     name the columns of those rules."""
     num_rows = table.num_rows
-    if share == 0:
+    if fraction == 0:
         return RowRange(0, num_rows), RowRange(num_rows, num_rows)
     if rule == "last":
-        cut = num_rows - round(num_rows * share)
+        cut = num_rows - round(num_rows * fraction)
         return RowRange(0, cut), RowRange(cut, num_rows)
     if rule == "random":
-        period = max(2, round(1 / share))
-        training, validation = (Picked(num_rows, period, seed, is_validation=flag) for flag in (False, True))
+        period = max(2, round(1 / fraction))
+        training, validation = (HashedSplit(num_rows, period, seed, is_validation=flag) for flag in (False, True))
         return training, validation
     if rule == "time":
-        return _by_time(table, share, time)
+        return _by_time(table, fraction, time)
     if group is None:
         raise ConfigError(
             "a split by group needs a group key", got="data.split=group", fix="name a column as data.schema.group"
         )
-    is_held_out = np.concatenate(list(_held_out(table, share, seed, group)))
+    is_held_out = np.concatenate(list(_held_out(table, fraction, seed, group)))
     return RowList(np.flatnonzero(~is_held_out)), RowList(np.flatnonzero(is_held_out))
 
 
-def _by_time(table: Table, share: float, time: str | None) -> tuple[RowSet, RowSet]:
+def _by_time(table: ColumnTable, fraction: float, time: str | None) -> tuple[RowSet, RowSet]:
     """The newest share of the rows is kept for evaluation; rows of one time are all on one side of the cut. 8 bytes a
     row while it is found. DataError where a row has no time, or all rows of training would be held out."""
     if time is None:
@@ -123,29 +123,29 @@ def _by_time(table: Table, share: float, time: str | None) -> tuple[RowSet, RowS
             expected="a number or an ISO 8601 date in every row",
             fix="leave these rows out, or data.split=random",
         )
-    place = min(max(len(times) - round(len(times) * share), 0), len(times) - 1)
-    cut = np.partition(times, place)[place]
+    boundary = min(max(len(times) - round(len(times) * fraction), 0), len(times) - 1)
+    cut = np.partition(times, boundary)[boundary]
     is_held_out = times >= cut
     if is_held_out.all():
         raise DataError(
             f"all rows of training would be held out by {time!r}",
-            got=f"the time {cut:g} in the {1 - share:.0%} oldest of {len(times):,} rows",
+            got=f"the time {cut:g} in the {1 - fraction:.0%} oldest of {len(times):,} rows",
             expected="older rows to train on",
-            fix="lower data.validation, or take another data.split",
+            fix="lower data.eval_fraction, or take another data.split",
         )
     return RowList(np.flatnonzero(~is_held_out)), RowList(np.flatnonzero(is_held_out))
 
 
-def _chunks(table: Table) -> Iterator[NamedColumns]:
+def _chunks(table: ColumnTable) -> Iterator[NamedColumns]:
     for start in range(0, table.num_rows, _CHUNK_ROWS):
         rows = np.arange(start, min(start + _CHUNK_ROWS, table.num_rows))
         yield NamedColumns(table.rows(rows), table.layout)
 
 
-def _held_out(table: Table, share: float, seed: int, group: str) -> Iterator[NDArray[np.bool_]]:
+def _held_out(table: ColumnTable, fraction: float, seed: int, group: str) -> Iterator[NDArray[np.bool_]]:
     """For each row whether its group is kept for evaluation."""
     yield np.zeros(0, bool)
     for columns in _chunks(table):
         keys, _ = columns.keys(group)
-        mixed = scramble(keys.view(np.uint64), key(seed, "validation"))
-        yield (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53 < share
+        mixed = hash_array(keys.view(np.uint64), key(seed, "validation"))
+        yield (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction

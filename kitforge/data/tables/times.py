@@ -7,21 +7,21 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from kitforge.data.tables.canonical import pyarrow
-from kitforge.data.tables.chunk import Chunk
+from kitforge.data.tables.arrow_to_columns import pyarrow
+from kitforge.data.tables.bad_rows import ArrowChunk
 from kitforge.data.tables.csv_files import Job
 
 _NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 
 
-def as_times(job: Job, times: tuple[str, ...]) -> Chunk:
+def as_times(job: Job, times: tuple[str, ...]) -> ArrowChunk:
     """The chunk with these columns as numbers, where they hold dates: of Arrow's types, or ISO 8601 texts. Numbers
     stay, and so do texts that are neither, which are bad rows where numbers are read."""
     chunk = job()
     table = chunk.table
-    for place, name in enumerate(table.column_names):
+    for index, name in enumerate(table.column_names):
         if name in times:
-            table = table.set_column(place, name, _seconds(table.column(name)))
+            table = table.set_column(index, name, _seconds(table.column(name)))
     return replace(chunk, table=table)
 
 

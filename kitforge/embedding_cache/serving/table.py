@@ -10,32 +10,32 @@ from typing import Any, Literal, cast, final
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.checkpoint.tables import StoredTable
+from kitforge.core.checkpoint.table_reader import StoredTable
 from kitforge.core.kernels.dispatch import select_table
-from kitforge.core.optim.rows import ROWS, is_of_rows
-from kitforge.core.optim.sparse import RowOptimizer, SparseOptimizerConfig, build_row_optimizer
-from kitforge.embedding_cache.options import TableOptions
-from kitforge.embedding_cache.query import check_range, read_query
-from kitforge.embedding_cache.records import TableConfig, initial_rows
-from kitforge.embedding_cache.serving.mapped import HashedIds, Index, SortedIds, Stack
+from kitforge.core.optim.row_optimizers import RowOptimizer, SparseOptimizerConfig, build_row_optimizer
+from kitforge.core.optim.table_protocols import ROWS, is_row_data
+from kitforge.embedding_cache.lookup_input import check_range, parse_lookup_input
+from kitforge.embedding_cache.options import CachedEmbeddingOptions
+from kitforge.embedding_cache.row_init import RowInitConfig, initial_rows
+from kitforge.embedding_cache.serving.mmap_rows import HashedRowIndex, RowIndex, RowShards, SortedRowIndex
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import CheckpointError
 
 # What a converted table has in its schema beside that of the table: how its rows are stored.
-SERVED = "served"
+SERVED = "serving"
 SCALES = "scales"
-ServedDtype = Literal["fp32", "fp16", "int8"]
-PIECE = re.compile(rf"{ROWS}-(\d+)-(\d+)")
+ServingDtype = Literal["fp32", "fp16", "int8"]
+COLUMN_PART = re.compile(rf"{ROWS}-(\d+)-(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ColumnShard:
     """Some columns of all rows."""
 
     columns: slice
-    index: Index
-    rows: Stack
-    scales: Stack | None = None  # int8: what a row is multiplied by
+    index: RowIndex
+    rows: RowShards
+    scales: RowShards | None = None  # int8: what a row is multiplied by
 
 
 @final
@@ -65,9 +65,9 @@ class ServedTable(nn.Module):
                 expected="all rows" if older is None else f"changes since version {older._version}",
             )
         schema = stored.schema
-        self.dtype = cast(ServedDtype | None, schema.get(SERVED, {}).get("dtype"))
-        self.config = _config(schema)
-        self.options = TableOptions(
+        self.dtype = cast(ServingDtype | None, schema.get(SERVED, {}).get("dtype"))
+        self.config = _row_init_config(schema)
+        self.options = CachedEmbeddingOptions(
             num_embeddings=schema.get("num_embeddings"),
             dim=self.config.dim,
             name=self.config.name,
@@ -77,11 +77,11 @@ class ServedTable(nn.Module):
         self._kernels = select_table()
         self._optimizer = build_row_optimizer(from_dict(SparseOptimizerConfig, schema["optimizer"]), self._kernels)
         self._version, self._state = stored.version, stored.state
-        known: dict[str, Piece] = {} if older is None or stored.since is None else older._parts
-        names = dict.fromkeys([*known, *filter(is_of_rows, stored.parts)])
-        parts = {part: self._piece(stored, part, known.get(part)) for part in names}
-        self._parts: dict[str, Piece] = {part: piece for part, piece in parts.items() if len(piece.rows)}
-        self._pieces = list(self._parts.values())
+        known: dict[str, ColumnShard] = {} if older is None or stored.since is None else older._parts
+        names = dict.fromkeys([*known, *filter(is_row_data, stored.parts)])
+        parts = {part: self._column_shard(stored, part, known.get(part)) for part in names}
+        self._parts: dict[str, ColumnShard] = {part: shard for part, shard in parts.items() if len(shard.rows)}
+        self._column_shards = list(self._parts.values())
 
     @property
     def embedding_dim(self) -> int:
@@ -91,22 +91,22 @@ class ServedTable(nn.Module):
     @torch.no_grad()
     def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """See `CachedEmbedding.forward`. Nothing has a gradient."""
-        query = read_query(self.options, ids, offsets, weights)
+        query = parse_lookup_input(self.options, ids, offsets, weights)
         distinct, inverse = self._kernels.unique(query.ids)
         check_range(distinct, self.options.num_embeddings, self.options.name)
-        vectors, places = self.vectors(distinct), torch.arange(len(distinct))
-        answer = self._kernels.gather_pool(vectors, places, self.options.dim, inverse=inverse, bags=query.bags)
-        return answer.reshape(*query.shape, self.options.dim)
+        vectors, positions = self.vectors(distinct), torch.arange(len(distinct))
+        output = self._kernels.embedding_bag(vectors, positions, self.options.dim, inverse=inverse, bags=query.bags)
+        return output.reshape(*query.output_shape, self.options.dim)
 
     @torch.no_grad()
     def vectors(self, ids: Tensor) -> Tensor:
         """The rows [m, dim] float32 of ids [m]."""
         vectors = torch.empty(len(ids), self.config.dim)
         is_missing = torch.ones(len(ids), dtype=torch.bool)
-        for piece in self._pieces:
-            places = piece.index.find(ids)
-            is_there = places >= 0
-            vectors[is_there, piece.columns] = self._read(piece, places[is_there])
+        for shard in self._column_shards:
+            positions = shard.index.find(ids)
+            is_there = positions >= 0
+            vectors[is_there, shard.columns] = self._read(shard, positions[is_there])
             is_missing &= ~is_there
         if bool(is_missing.any()):
             vectors[is_missing] = initial_rows(self.config, ids[is_missing]).float()
@@ -114,40 +114,40 @@ class ServedTable(nn.Module):
 
     def ids(self) -> Tensor:
         """All ids that have a row, in ascending order."""
-        found = [piece.index.ids()[0] for piece in self._pieces]
-        return found[0] if found else torch.empty(0, dtype=torch.int64)
+        ids = [shard.index.ids()[0] for shard in self._column_shards]
+        return ids[0] if ids else torch.empty(0, dtype=torch.int64)
 
     def extra_repr(self) -> str:
         """What `print` shows of the table."""
         return f"{self.options.num_embeddings}, {self.options.dim}, mode={self.options.mode}, {self.dtype or 'records'}"
 
-    def _piece(self, stored: StoredTable, part: str, older: Piece | None) -> Piece:
-        match = PIECE.fullmatch(part)
+    def _column_shard(self, stored: StoredTable, part: str, older: ColumnShard | None) -> ColumnShard:
+        match = COLUMN_PART.fullmatch(part)
         if part != ROWS and match is None:
             raise CheckpointError("rows of an unknown part", got=part, expected=f"{ROWS}, or {ROWS}-FROM-TO")
         columns = slice(0, self.config.dim) if match is None else slice(int(match[1]), int(match[2]))
         if self.dtype is None:
             before = older.index if older is not None else None
-            assert before is None or isinstance(before, HashedIds)
-            index = HashedIds(self._kernels.hash_map, stored.layers(part), before)
-            return Piece(columns=columns, index=index, rows=index.stack)
+            assert before is None or isinstance(before, HashedRowIndex)
+            index = HashedRowIndex(self._kernels.hash_map, stored.layers(part), before)
+            return ColumnShard(columns=columns, index=index, rows=index.rows)
         files = list(stored.chunks(part))
-        scales = Stack([rows for _, rows in stored.chunks(SCALES)]) if self.dtype == "int8" else None
-        return Piece(
+        scales = RowShards([rows for _, rows in stored.chunks(SCALES)]) if self.dtype == "int8" else None
+        return ColumnShard(
             columns=columns,
-            index=SortedIds([ids for ids, _ in files]),
-            rows=Stack([rows for _, rows in files]),
+            index=SortedRowIndex([ids for ids, _ in files]),
+            rows=RowShards([rows for _, rows in files]),
             scales=scales,
         )
 
-    def _read(self, piece: Piece, places: Tensor) -> Tensor:
-        rows = piece.rows.take(places)
-        if piece.scales is not None:
-            return rows.float() * piece.scales.take(places)
+    def _read(self, shard: ColumnShard, positions: Tensor) -> Tensor:
+        rows = shard.rows.gather(positions)
+        if shard.scales is not None:
+            return rows.float() * shard.scales.gather(positions)
         if self.dtype is not None:
             return rows.float()
         _catch_up(self._optimizer, rows, self._version, self._state)
-        return rows[:, : piece.columns.stop - piece.columns.start]
+        return rows[:, : shard.columns.stop - shard.columns.start]
 
 
 def _catch_up(optimizer: RowOptimizer, records: Tensor, version: int, state: Mapping[str, Tensor]) -> None:
@@ -156,6 +156,6 @@ def _catch_up(optimizer: RowOptimizer, records: Tensor, version: int, state: Map
         optimizer.catch_up(records, torch.arange(len(records)), version, state["rates"])
 
 
-def _config(schema: Mapping[str, Any]) -> TableConfig:
-    names = ("name", "dim", "seed", "initial", "spread")
-    return TableConfig(**{name: schema[name] for name in names})
+def _row_init_config(schema: Mapping[str, Any]) -> RowInitConfig:
+    names = ("name", "dim", "seed", "initial", "init_scale")
+    return RowInitConfig(**{name: schema[name] for name in names})

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TableKernels
-from kitforge.core.kernels.places import at, put, where
-from kitforge.embedding_cache.coldest import Coldest
-from kitforge.embedding_cache.index import SlotIndex
-from kitforge.embedding_cache.keys import OwnKeys
+from kitforge.core.kernels.indexing import at, put, where
+from kitforge.embedding_cache.eviction.score_queue import LowestScoreQueue
+from kitforge.embedding_cache.keys.key_map import KeyMap
+from kitforge.embedding_cache.keys.slot_table import SlotTable
 from kitforge.embedding_cache.store import RowStore
 from kitforge.foundation.errors import ConfigError, TrainingError
 
@@ -31,7 +31,7 @@ NUM_READERS = 32
 # Rows looked at to tell whether the page cache has them.
 NUM_SAMPLED = 24
 # The file grows by a quarter of itself, from this many bytes on.
-FIRST_BYTES = 2**20
+MIN_GROWTH_BYTES = 2**20
 
 
 @final
@@ -44,13 +44,13 @@ class FileStore(RowStore):
 
     def __init__(self, folder: Path | str, name: str, width: int, kernels: TableKernels) -> None:
         self.width = width
-        self._place = f"{folder}, for the rows of {name}"
+        self._location = f"{folder}, for the rows of {name}"
         self._row_bytes = 4 * width
         self._lock = threading.Lock()
-        self._index = SlotIndex(OwnKeys(kernels.hash_map, 0), 0)
-        self._move_rows, self._read_rows = kernels.move_rows, kernels.read_rows
+        self._index = SlotTable(KeyMap(kernels.hash_map, 0), 0)
+        self._move_rows, self._read_rows = kernels.copy_rows, kernels.pread_rows
         self._clock = 0  # of the rows' last use: calls of `read` and `write`
-        self._coldest = Coldest()
+        self._lru_queue = LowestScoreQueue()
         self._readers: ThreadPoolExecutor | None = None
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -68,13 +68,13 @@ class FileStore(RowStore):
         """See `RowStore`."""
         with self._lock:
             slots = self._index.lookup(keys)
-            found = slots >= 0
-            places = where(found)
-            slots = at(slots, places)
+            hits = slots >= 0
+            positions = where(hits)
+            slots = at(slots, positions)
             self._clock += 1
             self._index.touch(slots, self._clock)
-            self._read_slots(slots, places, out)
-            return found
+            self._read_slots(slots, positions, out)
+            return hits
 
     def write(self, keys: Tensor, rows: Tensor) -> None:
         """See `RowStore`."""
@@ -90,20 +90,20 @@ class FileStore(RowStore):
 
     def take(self, keys: Tensor, out: Tensor) -> Tensor:
         """See `RowStore`."""
-        found = self.read(keys, out)
-        self.delete(keys[found])
-        return found
+        hits = self.read(keys, out)
+        self.delete(keys[hits])
+        return hits
 
     def delete(self, keys: Tensor) -> None:
         """See `RowStore`."""
         with self._lock:
-            self._index.take(keys)
+            self._index.pop(keys)
 
-    def oldest(self, num: int) -> Tensor:
+    def least_recently_used(self, num: int) -> Tensor:
         """The keys of the `num` rows that were neither read nor written for longest."""
         with self._lock:
             used = self._index.is_used
-            slots = self._coldest.pick(self._index.last_use, self._index.used, num, lambda slots: used[slots])
+            slots = self._lru_queue.pick(self._index.last_use, self._index.used, num, lambda slots: used[slots])
             return self._index.keys_at(slots)
 
     def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -134,7 +134,7 @@ class FileStore(RowStore):
         short = num_new - self._index.num_free
         if short <= 0:
             return
-        least = max(self._index.room // 4, FIRST_BYTES // self._row_bytes)
+        least = max(self._index.room // 4, MIN_GROWTH_BYTES // self._row_bytes)
         room = self._index.room + max(short, least)
         try:
             os.posix_fallocate(self._file, 0, room * self._row_bytes)
@@ -143,7 +143,7 @@ class FileStore(RowStore):
         except OSError as error:
             raise TrainingError(
                 "the file tier has no room for its rows",
-                got=f"{error.strerror} at {room * self._row_bytes / 2**20:.0f} MiB in {self._place}",
+                got=f"{error.strerror} at {room * self._row_bytes / 2**20:.0f} MiB in {self._location}",
                 fix="free space there, or give cache.path a larger disk; what is in memory is kept",
             ) from error
         self._index.grow(room)
@@ -155,26 +155,26 @@ class FileStore(RowStore):
         memory.madvise(mmap.MADV_RANDOM)
         self._slab = torch.frombuffer(memory, dtype=torch.float32).view(-1, self.width)
 
-    def _read_slots(self, slots: Tensor, places: Tensor, out: Tensor) -> None:
+    def _read_slots(self, slots: Tensor, positions: Tensor, out: Tensor) -> None:
         """Copy the rows at `slots` to those places of `out`."""
         if not len(slots):
             return
         if self._is_cached(slots):
-            self._move_rows(self._slab, out, at=slots, to=places)
+            self._move_rows(self._slab, out, at=slots, to=positions)
             return
         # Not by the mapping, in which an error of the disk would end the process without a word. In the order of the
         # file, for the sake of disks that have one.
         order = torch.from_numpy(slots.numpy().argsort())
-        slots, places = at(slots, order), at(places, order)
+        slots, positions = at(slots, order), at(positions, order)
         if self._readers is None:
             self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="file tier")
-        parts = zip(torch.tensor_split(slots, NUM_READERS), torch.tensor_split(places, NUM_READERS), strict=True)
+        parts = zip(torch.tensor_split(slots, NUM_READERS), torch.tensor_split(positions, NUM_READERS), strict=True)
         readers = [self._readers.submit(self._read_rows, self._file, out, *part) for part in parts]
         num_read = sum(reader.result() for reader in readers)
         if num_read < len(slots):
             raise TrainingError(
                 "the disk does not give back rows of the file tier",
-                got=f"{num_read} of {len(slots)} rows in {self._place}",
+                got=f"{num_read} of {len(slots)} rows in {self._location}",
                 fix="see what the system says of that disk, choose another one (cache.path), and resume",
             )
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TableKernels
-from kitforge.core.kernels.places import at, put, where
-from kitforge.embedding_cache.index import FIRST_ROOM, SlotIndex
-from kitforge.embedding_cache.keys import Keys, OwnKeys, SharedKeys
-from kitforge.embedding_cache.oldest import Oldest
+from kitforge.core.kernels.indexing import at, put, where
+from kitforge.embedding_cache.eviction.lru_queue import LruQueue
+from kitforge.embedding_cache.keys.key_map import BaseKeyMap, KeyMap, SharedKeyMap
+from kitforge.embedding_cache.keys.slot_table import INITIAL_ROOM, SlotTable
 from kitforge.embedding_cache.store import RowStore
 from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.foundation import device as devices
@@ -32,17 +32,17 @@ class HostStore(RowStore):
         self.width = width
         self.capacity = capacity
         self._device = torch.device("cpu") if above is None else above.device
-        self._move_rows = kernels.move_rows
+        self._move_rows = kernels.copy_rows
         self._lock = threading.Lock()
-        room = FIRST_ROOM if capacity is None else capacity
-        keys: Keys = OwnKeys(kernels.hash_map, room)
-        if above is not None and above.numbers is not None:
-            keys = SharedKeys(above.numbers, room, is_second=True)
-        self._index = SlotIndex(keys, room)
+        room = INITIAL_ROOM if capacity is None else capacity
+        keys: BaseKeyMap = KeyMap(kernels.hash_map, room)
+        if above is not None and above.key_registry is not None:
+            keys = SharedKeyMap(above.key_registry, room, is_second=True)
+        self._index = SlotTable(keys, room)
         self._slab = devices.host_memory(self._device, room, width)
         self._dirty = torch.zeros(room, dtype=torch.bool)
         self._clock = 0  # of the rows' last use: rows that came
-        self._oldest = None if capacity is None else Oldest(self._index)
+        self._lru_queue = None if capacity is None else LruQueue(self._index)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -60,12 +60,12 @@ class HostStore(RowStore):
 
     def take(self, keys: Tensor, out: Tensor) -> Tensor:
         """See `RowStore`."""
-        return self.take_marked(keys, out)[0]
+        return self.take_with_dirty(keys, out)[0]
 
     def delete(self, keys: Tensor) -> None:
         """See `RowStore`."""
         with self._lock:
-            self._index.take(keys)
+            self._index.pop(keys)
 
     def put(self, keys: Tensor, rows: Tensor, dirty: Tensor) -> None:
         """`write`, with a mask of the rows that no lower tier has as they are."""
@@ -74,35 +74,35 @@ class HostStore(RowStore):
             slots = self._index.add(keys)
             self._move_rows(rows, self._slab, to=slots)
             put(self._dirty, slots, dirty)
-            self._used(slots)
+            self._touch(slots)
 
-    def exchange(self, places: Tensor, above: DeviceTier, slots: Tensor) -> None:
+    def exchange(self, positions: Tensor, above: DeviceTier, slots: Tensor) -> None:
         """Rows at `places` [n] here and at `slots` [n] of the tier above change places, whole and in one pass."""
         with self._lock:
-            above.index.exchange(slots, self._index, places)
-            above.kernels.exchange_rows(above.slab, self._slab, above.there(slots), places)
+            above.index.exchange(slots, self._index, positions)
+            above.kernels.swap_rows(above.slab, self._slab, above.to_device(slots), positions)
             dirty = at(above.is_dirty, slots)
-            put(above.is_dirty, slots, at(self._dirty, places))
-            put(self._dirty, places, dirty)
-            put(above.is_guest, slots, False)
-            self._used(places)
+            put(above.is_dirty, slots, at(self._dirty, positions))
+            put(self._dirty, positions, dirty)
+            put(above.is_fresh, slots, False)
+            self._touch(positions)
 
-    def take_marked(self, keys: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    def take_with_dirty(self, keys: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         """`take`, and the mask [n] of those found that no lower tier has as they are."""
         with self._lock:
-            slots = self._index.take(keys)
-            places = where(slots >= 0)
-            self._copy(slots, places, out)
+            slots = self._index.pop(keys)
+            positions = where(slots >= 0)
+            self._copy(slots, positions, out)
             dirty = torch.zeros(len(keys), dtype=torch.bool)
-            put(dirty, places, at(self._dirty, at(slots, places)))
+            put(dirty, positions, at(self._dirty, at(slots, positions)))
             return slots >= 0, dirty
 
-    def pop_oldest(self, num: int) -> tuple[Tensor, Tensor]:
+    def evict_oldest(self, num: int) -> tuple[Tensor, Tensor]:
         """Let go of the `num` rows that were written first: keys and rows of those that are dirty, as copies. Only
         where there is a capacity."""
-        assert self._oldest is not None
+        assert self._lru_queue is not None
         with self._lock:
-            slots = self._oldest.pick(num, lambda slots: torch.ones(len(slots), dtype=torch.bool))
+            slots = self._lru_queue.pick(num, lambda slots: torch.ones(len(slots), dtype=torch.bool))
             is_dirty = where(at(self._dirty, slots))
             rows = torch.empty(len(is_dirty), self.width)
             self._move_rows(self._slab, rows, at=at(slots, is_dirty))
@@ -125,17 +125,17 @@ class HostStore(RowStore):
     def close(self) -> None:
         """Memory goes when it is dropped."""
 
-    def _used(self, slots: Tensor) -> None:
-        if self._oldest is not None:
+    def _touch(self, slots: Tensor) -> None:
+        if self._lru_queue is not None:
             self._clock += 1
             self._index.touch(slots, self._clock)
 
-    def _copy(self, slots: Tensor, places: Tensor, out: Tensor) -> None:
+    def _copy(self, slots: Tensor, positions: Tensor, out: Tensor) -> None:
         """Copy what is at slots[places] to these places of `out`."""
-        if len(places) == len(slots):
+        if len(positions) == len(slots):
             self._move_rows(self._slab, out, at=slots)
         else:
-            self._move_rows(self._slab, out, at=at(slots, places), to=places)
+            self._move_rows(self._slab, out, at=at(slots, positions), to=positions)
 
     def _make_room(self, num_new: int) -> None:
         short = num_new - self._index.num_free

@@ -14,11 +14,11 @@ from torch import Tensor
 from kitforge.embedding_cache.store import RowStore
 
 # Batches of rows that may wait; a writer waits when there are as many.
-DEPTH = 4
+MAX_PENDING = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pending:
+class PendingRows:
     """Rows that the store below does not have yet."""
 
     keys: Tensor  # ascending
@@ -26,7 +26,7 @@ class Pending:
 
 
 @final
-class WriteBehind(RowStore):
+class WriteBehindStore(RowStore):
     """A store whose `write` returns at once. What `read` gives is what was written last, wherever that is.
 
     When the store below fails, what waits is kept, and every call raises what it raised.
@@ -36,69 +36,69 @@ class WriteBehind(RowStore):
         self.width = below.width
         self._below = below
         self._changed = threading.Condition()
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[PendingRows] = deque()
         self._error: BaseException | None = None
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def __len__(self) -> int:
-        self.settle()
+        self.drain()
         return len(self._below)
 
     def num_rows(self, name: str) -> dict[str, int]:
         """See `RowStore`."""
-        self.settle()
+        self.drain()
         return self._below.num_rows(name)
 
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
         """See `RowStore`."""
         # What is pending is looked at first: what is no longer pending by then is in the store below.
-        found = self._read_pending(keys, out)
-        missing = (~found).nonzero().squeeze(1)
+        hits = self._read_pending(keys, out)
+        missing = (~hits).nonzero().squeeze(1)
         if len(missing):
             rows = out if len(missing) == len(keys) else torch.empty(len(missing), self.width)
             below = self._below.read(keys[missing], rows)
             if rows is not out:
                 out[missing[below]] = rows[below]
-            found[missing[below]] = True
-        return found
+            hits[missing[below]] = True
+        return hits
 
     def write(self, keys: Tensor, rows: Tensor) -> None:
         """See `RowStore`."""
         if not len(keys):
             return
         ascending, order = keys.sort()
-        batch = Pending(keys=ascending, rows=rows[order])
+        batch = PendingRows(keys=ascending, rows=rows[order])
         with self._changed:
-            self._changed.wait_for(lambda: len(self._pending) < DEPTH or self._error is not None)
+            self._changed.wait_for(lambda: len(self._pending) < MAX_PENDING or self._error is not None)
             self._check()
             self._pending.append(batch)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._drain, name="write-behind", daemon=True)
+                self._thread = threading.Thread(target=self._write_pending, name="write-behind", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def take(self, keys: Tensor, out: Tensor) -> Tensor:
         """See `RowStore`."""
-        self.settle()
+        self.drain()
         return self._below.take(keys, out)
 
     def delete(self, keys: Tensor) -> None:
         """See `RowStore`."""
-        self.settle()
+        self.drain()
         self._below.delete(keys)
 
     def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
         """See `RowStore`."""
-        self.settle()
+        self.drain()
         return self._below.scan(chunk)
 
     def keys(self, chunk: int) -> Iterator[Tensor]:
         """See `RowStore`."""
-        self.settle()
+        self.drain()
         return self._below.keys(chunk)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing is pending."""
         with self._changed:
             self._changed.wait_for(lambda: not self._pending or self._error is not None)
@@ -106,7 +106,7 @@ class WriteBehind(RowStore):
 
     def flush(self) -> None:
         """See `RowStore`."""
-        self.settle()
+        self.drain()
         self._below.flush()
 
     def close(self) -> None:
@@ -120,19 +120,19 @@ class WriteBehind(RowStore):
         self._below.close()
 
     def _read_pending(self, keys: Tensor, out: Tensor) -> Tensor:
-        found = torch.zeros(len(keys), dtype=torch.bool)
+        hits = torch.zeros(len(keys), dtype=torch.bool)
         with self._changed:
             self._check()
             pending = list(self._pending)
         # The later batch is written over what the earlier one gave.
         for batch in pending:
-            places = torch.searchsorted(batch.keys, keys).clamp(max=len(batch.keys) - 1)
-            is_here = batch.keys[places] == keys
-            out[is_here] = batch.rows[places[is_here]]
-            found |= is_here
-        return found
+            positions = torch.searchsorted(batch.keys, keys).clamp(max=len(batch.keys) - 1)
+            is_here = batch.keys[positions] == keys
+            out[is_here] = batch.rows[positions[is_here]]
+            hits |= is_here
+        return hits
 
-    def _drain(self) -> None:
+    def _write_pending(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._pending) or self._is_closed)

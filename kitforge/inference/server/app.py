@@ -6,21 +6,21 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from kitforge.data.extras import load_extra
+from kitforge.data.optional_imports import import_optional
 from kitforge.inference.server.application import BODY, REFUSALS, documented, new_application, read_body, unless_gone
-from kitforge.inference.server.exchange import Prompt, Service
-from kitforge.inference.server.gate import CLOSING, USAGE
-from kitforge.inference.server.page import page, policy
-from kitforge.inference.server.refusal import RefusalError
+from kitforge.inference.server.errors import ApiError
+from kitforge.inference.server.middleware import CLOSING, USAGE
 from kitforge.inference.server.responses import (
     ChatFormat,
     CompletionFormat,
     ResponseFormat,
     ResponseOptions,
-    collected,
-    events,
+    full_response,
+    stream_events,
 )
 from kitforge.inference.server.schema import body_schema
+from kitforge.inference.server.service import EncodedPrompt, Service
+from kitforge.inference.server.web_ui import content_security_policy, page
 
 PATHS = (
     *("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/completions", "/v1/chat/completions"),
@@ -28,18 +28,18 @@ PATHS = (
 )
 
 
-def create(service: Service) -> Any:
+def create_app(service: Service) -> Any:
     """The application that answers for a service. Raises DependencyError where FastAPI is not installed."""
     app = new_application(service, PATHS)
-    _add_facts(app, service)
+    _add_info_routes(app, service)
     # The models of bodies are made as their module is loaded, so that waits until pydantic is known to be there.
-    bodies = load_extra("kitforge.inference.server.requests", needed_for="kitforge serve", extra="serve")
-    _add_answers(app, service, bodies)
-    _add_tokenizer(app, service, bodies)
+    bodies = import_optional("kitforge.inference.server.requests", needed_for="kitforge serve", extra="serve")
+    _add_completion_routes(app, service, bodies)
+    _add_tokenizer_routes(app, service, bodies)
     return app
 
 
-def _add_facts(app: Any, service: Service) -> None:
+def _add_info_routes(app: Any, service: Service) -> None:
     """What can be asked about the server itself."""
     from fastapi import FastAPI
     from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
@@ -48,34 +48,34 @@ def _add_facts(app: Any, service: Service) -> None:
 
     @routes.get("/", include_in_schema=False)
     async def root() -> HTMLResponse:
-        text = page(service.name, needs_token=bool(service.tokens))
-        return HTMLResponse(text, headers={"Content-Security-Policy": policy()})
+        text = page(service.name, needs_token=bool(service.auth_tokens))
+        return HTMLResponse(text, headers={"Content-Security-Policy": content_security_policy()})
 
     @routes.head("/health", include_in_schema=False)
     @routes.get("/health", responses=documented(503))
     async def health() -> JSONResponse:
         if service.worker.failure is not None:
-            raise RefusalError(503, "the engine has stopped; the server's log says why", code="engine_stopped")
+            raise ApiError(503, "the engine has stopped; the server's log says why", code="engine_stopped")
         return JSONResponse({"status": "ok"})
 
     @routes.get("/metrics", response_class=PlainTextResponse, responses=documented(401, 403))
     async def metrics() -> PlainTextResponse:
         stats = await service.worker.stats()
         # Without a pause between the two, so that nothing is counted both as under way and as done.
-        text, kind = service.metrics.text({"prompts": service.num_live, **stats})
+        text, kind = service.metrics.text({"prompts": service.num_active_prompts, **stats})
         return PlainTextResponse(text, headers={"Content-Type": kind})
 
     @routes.get("/v1/models", responses=documented(401, 403))
     async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [service.card()]})
+        return JSONResponse({"object": "list", "data": [service.model_card()]})
 
     @routes.get("/v1/models/{name:path}", responses=documented(401, 403, 404))
     async def model(name: str) -> JSONResponse:
         service.check_model(name)
-        return JSONResponse(service.card())
+        return JSONResponse(service.model_card())
 
 
-def _add_answers(app: Any, service: Service, bodies: Any) -> None:
+def _add_completion_routes(app: Any, service: Service, bodies: Any) -> None:
     """What the model is asked through."""
     from fastapi import FastAPI, Request
     from fastapi.responses import Response
@@ -84,81 +84,83 @@ def _add_answers(app: Any, service: Service, bodies: Any) -> None:
 
     @routes.post("/v1/completions", **_described(bodies.CompletionRequest))
     async def completions(request: Request) -> Response:
-        asked = await _read(request, service, lambda body: bodies.read(bodies.CompletionRequest, body))
-        prompts = await asyncio.to_thread(service.encode_prompts, asked)
+        params = await _read(request, service, lambda body: bodies.read(bodies.CompletionRequest, body))
+        prompts = await asyncio.to_thread(service.encode_prompts, params)
         options = ResponseOptions(
-            num_alternatives=asked.logprobs,
-            has_end=True,
-            has_echo=bool(asked.echo),
-            prompt_logprobs=asked.prompt_logprobs,
+            num_top_logprobs=params.logprobs,
+            has_stop_token=True,
+            has_echo=bool(params.echo),
+            prompt_logprobs=params.prompt_logprobs,
         )
-        form = CompletionFormat(service.name, service.texts, options)
-        answer: Response = await _answer(request, service, asked, prompts, form)
-        return answer
+        form = CompletionFormat(service.name, service.token_texts, options)
+        response: Response = await _respond(request, service, params, prompts, form)
+        return response
 
     @routes.post("/v1/chat/completions", **_described(bodies.ChatRequest))
     async def chat(request: Request) -> Response:
-        asked = await _read(request, service, lambda body: bodies.read(bodies.ChatRequest, body))
-        prompt = Prompt(tokens=await asyncio.to_thread(service.encode_chat, asked))
-        options = ResponseOptions(num_alternatives=asked.num_alternatives, prompt_logprobs=asked.prompt_logprobs)
-        form = ChatFormat(service.name, service.texts, options)
-        answer: Response = await _answer(request, service, asked, [prompt], form)
-        return answer
+        params = await _read(request, service, lambda body: bodies.read(bodies.ChatRequest, body))
+        prompt = EncodedPrompt(tokens=await asyncio.to_thread(service.encode_chat, params))
+        options = ResponseOptions(num_top_logprobs=params.num_top_logprobs, prompt_logprobs=params.prompt_logprobs)
+        form = ChatFormat(service.name, service.token_texts, options)
+        response: Response = await _respond(request, service, params, [prompt], form)
+        return response
 
 
-def _add_tokenizer(app: Any, service: Service, bodies: Any) -> None:
+def _add_tokenizer_routes(app: Any, service: Service, bodies: Any) -> None:
     """From texts to tokens and back, as vLLM has it; clients that count tokens look for all three."""
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse
 
     routes: FastAPI = app
 
-    @routes.post("/tokenize", **_described(bodies.TokenizeRequest, bodies.TokenizeChatRequest, answer="tokens"))
+    @routes.post("/tokenize", **_described(bodies.TokenizeRequest, bodies.TokenizeChatRequest, required="tokens"))
     async def tokenize(request: Request) -> JSONResponse:
-        asked = await _read(request, service, bodies.read_tokenize)
-        return JSONResponse(await asyncio.to_thread(service.tokenized, asked))
+        params = await _read(request, service, bodies.read_tokenize)
+        return JSONResponse(await asyncio.to_thread(service.tokenize, params))
 
-    @routes.post("/detokenize", **_described(bodies.DetokenizeRequest, answer="prompt"))
+    @routes.post("/detokenize", **_described(bodies.DetokenizeRequest, required="prompt"))
     async def detokenize(request: Request) -> JSONResponse:
-        asked = await _read(request, service, lambda body: bodies.read(bodies.DetokenizeRequest, body))
-        return JSONResponse({"prompt": await asyncio.to_thread(service.tokenizer.decode, asked.tokens)})
+        params = await _read(request, service, lambda body: bodies.read(bodies.DetokenizeRequest, body))
+        return JSONResponse({"prompt": await asyncio.to_thread(service.tokenizer.decode, params.tokens)})
 
     @routes.get("/tokenizer_info", responses=documented(401, 403))
     async def tokenizer_info() -> JSONResponse:
         return JSONResponse(service.tokenizer_info())
 
 
-async def _read(request: Any, service: Service, understand: Callable[[bytes], Any]) -> Any:
-    """What is asked for, of the model that is here. Raises RefusalError."""
-    asked = await read_body(request, service, understand)
-    service.check_model(asked.model)
-    return asked
+async def _read(request: Any, service: Service, parse: Callable[[bytes], Any]) -> Any:
+    """What is asked for, of the model that is here. Raises ApiError."""
+    params = await read_body(request, service, parse)
+    service.check_model(params.model)
+    return params
 
 
-async def _answer(request: Any, service: Service, asked: Any, prompts: list[Prompt], form: ResponseFormat) -> Any:
+async def _respond(
+    request: Any, service: Service, params: Any, prompts: list[EncodedPrompt], form: ResponseFormat
+) -> Any:
     """The answer, whole or as a stream; it ends with its client."""
     from fastapi.responses import JSONResponse, StreamingResponse
 
-    exchange = service.open(asked, prompts)
+    exchange = service.submit(params, prompts)
     request.scope[CLOSING].callback(exchange.close)
     request.scope[USAGE] = exchange.usage
     # From here on the number of prompts is what is limited.
     request.scope[BODY].close()
-    if asked.stream:
-        await exchange.begin()
-        has_usage = asked.stream_options is not None and asked.stream_options.include_usage
+    if params.stream:
+        await exchange.wait_until_started()
+        has_usage = params.stream_options is not None and params.stream_options.include_usage
         return StreamingResponse(
-            events(form, exchange, has_usage=has_usage),
+            stream_events(form, exchange, has_usage=has_usage),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-    return JSONResponse(await unless_gone(request, collected(form, exchange)))
+    return JSONResponse(await unless_gone(request, full_response(form, exchange)))
 
 
-def _described(*kinds: Any, answer: str = "choices") -> dict[str, Any]:
-    """What the server's description of itself says of a route with a body; `answer` is a field of what it gives."""
-    content: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": [answer]}}}
-    if answer == "choices":
+def _described(*kinds: Any, required: str = "choices") -> dict[str, Any]:
+    """What the server's description of itself says of a route with a body; `required` is a field of what it gives."""
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": [required]}}}
+    if required == "choices":
         content["text/event-stream"] = {"schema": {"type": "string"}}
     body = {"required": True, "content": {"application/json": {"schema": body_schema(*kinds)}}}
     responses = {200: {"description": "The answer.", "content": content}, **documented(*REFUSALS)}

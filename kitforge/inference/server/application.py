@@ -11,13 +11,13 @@ import typing
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from typing import Any, Protocol, TypeVar
 
-from kitforge.data.extras import load_extra
-from kitforge.inference.server.bodies import BodyBuffers, too_large
-from kitforge.inference.server.gate import CLOSING, Gate
+from kitforge.data.optional_imports import import_optional
+from kitforge.inference.server.bodies import BodyBuffers, body_too_large
+from kitforge.inference.server.errors import ApiError, client_closed_request
 from kitforge.inference.server.metrics import ServerMetrics
+from kitforge.inference.server.middleware import CLOSING, AuthMiddleware
 from kitforge.inference.server.options import HttpOptions
-from kitforge.inference.server.refusal import RefusalError, client_left
-from kitforge.inference.server.schema import describe
+from kitforge.inference.server.schema import set_openapi
 
 # In the scope of a request: its body, until something has been made of it.
 BODY = "kitforge.body"
@@ -57,7 +57,7 @@ class HttpService(Protocol):
     """What an application answers for."""
 
     name: str
-    tokens: tuple[str, ...]
+    auth_tokens: tuple[str, ...]
     bodies: BodyBuffers
 
     @property
@@ -75,8 +75,8 @@ class HttpService(Protocol):
         """What does its work."""
         ...
 
-    def check_room(self) -> None:
-        """Raise RefusalError where one request more is too much at once."""
+    def check_capacity(self) -> None:
+        """Raise ApiError where one request more is too much at once."""
         ...
 
 
@@ -84,7 +84,7 @@ def new_application(service: HttpService, paths: Collection[str]) -> Any:
     """An application without routes; `paths` are those that it will have. Raises DependencyError where FastAPI is not
     installed."""
     for package in ("fastapi", "pydantic"):
-        load_extra(package, needed_for="kitforge serve", extra="serve")
+        import_optional(package, needed_for="kitforge serve", extra="serve")
     from fastapi import FastAPI
 
     @contextlib.asynccontextmanager
@@ -95,51 +95,51 @@ def new_application(service: HttpService, paths: Collection[str]) -> Any:
 
     # The pages of documentation that FastAPI brings fetch their scripts from elsewhere.
     app = FastAPI(title="Kitforge", docs_url=None, redoc_url=None, lifespan=life)
-    describe(app)
+    set_openapi(app)
 
     async def refused(_request: Any, error: Exception) -> Any:
-        return _response(typing.cast(RefusalError, error))
+        return _response(typing.cast(ApiError, error))
 
     async def unknown(_request: Any, error: Exception) -> Any:
         found = typing.cast(Any, error)
-        return _response(RefusalError(found.status_code, str(found.detail), headers=found.headers))
+        return _response(ApiError(found.status_code, str(found.detail), headers=found.headers))
 
-    app.add_exception_handler(RefusalError, refused)
+    app.add_exception_handler(ApiError, refused)
     for status in (404, 405):
         app.add_exception_handler(status, unknown)
-    app.add_middleware(Gate, limits=service.limits, tokens=service.tokens, metrics=service.metrics, paths=paths)
+    app.add_middleware(
+        AuthMiddleware, limits=service.limits, tokens=service.auth_tokens, metrics=service.metrics, paths=paths
+    )
     return app
 
 
 async def read_body(request: Any, service: HttpService, understand: Callable[[bytes], Answer]) -> Answer:
-    """What is asked for, as `understand` makes it of the body. Raises RefusalError for a body that is too large, too
+    """What is asked for, as `understand` makes it of the body. Raises ApiError for a body that is too large, too
     slow or wrong, or that does not come."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise RefusalError(
-            415, "the body must be JSON; send Content-Type: application/json", code="invalid_content_type"
-        )
+        raise ApiError(415, "the body must be JSON; send Content-Type: application/json", code="invalid_content_type")
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:18]) > service.limits.max_body:
-        raise too_large(service.limits.max_body)
+    if length.isdecimal() and int(length[:18]) > service.limits.max_body_bytes:
+        raise body_too_large(service.limits.max_body_bytes)
     # Before the body is waited for, and before anything is made of it: a server that is full has no time to lose.
-    service.check_room()
+    service.check_capacity()
     body = request.scope[CLOSING].enter_context(service.bodies.open())
     request.scope[BODY] = body
     content = await body.read(request.receive)
-    service.check_room()
+    service.check_capacity()
     # A megabyte of small values takes as long as many tokens, so nobody else waits for it.
     return await asyncio.to_thread(understand, bytes(content))
 
 
 async def unless_gone(request: Any, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """What the work comes to; a RefusalError that nobody reads as soon as the client has left."""
+    """What the work comes to; a ApiError that nobody reads as soon as the client has left."""
     answer = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
             return answer.result()
-        raise client_left()
+        raise client_closed_request()
     finally:
         answer.cancel()
         gone.cancel()
@@ -154,7 +154,7 @@ def documented(*statuses: int) -> dict[int | str, Any]:
     }
 
 
-def _response(refusal: RefusalError) -> Any:
+def _response(refusal: ApiError) -> Any:
     from fastapi.responses import JSONResponse
 
     return JSONResponse(refusal.body(), status_code=refusal.status, headers=refusal.headers)

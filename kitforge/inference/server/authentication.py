@@ -11,7 +11,7 @@ from kitforge.foundation.errors import ConfigError
 from kitforge.inference.server.options import TOKEN_VARIABLE, HttpOptions, is_loopback, is_token
 
 
-def tokens_of(options: HttpOptions) -> tuple[str, ...]:
+def auth_tokens(options: HttpOptions) -> tuple[str, ...]:
     """Every token of `serve.token`, of `serve.token_file` (one a line) and of $KITFORGE_SERVE_TOKEN (separated by
     commas). Raises ConfigError for a file without tokens and for what is not a token; no message shows one."""
     if options.token == MASK:
@@ -34,25 +34,25 @@ def has_token(header: bytes, tokens: tuple[str, ...]) -> bool:
     """Whether an `Authorization` header has one of the tokens; how long that takes tells nothing of them."""
     scheme, _, given = header.partition(b" ")
     # Every token is compared, since stopping at the right one would tell its place.
-    found = [hmac.compare_digest(given.strip(b" "), token.encode()) for token in tokens]
-    return scheme.lower() == b"bearer" and any(found)
+    matches = [hmac.compare_digest(given.strip(b" "), token.encode()) for token in tokens]
+    return scheme.lower() == b"bearer" and any(matches)
 
 
 def _read(path: Path) -> list[str]:
     try:
-        found = _split(path.read_text("utf-8"), "\n", str(path))
+        tokens = _split(path.read_text("utf-8"), "\n", str(path))
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
         raise ConfigError("the file of tokens cannot be read", got=f"{path}: {reason}") from None
-    if not found:
+    if not tokens:
         raise ConfigError("the file of tokens holds none", got=path, expected="a token a line")
-    return found
+    return tokens
 
 
-def _split(text: str, separator: str, place: str) -> list[str]:
+def _split(text: str, separator: str, source: str) -> list[str]:
     tokens = [part.strip() for part in text.split(separator) if part.strip()]
     if not all(map(is_token, tokens)):
         raise ConfigError(
-            f"a token in {place} cannot be sent", expected="printable ASCII, as a header holds nothing else"
+            f"a token in {source} cannot be sent", expected="printable ASCII, as a header holds nothing else"
         )
     return tokens

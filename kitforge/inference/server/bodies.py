@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, final
 
+from kitforge.inference.server.errors import ApiError, client_closed_request
 from kitforge.inference.server.options import HttpOptions
-from kitforge.inference.server.refusal import RefusalError, client_left
 
 
 @final
@@ -22,17 +22,17 @@ class BodyBuffers:
     def __init__(self, limits: HttpOptions) -> None:
         self.num_bytes = 0
         self.limits = limits
-        self._arriving: dict[Body, None] = {}  # the oldest first
+        self._arriving: dict[BodyBuffer, None] = {}  # the oldest first
 
-    def open(self) -> Body:
+    def open(self) -> BodyBuffer:
         """A body that is about to arrive; to be closed once it is needed no more."""
-        return Body(self)
+        return BodyBuffer(self)
 
-    def begin(self, body: Body) -> None:
+    def begin(self, body: BodyBuffer) -> None:
         """Its bytes will come from now on."""
         self._arriving[body] = None
 
-    def end(self, body: Body) -> None:
+    def end(self, body: BodyBuffer) -> None:
         """No more of its bytes will come."""
         self._arriving.pop(body, None)
 
@@ -42,54 +42,54 @@ class BodyBuffers:
         while self.num_bytes > self.limits.max_inflight_bytes and self._arriving:
             oldest = next(iter(self._arriving))
             self.end(oldest)
-            oldest.give_up()
+            oldest.evict()
 
 
 @final
-class Body(AbstractContextManager["Body"]):
+class BodyBuffer(AbstractContextManager["BodyBuffer"]):
     """The body of one request. Leaving it gives back the room of its bytes."""
 
     def __init__(self, buffers: BodyBuffers) -> None:
         self._buffers = buffers
         self._num_bytes = 0
-        self._is_given_up = False
+        self._is_evicted = False
         self._deadline: asyncio.Timeout | None = None
 
     async def read(self, receive: Callable[[], Awaitable[MutableMapping[str, Any]]]) -> bytes:
-        """All of it, as ASGI gives it. Raises RefusalError for one that is too large or too slow, for which there is no
+        """All of it, as ASGI gives it. Raises ApiError for one that is too large or too slow, for which there is no
         room, or whose client leaves."""
         limits = self._buffers.limits
         self._buffers.begin(self)
         try:
-            async with asyncio.timeout(limits.patience) as self._deadline:
+            async with asyncio.timeout(limits.client_timeout) as self._deadline:
                 content = await self._received(receive)
         except TimeoutError:
-            if not self._is_given_up:
-                words = f"the body did not arrive within {limits.patience:g} s"
-                raise RefusalError(408, words, code="body_too_slow") from None
+            if not self._is_evicted:
+                words = f"the body did not arrive within {limits.client_timeout:g} s"
+                raise ApiError(408, words, code="body_too_slow") from None
         finally:
             self._buffers.end(self)
-        if self._is_given_up:
-            raise _too_full(limits.max_inflight_bytes)
+        if self._is_evicted:
+            raise _buffers_full(limits.max_inflight_bytes)
         return content
 
     async def _received(self, receive: Callable[[], Awaitable[MutableMapping[str, Any]]]) -> bytes:
-        content, max_body, has_more = bytearray(), self._buffers.limits.max_body, True
-        while has_more and not self._is_given_up:
+        content, max_body, has_more = bytearray(), self._buffers.limits.max_body_bytes, True
+        while has_more and not self._is_evicted:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise client_left()
+                raise client_closed_request()
             chunk, has_more = message.get("body", b""), message.get("more_body", False)
             content += chunk
             if len(content) > max_body:
-                raise too_large(max_body)
+                raise body_too_large(max_body)
             self._num_bytes += len(chunk)
             self._buffers.add(len(chunk))
         return bytes(content)
 
-    def give_up(self) -> None:
+    def evict(self) -> None:
         """Make room for others."""
-        self._is_given_up = True
+        self._is_evicted = True
         self.close()
         if self._deadline is not None:
             self._deadline.reschedule(asyncio.get_running_loop().time())
@@ -103,11 +103,11 @@ class Body(AbstractContextManager["Body"]):
         self.close()
 
 
-def too_large(max_body: int) -> RefusalError:
+def body_too_large(max_body: int) -> ApiError:
     """What is said to a body that is longer than one may be."""
-    return RefusalError(413, f"the body is larger than {max_body} bytes", code="body_too_large")
+    return ApiError(413, f"the body is larger than {max_body} bytes", code="body_too_large")
 
 
-def _too_full(max_bytes: int) -> RefusalError:
+def _buffers_full(max_bytes: int) -> ApiError:
     words = f"the bodies of all requests are more than {max_bytes} bytes; come again in a second"
-    return RefusalError(503, words, code="server_busy", headers={"Retry-After": "1"})
+    return ApiError(503, words, code="server_busy", headers={"Retry-After": "1"})

@@ -12,11 +12,11 @@ import resource
 from collections.abc import Callable
 from typing import Any, final
 
-from kitforge.data.extras import load_extra
+from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.log import logger
-from kitforge.inference.server.gate import ABORT
+from kitforge.inference.server.errors import ApiError
+from kitforge.inference.server.middleware import ABORT
 from kitforge.inference.server.options import HttpOptions
-from kitforge.inference.server.refusal import RefusalError
 
 _log = logger(__name__)
 # Connections that the system keeps until they are accepted. All of them may be accepted before one can be closed.
@@ -74,7 +74,7 @@ def raise_file_limit() -> None:
         _log.info("the number of open files stays as it is: %s", error)
 
 
-def room_for(limits: HttpOptions) -> tuple[int, int]:
+def connection_limits(limits: HttpOptions) -> tuple[int, int]:
     """How many connections may be open, and how many may wait to be accepted, so that descriptors never run out."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if allowed == resource.RLIM_INFINITY:
@@ -91,22 +91,22 @@ def room_for(limits: HttpOptions) -> tuple[int, int]:
 
 
 @final
-class _Watch:
+class _ConnectionTimer:
     """How long one connection may keep us waiting."""
 
-    def __init__(self, limit: ConnectionLimit, patience: float, transport: asyncio.Transport) -> None:
+    def __init__(self, limit: ConnectionLimit, timeout: float, transport: asyncio.Transport) -> None:
         self._limit = limit
-        self._patience = patience
+        self._timeout = timeout
         self._transport = transport
         self._timer: asyncio.TimerHandle | None = None
         self.is_refused = not limit.open(transport)
         self.wait()
 
-    def look(self, cycle: Any, *, is_waiting: bool) -> None:
+    def update(self, cycle: Any, *, is_waiting: bool) -> None:
         """After bytes that came or an answer that ended. `cycle` is uvicorn's request and answer: the latest ones."""
-        is_asked = cycle is not None and not cycle.response_complete
-        self._limit.mark(self._transport, is_busy=is_asked and not cycle.more_body)
-        if is_asked:
+        has_request = cycle is not None and not cycle.response_complete
+        self._limit.mark(self._transport, is_busy=has_request and not cycle.more_body)
+        if has_request:
             # How long a body or an answer may take is known behind the gate.
             cycle.scope[ABORT] = self._transport.abort
             self._stop()
@@ -114,9 +114,9 @@ class _Watch:
             self.wait()
 
     def wait(self) -> None:
-        """End the connection after `patience`, counted from the first call."""
+        """End the connection after `timeout`, counted from the first call."""
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._patience, self._transport.abort)
+            self._timer = asyncio.get_running_loop().call_later(self._timeout, self._transport.abort)
 
     def end(self) -> None:
         """The connection is no more."""
@@ -129,10 +129,10 @@ class _Watch:
             self._timer = None
 
 
-def protocol_of(limit: ConnectionLimit, patience: float) -> Any:
-    """The class of uvicorn's HTTP/1.1 protocol, with limits: a header must come within `patience` seconds, and what is
+def protocol_of(limit: ConnectionLimit, timeout: float) -> Any:
+    """The class of uvicorn's HTTP/1.1 protocol, with limits: a header must come within `timeout` seconds, and what is
     left of an answer must be taken in them once its connection is to be closed."""
-    impl = load_extra("uvicorn.protocols.http.h11_impl", needed_for="kitforge serve", extra="serve")
+    impl = import_optional("uvicorn.protocols.http.h11_impl", needed_for="kitforge serve", extra="serve")
 
     @final
     class LimitedProtocol(impl.H11Protocol):  # type: ignore[misc, name-defined]
@@ -140,7 +140,7 @@ def protocol_of(limit: ConnectionLimit, patience: float) -> Any:
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            self.watch = _Watch(limit, patience, transport)
+            self.watch = _ConnectionTimer(limit, timeout, transport)
             if self.watch.is_refused:
                 transport.write(_FULL)
                 transport.write_eof()
@@ -149,13 +149,13 @@ def protocol_of(limit: ConnectionLimit, patience: float) -> Any:
             # What a client goes on to say after a refusal is read, as its answer would be lost with it otherwise.
             if not self.watch.is_refused:
                 super().data_received(data)
-                self.watch.look(self.cycle, is_waiting=True)
+                self.watch.update(self.cycle, is_waiting=True)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
             # A connection that rests between two requests has the time of uvicorn's own timeout; one whose request has
             # been refused before its body was there does not rest.
-            self.watch.look(self.cycle, is_waiting=self.cycle.more_body or self.transport.is_closing())
+            self.watch.update(self.cycle, is_waiting=self.cycle.more_body or self.transport.is_closing())
 
         def timeout_keep_alive_handler(self) -> None:
             super().timeout_keep_alive_handler()
@@ -173,7 +173,7 @@ def protocol_of(limit: ConnectionLimit, patience: float) -> Any:
 
 def _full() -> bytes:
     words = "too many connections are open, each with a request under way; come again in a second"
-    body = json.dumps(RefusalError(503, words, code="server_busy").body()).encode()
+    body = json.dumps(ApiError(503, words, code="server_busy").body()).encode()
     head = f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
     return f"{head}retry-after: 1\r\nconnection: close\r\n\r\n".encode() + body
 

@@ -7,14 +7,14 @@ import sys
 import time
 from typing import final
 
-from kitforge.inference.server.gate import ACCESS_LOG
+from kitforge.inference.server.middleware import ACCESS_LOG
 
 # Seconds until a line that any client can cause is written again.
 _PAUSE = 60.0
 
 
 @final
-class SparseLines(logging.Filter):
+class LogRateLimit(logging.Filter):
     """Lets a line through that has not been written for a while. Those with a traceback of ours always pass."""
 
     def __init__(self, seconds: float = _PAUSE) -> None:
@@ -37,13 +37,13 @@ class SparseLines(logging.Filter):
         return True
 
 
-_SPARSE = SparseLines()
+_RATE_LIMIT = LogRateLimit()
 
 
-def calm() -> None:
+def limit_log_rate() -> None:
     """Keep clients from filling the log."""
     for name in ("uvicorn.error", "asyncio"):
-        logging.getLogger(name).addFilter(_SPARSE)
+        logging.getLogger(name).addFilter(_RATE_LIMIT)
 
 
 def write_access_log() -> None:

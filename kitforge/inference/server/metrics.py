@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
-from kitforge.data.extras import load_extra
+from kitforge.data.optional_imports import import_optional
 
 # Upper ends of buckets: in seconds, of whole requests and of single tokens; and of the rows of a batch.
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -23,7 +23,7 @@ class ServerMetrics(ABC):
     """Counters and histograms of any server. Any thread may add to them."""
 
     def __init__(self) -> None:
-        client = self._client = load_extra("prometheus_client", needed_for="kitforge serve", extra="serve")
+        client = self._client = import_optional("prometheus_client", needed_for="kitforge serve", extra="serve")
         self._metrics: list[Any] = []
         self.requests = self._counter("requests", "Requests by path and status.", ("path", "status"))
         self.cancelled = self._counter("cancelled", "Answers that nobody waited for any more.")
@@ -84,7 +84,7 @@ class Metrics(ServerMetrics):
 
     def figures(self) -> Iterator[Any]:
         """The engine's counts."""
-        core = load_extra("prometheus_client.core", needed_for="kitforge serve", extra="serve")
+        core = import_optional("prometheus_client.core", needed_for="kitforge serve", extra="serve")
         gauges: dict[str, float] = {name: value for name, value in self._engine.items() if name not in _COUNTERS}
         if blocks := self._engine.get("blocks"):
             gauges["kv_cache_usage"] = self._engine["blocks_used"] / blocks
@@ -113,6 +113,6 @@ class BatchMetrics(ServerMetrics):
 
     def figures(self) -> Iterator[Any]:
         """The version, and how many wait."""
-        core = load_extra("prometheus_client.core", needed_for="kitforge serve", extra="serve")
+        core = import_optional("prometheus_client.core", needed_for="kitforge serve", extra="serve")
         yield core.GaugeMetricFamily("kitforge_model_step", "The training step of the model that answers.", self.step)
         yield core.GaugeMetricFamily("kitforge_live_requests", "Requests answered or waiting.", self.num_live)

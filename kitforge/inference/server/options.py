@@ -22,21 +22,26 @@ class HttpOptions:
     token: str | None = field(default=None, repr=False, metadata=SECRET)
     token_file: str | None = None  # a file of tokens, one a line
     name: str | None = None  # what the model is called; None: its folder's name
-    max_body: int = 1_048_576  # bytes of a request
+    max_body_bytes: int = 1_048_576  # bytes of a request
     # Requests being answered or waiting, of a language model prompts; those beyond are told to come again.
     max_requests: int = 256
     max_connections: int = 4096  # open at once; beyond it the one that has been silent longest is closed
     max_inflight_bytes: int = 67_108_864  # bytes of all bodies that are being received or read at once
-    patience: float = 30.0  # seconds for a header or a body to arrive, and for a client to take what it is sent
-    drain: float = 30.0  # seconds in which answers may be finished once the server is to stop
+    client_timeout: float = 30.0  # seconds for a header or a body to arrive, and for a client to take what it is sent
+    drain_timeout: float = 30.0  # seconds in which answers may be finished once the server is to stop
     access_log: bool = False  # log a line for every request
 
     def __post_init__(self) -> None:
-        for name in ("max_body", "max_requests", "max_connections"):
+        for name in ("max_body_bytes", "max_requests", "max_connections"):
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a whole number of at least 1")
-        fits = self.max_inflight_bytes >= self.max_body
-        check(fits, "serve.max_inflight_bytes", self.max_inflight_bytes, f"at least serve.max_body={self.max_body}")
-        for name in ("patience", "drain"):
+        fits = self.max_inflight_bytes >= self.max_body_bytes
+        check(
+            fits,
+            "serve.max_inflight_bytes",
+            self.max_inflight_bytes,
+            f"at least serve.max_body_bytes={self.max_body_bytes}",
+        )
+        for name in ("client_timeout", "drain_timeout"):
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number of seconds above 0")
         is_plain = self.token is None or is_token(self.token)
         check(is_plain, "serve.token", "a token", "printable ASCII, as a header holds nothing else")

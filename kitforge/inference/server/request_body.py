@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kitforge.inference.server.refusal import RefusalError
+from kitforge.inference.server.errors import ApiError
 
 # Letters of anything that is said back to whoever sent it.
-MOST_SHOWN = 80
+MAX_SHOWN_CHARACTERS = 80
 # Entries of one object; what is known has fewer fields by far.
 _MAX_ENTRIES = 2048
 # Objects and lists in one list: messages and prompts are fewer.
@@ -18,49 +18,49 @@ _MAX_DEPTH = 64
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
-    """The object of JSON that a body holds, without the fields that are null at any depth. Raises RefusalError."""
-    value: dict[str, Any] = _given(parse(body))
+    """The object of JSON that a body holds, without the fields that are null at any depth. Raises ApiError."""
+    value: dict[str, Any] = _without_nulls(parse(body))
     return value
 
 
-def wrong_value(name: str, value: Any, expected: str) -> RefusalError:
+def invalid_value(name: str, value: Any, expected: str) -> ApiError:
     """The refusal of one value."""
-    return _wrong(name, cut(_shown(value)), expected)
+    return _invalid_value(name, truncate(_shown(value)), expected)
 
 
-def _wrong(name: str, got: str, expected: str) -> RefusalError:
+def _invalid_value(name: str, got: str, expected: str) -> ApiError:
     message = f"{name!r} has the wrong value\n  got:      {got}\n  expected: {expected}"
-    return RefusalError(400, message, parameter=name, code="invalid_value")
+    return ApiError(400, message, parameter=name, code="invalid_value")
 
 
 def _shown(value: Any) -> str:
     """Enough of a value to know it by; nothing of what is large is written out for that."""
     if isinstance(value, str):
-        value = value[:MOST_SHOWN]
+        value = value[:MAX_SHOWN_CHARACTERS]
     elif isinstance(value, (list, dict)) and len(value) > 8:
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     return repr(value)
 
 
-def cut(text: str) -> str:
+def truncate(text: str) -> str:
     """As much of a text as is said back to whoever sent it."""
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
 def parse(body: bytes) -> Any:
-    """The object of JSON that a body holds, as it is. Raises RefusalError."""
+    """The object of JSON that a body holds, as it is. Raises ApiError."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
         if b"\\u" in body:
             # A half of a pair of surrogates can be spelt in JSON, and is no text.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeError:
-        raise RefusalError(400, "the body is not text in UTF-8", code="invalid_encoding") from None
+        raise ApiError(400, "the body is not text in UTF-8", code="invalid_encoding") from None
     except (ValueError, RecursionError) as error:
         words = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
-        raise RefusalError(400, f"the body is not JSON: {cut(words)}", code="invalid_json") from None
+        raise ApiError(400, f"the body is not JSON: {truncate(words)}", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise RefusalError(400, "the body must be an object of JSON", code="invalid_json")
+        raise ApiError(400, "the body must be an object of JSON", code="invalid_json")
     return value
 
 
@@ -68,19 +68,19 @@ def _no_number(word: str) -> Any:
     raise ValueError(f"{word} is no number of JSON")
 
 
-def _given(value: Any, depth: int = 0) -> Any:
-    """A value without the fields that are null. Raises RefusalError for more depth, fields or lists than any has."""
+def _without_nulls(value: Any, depth: int = 0) -> Any:
+    """A value without the fields that are null. Raises ApiError for more depth, fields or lists than any has."""
     if depth > _MAX_DEPTH:
-        raise RefusalError(400, f"the body is nested deeper than {_MAX_DEPTH} levels", code="invalid_json")
+        raise ApiError(400, f"the body is nested deeper than {_MAX_DEPTH} levels", code="invalid_json")
     if isinstance(value, dict):
         if len(value) > _MAX_ENTRIES:
-            raise RefusalError(400, f"an object has {len(value)} fields; {_MAX_ENTRIES} are the most", code="too_long")
-        return {name: _given(found, depth + 1) for name, found in value.items() if found is not None}
+            raise ApiError(400, f"an object has {len(value)} fields; {_MAX_ENTRIES} are the most", code="too_long")
+        return {name: _without_nulls(each, depth + 1) for name, each in value.items() if each is not None}
     if isinstance(value, list):
-        if len(value) > _MAX_NESTED and any(isinstance(found, (dict, list)) for found in value):
+        if len(value) > _MAX_NESTED and any(isinstance(each, (dict, list)) for each in value):
             message = f"a list holds {len(value)} lists or objects; {_MAX_NESTED} are the most"
-            raise RefusalError(400, message, code="too_long")
-        return [_given(found, depth + 1) if isinstance(found, (dict, list)) else found for found in value]
+            raise ApiError(400, message, code="too_long")
+        return [_without_nulls(each, depth + 1) if isinstance(each, (dict, list)) else each for each in value]
     return value
 
 
@@ -113,20 +113,20 @@ _EXPECTED: dict[str, Callable[[Mapping[str, Any]], str]] = {
 }
 
 
-def refusal_of(found: Mapping[str, Any]) -> RefusalError:
+def validation_error(error: Mapping[str, Any]) -> ApiError:
     """What is said of an error of pydantic, without more of the request than is needed to find it."""
-    kind, context = found["type"], found.get("ctx", {})
-    name = _named(found["loc"])
+    kind, context = error["type"], error.get("ctx", {})
+    name = _named(error["loc"])
     if kind == "missing":
-        return RefusalError(400, f"{name!r} is missing", parameter=name, code="missing_parameter")
+        return ApiError(400, f"{name!r} is missing", parameter=name, code="missing_parameter")
     if kind == "extra_forbidden":
-        return RefusalError(400, f"unknown parameter {name!r}", parameter=name, code="unknown_parameter")
-    expected = _EXPECTED[kind](context) if kind in _EXPECTED else found["msg"]
-    got = context.get("got", found["input"])
+        return ApiError(400, f"unknown parameter {name!r}", parameter=name, code="unknown_parameter")
+    expected = _EXPECTED[kind](context) if kind in _EXPECTED else error["msg"]
+    got = context.get("got", error["input"])
     if kind in ("too_long", "too_short"):
         size = got if isinstance(got, int) else len(got)
-        return _wrong(name, f"{size} of them", expected)
-    return wrong_value(name, got, expected)
+        return _invalid_value(name, f"{size} of them", expected)
+    return invalid_value(name, got, expected)
 
 
 def _named(path: tuple[int | str, ...]) -> str:
@@ -137,4 +137,4 @@ def _named(path: tuple[int | str, ...]) -> str:
             name += f"[{part}]"
         elif part not in ("text", "texts", "tokens", "rows", "parts") or not name:
             name += f".{part}" if name else str(part)
-    return cut(name)
+    return truncate(name)

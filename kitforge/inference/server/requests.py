@@ -3,7 +3,7 @@
 `null` means not given, at any depth. A value that asks for nothing is accepted and does nothing; one that asks for what
 is not done is refused, so nothing that was asked for is left out in silence.
 
-This is the one module that imports pydantic, so it is imported by `app.create` alone.
+This is the one module that imports pydantic, so it is imported by `app.create_app` alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, final
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
-from kitforge.inference.server.refusal import RefusalError
-from kitforge.inference.server.request_body import MOST_SHOWN, cut, fields_of, refusal_of, wrong_value
+from kitforge.inference.server.errors import ApiError
+from kitforge.inference.server.request_body import (
+    MAX_SHOWN_CHARACTERS,
+    fields_of,
+    invalid_value,
+    truncate,
+    validation_error,
+)
 
 T = TypeVar("T", bound="RequestBody")
 
@@ -32,7 +38,7 @@ MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024
 
 # What other servers do under these names, and what to do instead.
-_NOT_DONE = {
+_UNSUPPORTED = {
     "audio": "speech is not made; leave it out",
     "dimensions": "embeddings are not made",
     "function_call": "functions are not called; leave it out",
@@ -67,7 +73,7 @@ def _at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _canonical(value: Any) -> Any:
+def _check_token_keys(value: Any) -> Any:
     """Tokens by their numbers, each written in one way only."""
     for key in value if isinstance(value, dict) else ():
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and key == str(int(key))):
@@ -82,7 +88,7 @@ Tokens = Annotated[
 ]
 Text = Annotated[str, Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Nothing = Annotated[list[Any], Field(max_length=0)]
+EmptyList = Annotated[list[Any], Field(max_length=0)]
 
 
 def _prompt_kind(value: Any) -> str | None:
@@ -158,7 +164,9 @@ class GenerationParams(RequestBody, ABC):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: (
-        Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_canonical), _at_most(MAX_BIASES)]
+        Annotated[
+            dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_check_token_keys), _at_most(MAX_BIASES)
+        ]
         | None
     ) = None
     stop: Stops | None = None
@@ -201,7 +209,7 @@ class GenerationParams(RequestBody, ABC):
 
     @property
     @abstractmethod
-    def num_alternatives(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """How many of the most likely tokens are wanted with each; None: not even its own log-probability."""
 
     @property
@@ -231,7 +239,7 @@ class CompletionRequest(GenerationParams):
         return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
 
     @property
-    def num_alternatives(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """How many of the most likely tokens are wanted with each; None: not even its own log-probability."""
         return self.logprobs
 
@@ -258,7 +266,7 @@ class FunctionCall(RequestBody):
 
 
 @final
-class ToolCall(RequestBody):
+class MessageToolCall(RequestBody):
     """A call that a message of the assistant holds."""
 
     id: str | None = None
@@ -287,29 +295,29 @@ class ChatMessage(RequestBody):
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True), _at_most(128)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=128, fail_fast=True), _at_most(128)] | None = None
 
     # Of answers that are sent back as they came; they say nothing to a model.
     provider_specific_fields: dict[str, Any] | None = None
     refusal: Literal[""] | None = None
-    annotations: Nothing | None = None
-    images: Nothing | None = None
-    thinking_blocks: Nothing | None = None
+    annotations: EmptyList | None = None
+    images: EmptyList | None = None
+    thinking_blocks: EmptyList | None = None
 
-    def plain(self) -> dict[str, Any]:
+    def to_template_message(self) -> dict[str, Any]:
         """As chat templates know messages. A call's arguments are an object there, and text here."""
         parts = "" if self.content is None else self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         for name in ("name", "reasoning_content", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
-                found[name] = value
+                message[name] = value
         if self.tool_calls:
             calls = [call.model_dump(exclude_none=True, exclude={"index"}) for call in self.tool_calls]
             for call in calls:
                 call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
-            found["tool_calls"] = calls
-        return found
+            message["tool_calls"] = calls
+        return message
 
 
 Messages = Annotated[
@@ -332,7 +340,7 @@ class ChatRequest(GenerationParams):
     logprobs: bool | None = None  # of the tokens themselves
     top_logprobs: Annotated[int, Field(ge=0, le=20), _INTEGRAL] | None = None  # and of so many of the likeliest ones
 
-    tools: Nothing | None = None
+    tools: EmptyList | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
@@ -342,7 +350,7 @@ class ChatRequest(GenerationParams):
     add_special_tokens: Literal[False] | None = None  # the template writes its own
 
     @property
-    def num_alternatives(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """How many of the most likely tokens are wanted with each; None: not even its own log-probability."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -370,7 +378,7 @@ class TokenizeChatRequest(RequestBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Nothing | None = None
+    tools: EmptyList | None = None
     model: str | None = None
     add_special_tokens: Literal[False] | None = None
     return_token_strs: bool | None = None
@@ -385,20 +393,20 @@ class DetokenizeRequest(RequestBody):
 
 
 def read(kind: type[T], body: bytes) -> T:
-    """A request from the bytes of its JSON. Raises RefusalError naming the field that is unknown, missing or out of
+    """A request from the bytes of its JSON. Raises ApiError naming the field that is unknown, missing or out of
     range."""
     value = fields_of(body)
     _check_names(kind, value)
     try:
         request = kind.model_validate(value)
     except ValidationError as error:
-        raise refusal_of(error.errors(include_url=False)[0]) from None
-    _check_rest(request)
+        raise validation_error(error.errors(include_url=False)[0]) from None
+    _check_consistency(request)
     return request
 
 
 def read_tokenize(body: bytes) -> TokenizeRequest | TokenizeChatRequest:
-    """The body of /tokenize, which holds a prompt or messages. Raises RefusalError."""
+    """The body of /tokenize, which holds a prompt or messages. Raises ApiError."""
     is_chat = "messages" in fields_of(body)
     return read(TokenizeChatRequest, body) if is_chat else read(TokenizeRequest, body)
 
@@ -407,16 +415,16 @@ def _check_names(kind: type[RequestBody], value: Mapping[str, Any]) -> None:
     """The names of the body itself, where a hint can be given."""
     for name in value:
         if name not in kind.model_fields:
-            hint = _NOT_DONE.get(name)
+            hint = _UNSUPPORTED.get(name)
             if _GUIDED.fullmatch(name):
                 hint = "answers are not held to a grammar; leave it out"
-            near = difflib.get_close_matches(name[:MOST_SHOWN], kind.model_fields, n=1, cutoff=0.8)
+            near = difflib.get_close_matches(name[:MAX_SHOWN_CHARACTERS], kind.model_fields, n=1, cutoff=0.8)
             hint = hint or (f"did you mean {near[0]!r}?" if near else "leave it out; /openapi.json names what there is")
-            message = f"unknown parameter {cut(repr(name))}\n  do:       {hint}"
-            raise RefusalError(400, message, parameter=cut(name), code="unknown_parameter")
+            message = f"unknown parameter {truncate(repr(name))}\n  do:       {hint}"
+            raise ApiError(400, message, parameter=truncate(name), code="unknown_parameter")
 
 
-def _check_rest(request: RequestBody) -> None:
+def _check_consistency(request: RequestBody) -> None:
     """What several fields say together."""
     if isinstance(request, (ChatRequest, TokenizeChatRequest)):
         _check_messages(request)
@@ -432,7 +440,7 @@ def _check_rest(request: RequestBody) -> None:
         raise _contradiction("top_logprobs", "top_logprobs needs logprobs=true")
     if request.new_tokens == 0:
         if not (getattr(request, "echo", None) or request.prompt_logprobs is not None):
-            raise wrong_value("max_tokens", 0, "at least 1, or 0 with echo=true or prompt_logprobs")
+            raise invalid_value("max_tokens", 0, "at least 1, or 0 with echo=true or prompt_logprobs")
         if request.min_tokens:
             raise _contradiction("min_tokens", "min_tokens is more than max_tokens")
 
@@ -445,14 +453,14 @@ def _check_messages(request: ChatRequest | TokenizeChatRequest) -> None:
         )
     if request.continue_final_message and (last.role != "assistant" or last.tool_calls):
         raise _contradiction("continue_final_message", "continue_final_message needs a last message of the assistant")
-    for place, message in enumerate(request.messages):
+    for index, message in enumerate(request.messages):
         if message.content is None and not (message.role == "assistant" and message.tool_calls):
-            name = f"messages[{place}].content"
-            raise RefusalError(400, f"{name!r} is missing", parameter=name, code="missing_parameter")
+            name = f"messages[{index}].content"
+            raise ApiError(400, f"{name!r} is missing", parameter=name, code="missing_parameter")
 
 
-def _contradiction(name: str, message: str) -> RefusalError:
-    return RefusalError(400, message, parameter=name, code="invalid_value")
+def _contradiction(name: str, message: str) -> ApiError:
+    return ApiError(400, message, parameter=name, code="invalid_value")
 
 
 def _arguments(given: str | dict[str, Any] | None) -> Any:

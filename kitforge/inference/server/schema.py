@@ -7,11 +7,11 @@ from typing import Any
 
 def body_schema(*kinds: Any) -> dict[str, Any]:
     """The schema of a body that is one of these models of pydantic, with nothing left to be looked up."""
-    found = [_plain(schema, schema.get("$defs", {})) for schema in (kind.model_json_schema() for kind in kinds)]
-    return found[0] if len(found) == 1 else {"oneOf": found}
+    schemas = [_inlined(schema, schema.get("$defs", {})) for schema in (kind.model_json_schema() for kind in kinds)]
+    return schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
 
 
-def describe(app: Any) -> None:
+def set_openapi(app: Any) -> None:
     """Have a FastAPI application say what every route of it asks for."""
 
     def openapi() -> dict[str, Any]:
@@ -20,24 +20,24 @@ def describe(app: Any) -> None:
             made.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
             # A server for this machine alone asks for none.
             made["security"] = [{"token": []}, {}]
-        found: dict[str, Any] = app.openapi_schema
-        return found
+        result: dict[str, Any] = app.openapi_schema
+        return result
 
     app.openapi = openapi
 
 
-def _plain(schema: Any, named: dict[str, Any]) -> Any:
+def _inlined(schema: Any, named: dict[str, Any]) -> Any:
     """A schema with what it refers to in its place, without the titles that pydantic makes of names."""
     if isinstance(schema, list):
-        return [_plain(each, named) for each in schema]
+        return [_inlined(each, named) for each in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
-        return _plain(named[schema["$ref"].rpartition("/")[2]], named)
-    found = {}
+        return _inlined(named[schema["$ref"].rpartition("/")[2]], named)
+    result = {}
     for name, each in schema.items():
         if name == "properties":
-            found[name] = {field: _plain(value, named) for field, value in each.items()}
+            result[name] = {field: _inlined(value, named) for field, value in each.items()}
         elif name not in ("$defs", "title"):
-            found[name] = _plain(each, named)
-    return found
+            result[name] = _inlined(each, named)
+    return result

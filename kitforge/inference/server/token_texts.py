@@ -13,23 +13,23 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, list[int]]] = {}
+        self._cache: dict[int, tuple[str, list[int]]] = {}
 
     def text(self, token: int) -> str:
         """Its text; for part of a character its bytes, as `bytes:\\xe2\\x82`."""
-        return self._found(token)[0]
+        return self._lookup(token)[0]
 
     def bytes(self, token: int) -> list[int]:
         """Its bytes of UTF-8."""
-        return self._found(token)[1]
+        return self._lookup(token)[1]
 
-    def _found(self, token: int) -> tuple[str, list[int]]:
-        found = self._known.get(token)
-        if found is None:
+    def _lookup(self, token: int) -> tuple[str, list[int]]:
+        entry = self._cache.get(token)
+        if entry is None:
             content = self._tokenizer.token_bytes(token)
             try:
                 text = content.decode("utf-8")
             except UnicodeDecodeError:
                 text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
-            found = self._known[token] = text, list(content)
-        return found
+            entry = self._cache[token] = text, list(content)
+        return entry

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bag:
+class IdBag:
     """Row i has ids[offsets[i] : offsets[i + 1]]."""
 
     ids: Tensor  # int64 [total]
@@ -22,7 +22,7 @@ class Bag:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sequence:
+class IdSequence:
     """Row i has its first lengths[i] places; the others hold 0 and mean nothing."""
 
     ids: Tensor  # int64 [B, L]
@@ -36,8 +36,8 @@ class FeatureBatch:
 
     dense: Tensor  # float32 [B, d]
     ids: Mapping[str, Tensor]  # int64 [B]: categorical, bucketed and crossed features
-    bags: Mapping[str, Bag]
-    sequences: Mapping[str, Sequence]
+    bags: Mapping[str, IdBag]
+    sequences: Mapping[str, IdSequence]
     labels: Tensor | None = None  # float32 [B]
     groups: Tensor | None = None  # int64 [B]
 
@@ -49,13 +49,13 @@ class FeatureBatch:
         bags = {}
         for name, bag in self.bags.items():
             offsets = bag.offsets[start : stop + 1]
-            bags[name] = Bag(ids=bag.ids[int(offsets[0]) : int(offsets[-1])], offsets=offsets - offsets[0])
+            bags[name] = IdBag(ids=bag.ids[int(offsets[0]) : int(offsets[-1])], offsets=offsets - offsets[0])
         return FeatureBatch(
             dense=self.dense[start:stop],
             ids={name: ids[start:stop] for name, ids in self.ids.items()},
             bags=bags,
             sequences={
-                name: Sequence(ids=item.ids[start:stop], lengths=item.lengths[start:stop])
+                name: IdSequence(ids=item.ids[start:stop], lengths=item.lengths[start:stop])
                 for name, item in self.sequences.items()
             },
             labels=None if self.labels is None else self.labels[start:stop],
@@ -73,13 +73,13 @@ class FeatureBatch:
             parts = [batch.bags[name] for batch in batches]
             lengths = torch.cat([part.offsets.diff() for part in parts])
             offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-            bags[name] = Bag(ids=torch.cat([part.ids for part in parts]), offsets=offsets)
+            bags[name] = IdBag(ids=torch.cat([part.ids for part in parts]), offsets=offsets)
         return FeatureBatch(
             dense=torch.cat([batch.dense for batch in batches]),
             ids={name: torch.cat([batch.ids[name] for batch in batches]) for name in first.ids},
             bags=bags,
             sequences={
-                name: Sequence(
+                name: IdSequence(
                     ids=torch.cat([batch.sequences[name].ids for batch in batches]),
                     lengths=torch.cat([batch.sequences[name].lengths for batch in batches]),
                 )
@@ -92,9 +92,11 @@ class FeatureBatch:
         return FeatureBatch(
             dense=self.dense.to(device),
             ids={name: ids.to(device) for name, ids in self.ids.items()},
-            bags={name: Bag(ids=bag.ids.to(device), offsets=bag.offsets.to(device)) for name, bag in self.bags.items()},
+            bags={
+                name: IdBag(ids=bag.ids.to(device), offsets=bag.offsets.to(device)) for name, bag in self.bags.items()
+            },
             sequences={
-                name: Sequence(ids=item.ids.to(device), lengths=item.lengths.to(device))
+                name: IdSequence(ids=item.ids.to(device), lengths=item.lengths.to(device))
                 for name, item in self.sequences.items()
             },
             labels=None if self.labels is None else self.labels.to(device),

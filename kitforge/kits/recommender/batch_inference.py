@@ -13,10 +13,10 @@ from typing import IO, Any, Protocol, final
 
 import numpy as np
 
-from kitforge.data.tables.canonical import pyarrow, to_columns
-from kitforge.data.tables.chunk import BadRows
-from kitforge.data.tables.columns import Columns, KeyColumn, Layout, NamedColumns
-from kitforge.data.tables.reading import blocks
+from kitforge.data.tables.arrow_to_columns import pyarrow, to_columns
+from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.columns import ColumnLayout, Columns, KeyColumn, NamedColumns
+from kitforge.data.tables.reader import blocks
 from kitforge.data.tables.source import TableSource
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.files import atomic_file
@@ -45,7 +45,7 @@ def write_predictions(pipeline: RecommendationPipeline, source: TableSource, tar
     row in the output."""
     options = pipeline.options.predict
     kept = source.names if options.columns is None else options.columns
-    added = ("items", "scores") if pipeline.finds_items else ("score",)
+    added = ("items", "scores") if pipeline.is_retrieval else ("score",)
     if taken := [name for name in added if name in kept]:
         fix = "name the columns to keep: predict.columns=[...], or rename these"
         raise DataError("the input has columns that predictions would overwrite", got=", ".join(taken), fix=fix)
@@ -55,7 +55,7 @@ def write_predictions(pipeline: RecommendationPipeline, source: TableSource, tar
         for rows, predictions in _predicted(pipeline, source, tuple(kept), bad):
             for name, values in zip(added, predictions, strict=True):
                 rows = rows.append_column(name, values)
-            writer = writer or _opened(target.suffix.lower(), file, rows.schema)
+            writer = writer or _open_writer(target.suffix.lower(), file, rows.schema)
             writer.write_table(rows)
             done += rows.num_rows
             progress(done)
@@ -63,7 +63,7 @@ def write_predictions(pipeline: RecommendationPipeline, source: TableSource, tar
         if writer is None:
             raise DataError(f"there are no rows in {source.name}", got="no rows", expected="at least one")
         writer.close()
-    bad.tell(source.name, done)
+    bad.log_summary(source.name, done)
 
 
 def _predicted(
@@ -71,7 +71,7 @@ def _predicted(
 ) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """The kept columns of each block of rows, and what is predicted for them."""
     arrow = pyarrow()
-    encoder, wanted = pipeline.user_encoder() if pipeline.finds_items else (pipeline.encoder, None)
+    encoder, wanted = pipeline.user_encoder() if pipeline.is_retrieval else (pipeline.encoder, None)
     layout = encoder.schema.layout(with_label=False)
     columns = layout.names if wanted is None else [name for name in layout.names if name in wanted]
     waiting: list[Any] = []
@@ -79,18 +79,18 @@ def _predicted(
         table = arrow.concat_tables(waiting)
         rows, waiting[:] = table.slice(0, len(block)), [table.slice(len(block))]
         batch = encoder.encode(NamedColumns(block, layout))
-        if not pipeline.finds_items:
+        if not pipeline.is_retrieval:
             yield rows, (arrow.array(pipeline.scores(batch).cpu().numpy()),)
             continue
-        found = pipeline.items(batch, pipeline.options.predict.top_k)
-        items = arrow.array([[item["item"] for item in row] for row in found])
-        scores = [[item["score"] for item in row] for row in found]
+        predictions = pipeline.items(batch, pipeline.options.predict.top_k)
+        items = arrow.array([[item["item"] for item in row] for row in predictions])
+        scores = [[item["score"] for item in row] for row in predictions]
         yield rows, (items, arrow.array(scores, arrow.list_(arrow.float32())))
 
 
 def _good_rows(
     source: TableSource,
-    read: tuple[Layout, list[str]],
+    read: tuple[ColumnLayout, list[str]],
     kept: tuple[str, ...],
     bad: BadRows,
     keep: Callable[[Any], None],
@@ -108,13 +108,13 @@ def _good_rows(
             if name not in columns:
                 table = table.drop_columns([name]) if name in table.column_names else table
                 table = table.append_column(name, arrow.nulls(table.num_rows))
-        found, problems = to_columns(dataclasses.replace(chunk, table=table), numbered)
-        bad.meet(problems)
-        keep(chunk.table.select(list(kept)).take(found.keys[:, -1]))
-        yield dataclasses.replace(found, keys=found.keys[:, :-1], absent=found.absent[:, :-1])
+        parsed, problems = to_columns(dataclasses.replace(chunk, table=table), numbered)
+        bad.handle(problems)
+        keep(chunk.table.select(list(kept)).take(parsed.keys[:, -1]))
+        yield dataclasses.replace(parsed, keys=parsed.keys[:, :-1], absent=parsed.absent[:, :-1])
 
 
-def _opened(suffix: str, file: IO[bytes], schema: Any) -> _Writer:
+def _open_writer(suffix: str, file: IO[bytes], schema: Any) -> _Writer:
     if suffix == ".parquet":
         writer: _Writer = pyarrow("pyarrow.parquet").ParquetWriter(file, schema)
         return writer
@@ -152,8 +152,8 @@ class _CSVWriter:
         arrow, reader = pyarrow(), pyarrow("pyarrow.csv")
         for name in self._lists:
             texts = [None if value is None else _json(value) for value in table.column(name).to_pylist()]
-            place = table.column_names.index(name)
-            table = table.set_column(place, name, arrow.array(texts, arrow.string()))
+            column_index = table.column_names.index(name)
+            table = table.set_column(column_index, name, arrow.array(texts, arrow.string()))
         options = reader.WriteOptions(include_header=not self._has_header)
         reader.write_csv(table, self._file, options)
         self._has_header = True

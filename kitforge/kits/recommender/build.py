@@ -13,30 +13,20 @@ from torch import nn
 
 from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.core.nn.lookup import RecommenderConfig, used_features
-from kitforge.core.parallel.apply import apply, parallel_of
-from kitforge.core.parallel.lobby import Lobby
+from kitforge.core.nn.embedding_spec import RecommenderConfig, used_features
+from kitforge.core.parallel.parallelize import parallel_model_of, parallelize
+from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import World
 from kitforge.data.tables.source import open_table
 from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
-from kitforge.kits.recommender.assembling import (
-    checkpoint_of,
-    data_of,
-    new_recommender,
-    objective_of,
-    recorded_options,
-    restored,
-    with_asked,
-    with_items,
-)
+from kitforge.kits.recommender.artifacts import SaveFeatures, find_features, find_item_catalog, resumed_features
 from kitforge.kits.recommender.batch_inference import check_target, write_predictions
-from kitforge.kits.recommender.config import RecommendationOptions, sized
-from kitforge.kits.recommender.counting import CountTables, curves, distinct_rows
+from kitforge.kits.recommender.config import RecommendationOptions, with_size_defaults
 from kitforge.kits.recommender.data import (
-    Dataset,
+    RecommendationDataset,
     as_sequences,
     cache_root,
     iter_of,
@@ -44,19 +34,29 @@ from kitforge.kits.recommender.data import (
     schema_of,
     table_config,
 )
+from kitforge.kits.recommender.dataset import ClickDataset
+from kitforge.kits.recommender.describe import describe
+from kitforge.kits.recommender.describe_view import render
 from kitforge.kits.recommender.export import export_program
-from kitforge.kits.recommender.features import Encoder
-from kitforge.kits.recommender.guess import with_length, with_own_items, with_rare_values
-from kitforge.kits.recommender.inspection import inspect
-from kitforge.kits.recommender.inspection_view import rendered
-from kitforge.kits.recommender.keeping import KeepFeatures, features_to_go_on_with, find_catalogue, find_features
+from kitforge.kits.recommender.factory import (
+    build_objective,
+    merge_data_options,
+    merge_options,
+    new_recommender,
+    open_run_checkpoint,
+    recorded_options,
+    restore_recommender,
+    with_item_catalog,
+)
+from kitforge.kits.recommender.features import FeatureEncoder
 from kitforge.kits.recommender.model import Recommender, sample_shape
-from kitforge.kits.recommender.next_item import HELD_OUT
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
-from kitforge.kits.recommender.samples import Samples
+from kitforge.kits.recommender.schema_inference import with_length, with_own_items, with_rare_values
+from kitforge.kits.recommender.sequential_objective import NUM_HELD_OUT
 from kitforge.kits.recommender.server.app import new_app as new_app
 from kitforge.kits.recommender.server.service import RecommenderService
-from kitforge.kits.recommender.serving import serve_as, served
+from kitforge.kits.recommender.serving import open_served, serve_quantized
+from kitforge.kits.recommender.table_stats import TableStatsCallback, distinct_rows, hit_rate_curves
 from kitforge.kits.recommender.task import RecommendationTask
 from kitforge.models.catalog import RECOMMENDERS, recommender_of
 from kitforge.models.sasrec.model import SASRecConfig
@@ -73,8 +73,8 @@ ROLES: tuple[str, ...] = ()
 LONGEST = 1000
 
 
-Inputs: TypeAlias = RunInputs[Encoder]
-Assembly: TypeAlias = RunAssembly[RecommendationOptions, Encoder]
+Inputs: TypeAlias = RunInputs[FeatureEncoder]
+Assembly: TypeAlias = RunAssembly[RecommendationOptions, FeatureEncoder]
 
 
 def read_options(values: Mapping[str, Any]) -> RecommendationOptions:
@@ -82,33 +82,33 @@ def read_options(values: Mapping[str, Any]) -> RecommendationOptions:
     return from_dict(RecommendationOptions, values)
 
 
-def assemble(options: RecommendationOptions, inputs: Inputs, lobby: Lobby) -> Assembly:
+def assemble(options: RecommendationOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
     """Everything that a run needs, in the order in which mistakes are cheapest to find."""
-    given = _given(inputs)
-    start = None if options.checkpoint is None else checkpoint_of(Path(options.checkpoint))
+    given = _model_of(inputs)
+    start = None if options.checkpoint is None else open_run_checkpoint(Path(options.checkpoint))
     config = _network_config(options, given, start)
-    with lobby.turns():
+    with rendezvous.local_rank_zero_first():
         dataset = _dataset(options, inputs, config)
-    num_rows = dataset.train.num_rows if isinstance(dataset.train, Samples) else None
-    options = sized(options, num_rows, config.family)
-    objective = objective_of(config, options, dataset)
-    world = lobby.join().with_precision(options.precision)
+    num_rows = dataset.train.num_rows if isinstance(dataset.train, ClickDataset) else None
+    options = with_size_defaults(options, num_rows, config.family)
+    objective = build_objective(config, options, dataset)
+    world = rendezvous.init_process_group().with_precision(options.precision)
     recorded = _recorded(options, config)
     config_text = to_yaml(recorded)
-    lobby.check_same({"configuration": config_text, "training rows": dataset.fingerprint})
+    rendezvous.check_same({"configuration": config_text, "training rows": dataset.fingerprint})
 
     def build(world: World) -> nn.Module:
         if given is not None:
-            parallel_of(given.to(world.device), world)
+            parallel_model_of(given.to(world.device), world)
             return given
         distinct = {} if world.mesh is None else distinct_rows(config, options, dataset, objective)
         known = (dataset.encoder, options, world, distinct)
-        model = new_recommender(config, *known) if start is None else restored(start, *known)
-        model.catalogue = dataset.catalogue
-        apply(model, Sharding(), world)
+        model = new_recommender(config, *known) if start is None else restore_recommender(start, *known)
+        model.item_catalog = dataset.catalogue
+        parallelize(model, Sharding(), world)
         return model
 
-    folder = world.first(default_folder(options, inputs.model_name))
+    folder = world.broadcast_object(default_folder(options, inputs.model_name))
     loop = make_loop(
         RecommendationTask(options, dataset, objective, build, world),
         dataclasses.replace(options, device=str(world.device)),
@@ -117,8 +117,8 @@ def assemble(options: RecommendationOptions, inputs: Inputs, lobby: Lobby) -> As
         config=recorded,
         callbacks=[
             *inputs.callbacks,
-            KeepFeatures(dataset.encoder, dataset.catalogue, used_features(config, sample_shape(dataset.encoder))),
-            CountTables(curves(config, options, dataset, objective)),
+            SaveFeatures(dataset.encoder, dataset.catalogue, used_features(config, sample_shape(dataset.encoder))),
+            TableStatsCallback(hit_rate_curves(config, options, dataset, objective)),
         ],
     )
     return Assembly(loop=loop, folder=folder, tokenizer=dataset.encoder, options=options, config_text=config_text)
@@ -128,77 +128,84 @@ def check_degrees(options: RecommendationOptions) -> None:
     """Nothing that the options do not refuse themselves: replicas and shards fit every network."""
 
 
-def evaluate(options: RecommendationOptions, inputs: Inputs, lobby: Lobby) -> dict[str, float]:
+def evaluate(options: RecommendationOptions, inputs: Inputs, rendezvous: Rendezvous) -> dict[str, float]:
     """The objective's metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
-    model, checkpoint = _given(inputs), None
+    model, checkpoint = _model_of(inputs), None
     if model is None:
         if options.checkpoint is None:
             raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
-        checkpoint = checkpoint_of(Path(options.checkpoint))
+        checkpoint = open_run_checkpoint(Path(options.checkpoint))
         recorded = recorded_options(checkpoint)
-        data = data_of(options.data, recorded.data)
+        data = merge_data_options(options.data, recorded.data)
         if data.negatives.num_negatives and data.train is None:
             # Which items there are, and who has taken which, is known of the training rows.
             data = dataclasses.replace(data, train=recorded.data.train)
-        retrieval = with_asked(options.retrieval, recorded.retrieval)
+        retrieval = merge_options(options.retrieval, recorded.retrieval)
         # What is said goes to programs, which want the metrics alone.
         trainer = dataclasses.replace(options.trainer, progress=False)
         options = dataclasses.replace(options, seed=recorded.seed, data=data, retrieval=retrieval, trainer=trainer)
         config = recommender_of(recorded.model)
     else:
         config = model.config
-    with lobby.turns():
+    with rendezvous.local_rank_zero_first():
         dataset = _dataset(options, inputs, config)
-    world = lobby.join().with_precision(options.precision)
+    world = rendezvous.init_process_group().with_precision(options.precision)
     if model is None:
         assert checkpoint is not None
-        model = restored(checkpoint, dataset.encoder, options, world)
-    found = _measured(model, options, dataset, world)
-    if not found:
+        model = restore_recommender(checkpoint, dataset.encoder, options, world)
+    metrics = _evaluate_model(model, options, dataset, world)
+    if not metrics:
         raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
-    return found
+    return metrics
 
 
-def _measured(model: Recommender, options: RecommendationOptions, dataset: Dataset, world: World) -> dict[str, float]:
-    parallel = parallel_of(model.to(world.device), world)
-    objective = objective_of(model.config, options, dataset)
+def _evaluate_model(
+    model: Recommender, options: RecommendationOptions, dataset: RecommendationDataset, world: World
+) -> dict[str, float]:
+    parallel = parallel_model_of(model.to(world.device), world)
+    objective = build_objective(model.config, options, dataset)
     task = RecommendationTask(options, dataset, objective, lambda _world: model, world)
     return evaluated(task, parallel, world.device, options.precision)
 
 
 def load(folder: Path, device: torch.device, level: CompileLevel = "O1") -> Recommender:
     """The network of a run folder or a step folder over its tables, which stay in the files and are only read."""
-    return served(folder, device, level)
+    return open_served(folder, device, level)
 
 
-def find_tokenizer(folder: Path) -> Encoder:
+def find_tokenizer(folder: Path) -> FeatureEncoder:
     """What reads rows for the network of a run: its features."""
     return find_features(folder)
 
 
-def open_pipeline(model: nn.Module, tokenizer: Encoder, options: RecommendationOptions) -> RecommendationPipeline:
+def open_pipeline(
+    model: nn.Module, tokenizer: FeatureEncoder, options: RecommendationOptions
+) -> RecommendationPipeline:
     """What scores rows, and finds items for users."""
-    found = _given(Inputs(model=model))
-    assert found is not None
-    if options.tables.served is not None:
-        serve_as(found, options.tables.served)
-    return RecommendationPipeline(found, tokenizer, options)
+    recommender = _model_of(Inputs(model=model))
+    assert recommender is not None
+    if options.tables.serving_dtype is not None:
+        serve_quantized(recommender, options.tables.serving_dtype)
+    return RecommendationPipeline(recommender, tokenizer, options)
 
 
-def open_service(model: nn.Module, tokenizer: Encoder, name: str, options: RecommendationOptions) -> RecommenderService:
+def open_service(
+    model: nn.Module, tokenizer: FeatureEncoder, name: str, options: RecommendationOptions
+) -> RecommenderService:
     """What scores rows and finds items over HTTP, by the options of the run but for those that are asked for."""
-    found, seconds = _given(Inputs(model=model)), options.serve.refresh_seconds
-    if found is None or found.origin is None:
+    found, seconds = _model_of(Inputs(model=model)), options.serve.refresh_seconds
+    if found is None or found.checkpoint_folder is None:
         raise ConfigError("serving needs a run", fix="add checkpoint=RUN")
-    folder = Path(options.checkpoint or found.origin).expanduser()
-    if seconds is not None and (options.tables.served is not None or not (folder / "checkpoints").is_dir()):
+    folder = Path(options.checkpoint or found.checkpoint_folder).expanduser()
+    if seconds is not None and (options.tables.serving_dtype is not None or not (folder / "checkpoints").is_dir()):
         raise ConfigError(
             "newer checkpoints can be taken over from a run folder, by its own rows",
-            got=f"serve.refresh_seconds={seconds:g} checkpoint={folder} tables.served={options.tables.served}",
-            fix="name the run folder, and leave tables.served out",
+            got=f"serve.refresh_seconds={seconds:g} checkpoint={folder} "
+            f"tables.serving_dtype={options.tables.serving_dtype}",
+            fix="name the run folder, and leave tables.serving_dtype out",
         )
-    recorded = recorded_options(open_checkpoint(found.origin, verify=False))
-    retrieval = with_asked(options.retrieval, recorded.retrieval)
+    recorded = recorded_options(open_checkpoint(found.checkpoint_folder, verify=False))
+    retrieval = merge_options(options.retrieval, recorded.retrieval)
     options = dataclasses.replace(options, seed=recorded.seed, retrieval=retrieval)
     return RecommenderService(open_pipeline(found, tokenizer, options), name)
 
@@ -213,8 +220,11 @@ def predict_file(options: RecommendationOptions, load_model: Callable[[str, str]
             fix="add checkpoint=RUN data.eval=rows.csv output=scores.csv",
         )
     target, folder = Path(options.output).expanduser(), Path(options.checkpoint)
-    recorded = recorded_options(checkpoint_of(folder))
-    data, retrieval = data_of(options.data, recorded.data), with_asked(options.retrieval, recorded.retrieval)
+    recorded = recorded_options(open_run_checkpoint(folder))
+    data, retrieval = (
+        merge_data_options(options.data, recorded.data),
+        merge_options(options.retrieval, recorded.retrieval),
+    )
     options = dataclasses.replace(options, seed=recorded.seed, data=data, retrieval=retrieval)
     source = open_table(spec, table_config(data))
     check_target(target, source)
@@ -237,15 +247,15 @@ def export_file(options: RecommendationOptions) -> list[Path]:
             got=f"checkpoint={options.checkpoint} output={options.output}",
             fix="add checkpoint=RUN output=model.pt2",
         )
-    model = served(Path(options.checkpoint).expanduser(), torch.device("cpu"), "O1")
-    assert model.origin is not None
-    checkpoint = open_checkpoint(model.origin, verify=False)
+    model = open_served(Path(options.checkpoint).expanduser(), torch.device("cpu"), "O1")
+    assert model.checkpoint_folder is not None
+    checkpoint = open_checkpoint(model.checkpoint_folder, verify=False)
     target = Path(options.output).expanduser()
     export_program(model, recorded_options(checkpoint).tables.pooling, checkpoint.step, target)
     return [target, target.with_suffix(".json")]
 
 
-def save(model: nn.Module, folder: Path, tokenizer: Encoder, dtype: str | None = None) -> None:
+def save(model: nn.Module, folder: Path, tokenizer: FeatureEncoder, dtype: str | None = None) -> None:
     """Write the item vectors of a family that finds items as an index of faiss; raises ModelError for any other, and
     ConfigError for a dtype, which is the index's own."""
     check(dtype is None, "dtype", dtype, "null: an index of faiss holds float32")
@@ -275,7 +285,7 @@ def describe_presets(presets: Mapping[str, Mapping[str, Any]]) -> list[dict[str,
 
 def inspected(spec: object) -> RenderableType:
     """What a table holds, for a terminal."""
-    return rendered(inspect(spec))
+    return render(describe(spec))
 
 
 def next_steps(folder: Path) -> list[str]:
@@ -296,7 +306,7 @@ def _network_config(
     return recommender_of(options.model if start is None else recorded_options(start).model)
 
 
-def _given(inputs: Inputs) -> Recommender | None:
+def _model_of(inputs: Inputs) -> Recommender | None:
     if inputs.model is None:
         return None
     if not isinstance(inputs.model, Recommender):
@@ -309,23 +319,23 @@ def _given(inputs: Inputs) -> Recommender | None:
     return inputs.model
 
 
-def _dataset(options: RecommendationOptions, inputs: Inputs, config: RecommenderConfig) -> Dataset:
+def _dataset(options: RecommendationOptions, inputs: Inputs, config: RecommenderConfig) -> RecommendationDataset:
     """Rows read as the model's own were, where there is one already."""
     train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
     evaluation = options.data.eval if inputs.eval_dataset is None else inputs.eval_dataset
-    given = _given(inputs)
-    encoder, catalogue = (None, None) if given is None else (given.encoder, given.catalogue)
+    given = _model_of(inputs)
+    encoder, catalogue = (None, None) if given is None else (given.encoder, given.item_catalog)
     if options.checkpoint is not None and given is None:
         folder = Path(options.checkpoint)
-        encoder, catalogue = find_features(folder), find_catalogue(folder)
+        encoder, catalogue = find_features(folder), find_item_catalog(folder)
     if encoder is None and train is not None and iter_of(train) is not None:
         # Other rows come now than those that the features were fitted on.
-        encoder = features_to_go_on_with(options)
+        encoder = resumed_features(options)
     data = options.data
     if isinstance(config, SASRecConfig):
         # What is kept for evaluation are the last items of sequences, not whole ones.
         check(data.split != "time", "data.split", data.split, "random: the last item of every sequence is held out")
-        data = dataclasses.replace(data, validation=0.0)
+        data = dataclasses.replace(data, eval_fraction=0.0)
     if options.trainer.max_steps is not None:
         # No stream is read further than it is trained on.
         wanted = max(options.trainer.max_steps * data.step_size, 1)
@@ -335,17 +345,17 @@ def _dataset(options: RecommendationOptions, inputs: Inputs, config: Recommender
         # Every item is to be found, however rare and however many there are.
         guessed = schema_of(train, data, wants_sequences=isinstance(config, SASRecConfig))
         if isinstance(config, SASRecConfig) and guessed.events is not None:
-            guessed = with_length(guessed, max(LONGEST, config.max_length + HELD_OUT))
+            guessed = with_length(guessed, max(LONGEST, config.max_length + NUM_HELD_OUT))
         items = config.item[:1] if isinstance(config, TwoTowerConfig) else tuple(guessed.sequences)
         data = dataclasses.replace(data, schema=to_dict(with_own_items(with_rare_values(guessed), items)))
     with show_progress("rows read", enabled=options.trainer.progress) as progress:
         dataset = load_dataset(train, evaluation, data, options.seed, encoder, progress)
-    return with_items(dataclasses.replace(dataset, catalogue=catalogue), config, cache_root(data))
+    return with_item_catalog(dataclasses.replace(dataset, catalogue=catalogue), config, cache_root(data))
 
 
 def _recorded(options: RecommendationOptions, config: RecommenderConfig) -> dict[str, Any]:
     """What the run keeps of its options: all but who has entry to a server."""
     values = to_dict(options) | {"model": {"family": config.family, **to_dict(config)}}
     if (server := options.cache.server()) is not None:
-        values["cache"]["remote"] = server.place
+        values["cache"]["remote"] = server.endpoint
     return values

@@ -6,23 +6,23 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from kitforge.core.nn.lookup import TableKind
+from kitforge.core.nn.embedding_spec import TableKind
 from kitforge.core.optim.build import OptimizerConfig
-from kitforge.core.optim.sparse import SparseOptimizerConfig, SparseOptimizerName
-from kitforge.data.tables.chunk import OnBadRow
+from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, SparseOptimizerName
+from kitforge.data.tables.bad_rows import OnBadRow
 from kitforge.data.tables.source import TableFormat
 from kitforge.data.tables.split import SplitRule
-from kitforge.embedding_cache.options import AdmissionOptions, ForgettingOptions, PolicyOptions, RemoteOptions
-from kitforge.embedding_cache.placement import Way
-from kitforge.embedding_cache.serving.table import ServedDtype
+from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions, PolicyOptions, RemoteOptions
+from kitforge.embedding_cache.serving.table import ServingDtype
+from kitforge.embedding_cache.sharding.planner import ShardingType
 from kitforge.foundation.config import check
 from kitforge.inference.server.options import HttpOptions
 from kitforge.trainer.options import RunOptions
 
 TASK = "recommendation"
-SMALLEST_BATCH, LARGEST_BATCH = 64, 4096
+MIN_BATCH, MAX_BATCH = 64, 4096
 # Steps of a pass over a small table: with fewer, what is learned first decides too much.
-WANTED_STEPS = 256
+TARGET_STEPS = 256
 WIDE_RATE = 0.1
 # Passes over as many training rows as that, or fewer, where nobody says how long; of more rows, one. Few rows are
 # learned in several passes at a low rate; many are learned in one, and a second makes vectors of rare ids fit noise.
@@ -54,7 +54,7 @@ class NegativeOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataOptions:
+class RecommendationDataOptions:
     """Which rows, what they mean, and how they are cut into batches."""
 
     train: Any = None  # click_log, a file, a folder, a glob, or a list of them; None: click_log
@@ -69,7 +69,7 @@ class DataOptions:
     missing_values: tuple[str, ...] = ()  # texts that stand for no value, besides an empty cell
     negatives: NegativeOptions = field(default_factory=NegativeOptions)
     batch_size: int | None = None  # samples of a step; None: a 256th of the rows, from 64 (sequences: 16) to 4096
-    validation: float = 0.05  # share of the training rows kept for evaluation where data.eval is not given
+    eval_fraction: float = 0.05  # share of the training rows kept for evaluation where data.eval is not given
     split: SplitRule = "random"  # which rows those are: random, the last ones, all rows of some groups, the newest ones
     # Of split=time: a column of numbers, dates or ISO 8601 texts; None: the time of data.schema.events.
     time_column: str | None = None
@@ -86,16 +86,16 @@ class DataOptions:
         for name in ("batch_size", "prefetch", "num_fit_rows"):
             value = getattr(self, name)
             check(value is None or value > 0, f"data.{name}", value, "a whole number of at least 1")
-        check(0 <= self.validation < 1, "data.validation", self.validation, "at least 0, below 1")
+        check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
 
     @property
     def step_size(self) -> int:
         """Samples of a step; the largest where nobody has said."""
-        return self.batch_size or LARGEST_BATCH
+        return self.batch_size or MAX_BATCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeepRows(SparseOptimizerConfig):
+class DeepOptimizerConfig(SparseOptimizerConfig):
     """How rows of vectors move."""
 
     name: SparseOptimizerName = "lazy_adam"
@@ -103,7 +103,7 @@ class DeepRows(SparseOptimizerConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WideRows(SparseOptimizerConfig):
+class WideOptimizerConfig(SparseOptimizerConfig):
     """How weights of the wide part move: FTRL leaves those that say little at zero (McMahan et al., 2013)."""
 
     name: SparseOptimizerName = "ftrl"
@@ -116,20 +116,20 @@ class WideRows(SparseOptimizerConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableOptions:
+class EmbeddingTableOptions:
     """How rows of embedding tables begin, how bags of them are put together, and how they move."""
 
-    deep: DeepRows = field(default_factory=DeepRows)
-    wide: WideRows = field(default_factory=WideRows)
+    deep: DeepOptimizerConfig = field(default_factory=DeepOptimizerConfig)
+    wide: WideOptimizerConfig = field(default_factory=WideOptimizerConfig)
     pooling: Literal["sum", "mean"] = "sum"  # of the vectors of a bag
-    spread: float = 0.01  # deviation of the numbers that deep rows begin with; wide ones begin at zero
+    init_std: float = 0.01  # deviation of the numbers that deep rows begin with; wide ones begin at zero
     # What a pipeline reads rows as, from files that it makes once in RUN/serving; None: as training left them.
-    served: ServedDtype | None = None
+    serving_dtype: ServingDtype | None = None
 
     def __post_init__(self) -> None:
-        check(0 <= self.spread < math.inf, "tables.spread", self.spread, "0 or more")
+        check(0 <= self.init_std < math.inf, "tables.init_std", self.init_std, "0 or more")
 
-    def rule(self, kind: TableKind) -> SparseOptimizerConfig:
+    def optimizer_of(self, kind: TableKind) -> SparseOptimizerConfig:
         """How rows of a table of that kind move."""
         return self.wide if kind == "wide" else self.deep
 
@@ -147,17 +147,19 @@ class CacheOptions:
     remote: str | None = None
     remote_prefix: str = "kitforge"  # of its names there; runs at the same time need different ones
     remote_ca_file: str | None = None  # rediss: certificates that vouch for the server's; None: those of the system
-    prefetch_depth: int = 0  # batches whose rows are fetched ahead; 0: only when they are needed
+    prefetch_batches: int = 0  # batches whose rows are fetched ahead; 0: only when they are needed
     policy: PolicyOptions = field(default_factory=PolicyOptions)
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
-    forgetting: ForgettingOptions = field(default_factory=ForgettingOptions)
-    strict: bool = False  # a batch with more distinct rows than device_rows is an error
+    expiry: ExpiryOptions = field(default_factory=ExpiryOptions)
+    fail_on_overflow: bool = False  # a batch with more distinct rows than device_rows is an error
     # On several ranks: each row on one of them, columns of all rows, a whole table on one, or all of it on all; by the
     # name of the table, or one way for all. auto: by size and by how many rows a step needs.
-    placement: Way | Literal["auto"] | dict[str, Way | Literal["auto"]] = "auto"
+    placement: ShardingType | Literal["auto"] | dict[str, ShardingType | Literal["auto"]] = "auto"
 
     def __post_init__(self) -> None:
-        check(self.prefetch_depth >= 0, "cache.prefetch_depth", self.prefetch_depth, "a whole number of at least 0")
+        check(
+            self.prefetch_batches >= 0, "cache.prefetch_batches", self.prefetch_batches, "a whole number of at least 0"
+        )
         self.server()
 
     def server(self) -> RemoteOptions | None:
@@ -172,7 +174,7 @@ class RetrievalOptions:
     """How families that find items, rather than score pairs, learn and are measured."""
 
     num_negatives: int = 512  # sasrec: items drawn for a step, which all its samples are told apart from
-    top: int = 10  # the k of the HR@k that says what is best; HR@k and NDCG@k of 1, 5, 10 and 20 are told besides
+    top_k: int = 10  # the k of the HR@k that says what is best; HR@k and NDCG@k of 1, 5, 10 and 20 are told besides
     # Whether items of a user's history are left out of what is retrieved and ranked: for sasrec those of the sequence,
     # for two_tower of the sequences of model.user that share the item's table, as far back as max_length reaches.
     exclude_seen: bool = False
@@ -185,7 +187,7 @@ class RetrievalOptions:
         for name in ("nprobe", "ef_search"):
             value = getattr(self, name)
             check(value is None or value >= 1, f"retrieval.{name}", value, "a whole number of at least 1")
-        check(self.top >= 1, "retrieval.top", self.top, "a whole number of at least 1")
+        check(self.top_k >= 1, "retrieval.top_k", self.top_k, "a whole number of at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +232,8 @@ class RecommendationOptions(RunOptions):
     task: str = TASK
     model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
     optimizer: OptimizerConfig = field(default_factory=_optimizer)  # of all that is no row of a table
-    data: DataOptions = field(default_factory=DataOptions)
-    tables: TableOptions = field(default_factory=TableOptions)
+    data: RecommendationDataOptions = field(default_factory=RecommendationDataOptions)
+    tables: EmbeddingTableOptions = field(default_factory=EmbeddingTableOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     retrieval: RetrievalOptions = field(default_factory=RetrievalOptions)
     predict: PredictOptions = field(default_factory=PredictOptions)
@@ -261,13 +263,13 @@ class RecommendationOptions(RunOptions):
         return f"{length}batches of {self.data.step_size}; {rates}"
 
 
-def sized(options: RecommendationOptions, num_rows: int | None, family: str) -> RecommendationOptions:
+def with_size_defaults(options: RecommendationOptions, num_rows: int | None, family: str) -> RecommendationOptions:
     """With what was left to the number of training rows: the size of a batch, the passes over them, and how the wide
     weights move. None: nobody knows how many will come."""
     size, trainer, wide = options.data.step_size, options.trainer, options.tables.wide
     if options.data.batch_size is None and num_rows is not None:
-        smallest = SMALLEST_SEQUENCE_BATCH if family == "sasrec" else SMALLEST_BATCH
-        size = min(max(2 ** (num_rows // WANTED_STEPS).bit_length() // 2, smallest), LARGEST_BATCH)
+        smallest = SMALLEST_SEQUENCE_BATCH if family == "sasrec" else MIN_BATCH
+        size = min(max(2 ** (num_rows // TARGET_STEPS).bit_length() // 2, smallest), MAX_BATCH)
     if num_rows is not None and trainer.max_steps == trainer.epochs is None:
         known = SEQUENCE_PASSES if family == "sasrec" else PASSES
         trainer = replace(trainer, epochs=next((passes for most, passes in known if num_rows <= most), 1.0))

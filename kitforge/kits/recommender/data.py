@@ -7,62 +7,64 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kitforge.data.shard import digest
-from kitforge.data.tables.chunk import BadRows
-from kitforge.data.tables.click_log import ClickLog, ClickLogConfig
+from kitforge.data.document_shard import fingerprint_of
+from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.column_cache import load_table
-from kitforge.data.tables.columns import Table
+from kitforge.data.tables.columns import ColumnTable
 from kitforge.data.tables.events import EventColumns, sequences_of
-from kitforge.data.tables.source import TableConfig, TableSource, open_table
-from kitforge.data.tables.split import RowRange, split
+from kitforge.data.tables.source import TableSource, TableSourceConfig, open_table
+from kitforge.data.tables.split import RowRange, split_rows
+from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClicksConfig
 from kitforge.data.token_cache import default_root
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import logger
 from kitforge.foundation.progress import Advance
-from kitforge.kits.recommender.catalogue import Catalogue
-from kitforge.kits.recommender.config import DataOptions
-from kitforge.kits.recommender.features import Encoder
-from kitforge.kits.recommender.fitting import fit
-from kitforge.kits.recommender.inspection import inspect
+from kitforge.kits.recommender.config import RecommendationDataOptions
+from kitforge.kits.recommender.dataset import ClickDataset
+from kitforge.kits.recommender.describe import describe
+from kitforge.kits.recommender.feature_fitting import fit_features
+from kitforge.kits.recommender.features import FeatureEncoder
+from kitforge.kits.recommender.item_catalog import ItemCatalog
 from kitforge.kits.recommender.negatives import with_user
-from kitforge.kits.recommender.samples import Samples
 from kitforge.kits.recommender.schema import (
     BucketFeature,
     CategoricalFeature,
     CrossFeature,
+    FeatureSchema,
     NumericFeature,
-    Schema,
     SequenceFeature,
     read_schema,
 )
-from kitforge.kits.recommender.stream import Stream
+from kitforge.kits.recommender.streaming_dataset import StreamingDataset
 
 _log = logger(__name__)
 
 CLICK_LOG = "click_log"
 # What is learned to near the best AUC in the steps and the time that a first look has.
-FIRST_LOOK = ClickLogConfig(num_rows=1_300_000, fields=(500, 200, 50, 30, 24, 8), zipf=1.2)
+DEFAULT_CLICK_LOG = SyntheticClicksConfig(num_rows=1_300_000, fields=(500, 200, 50, 30, 24, 8), zipf=1.2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dataset:
+class RecommendationDataset:
     """Rows to train on and rows to evaluate on; either may be absent."""
 
-    train: Samples | Stream | None
-    eval: Samples | None
-    encoder: Encoder
+    train: ClickDataset | StreamingDataset | None
+    eval: ClickDataset | None
+    encoder: FeatureEncoder
     source: TableSource | None = None  # what the training rows are read from, where they are not made up
-    catalogue: Catalogue | None = None  # the items that can be found
+    catalogue: ItemCatalog | None = None  # the items that can be found
 
     @property
     def fingerprint(self) -> str:
         """Equal for data sets that give equal batches."""
-        return digest("dataset", *(None if each is None else each.fingerprint for each in (self.train, self.eval)))
+        return fingerprint_of(
+            "dataset", *(None if each is None else each.fingerprint for each in (self.train, self.eval))
+        )
 
-    def train_rows(self) -> Samples:
+    def train_rows(self) -> ClickDataset:
         """The rows to train on, in any order; raises ConfigError where there are none."""
-        if not isinstance(self.train, Samples):
+        if not isinstance(self.train, ClickDataset):
             raise ConfigError("there is nothing to train on", got="data.train=null", expected="rows to train on")
         return self.train
 
@@ -70,30 +72,30 @@ class Dataset:
 def load_dataset(
     train: Any,
     evaluation: Any,
-    options: DataOptions,
+    options: RecommendationDataOptions,
     seed: int,
-    encoder: Encoder | None,
+    encoder: FeatureEncoder | None,
     progress: Advance | None = None,
-) -> Dataset:
+) -> RecommendationDataset:
     """Open, split, and fit what features need to know of the training rows.
 
     An `encoder` that is given is kept: new rows are read as those were that it was fitted on.
     """
     if train is None and evaluation is not None and encoder is not None:
-        return Dataset(train=None, eval=_all(evaluation, options, encoder), encoder=encoder)
+        return RecommendationDataset(train=None, eval=_all(evaluation, options, encoder), encoder=encoder)
     spec = CLICK_LOG if train is None else train
     if (rows := iter_of(spec)) is not None:
-        return _endless(rows, evaluation, options, encoder)
+        return _streaming(rows, evaluation, options, encoder)
     schema = schema_of(spec, options) if encoder is None else encoder.schema
     schema = with_user(schema) if options.negatives.num_negatives and encoder is None else schema
-    share = 0.0 if evaluation is not None else options.validation
-    time = time_column(options, schema) if share > 0 else None
+    fraction = 0.0 if evaluation is not None else options.eval_fraction
+    time = time_column(options, schema) if fraction > 0 else None
     table = _table(spec, options, schema, progress, time)
-    kept, held_out = split(table, options.split, share, seed, schema.group, time)
-    fitted = encoder or Encoder(schema, fit(schema, table, kept))
-    given = Samples(table, held_out, fitted) if evaluation is None else _all(evaluation, options, fitted)
+    kept, held_out = split_rows(table, options.split, fraction, seed, schema.group, time)
+    fitted = encoder or FeatureEncoder(schema, fit_features(schema, table, kept))
+    given = ClickDataset(table, held_out, fitted) if evaluation is None else _all(evaluation, options, fitted)
     source = None if click_log(spec) is not None else _source(spec, options, schema)
-    return Dataset(train=Samples(table, kept, fitted), eval=given, encoder=fitted, source=source)
+    return RecommendationDataset(train=ClickDataset(table, kept, fitted), eval=given, encoder=fitted, source=source)
 
 
 def iter_of(spec: Any) -> Iterator[Any] | None:
@@ -101,7 +103,9 @@ def iter_of(spec: Any) -> Iterator[Any] | None:
     return spec if isinstance(spec, Iterator) else None
 
 
-def _endless(spec: Iterator[Any], evaluation: Any, options: DataOptions, encoder: Encoder | None) -> Dataset:
+def _streaming(
+    spec: Iterator[Any], evaluation: Any, options: RecommendationDataOptions, encoder: FeatureEncoder | None
+) -> RecommendationDataset:
     """Rows that come once. What they hold cannot be found out beforehand."""
     if encoder is None and options.schema is None:
         raise ConfigError(
@@ -117,46 +121,50 @@ def _endless(spec: Iterator[Any], evaluation: Any, options: DataOptions, encoder
         "a file, a list or a dataset, since events are sorted",
     )
     bad = BadRows(policy=options.on_bad_row)
-    stream = Stream(spec, schema, bad, encoder, options.num_fit_rows)
+    stream = StreamingDataset(spec, schema, bad, encoder, options.num_fit_rows)
     held_out = None if evaluation is None else _all(evaluation, options, stream.encoder)
-    return Dataset(train=stream, eval=held_out, encoder=stream.encoder)
+    return RecommendationDataset(train=stream, eval=held_out, encoder=stream.encoder)
 
 
-def schema_of(spec: Any, options: DataOptions, *, wants_sequences: bool = False) -> Schema:
+def schema_of(spec: Any, options: RecommendationDataOptions, *, wants_sequences: bool = False) -> FeatureSchema:
     """The schema that the options give, or the one that the rows seem to ask for. Events that hold no sequence become
     some where `wants_sequences`."""
     if options.schema is not None:
         return read_schema(options.schema)
     if (log := click_log(spec)) is not None:
         return click_log_schema(log)
-    found = inspect(spec, table_config(options))
+    description = describe(spec, table_config(options))
     if options.negatives.num_negatives:
         expected = "a schema, or columns called user_id, item_id and timestamp, or much like that"
         check(
-            found.targets is not None,
+            description.targets is not None,
             "data.schema",
             "null",
             expected,
             "write data.schema: events, or group and features",
         )
-        assert found.targets is not None
-        used = found.targets.layout().names
-        left_out = ", ".join(view.name for view in found.columns if view.name not in used)
+        assert description.targets is not None
+        used = description.targets.layout().names
+        left_out = ", ".join(view.name for view in description.columns if view.name not in used)
         _log.info("the guessed schema uses user, item and time; left out: %s", left_out or "nothing")
-        return found.targets
-    return found.sequences if wants_sequences and not found.schema.sequences and found.sequences else found.schema
+        return description.targets
+    return (
+        description.sequences
+        if wants_sequences and not description.schema.sequences and description.sequences
+        else description.schema
+    )
 
 
-def time_column(options: DataOptions, schema: Schema) -> str | None:
+def time_column(options: RecommendationDataOptions, schema: FeatureSchema) -> str | None:
     """The column that says which rows are held out, where that is asked for."""
     if options.split != "time":
         return None
     return options.time_column or (None if schema.events is None else schema.events.time)
 
 
-def table_config(options: DataOptions) -> TableConfig:
+def table_config(options: RecommendationDataOptions) -> TableSourceConfig:
     """How files are read."""
-    return TableConfig(
+    return TableSourceConfig(
         format=options.format,
         columns=options.columns,
         delimiter=options.delimiter,
@@ -165,21 +173,21 @@ def table_config(options: DataOptions) -> TableConfig:
     )
 
 
-def click_log(spec: Any) -> ClickLog | None:
+def click_log(spec: Any) -> SyntheticClicks | None:
     """The log that is made up, where that is what `spec` means."""
     if isinstance(spec, str) and spec == CLICK_LOG:
-        return ClickLog(FIRST_LOOK)
-    if isinstance(spec, ClickLogConfig):
-        return ClickLog(spec)
-    return spec if isinstance(spec, ClickLog) else None
+        return SyntheticClicks(DEFAULT_CLICK_LOG)
+    if isinstance(spec, SyntheticClicksConfig):
+        return SyntheticClicks(spec)
+    return spec if isinstance(spec, SyntheticClicks) else None
 
 
-def click_log_schema(log: ClickLog) -> Schema:
+def click_log_schema(log: SyntheticClicks) -> FeatureSchema:
     """What the columns of a log that is made up are."""
     crosses = {f"c{one + 1}_x_c{other + 1}": (f"c{one + 1}", f"c{other + 1}") for one, other in log.config.crosses}
     # A history has the ids of the second field.
     tables = {"c2": "c2"}
-    return Schema(
+    return FeatureSchema(
         label=log.layout.label,
         numeric={name: NumericFeature(log=True) for name in log.layout.numbers},
         # Some numbers rise and fall and rise again, which ranges say at once and a tower learns late.
@@ -195,14 +203,18 @@ def click_log_schema(log: ClickLog) -> Schema:
     )
 
 
-def _all(spec: Any, options: DataOptions, encoder: Encoder) -> Samples:
+def _all(spec: Any, options: RecommendationDataOptions, encoder: FeatureEncoder) -> ClickDataset:
     table = _table(spec, options, encoder.schema)
-    return Samples(table, RowRange(0, table.num_rows), encoder)
+    return ClickDataset(table, RowRange(0, table.num_rows), encoder)
 
 
 def _table(
-    spec: Any, options: DataOptions, schema: Schema, progress: Advance | None = None, time: str | None = None
-) -> Table:
+    spec: Any,
+    options: RecommendationDataOptions,
+    schema: FeatureSchema,
+    progress: Advance | None = None,
+    time: str | None = None,
+) -> ColumnTable:
     """The rows, and their times where these are asked for."""
     if (log := click_log(spec)) is not None:
         return log
@@ -214,17 +226,17 @@ def _table(
     return load_table(source, layout, root, bad, num_workers=options.num_workers, progress=progress)
 
 
-def _source(spec: Any, options: DataOptions, schema: Schema) -> TableSource:
+def _source(spec: Any, options: RecommendationDataOptions, schema: FeatureSchema) -> TableSource:
     """The rows, or the sequences that events become."""
     source = open_table(spec, table_config(options))
     return source if schema.events is None else as_sequences(source, schema, schema.events)
 
 
-def as_sequences(source: TableSource, schema: Schema, events: EventColumns) -> TableSource:
+def as_sequences(source: TableSource, schema: FeatureSchema, events: EventColumns) -> TableSource:
     """The sequences that a schema makes of events."""
     return sequences_of(source, events, [column.name for column in schema.layout().lists])
 
 
-def cache_root(options: DataOptions) -> Path:
+def cache_root(options: RecommendationDataOptions) -> Path:
     """Where caches of tables lie."""
     return default_root() if options.cache is None else Path(options.cache)

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import load_tensors
 from kitforge.core.kernels.dispatch import REFERENCE
-from kitforge.core.nn.lookup import Lookup
+from kitforge.core.nn.embedding_spec import EmbeddingLookup
 from kitforge.embedding_cache.serving.table import ServedTable
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.files import atomic_file
 from kitforge.kits.recommender.batch import FeatureBatch
-from kitforge.kits.recommender.model import Recommender, ServedTables, sample_shape
-from kitforge.kits.recommender.schema import Schema
+from kitforge.kits.recommender.model import ReadOnlyTables, Recommender, sample_shape
+from kitforge.kits.recommender.schema import FeatureSchema
 from kitforge.models.sasrec.model import SASRec
 from kitforge.models.two_tower.model import TwoTower
 
@@ -46,16 +46,16 @@ class ScoringProgram(nn.Module):
         self.network = network.user if isinstance(network, TwoTower) else network
         self._is_user = is_user
         names = {*getattr(model.config, "user", ()), "user"}
-        self._lookups = [each for each in model.plan.lookups if not is_user or each.name in names]
-        self._plan = model.plan
+        self._lookups = [each for each in model.requests.lookups if not is_user or each.name in names]
+        self._plan = model.requests
         self._pooling = pooling
         self._max_lengths = dict(max_lengths)
         self._bags = frozenset(model.encoder.schema.bags)
         used = {self._plan.table_of(lookup, feature)[0] for lookup in self._lookups for feature in lookup.features}
-        assert isinstance(model.tables, ServedTables)
-        self._places = {name: f"table_{number}" for number, name in enumerate(sorted(used))}
-        for name, place in self._places.items():
-            self.register_buffer(place, _all_rows(model.tables.tables[name]))
+        assert isinstance(model.tables, ReadOnlyTables)
+        self._positions = {name: f"table_{number}" for number, name in enumerate(sorted(used))}
+        for name, position in self._positions.items():
+            self.register_buffer(position, _all_rows(model.tables.tables[name]))
 
     @property
     def features(self) -> list[str]:
@@ -77,18 +77,18 @@ class ScoringProgram(nn.Module):
         output: Tensor = self.network(inputs["dense"], vectors)
         return output.float() if self._is_user else output.float().sigmoid()
 
-    def _rows(self, lookup: Lookup, feature: str, ids: Tensor) -> Tensor:
+    def _rows(self, lookup: EmbeddingLookup, feature: str, ids: Tensor) -> Tensor:
         table, start = self._plan.table_of(lookup, feature)
-        return nn.functional.embedding(ids + start, getattr(self, self._places[table]))
+        return nn.functional.embedding(ids + start, getattr(self, self._positions[table]))
 
-    def _pooled(self, lookup: Lookup, feature: str, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _pooled(self, lookup: EmbeddingLookup, feature: str, inputs: Mapping[str, Tensor]) -> Tensor:
         """The vector of a feature for each row [B, dim]."""
         if feature in self._bags:
             rows = self._rows(lookup, feature, inputs[f"bags.{feature}.ids"])
             lengths = inputs[f"bags.{feature}.lengths"]
             # The row that the id at each place belongs to: as many bags have ended before it.
-            places = torch.arange(rows.shape[0], device=rows.device)
-            owners = torch.searchsorted(lengths.cumsum(0), places, right=True)
+            positions = torch.arange(rows.shape[0], device=rows.device)
+            owners = torch.searchsorted(lengths.cumsum(0), positions, right=True)
             total = rows.new_zeros(lengths.shape[0], rows.shape[1]).index_add(0, owners, rows)
             is_sum = lookup.kind == "wide" or self._pooling == "sum"
             return total if is_sum else total / lengths.clamp(min=1).unsqueeze(1)
@@ -192,7 +192,7 @@ def _description(model: Recommender, program: ScoringProgram, example: Mapping[s
     }
 
 
-def _input(name: str, tensor: Tensor, schema: Schema) -> dict[str, Any]:
+def _input(name: str, tensor: Tensor, schema: FeatureSchema) -> dict[str, Any]:
     """What one input of the program holds."""
     kind, _, feature = name.partition(".")
     shape: list[Any] = ["batch", *tensor.shape[1:]]
@@ -210,7 +210,7 @@ def _input(name: str, tensor: Tensor, schema: Schema) -> dict[str, Any]:
     return found | {"feature": feature, "holds": "ids", "encoding": to_dict(features[feature])}
 
 
-def sample_numbers(schema: Schema) -> list[str]:
+def sample_numbers(schema: FeatureSchema) -> list[str]:
     """The numbers of the dense input in order."""
     names = []
     for name, feature in schema.numeric.items():
@@ -218,6 +218,6 @@ def sample_numbers(schema: Schema) -> list[str]:
     return names
 
 
-def _number(name: str, schema: Schema) -> dict[str, Any]:
+def _number(name: str, schema: FeatureSchema) -> dict[str, Any]:
     feature = schema.numeric.get(name)
     return {"name": name} if feature is None else {"name": name, **dataclasses.asdict(feature)}

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kitforge.data.scramble import scramble
-from kitforge.data.shard import digest
-from kitforge.data.tables.columns import Lists, NamedColumns
+from kitforge.data.document_shard import fingerprint_of
+from kitforge.data.splitmix64 import hash_array
+from kitforge.data.tables.columns import ListValues, NamedColumns
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.seed import key
-from kitforge.kits.recommender.batch import Bag, FeatureBatch, Sequence
-from kitforge.kits.recommender.ids import ExactIds, HashedIds, IdSpace, VocabularyIds
-from kitforge.kits.recommender.schema import BucketFeature, CrossFeature, IdFeature, NumericFeature, Schema
-from kitforge.kits.recommender.statistics import Moments, Statistics
+from kitforge.kits.recommender.batch import FeatureBatch, IdBag, IdSequence
+from kitforge.kits.recommender.id_encoding import ExactEncoding, HashEncoding, IdEncoding, VocabularyEncoding
+from kitforge.kits.recommender.schema import BucketFeature, CrossFeature, FeatureSchema, IdFeature, NumericFeature
+from kitforge.kits.recommender.statistics import FeatureStatistics, Moments
 
 _FOLD = 0x9E3779B97F4A7C15
 
@@ -36,10 +36,10 @@ class TableSpec:
 
 
 @final
-class Encoder:
+class FeatureEncoder:
     """Turns columns into batches by a schema and the statistics of the training rows."""
 
-    def __init__(self, schema: Schema, statistics: Statistics) -> None:
+    def __init__(self, schema: FeatureSchema, statistics: FeatureStatistics) -> None:
         self.schema = schema
         self.statistics = statistics
         self._spaces = {
@@ -52,7 +52,7 @@ class Encoder:
     @property
     def fingerprint(self) -> str:
         """Equal for encoders that give equal batches."""
-        return digest("encoder", self.schema, self.statistics)
+        return fingerprint_of("encoder", self.schema, self.statistics)
 
     @property
     def num_dense(self) -> int:
@@ -83,7 +83,7 @@ class Encoder:
         groups = None if schema.group is None else read.keys(schema.group)[0]
         return FeatureBatch(
             dense=torch.from_numpy(self._dense(read)),
-            ids={name: torch.from_numpy(found) for name, found in ids.items()},
+            ids={name: torch.from_numpy(values) for name, values in ids.items()},
             bags={name: self._bag(name, read.lists(item.column or name)) for name, item in schema.bags.items()},
             sequences={
                 name: self._sequence(name, read.lists(item.column or name), item.max_length)
@@ -108,20 +108,20 @@ class Encoder:
 
     def _dense(self, read: NamedColumns) -> NDArray[np.float32]:
         dense = np.empty((len(read), self.num_dense), np.float32)
-        place = 0
+        column = 0
         for name, feature in self.schema.numeric.items():
             raw = read.numbers(feature.column or name)
-            dense[:, place] = standardised(raw, feature, self.statistics.moments[name])
-            place += 1
+            dense[:, column] = standardize(raw, feature, self.statistics.moments[name])
+            column += 1
             if feature.indicator:
-                dense[:, place] = np.isnan(raw)
-                place += 1
+                dense[:, column] = np.isnan(raw)
+                column += 1
         return dense
 
     def _bucketed(self, name: str, feature: BucketFeature, read: NamedColumns) -> NDArray[np.int64]:
         values = read.numbers(feature.column or name)
-        found = np.searchsorted(np.array(self.statistics.edges[name]), values, side="right") + 1
-        return np.where(np.isnan(values), 0, found)
+        buckets = np.searchsorted(np.array(self.statistics.edges[name]), values, side="right") + 1
+        return np.where(np.isnan(values), 0, buckets)
 
     def _ids(self, name: str, keys: NDArray[np.int64], absent: NDArray[np.bool_] | None) -> NDArray[np.int64]:
         space = self._spaces[self._tables[name]]
@@ -144,44 +144,44 @@ class Encoder:
             else:
                 keys, absent = read.keys(self.schema.categorical[part].column or part)
                 mixed = np.where(absent, key("missing", part), keys).view(np.uint64)
-            state = scramble(state ^ scramble(mixed, key("part", part)), _FOLD)
+            state = hash_array(state ^ hash_array(mixed, key("part", part)), _FOLD)
         return state.view(np.int64)
 
-    def _bag(self, name: str, lists: Lists) -> Bag:
+    def _bag(self, name: str, lists: ListValues) -> IdBag:
         ids = self._ids(name, lists.values, None)
-        return Bag(ids=torch.from_numpy(ids), offsets=torch.from_numpy(np.array(lists.offsets)))
+        return IdBag(ids=torch.from_numpy(ids), offsets=torch.from_numpy(np.array(lists.offsets)))
 
-    def _sequence(self, name: str, lists: Lists, max_length: int) -> Sequence:
+    def _sequence(self, name: str, lists: ListValues, max_length: int) -> IdSequence:
         lengths = np.minimum(lists.lengths, max_length)
-        places = np.arange(max_length)
-        is_there = places < lengths[:, None]
+        positions = np.arange(max_length)
+        is_there = positions < lengths[:, None]
         ids = np.zeros(is_there.shape, np.int64)
-        values = lists.values[(lists.offsets[1:, None] - lengths[:, None] + places)[is_there]]
+        values = lists.values[(lists.offsets[1:, None] - lengths[:, None] + positions)[is_there]]
         ids[is_there] = self._ids(name, values, None)
-        return Sequence(ids=torch.from_numpy(ids), lengths=torch.from_numpy(lengths))
+        return IdSequence(ids=torch.from_numpy(ids), lengths=torch.from_numpy(lengths))
 
 
-def transformed(raw: NDArray[np.float64], feature: NumericFeature) -> NDArray[np.float64]:
+def transform(raw: NDArray[np.float64], feature: NumericFeature) -> NDArray[np.float64]:
     """Values with zeros put in and the logarithm taken; what is to become the mean is still NaN."""
     values = np.nan_to_num(raw, nan=0.0) if feature.missing == "zero" else raw
     return np.sign(values) * np.log1p(np.abs(values)) if feature.log else values
 
 
-def standardised(raw: NDArray[np.float64], feature: NumericFeature, moments: Moments) -> NDArray[np.float64]:
+def standardize(raw: NDArray[np.float64], feature: NumericFeature, moments: Moments) -> NDArray[np.float64]:
     """What the model sees of a number."""
-    values = transformed(raw, feature)
+    values = transform(raw, feature)
     if feature.missing == "mean":
         values = np.where(np.isnan(values), moments.mean, values)
-    return (values - moments.mean) / (moments.deviation or 1.0) if feature.standardise else values
+    return (values - moments.mean) / (moments.deviation or 1.0) if feature.standardize else values
 
 
-def feature_tables(schema: Schema) -> dict[str, str]:
+def feature_tables(schema: FeatureSchema) -> dict[str, str]:
     """The table of every feature that has ids, by the feature's name."""
     own = {name: name for name in (*schema.bucketed, *schema.crosses)}
     return own | {name: feature.table or name for name, feature in id_features(schema)}
 
 
-def table_features(schema: Schema) -> dict[str, IdFeature | BucketFeature | CrossFeature]:
+def table_features(schema: FeatureSchema) -> dict[str, IdFeature | BucketFeature | CrossFeature]:
     """The first feature of every table, by the table's name. Features of one table must agree on its ids."""
     first: dict[str, IdFeature] = {}
     for name, feature in id_features(schema):
@@ -198,7 +198,7 @@ def table_features(schema: Schema) -> dict[str, IdFeature | BucketFeature | Cros
     return dict(schema.bucketed) | first | dict(schema.crosses)
 
 
-def id_features(schema: Schema) -> Iterator[tuple[str, IdFeature]]:
+def id_features(schema: FeatureSchema) -> Iterator[tuple[str, IdFeature]]:
     """Every feature whose values are keys, by name."""
     yield from schema.categorical.items()
     yield from schema.bags.items()
@@ -211,9 +211,9 @@ def _settings(feature: IdFeature) -> dict[str, object]:
     return {name: getattr(feature, name) for name in names}
 
 
-def _space(table: str, feature: IdFeature | CrossFeature, statistics: Statistics) -> IdSpace:
+def _space(table: str, feature: IdFeature | CrossFeature, statistics: FeatureStatistics) -> IdEncoding:
     if isinstance(feature, CrossFeature) or feature.encoding == "hash":
-        return HashedIds(table, feature.num_buckets)
+        return HashEncoding(table, feature.num_buckets)
     if feature.encoding == "vocabulary":
-        return VocabularyIds(np.array(statistics.vocabularies[table], np.int64))
-    return ExactIds(table)
+        return VocabularyEncoding(np.array(statistics.vocabularies[table], np.int64))
+    return ExactEncoding(table)

@@ -85,7 +85,7 @@ class ClickMetrics:
         self._bound()
 
     def result(self) -> dict[str, float]:
-        """log_loss in nats, normalised_entropy, calibration (predicted clicks over real ones) and auc by name.
+        """log_loss in nats, normalized_entropy, calibration (predicted clicks over real ones) and auc by name.
 
         auc_error is there where the AUC is not exact; grouped_auc and groups_skipped where groups were asked for. NaN
         is what has nothing to divide by, and all of them when a logit was not finite.
@@ -94,20 +94,20 @@ class ClickMetrics:
         num_rows, num_positive = self._sums["rows"], self._sums["positives"]
         loss = sums["log_loss"] / num_rows if num_rows else math.nan
         entropy = _entropy(num_positive / num_rows) if num_rows else math.nan
-        found = {
+        result = {
             "log_loss": loss,
-            "normalised_entropy": loss / entropy if entropy > 0 else math.nan,
+            "normalized_entropy": loss / entropy if entropy > 0 else math.nan,
             "calibration": sums["predicted"] / num_positive if num_positive else math.nan,
         }
         state = self.state()
         if self._bins is None:
-            found["auc"] = auc(state["scores"], state["labels"])
+            result["auc"] = auc(state["scores"], state["labels"])
         else:
-            found["auc"], found["auc_error"] = histogram_auc(self._bins[1], self._bins[0])
+            result["auc"], result["auc_error"] = histogram_auc(self._bins[1], self._bins[0])
         if self._is_grouped:
             grouped = grouped_auc(state["scores"], state["labels"], state["groups"])
-            found |= {"grouped_auc": grouped.auc, "groups_skipped": float(grouped.num_skipped)}
-        return dict.fromkeys(found, math.nan) if self._sums["invalid"] else found
+            result |= {"grouped_auc": grouped.auc, "groups_skipped": float(grouped.num_skipped)}
+        return dict.fromkeys(result, math.nan) if self._sums["invalid"] else result
 
     def _sum(self, logits: Floats, is_positive: NDArray[np.bool_]) -> None:
         self._sums["rows"] += len(logits)
@@ -147,4 +147,4 @@ def _count(counts: NDArray[np.int64], logits: Floats, is_positive: NDArray[np.bo
 
 
 def _entropy(rate: float) -> float:
-    return sum(-share * math.log(share) for share in (rate, 1 - rate) if share > 0)
+    return sum(-probability * math.log(probability) for probability in (rate, 1 - rate) if probability > 0)

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import CompileLevel, select
+from kitforge.core.nn.dropout import SampleDropout
+from kitforge.core.nn.embedding_spec import RecommenderConfig, SampleShape
 from kitforge.core.nn.init import normal_rows
-from kitforge.core.nn.lookup import RecommenderConfig, SampleShape
-from kitforge.core.nn.noise import SampleNoise
 from kitforge.core.parallel.world import World
 from kitforge.embedding_cache.collection import EmbeddingCollection
-from kitforge.embedding_cache.spread import Spread
+from kitforge.embedding_cache.sharding.strategies import TableSharding
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.kits.recommender.batch import FeatureBatch
-from kitforge.kits.recommender.catalogue import Catalogue
-from kitforge.kits.recommender.config import CacheOptions, TableOptions
-from kitforge.kits.recommender.features import Encoder
-from kitforge.kits.recommender.lookups import LookupPlan, Request
-from kitforge.kits.recommender.statistics import Statistics
+from kitforge.kits.recommender.config import CacheOptions, EmbeddingTableOptions
+from kitforge.kits.recommender.embedding_requests import EmbeddingRequest, EmbeddingRequestPlan
+from kitforge.kits.recommender.features import FeatureEncoder
+from kitforge.kits.recommender.item_catalog import ItemCatalog
+from kitforge.kits.recommender.statistics import FeatureStatistics
 
 # Of the number that says where another one is missing.
 MISSING_SUFFIX = " is missing"
@@ -37,33 +37,33 @@ class Recommender(nn.Module):
     """
 
     def __init__(
-        self, config: RecommenderConfig, encoder: Encoder, tables: nn.Module, level: CompileLevel = "O1"
+        self, config: RecommenderConfig, encoder: FeatureEncoder, tables: nn.Module, level: CompileLevel = "O1"
     ) -> None:
         super().__init__()
         self.config = config
         self.encoder = encoder
-        self.plan = plan_of(config, encoder)
+        self.requests = build_request_plan(config, encoder)
         self.network = config.network(sample_shape(encoder), select(level))
         self.tables = tables
-        self.catalogue: Catalogue | None = None  # the items that can be found, for families that find some
-        self.origin: Path | None = None  # the step that it was opened from, where it only reads
+        self.item_catalog: ItemCatalog | None = None  # the items that can be found, for families that find some
+        self.checkpoint_folder: Path | None = None  # the step that it was opened from, where it only reads
 
     def forward(self, compute: Callable[[], Tensor]) -> Tensor:
         """What `compute` gives, in memory of its own: `fully_shard` warns of a module that returns a view."""
         return compute().clone()
 
-    def logits(self, inputs: Mapping[str, Any], noise: SampleNoise | None = None) -> Tensor:
+    def logits(self, inputs: Mapping[str, Any], noise: SampleDropout | None = None) -> Tensor:
         """Logits [B] of the inputs that `inputs_of` makes of samples, for families that score."""
         output: Tensor = self.network(inputs["dense"], self.vectors(inputs), noise)
         return output
 
     def vectors(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The vectors of all lookups that the inputs ask for."""
-        return self.plan.vectors(self.tables(inputs["requests"]), inputs["lengths"])
+        return self.requests.vectors(self.tables(inputs["requests"]), inputs["lengths"])
 
 
 @final
-class ServedTables(nn.Module):
+class ReadOnlyTables(nn.Module):
     """Tables that are only read, by name, looked up as a collection of those that train is."""
 
     def __init__(self, tables: Mapping[str, nn.Module], features: Mapping[str, str]) -> None:
@@ -71,7 +71,7 @@ class ServedTables(nn.Module):
         self.tables = nn.ModuleDict(tables)
         self.features = dict(features)
 
-    def forward(self, requests: Mapping[str, Request]) -> dict[str, Tensor]:
+    def forward(self, requests: Mapping[str, EmbeddingRequest]) -> dict[str, Tensor]:
         """The vectors of every request."""
         return {
             name: self.tables[self.features[name]](*(request if isinstance(request, tuple) else (request,)))
@@ -79,14 +79,16 @@ class ServedTables(nn.Module):
         }
 
 
-def inputs_of(batch: FeatureBatch, plan: LookupPlan, lookups: Collection[str] | None = None) -> dict[str, Any]:
+def inputs_of(
+    batch: FeatureBatch, plan: EmbeddingRequestPlan, lookups: Collection[str] | None = None
+) -> dict[str, Any]:
     """What a network is called with for these samples; of its lookups those that are named, or all."""
     requests = plan.requests(batch, lookups)
     lengths = {name: sequence.lengths for name, sequence in batch.sequences.items()}
     return {"dense": batch.dense, "lengths": lengths, "requests": requests}
 
 
-def sample_shape(encoder: Encoder) -> SampleShape:
+def sample_shape(encoder: FeatureEncoder) -> SampleShape:
     """What a network is told about the features of a schema."""
     schema = encoder.schema
     numeric = []
@@ -103,14 +105,19 @@ def sample_shape(encoder: Encoder) -> SampleShape:
     )
 
 
-def plan_of(config: RecommenderConfig, encoder: Encoder) -> LookupPlan:
+def build_request_plan(config: RecommenderConfig, encoder: FeatureEncoder) -> EmbeddingRequestPlan:
     """Which tables a network needs over these features, and how they are called."""
     shape = sample_shape(encoder)
-    return LookupPlan(config.lookups(shape), encoder.tables(), shape, tuple(encoder.schema.bags))
+    return EmbeddingRequestPlan(config.lookups(shape), encoder.tables(), shape, tuple(encoder.schema.bags))
 
 
-def make_tables(
-    plan: LookupPlan, options: TableOptions, cache: CacheOptions, seed: int, world: World, spreads: Mapping[str, Spread]
+def build_tables(
+    plan: EmbeddingRequestPlan,
+    options: EmbeddingTableOptions,
+    cache: CacheOptions,
+    seed: int,
+    world: World,
+    shardings: Mapping[str, TableSharding],
 ) -> EmbeddingCollection:
     """The tables of a plan, without rows: those come into being when they are first asked for. `spreads` says how each
     is spread over several ranks."""
@@ -121,10 +128,10 @@ def make_tables(
             name=name,
             # What a wide part wants is a sum over all features.
             mode="sum" if table.kind == "wide" else options.pooling,
-            optimizer=options.rule(table.kind),
+            optimizer=options.optimizer_of(table.kind),
             seed=seed,
-            spread=0.0 if table.kind == "wide" else options.spread,
-            ranks=spreads.get(name),
+            init_scale=0.0 if table.kind == "wide" else options.init_std,
+            sharding=shardings.get(name),
             device=str(world.device),
             device_rows=cache.device_rows,
             host_rows=cache.host_rows,
@@ -133,8 +140,8 @@ def make_tables(
             remote=cache.server(),
             policy=cache.policy,
             admission=cache.admission,
-            forgetting=cache.forgetting,
-            strict=cache.strict,
+            expiry=cache.expiry,
+            fail_on_overflow=cache.fail_on_overflow,
         )
         for name, table in plan.tables.items()
     }
@@ -142,7 +149,7 @@ def make_tables(
 
 
 @torch.no_grad()
-def initialise(network: nn.Module, seed: int) -> None:
+def init_weights(network: nn.Module, seed: int) -> None:
     """Fill all parameters with a pure function of (seed, name): matrices with Glorot's normal numbers (2010), biases
     with zeros, norms with ones. A wide part's weights of numbers are zeros, as its weights of ids are."""
     for name, parameter in network.named_parameters():
@@ -157,7 +164,7 @@ def initialise(network: nn.Module, seed: int) -> None:
 
 
 @torch.no_grad()
-def begin_at_rate(network: nn.Module, logit: str, statistics: Statistics) -> None:
+def init_output_bias(network: nn.Module, logit: str, statistics: FeatureStatistics) -> None:
     """Set the last bias of the module `logit` to the log-odds of the positive labels among the training rows, so that
     no weight has to learn the rate. A half of a row of each label is added, which keeps the log-odds finite."""
     if statistics.positive_rate is None:

@@ -11,16 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.data.scramble import scramble
+from kitforge.data.splitmix64 import hash_array
 from kitforge.data.tables.columns import NamedColumns
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
 from kitforge.foundation.log import logger
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.config import NegativeOptions
+from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.features import feature_tables
-from kitforge.kits.recommender.samples import Samples
-from kitforge.kits.recommender.schema import Schema
+from kitforge.kits.recommender.schema import FeatureSchema
 
 _log = logger(__name__)
 
@@ -38,7 +38,7 @@ class ClickRows:
 
     batch: FeatureBatch
     starts: Tensor  # int64 [B + 1]
-    places: Tensor  # int64 [rows]: 0 for a sample's own row, then the numbers of its negatives
+    positions: Tensor  # int64 [rows]: 0 for a sample's own row, then the numbers of its negatives
 
 
 @final
@@ -58,10 +58,10 @@ class ItemPool:
         ticks = (numbers % np.uint64(self.sums[-1])).astype(np.int64)
         return np.searchsorted(self.sums, ticks, side="right")
 
-    def only(self, places: Ints) -> ItemPool:
+    def only(self, positions: Ints) -> ItemPool:
         """Of some items alone."""
-        counts = np.diff(self.sums, prepend=0)[places]
-        return replace(self, keys=self.keys[places], sums=np.cumsum(counts))
+        counts = np.diff(self.sums, prepend=0)[positions]
+        return replace(self, keys=self.keys[positions], sums=np.cumsum(counts))
 
 
 @final
@@ -72,7 +72,7 @@ class NegativeSampler:
     each step draws among its own items.
     """
 
-    def __init__(self, options: NegativeOptions, schema: Schema, seed: int, rows: Samples | None) -> None:
+    def __init__(self, options: NegativeOptions, schema: FeatureSchema, seed: int, rows: ClickDataset | None) -> None:
         self._options, self._seed = options, seed
         self.rows_of_sample = 1 + options.num_negatives  # the most that a sample has, with its own
         expected = "0 where rows have labels of their own"
@@ -100,10 +100,10 @@ class NegativeSampler:
             schema.source_column(name) for name in schema.sequences if name in tables and tables[name] == tables[item]
         ]
         self._pool = None if rows is None else self._pool_of(rows)
-        self._evaluated: tuple[Samples, ItemPool] | None = None
+        self._evaluated: tuple[ClickDataset, ItemPool] | None = None
         self._has_warned = False
 
-    def training_rows(self, rows: Samples, indices: Ints, own: slice, step: int) -> ClickRows:
+    def training_rows(self, rows: ClickDataset, indices: Ints, own: slice, step: int) -> ClickRows:
         """The samples of a step at the places `own` of `indices`, with negatives of their own."""
         pool = self._pool
         if pool is None:
@@ -112,7 +112,7 @@ class NegativeSampler:
         numbers = np.arange(own.start, own.start + len(indices[own]))
         return self._drawn(rows, indices[own], pool, numbers, ("negatives", step))
 
-    def evaluation_rows(self, rows: Samples, indices: Ints) -> ClickRows:
+    def evaluation_rows(self, rows: ClickDataset, indices: Ints) -> ClickRows:
         """Samples that are evaluated on. Their negatives are the same at every evaluation; no item that the user is
         known to have taken, in training or in these rows, is among them."""
         if self._evaluated is None or self._evaluated[0] is not rows:
@@ -123,26 +123,26 @@ class NegativeSampler:
         return self._drawn(rows, indices, self._evaluated[1], indices, ("negatives", "evaluation"))
 
     def _drawn(
-        self, rows: Samples, indices: Ints, pool: ItemPool, numbers: Ints, names: tuple[str, str | int]
+        self, rows: ClickDataset, indices: Ints, pool: ItemPool, numbers: Ints, names: tuple[str, str | int]
     ) -> ClickRows:
         num, own = self._options.num_negatives, rows.columns(indices)
         salt = seeds.key(self._seed, *names)
-        draws = scramble((np.repeat(numbers * num, num) + np.tile(np.arange(num), len(own))).view(np.uint64), salt)
-        places = self._places(own, pool, draws)
-        is_there = np.insert(places.reshape(-1, num) >= 0, 0, True, axis=1)
+        draws = hash_array((np.repeat(numbers * num, num) + np.tile(np.arange(num), len(own))).view(np.uint64), salt)
+        positions = self._draw_positions(own, pool, draws)
+        is_there = np.insert(positions.reshape(-1, num) >= 0, 0, True, axis=1)
         samples, slots = np.nonzero(is_there)
         negatives = np.flatnonzero(slots)
-        columns = own.take(samples).replaced(negatives, pool.columns, places[places >= 0])
+        columns = own.take(samples).replaced(negatives, pool.columns, positions[positions >= 0])
         labels = (slots == 0).astype(np.float32)
         batch = rows.encoder.encode(columns)
         starts = np.append(0, np.cumsum(is_there.sum(1)))
         return ClickRows(
             batch=replace(batch, labels=torch.from_numpy(labels)),
             starts=torch.from_numpy(starts),
-            places=torch.from_numpy(slots),
+            positions=torch.from_numpy(slots),
         )
 
-    def _places(self, own: NamedColumns, pool: ItemPool, draws: NDArray[np.uint64]) -> Ints:
+    def _draw_positions(self, own: NamedColumns, pool: ItemPool, draws: NDArray[np.uint64]) -> Ints:
         """A place in the pool for each draw [B * num_negatives]; -1 where there is no item that can be drawn."""
         sample = np.repeat(np.arange(len(own)), self._options.num_negatives)
         items, _ = own.keys(self._item)
@@ -159,32 +159,32 @@ class NegativeSampler:
             return found
 
         by_popularity = self._options.negative_sampling == "popularity"
-        places, waiting = np.full(len(draws), -1), np.arange(len(draws))
+        positions, waiting = np.full(len(draws), -1), np.arange(len(draws))
         for attempt in range(_TRIES if len(pool.keys) else 0):
             if not len(waiting):
                 break
-            found = pool.draw(scramble(draws[waiting], attempt), by_popularity=by_popularity)
+            found = pool.draw(hash_array(draws[waiting], attempt), by_popularity=by_popularity)
             is_out = may_not(waiting, pool.keys[found])
-            places[waiting[~is_out]] = found[~is_out]
+            positions[waiting[~is_out]] = found[~is_out]
             waiting = waiting[is_out]
         for draw in waiting:
             left = np.flatnonzero(~may_not(np.full(len(pool.keys), draw), pool.keys))
             if len(left):
-                places[draw] = left[pool.only(left).draw(draws[draw : draw + 1], by_popularity=by_popularity)[0]]
-        if (num_without := int((places < 0).sum())) and not self._has_warned:
+                positions[draw] = left[pool.only(left).draw(draws[draw : draw + 1], by_popularity=by_popularity)[0]]
+        if (num_without := int((positions < 0).sum())) and not self._has_warned:
             self._has_warned = True
             _log.warning("%s negatives of a batch are left out: their users have taken all other items", num_without)
-        return places
+        return positions
 
-    def _pool_of(self, rows: Samples) -> ItemPool:
+    def _pool_of(self, rows: ClickDataset) -> ItemPool:
         """Of all these rows, 65,536 at a time; 8 bytes for every user and item that met."""
         keys, firsts, counts = (np.zeros(0, np.int64) for _ in range(3))
         pairs = [keys]
         for start in range(0, rows.num_rows, _CHUNK_ROWS):
             columns = rows.columns(np.arange(start, min(start + _CHUNK_ROWS, rows.num_rows)))
-            more, places, times = self._counted(columns)
+            more, positions, times = self._counted(columns)
             keys, first, inverse = np.unique(np.append(keys, more), return_index=True, return_inverse=True)
-            firsts = np.append(firsts, places + start)[first]
+            firsts = np.append(firsts, positions + start)[first]
             counts = np.bincount(inverse, weights=np.append(counts, times)).astype(np.int64)
             pairs.append(self._pairs(columns))
         return self._pool_with(rows.columns(firsts), keys, np.arange(len(keys)), counts, np.concatenate(pairs))
@@ -214,7 +214,7 @@ class NegativeSampler:
         return np.sort(np.concatenate(found))
 
 
-def with_user(schema: Schema) -> Schema:
+def with_user(schema: FeatureSchema) -> FeatureSchema:
     """The same, where rows are events, with the user's column as the group: negatives need to know who took what."""
     if schema.group is not None or schema.events is None:
         return schema
@@ -223,17 +223,17 @@ def with_user(schema: Schema) -> Schema:
     return replace(schema, group=user, group_kind=kinds[0] if kinds else "text")
 
 
-def _reading(schema: Schema, column: str | None) -> Sequence[str]:
+def _reading(schema: FeatureSchema, column: str | None) -> Sequence[str]:
     return [name for name, feature in schema.categorical.items() if (feature.column or name) == column]
 
 
 def _pair(users: Ints, items: Ints) -> Ints:
-    return scramble(scramble(users.view(np.uint64), 1) ^ items.view(np.uint64), 2).view(np.int64)
+    return hash_array(hash_array(users.view(np.uint64), 1) ^ items.view(np.uint64), 2).view(np.int64)
 
 
 def _contains(ascending: Ints, values: Ints) -> NDArray[np.bool_]:
     if not len(ascending):
         return np.zeros(len(values), bool)
-    places = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
-    found: NDArray[np.bool_] = ascending[places] == values
+    positions = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
+    found: NDArray[np.bool_] = ascending[positions] == values
     return found

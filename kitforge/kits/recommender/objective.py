@@ -13,8 +13,8 @@ from torch import Tensor
 from kitforge.core.parallel.world import World
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch
+from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.model import Recommender
-from kitforge.kits.recommender.samples import Samples
 
 Batch = TypeVar("Batch")
 
@@ -25,11 +25,11 @@ class Objective(ABC, Generic[Batch]):
     metric_for_best: str  # the metric whose largest value is the best
 
     @abstractmethod
-    def read(self, rows: Samples, indices: NDArray[np.int64], own: slice, step: int) -> Batch:
+    def read(self, rows: ClickDataset, indices: NDArray[np.int64], own: slice, step: int) -> Batch:
         """The samples of a step that are this rank's: those at the places `own` of `indices`."""
 
     @abstractmethod
-    def part(self, batch: Batch, start: int, stop: int) -> Mapping[str, Any]:
+    def micro_batch(self, batch: Batch, start: int, stop: int) -> Mapping[str, Any]:
         """Samples start .. stop - 1 of a batch as a micro-batch. `calls` are the requests of its forward passes."""
 
     @abstractmethod
@@ -42,12 +42,12 @@ class Objective(ABC, Generic[Batch]):
 
     @abstractmethod
     def evaluate(
-        self, model: Recommender, rows: Samples, batches: Iterable[NDArray[np.int64]], world: World
+        self, model: Recommender, rows: ClickDataset, batches: Iterable[NDArray[np.int64]], world: World
     ) -> dict[str, float]:
         """Metrics by name over this rank's batches of rows and those of all others, "loss" among them."""
 
 
-class Finding(Objective[Batch]):
+class RetrievalObjective(Objective[Batch]):
     """An objective of a family that finds items: vectors of users and items whose products say what goes together."""
 
     item_feature: str  # whose values are the items

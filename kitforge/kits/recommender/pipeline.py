@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.data.shard import digest
-from kitforge.data.tables.chunk import BadRows
+from kitforge.data.document_shard import fingerprint_of
+from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.column_cache import load_table
 from kitforge.data.tables.columns import NamedColumns
 from kitforge.data.tables.hashing import hash_text
@@ -23,16 +23,16 @@ from kitforge.data.token_cache import default_root
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.log import logger
-from kitforge.kits.recommender.assembling import finding_of
+from kitforge.kits.recommender.artifacts import ITEMS
 from kitforge.kits.recommender.batch import FeatureBatch
-from kitforge.kits.recommender.catalogue import Catalogue, save_catalogue
 from kitforge.kits.recommender.config import RecommendationOptions, RetrievalOptions
 from kitforge.kits.recommender.data import table_config
-from kitforge.kits.recommender.features import Encoder
-from kitforge.kits.recommender.keeping import ITEMS
+from kitforge.kits.recommender.factory import build_retrieval_objective
+from kitforge.kits.recommender.features import FeatureEncoder
+from kitforge.kits.recommender.item_catalog import ItemCatalog, save_item_catalog
 from kitforge.kits.recommender.model import MISSING_SUFFIX, Recommender, inputs_of
-from kitforge.kits.recommender.objective import Finding
-from kitforge.kits.recommender.serving import faiss, keep_index, kept_index, serving_folder
+from kitforge.kits.recommender.objective import RetrievalObjective
+from kitforge.kits.recommender.serving import faiss, load_index, save_index, serving_folder
 from kitforge.models.sasrec.model import SASRec
 
 _log = logger(__name__)
@@ -47,11 +47,11 @@ class RecommendationPipeline:
     """`pipeline(row)` gives `{"score": ...}`, the chance of a click; a list of rows, a file or a data set gives a list
     of those. `retrieve(user, k)` gives the k items that go best with a user."""
 
-    def __init__(self, model: Recommender, encoder: Encoder, options: RecommendationOptions) -> None:
+    def __init__(self, model: Recommender, encoder: FeatureEncoder, options: RecommendationOptions) -> None:
         self.model = model.eval()
         self.encoder = encoder
         self.options = options
-        self._finding = finding_of(model.config, options, encoder, model.catalogue)
+        self._retrieval = build_retrieval_objective(model.config, options, encoder, model.item_catalog)
         self._index: Any = None
 
     @torch.no_grad()
@@ -70,7 +70,7 @@ class RecommendationPipeline:
     @torch.no_grad()
     def scores(self, batch: FeatureBatch) -> Tensor:
         """The chances of a click [n] of encoded rows."""
-        inputs = inputs_of(batch, self.model.plan)
+        inputs = inputs_of(batch, self.model.requests)
         logits: Tensor = self.model(lambda: self.model.logits(inputs))
         return logits.float().sigmoid()
 
@@ -89,7 +89,7 @@ class RecommendationPipeline:
         encoder, wanted = self.user_encoder()
         others = dict.fromkeys(name for name in encoder.schema.layout(with_label=False).names if name not in wanted)
         rows = [{name: value for name, value in user.items() if name in wanted} | others for user in users]
-        return [found for batch in self._batches(rows, encoder) for found in self.items(batch, k)]
+        return [row_items for batch in self._batches(rows, encoder) for row_items in self.items(batch, k)]
 
     @torch.no_grad()
     def items(self, users: FeatureBatch, k: int) -> list[list[dict[str, Any]]]:
@@ -103,43 +103,43 @@ class RecommendationPipeline:
         vectors = finding.user_vectors(self.model, users).float().cpu().numpy()
         if not self.options.retrieval.exclude_seen:
             return vectors, np.zeros((len(vectors), 0), np.int64)
-        return vectors, catalogue.seen_places(users, finding.histories)
+        return vectors, catalogue.history_indices(users, finding.histories)
 
     def search(self, vectors: NDArray[np.float32], seen: NDArray[np.int64], k: int) -> list[list[dict[str, Any]]]:
         """The k items for each vector [B, dim] that are not at the places `seen` [B, L], the best first."""
         _, catalogue, index = self._ready()
         # As many more as a user may have seen: k are left.
         wanted = min(k + seen.shape[1], len(catalogue))
-        scores, places = index.search(np.ascontiguousarray(vectors), wanted)
+        scores, item_indices = index.search(np.ascontiguousarray(vectors), wanted)
         answers = []
-        for row, row_scores, own in zip(places, scores, seen, strict=True):
+        for row, row_scores, own in zip(item_indices, scores, seen, strict=True):
             chosen = np.flatnonzero(~np.isin(row, own))[:k]
-            answers.append(_named(catalogue, row[chosen], row_scores[chosen]))
+            answers.append(_name_items(catalogue, row[chosen], row_scores[chosen]))
         return answers
 
-    def places_of(self, items: Sequence[int | str]) -> NDArray[np.int64]:
+    def indices_of(self, items: Sequence[int | str]) -> NDArray[np.int64]:
         """Where in the catalogue items are, by what the data call them; -1 for one that is not there."""
         finding, catalogue, _ = self._ready()
         feature = finding.item_feature
         is_text = self.encoder.schema.column_of(feature).kind == "text"
         keys = np.array([hash_text(str(item)) if is_text else int(item) for item in items], np.int64)
-        places = catalogue.places(torch.from_numpy(self.encoder.ids_of(feature, keys)))
-        return np.where((places >= 0) & (catalogue.keys[places] == keys), places, -1)
+        item_indices = catalogue.indices_of(torch.from_numpy(self.encoder.ids_of(feature, keys)))
+        return np.where((item_indices >= 0) & (catalogue.keys[item_indices] == keys), item_indices, -1)
 
     @property
-    def finds_items(self) -> bool:
+    def is_retrieval(self) -> bool:
         """Whether the family finds items for users, rather than scoring rows."""
-        return self._finding is not None
+        return self._retrieval is not None
 
     @torch.no_grad()
     def save_index(self, folder: str | Path) -> None:
         """Write faiss's index of the item vectors, items.faiss, and what its places are called, items.safetensors."""
         _, catalogue, index = self._ready()
-        keep_index(Path(folder) / INDEX, index)
-        save_catalogue(Path(folder) / ITEMS, catalogue)
+        save_index(Path(folder) / INDEX, index)
+        save_item_catalog(Path(folder) / ITEMS, catalogue)
 
-    def _ready(self) -> tuple[Finding[Any], Catalogue, Any]:
-        if self._finding is None or self.model.catalogue is None:
+    def _ready(self) -> tuple[RetrievalObjective[Any], ItemCatalog, Any]:
+        if self._retrieval is None or self.model.item_catalog is None:
             raise ModelError(
                 "this family finds no items, it scores rows",
                 got=self.model.config.family,
@@ -147,44 +147,46 @@ class RecommendationPipeline:
                 fix="call the pipeline with rows",
             )
         if self._index is None:
-            self._index = self._kept_or_new(self._finding, self.options.retrieval.index)
-        return self._finding, self.model.catalogue, self._index
+            self._index = self._load_or_build(self._retrieval, self.options.retrieval.index)
+        return self._retrieval, self.model.item_catalog, self._index
 
     @torch.no_grad()
-    def _kept_or_new(self, finding: Finding[Any], kind: str) -> Any:
+    def _load_or_build(self, retrieval: RetrievalObjective[Any], kind: str) -> Any:
         """The index of the items, kept beside the run so that the next pipeline has it at once."""
-        if self.model.origin is None:
-            return self._built(finding)
-        mark = digest("index", kind, self.options.tables.served, getattr(faiss(), "__version__", ""))[:12]
-        path = serving_folder(self.model.origin) / f"items-{mark}.faiss"
-        if (index := kept_index(path)) is None:
-            index = self._built(finding)
+        if self.model.checkpoint_folder is None:
+            return self._build_index(retrieval)
+        mark = fingerprint_of("index", kind, self.options.tables.serving_dtype, getattr(faiss(), "__version__", ""))[
+            :12
+        ]
+        path = serving_folder(self.model.checkpoint_folder) / f"items-{mark}.faiss"
+        if (index := load_index(path)) is None:
+            index = self._build_index(retrieval)
             try:
-                keep_index(path, index)
+                save_index(path, index)
             except OSError as error:
                 _log.warning("the index of items is not kept: %s", error)
         set_search(index, self.options.retrieval)
         return index
 
-    def _built(self, finding: Finding[Any]) -> Any:
+    def _build_index(self, retrieval: RetrievalObjective[Any]) -> Any:
         """A new index. Where it is not exact, its recall is measured and logged."""
-        vectors, options = finding.item_vectors(self.model), self.options.retrieval
-        index = index_of(vectors, options.index)
+        vectors, options = retrieval.item_vectors(self.model), self.options.retrieval
+        index = build_index(vectors, options.index)
         set_search(index, options)
         if options.index != "Flat":
-            found = index_recall(index, vectors, options.top)
+            recall = index_recall(index, vectors, options.top_k)
             words = "recall@%d of the index %s is %.3f of an exact search, over item vectors as queries%s"
             more = (
-                "; raise retrieval.nprobe or retrieval.ef_search, or take retrieval.index=Flat" if found < 0.9 else ""
+                "; raise retrieval.nprobe or retrieval.ef_search, or take retrieval.index=Flat" if recall < 0.9 else ""
             )
-            _log.log(WARNING if more else INFO, words, options.top, options.index, found, more)
+            _log.log(WARNING if more else INFO, words, options.top_k, options.index, recall, more)
         return index
 
-    def scoring_encoder(self) -> Encoder:
+    def scoring_encoder(self) -> FeatureEncoder:
         """What encodes rows that are only scored, for which no group is needed."""
-        return Encoder(dataclasses.replace(self.encoder.schema, group=None), self.encoder.statistics)
+        return FeatureEncoder(dataclasses.replace(self.encoder.schema, group=None), self.encoder.statistics)
 
-    def user_encoder(self) -> tuple[Encoder, set[str]]:
+    def user_encoder(self) -> tuple[FeatureEncoder, set[str]]:
         """What encodes rows of users, and the columns that it needs; all others are empty in such rows."""
         finding, _, _ = self._ready()
         names = {name.removesuffix(MISSING_SUFFIX) for name in finding.user_features}
@@ -195,9 +197,9 @@ class RecommendationPipeline:
             for name, item in schema.categorical.items()
         }
         asked = dataclasses.replace(schema, categorical=optional, group=None)
-        return Encoder(asked, self.encoder.statistics), {schema.source_column(name) for name in names}
+        return FeatureEncoder(asked, self.encoder.statistics), {schema.source_column(name) for name in names}
 
-    def _batches(self, rows: Any, encoder: Encoder | None = None) -> list[FeatureBatch]:
+    def _batches(self, rows: Any, encoder: FeatureEncoder | None = None) -> list[FeatureBatch]:
         encoder = encoder or self.encoder
         source = open_table(rows, table_config(self.options.data))
         layout = encoder.schema.layout(with_label=False)
@@ -207,7 +209,7 @@ class RecommendationPipeline:
         return [encoder.encode(NamedColumns(table.rows(part), layout)) for part in parts]
 
 
-def index_of(vectors: Tensor, kind: str) -> Any:
+def build_index(vectors: Tensor, kind: str) -> Any:
     """faiss's index, by inner product, of vectors [I, dim]; raises DependencyError without faiss, ConfigError for words
     that it does not know or that ask for more items than there are."""
     values = np.ascontiguousarray(vectors.float().cpu().numpy())
@@ -252,13 +254,15 @@ def index_recall(index: Any, vectors: Tensor, k: int, num_queries: int = 256) ->
     values = np.ascontiguousarray(vectors.float().cpu().numpy())
     queries = values[np.linspace(0, len(values) - 1, min(num_queries, len(values))).astype(np.int64)]
     k = min(k, len(values))
-    _, found = index.search(queries, k)
+    _, approximate = index.search(queries, k)
     products = queries @ values.T
     exact = np.argpartition(-products, k - 1, axis=1)[:, :k]
-    hits = sum(len(np.intersect1d(one, other)) for one, other in zip(found, exact, strict=True))
+    hits = sum(len(np.intersect1d(one, other)) for one, other in zip(approximate, exact, strict=True))
     return hits / (k * len(queries))
 
 
-def _named(catalogue: Catalogue, places: NDArray[np.int64], scores: NDArray[np.float32]) -> list[dict[str, Any]]:
-    found = [(place, score) for place, score in zip(places.tolist(), scores.tolist(), strict=True) if place >= 0]
-    return [{"item": catalogue.item(place), "score": score} for place, score in found]
+def _name_items(
+    catalogue: ItemCatalog, indices: NDArray[np.int64], scores: NDArray[np.float32]
+) -> list[dict[str, Any]]:
+    matches = [(index, score) for index, score in zip(indices.tolist(), scores.tolist(), strict=True) if index >= 0]
+    return [{"item": catalogue.item(item_index), "score": score} for item_index, score in matches]

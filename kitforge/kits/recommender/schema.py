@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-from kitforge.data.tables.columns import KeyColumn, KeyKind, LabelColumn, Layout, ListColumn
+from kitforge.data.tables.columns import ColumnLayout, KeyColumn, KeyKind, LabelColumn, ListColumn
 from kitforge.data.tables.events import EventColumns
 from kitforge.foundation.config import check, from_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, nearest
@@ -27,7 +27,7 @@ class NumericFeature:
 
     column: str | None = None  # None: the feature's name
     log: bool = False  # sign(x) log(1 + |x|)
-    standardise: bool = True  # by mean and deviation of the training rows
+    standardize: bool = True  # by mean and deviation of the training rows
     missing: Literal["mean", "zero"] = "mean"  # what stands for a missing value; zero is taken before the logarithm
     indicator: bool = False  # a second number, 1 where the value is missing
 
@@ -114,7 +114,7 @@ class CrossFeature:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schema:
+class FeatureSchema:
     """Every feature by its name, the label and the group key."""
 
     # Rows of events (user, item, time), put together by user before features are read; None: rows are as they are.
@@ -159,7 +159,7 @@ class Schema:
         }
         return features[name].column or name
 
-    def layout(self, *, with_label: bool = True) -> Layout:
+    def layout(self, *, with_label: bool = True) -> ColumnLayout:
         """What has to be read of a table; without the label where rows are only scored."""
         keys: dict[str, KeyColumn] = {}
         for name, feature in self.categorical.items():
@@ -174,7 +174,7 @@ class Schema:
             check(same, f"data.schema {column.name}", "two ways to read it", "one kind and one separator")
         numeric: dict[str, NumericFeature | BucketFeature] = {**self.numeric, **self.bucketed}
         numbers = [number.column or name for name, number in numeric.items()]
-        return Layout(
+        return ColumnLayout(
             numbers=tuple(dict.fromkeys(numbers)),
             keys=tuple(keys.values()),
             lists=tuple(lists.values()),
@@ -182,9 +182,9 @@ class Schema:
         )
 
 
-def read_schema(spec: object) -> Schema:
+def read_schema(spec: object) -> FeatureSchema:
     """The schema of `data.schema`: a mapping, or the path of a YAML file, with or without `schema:` at its head."""
-    if isinstance(spec, Schema):
+    if isinstance(spec, FeatureSchema):
         return spec
     values = spec
     if isinstance(spec, (str, os.PathLike)):
@@ -197,7 +197,7 @@ def read_schema(spec: object) -> Schema:
         values = values["schema"]
     check(isinstance(values, Mapping), "data.schema", values, "features by their names, or a YAML file")
     assert isinstance(values, Mapping)
-    return from_dict(Schema, _with_items(values), "data.schema")
+    return from_dict(FeatureSchema, _with_items(values), "data.schema")
 
 
 def _with_items(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -208,23 +208,25 @@ def _with_items(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, "sequences": {events["item"]: {"encoding": "vocabulary"}}}
 
 
-def schema_yaml(schema: Schema) -> str:
+def schema_yaml(schema: FeatureSchema) -> str:
     """The schema as it may stand in a file, without what is as it would be anyway."""
-    return to_yaml({"schema": _told(schema)})
+    return to_yaml({"schema": _non_default(schema)})
 
 
-def _told(config: Any) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+def _non_default(config: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for field_ in fields(config):
         value = getattr(config, field_.name)
         if is_dataclass(value):
-            told[field_.name] = _told(value)
+            values[field_.name] = _non_default(value)
         elif isinstance(value, dict):
             # A name in quotes is never taken for a number, a truth or a list.
-            told |= {field_.name: {json.dumps(name): _told(item) for name, item in value.items()}} if value else {}
+            values |= (
+                {field_.name: {json.dumps(name): _non_default(item) for name, item in value.items()}} if value else {}
+            )
         elif value != field_.default:
-            told[field_.name] = value
-    return told
+            values[field_.name] = value
+    return values
 
 
 def _add(keys: dict[str, KeyColumn], column: str, kind: KeyKind, is_required: bool) -> None:

@@ -14,35 +14,35 @@ import numpy as np
 import torch
 from torch import nn
 
-from kitforge.core.checkpoint.layout import MANIFEST
 from kitforge.core.checkpoint.load import Checkpoint, load_tensors, open_checkpoint
-from kitforge.core.checkpoint.tables import StoredTable
+from kitforge.core.checkpoint.manifest import MANIFEST
+from kitforge.core.checkpoint.table_reader import StoredTable
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.data.shard import digest
-from kitforge.embedding_cache.serving.convert import convert
-from kitforge.embedding_cache.serving.table import ServedDtype, ServedTable
+from kitforge.data.document_shard import fingerprint_of
+from kitforge.embedding_cache.serving.quantize import quantize_tables
+from kitforge.embedding_cache.serving.table import ServedTable, ServingDtype
 from kitforge.foundation.errors import ConfigError, DependencyError, ModelError
 from kitforge.foundation.files import atomic_file, one_at_a_time
 from kitforge.foundation.log import logger
-from kitforge.kits.recommender.assembling import checkpoint_of, recorded_options
-from kitforge.kits.recommender.keeping import find_catalogue, find_features
-from kitforge.kits.recommender.lookups import LookupPlan
-from kitforge.kits.recommender.model import Recommender, ServedTables, plan_of
+from kitforge.kits.recommender.artifacts import find_features, find_item_catalog
+from kitforge.kits.recommender.embedding_requests import EmbeddingRequestPlan
+from kitforge.kits.recommender.factory import open_run_checkpoint, recorded_options
+from kitforge.kits.recommender.model import ReadOnlyTables, Recommender, build_request_plan
 from kitforge.models.catalog import recommender_of
 
 _log = logger(__name__)
 
 
-def served(folder: Path, device: torch.device, level: CompileLevel) -> Recommender:
+def open_served(folder: Path, device: torch.device, level: CompileLevel) -> Recommender:
     """The recommender of a run or a step, over the rows as training left them."""
-    checkpoint = checkpoint_of(folder)
+    checkpoint = open_run_checkpoint(folder)
     encoder = find_features(folder)
     config = recommender_of(recorded_options(checkpoint).model)
-    tables = _served_tables(checkpoint, plan_of(config, encoder), {}, 0)
+    tables = _served_tables(checkpoint, build_request_plan(config, encoder), {}, 0)
     model = Recommender(config, encoder, tables, level)
     load_tensors(dict(model.named_parameters()), checkpoint.model(), what="model")
-    model.catalogue = find_catalogue(folder)
-    model.origin = checkpoint.folder
+    model.item_catalog = find_item_catalog(folder)
+    model.checkpoint_folder = checkpoint.folder
     return model.to(device)
 
 
@@ -53,44 +53,44 @@ def refreshed(model: Recommender, checkpoint: Checkpoint, num_newer: int, level:
     config = recommender_of(recorded_options(checkpoint).model)
     if config != model.config:
         raise ModelError("the newer checkpoint is of another network", got=config, expected=model.config)
-    assert isinstance(model.tables, ServedTables)
+    assert isinstance(model.tables, ReadOnlyTables)
     older = {name: table for name, table in model.tables.tables.items() if isinstance(table, ServedTable)}
-    tables = _served_tables(checkpoint, model.plan, older, num_newer)
+    tables = _served_tables(checkpoint, model.requests, older, num_newer)
     newer = Recommender(config, model.encoder, tables, level)
     load_tensors(dict(newer.named_parameters()), checkpoint.model(), what="model")
-    newer.catalogue = model.catalogue
+    newer.item_catalog = model.item_catalog
     return newer.to(next(model.parameters()).device)
 
 
 def _served_tables(
-    checkpoint: Checkpoint, plan: LookupPlan, older: Mapping[str, ServedTable], num_newer: int
-) -> ServedTables:
+    checkpoint: Checkpoint, plan: EmbeddingRequestPlan, older: Mapping[str, ServedTable], num_newer: int
+) -> ReadOnlyTables:
     pooling = recorded_options(checkpoint).tables.pooling
-    links = checkpoint.links[:num_newer] or checkpoint.links
+    links = checkpoint.increments[:num_newer] or checkpoint.increments
     tables: dict[str, nn.Module] = {
         name: ServedTable(
             StoredTable(name, links), mode="sum" if table.kind == "wide" else pooling, older=older.get(name)
         )
         for name, table in plan.tables.items()
     }
-    return ServedTables(tables, plan.features)
+    return ReadOnlyTables(tables, plan.features)
 
 
-def serve_as(model: Recommender, dtype: ServedDtype) -> None:
+def serve_quantized(model: Recommender, dtype: ServingDtype) -> None:
     """Let a model that only reads look up rows of so many bits, in files that are made once. Raises ConfigError for a
     model that is trained."""
-    if model.origin is None or not isinstance(model.tables, ServedTables):
+    if model.checkpoint_folder is None or not isinstance(model.tables, ReadOnlyTables):
         raise ConfigError(
             "the rows of a model that is trained are not made smaller",
-            got=f"tables.served={dtype} for a model in memory",
+            got=f"tables.serving_dtype={dtype} for a model in memory",
             expected="a run folder",
             fix="name the folder: model=RUN",
         )
-    folder = serving_folder(model.origin) / dtype
+    folder = serving_folder(model.checkpoint_folder) / dtype
     folder.mkdir(parents=True, exist_ok=True)
     with one_at_a_time(folder, _log, f"making {dtype} tables"):
         if not (folder / "tables" / MANIFEST).exists():
-            convert(open_checkpoint(model.origin), folder / "tables", dtype)
+            quantize_tables(open_checkpoint(model.checkpoint_folder), folder / "tables", dtype)
     smaller: Checkpoint = open_checkpoint(folder / "tables")
     for name, table in model.tables.tables.items():
         assert isinstance(table, ServedTable)
@@ -99,18 +99,18 @@ def serve_as(model: Recommender, dtype: ServedDtype) -> None:
 
 def serving_folder(step: Path) -> Path:
     """Where files are that were made of this step's."""
-    mark = digest("serving", (step / MANIFEST).read_bytes())[:12]
+    mark = fingerprint_of("serving", (step / MANIFEST).read_bytes())[:12]
     return step.resolve().parent.parent / "serving" / f"{step.name}-{mark}"
 
 
-def keep_index(path: Path, index: Any) -> None:
+def save_index(path: Path, index: Any) -> None:
     """Write faiss's index, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
         file.write(faiss().serialize_index(index).tobytes())
 
 
-def kept_index(path: Path) -> Any:
+def load_index(path: Path) -> Any:
     """The index that was kept; None where there is none."""
     return faiss().deserialize_index(np.fromfile(path, np.uint8)) if path.exists() else None
 

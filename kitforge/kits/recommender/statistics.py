@@ -11,11 +11,11 @@ from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import write_text
 from kitforge.foundation.untrusted import parse_json
-from kitforge.kits.recommender.schema import Schema
+from kitforge.kits.recommender.schema import FeatureSchema
 
 FORMAT = 1
 # Tables that are named where values share buckets.
-_MOST_TABLES = 4
+_MAX_TABLES = 4
 
 
 @final
@@ -30,7 +30,7 @@ class Moments:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Occupancy:
+class CollisionStats:
     """How the distinct values of a hashed table share its buckets."""
 
     num_values: int  # distinct ones
@@ -45,7 +45,7 @@ class Occupancy:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
+class FeatureStatistics:
     """All of it, by feature or by table."""
 
     num_rows: int
@@ -53,25 +53,25 @@ class Statistics:
     edges: dict[str, tuple[float, ...]] = field(default_factory=dict)
     vocabularies: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by table: keys by falling frequency
     num_rare: dict[str, int] = field(default_factory=dict)  # by table: distinct values left out of the vocabulary
-    occupancy: dict[str, Occupancy] = field(default_factory=dict)  # by table
+    collision_stats: dict[str, CollisionStats] = field(default_factory=dict)  # by table
     positive_rate: float | None = None  # share of labels that are 1
 
     def collisions(self) -> str | None:
         """The tables whose values share buckets, in words, those with the largest share of such values first."""
-        crowded = [(name, each) for name, each in self.occupancy.items() if each.num_colliding]
+        crowded = [(name, each) for name, each in self.collision_stats.items() if each.num_colliding]
         crowded.sort(key=lambda item: -item[1].num_colliding / item[1].num_values)
-        words = [f"{name} {each}" for name, each in crowded[:_MOST_TABLES]]
+        words = [f"{name} {each}" for name, each in crowded[:_MAX_TABLES]]
         left = len(crowded) - len(words)
         return "; ".join(words + ([f"fewer in {left} other tables"] if left else [])) or None
 
 
-def save_features(path: Path, schema: Schema, statistics: Statistics) -> None:
+def save_features(path: Path, schema: FeatureSchema, statistics: FeatureStatistics) -> None:
     """Write schema and statistics to one JSON file, whole or not at all."""
     content = {"format": FORMAT, "schema": to_dict(schema), "statistics": to_dict(statistics)}
     write_text(path, json.dumps(content, separators=(",", ":")))
 
 
-def load_features(path: Path) -> tuple[Schema, Statistics]:
+def load_features(path: Path) -> tuple[FeatureSchema, FeatureStatistics]:
     """What `save_features` wrote. Raises DataError for anything else."""
     try:
         content: Any = parse_json(path.read_bytes())
@@ -80,4 +80,6 @@ def load_features(path: Path) -> tuple[Schema, Statistics]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         got = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise DataError(f"{path} holds no features", got=f"format {got}", expected=f"format {FORMAT}")
-    return from_dict(Schema, content["schema"], "schema"), from_dict(Statistics, content["statistics"], "statistics")
+    return from_dict(FeatureSchema, content["schema"], "schema"), from_dict(
+        FeatureStatistics, content["statistics"], "statistics"
+    )

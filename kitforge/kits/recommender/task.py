@@ -15,17 +15,17 @@ from torch import nn
 
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.world import World
-from kitforge.data.prefetch import Prefetcher
-from kitforge.data.sampler import order
+from kitforge.data.prefetch import BackgroundPrefetcher
+from kitforge.data.sampler import shuffled_indices
 from kitforge.embedding_cache.collection import EmbeddingCollection
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.recommender.config import RecommendationOptions
-from kitforge.kits.recommender.data import Dataset
+from kitforge.kits.recommender.data import RecommendationDataset
+from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.model import Recommender
 from kitforge.kits.recommender.objective import Objective
-from kitforge.kits.recommender.samples import Samples
-from kitforge.kits.recommender.stream import Stream
+from kitforge.kits.recommender.streaming_dataset import StreamingDataset
 from kitforge.trainer.task import BestMetric, Task
 
 
@@ -36,7 +36,7 @@ class RecommendationTask(Task):
     def __init__(
         self,
         options: RecommendationOptions,
-        dataset: Dataset,
+        dataset: RecommendationDataset,
         objective: Objective[Any],
         build: Callable[[World], nn.Module],
         world: World,
@@ -61,15 +61,15 @@ class RecommendationTask(Task):
 
     def num_steps(self, epochs: float) -> int | None:
         """Steps in that many passes over the rows; the last one may be smaller. A stream has none that is known."""
-        if isinstance(self._dataset.train, Stream):
+        if isinstance(self._dataset.train, StreamingDataset):
             return None
         return math.ceil(self._num_samples(epochs) / self._options.data.step_size)
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Batches from the cursor on, made ready in the background; then their rows, where a cache fetches ahead."""
-        depth = self._options.cache.prefetch_depth
+        depth = self._options.cache.prefetch_batches
         tables = cast(EmbeddingCollection, cast(Recommender, model).tables)
-        with Prefetcher(self._batches(cursor), depth=self._options.data.prefetch) as batches:
+        with BackgroundPrefetcher(self._batches(cursor), depth=self._options.data.prefetch) as batches:
             if depth == 0:
                 yield from self._marked(batches)
                 return
@@ -92,14 +92,14 @@ class RecommendationTask(Task):
         if rows is None or rows.num_rows == 0:
             return {}
         batches = self._evaluation_batches(rows.num_rows)
-        found = self._objective.evaluate(cast(Recommender, model), rows, batches, self._world)
-        return {f"eval/{name}": value for name, value in found.items()}
+        metrics = self._objective.evaluate(cast(Recommender, model), rows, batches, self._world)
+        return {f"eval/{name}": value for name, value in metrics.items()}
 
     def state(self) -> dict[str, Any]:
         """Which rows the cursor counts, and where a stream goes on."""
         train = self._dataset.train
-        place = {"stream": train.state()} if isinstance(train, Stream) else {}
-        return {"rows": self._dataset.fingerprint, **place}
+        stream_state = {"stream": train.state()} if isinstance(train, StreamingDataset) else {}
+        return {"rows": self._dataset.fingerprint, **stream_state}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Refuse to go on over other rows than those the run began with."""
@@ -110,14 +110,14 @@ class RecommendationTask(Task):
                 expected=f"rows {state['rows'][:12]}",
                 fix="put the files back, or add trainer.allow_data_changes=true to go on all the same",
             )
-        if isinstance(self._dataset.train, Stream) and "stream" in state:
+        if isinstance(self._dataset.train, StreamingDataset) and "stream" in state:
             self._dataset.train.load_state(state["stream"])
 
     def _marked(self, steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
         """The steps as they are. Those that were handed out count as trained in the checkpoints that follow, since
         these are only made between steps."""
         stream = self._dataset.train
-        if not isinstance(stream, Stream):
+        if not isinstance(stream, StreamingDataset):
             yield from steps
             return
         try:
@@ -132,8 +132,8 @@ class RecommendationTask(Task):
 
     def _batches(self, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Steps from the cursor on."""
-        if isinstance(self._dataset.train, Stream):
-            yield from self._streamed(self._dataset.train, cursor)
+        if isinstance(self._dataset.train, StreamingDataset):
+            yield from self._stream_batches(self._dataset.train, cursor)
             return
         options, rows = self._options, self._dataset.train_rows()
         size = options.data.step_size
@@ -142,12 +142,12 @@ class RecommendationTask(Task):
         sample, step = cursor.samples, cursor.step
         while limit is None or sample < limit:
             wanted = size if limit is None else min(size, limit - sample)
-            indices = order(options.seed, rows.num_rows, sample, wanted, shuffle=options.data.shuffle)
+            indices = shuffled_indices(options.seed, rows.num_rows, sample, wanted, shuffle=options.data.shuffle)
             yield self._micro_batches(rows, indices, sample, step)
             sample += wanted
             step += 1
 
-    def _streamed(self, stream: Stream, cursor: Cursor) -> Iterator[list[MicroBatch]]:
+    def _stream_batches(self, stream: StreamingDataset, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         sample, step, last = cursor.samples, cursor.step, self._options.trainer.max_steps
         # Rows behind the last step are not read: another run may take them.
         left = None if last is None else max(last - step, 0)
@@ -156,7 +156,7 @@ class RecommendationTask(Task):
             sample += rows.num_rows
             step += 1
 
-    def _micro_batches(self, rows: Samples, indices: NDArray[np.int64], first: int, step: int) -> list[MicroBatch]:
+    def _micro_batches(self, rows: ClickDataset, indices: NDArray[np.int64], first: int, step: int) -> list[MicroBatch]:
         """This rank's share of a batch, in as many micro-batches as the rank with the largest share has."""
         world = self._world
         begin, end = (len(indices) * each // world.num_replicas for each in (world.replica, world.replica + 1))
@@ -166,7 +166,7 @@ class RecommendationTask(Task):
         parts: list[MicroBatch] = []
         for start in range(0, largest, size):
             stop = min(start + size, end - begin)
-            part = self._objective.part(batch, min(start, stop), stop)
+            part = self._objective.micro_batch(batch, min(start, stop), stop)
             numbers = torch.arange(first + begin + min(start, stop), first + begin + stop)
             parts.append({**part, "samples": numbers, "step": step})
         return parts

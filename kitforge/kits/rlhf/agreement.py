@@ -19,7 +19,7 @@ from kitforge.kits.rlhf.networks import tokenizer_beside
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.scoring import several_of
 from kitforge.trainer.callbacks.callback import Callback, Event
-from kitforge.trainer.callbacks.callback import Run as Running
+from kitforge.trainer.callbacks.callback import RunContext as Running
 from kitforge.trainer.run import Run
 
 # Roles that read the tokens that the policy writes.

@@ -8,7 +8,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from kitforge.data.dialogues import DialogueReader, Response
+from kitforge.data.chat_datasets import ChatDatasetReader, TokenizedExample
 from kitforge.data.source import open_rows
 from kitforge.data.template import template_of
 from kitforge.foundation.errors import ConfigError, DataError
@@ -38,9 +38,11 @@ def write_scores(pipeline: RewardPipeline, options: DialogueOptions, target: Pat
             raise DataError("there are no rows to score", got=options.eval, expected="at least one")
 
 
-def _responses(pipeline: RewardPipeline, options: DialogueOptions) -> Iterator[tuple[Mapping[str, Any], Response]]:
+def _responses(
+    pipeline: RewardPipeline, options: DialogueOptions
+) -> Iterator[tuple[Mapping[str, Any], TokenizedExample]]:
     """Every usable row with the tokens that are scored."""
-    reader, num_dropped = DialogueReader(pipeline.tokenizer, template_of(pipeline.tokenizer), options.columns), 0
+    reader, num_dropped = ChatDatasetReader(pipeline.tokenizer, template_of(pipeline.tokenizer), options.columns), 0
     for place, row in chain.from_iterable(shard.rows() for shard in open_rows(options.eval)):
         try:
             [response] = reader.demonstrations([row])

@@ -14,8 +14,8 @@ from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import config_of as config_of_adapter
-from kitforge.core.parallel.apply import parallel_of
-from kitforge.core.parallel.lobby import Lobby
+from kitforge.core.parallel.parallelize import parallel_model_of
+from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
 from kitforge.data.tokenizer import TOKENIZER_FOLDER, ByteTokenizer, Tokenizer, find_tokenizer
 from kitforge.foundation import device as devices
@@ -38,11 +38,11 @@ from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.scoring import named_reward
 from kitforge.kits.rlhf.stages import Inputs, Parts, Prepared, parts_of
 from kitforge.kits.rlhf.weights import whole_factors
-from kitforge.models.adapters import save_adapter
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import OpenRun, StoredModel
+from kitforge.models.loading import OpenCheckpoint, StoredModel
+from kitforge.models.peft import save_adapter
 from kitforge.trainer.assembly import RunAssembly, evaluated
-from kitforge.trainer.callbacks.callback import Callback, Event, Run, can_save_at_end
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
 from kitforge.trainer.run import Run as FinishedRun
 from kitforge.trainer.run import default_folder, make_loop
 from kitforge.trainer.signals import signals
@@ -77,7 +77,7 @@ class Stage:
         """The options of the task from a plain dict; raises ConfigError."""
         return from_dict(self.OPTIONS, values)
 
-    def assemble(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> Assembly:
+    def assemble(self, options: StageOptions, inputs: Inputs, lobby: Rendezvous) -> Assembly:
         """Everything that a run needs, in the order in which mistakes are cheapest to find."""
         parts = _parts(options, inputs, lobby)
         prepared = self.prepare(parts)
@@ -96,7 +96,7 @@ class Stage:
         config_text = to_yaml(recorded)
         return Assembly(loop=loop, folder=folder, tokenizer=parts.tokenizer, options=options, config_text=config_text)
 
-    def attend(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> FinishedRun:
+    def attend(self, options: StageOptions, inputs: Inputs, lobby: Rendezvous) -> FinishedRun:
         """The part in a run of a rank that trains nothing, which lasts as long as the run does."""
         parts = _parts(options, inputs, lobby)
         prepared = self.prepare(parts)
@@ -116,9 +116,9 @@ class Stage:
     def check_degrees(self, options: StageOptions) -> None:
         """Raise ConfigError for axes that the stage cannot be split along, before any rank is started."""
         degrees = options.parallel
-        is_whole = degrees.tensor == 1 or not degrees.sequence
-        expected, fix = "false for rows of any length", "add parallel.sequence=false"
-        check(is_whole, "parallel.sequence", degrees.sequence, expected, fix)
+        is_whole = degrees.tensor == 1 or not degrees.sequence_parallel
+        expected, fix = "false for rows of any length", "add parallel.sequence_parallel=false"
+        check(is_whole, "parallel.sequence_parallel", degrees.sequence_parallel, expected, fix)
 
     def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
         """Of the options that a run wrote down, those that its evaluation begins with. Raises ConfigError for a
@@ -132,15 +132,15 @@ class Stage:
             )
         return {name: value for name, value in recorded.items() if name not in NOT_EVALUATED}
 
-    def evaluate(self, options: StageOptions, inputs: Inputs, lobby: Lobby) -> dict[str, float]:
+    def evaluate(self, options: StageOptions, inputs: Inputs, lobby: Rendezvous) -> dict[str, float]:
         """The metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
         prepared = self.prepare(_parts(options, inputs, lobby, is_evaluation=True))
-        world = lobby.join().with_precision(options.precision)
+        world = lobby.init_process_group().with_precision(options.precision)
         task, _ = prepared.task(world)
-        if world.is_apart:
+        if world.is_inference_only:
             return _attended(task, options).metrics
         model = task.build(world)
-        parallel = parallel_of(model, world, sharding_of(model))
+        parallel = parallel_model_of(model, world, sharding_of(model))
         metrics = evaluated(task, parallel, world.device, options.precision)
         task.close(Ending(metrics=metrics))
         return metrics
@@ -150,7 +150,7 @@ class Stage:
         parts = parts_of(options, Inputs(), torch.device("cpu"))
         readers: dict[type[StageOptions], Callable[[object], Iterator[Any]]] = {
             SFTOptions: parts.reader.demonstrations,
-            KTOOptions: parts.reader.judged,
+            KTOOptions: parts.reader.unpaired,
             RLOptions: parts.reader.prompts,
         }
         read = readers.get(self.OPTIONS, parts.reader.pairs)
@@ -198,7 +198,7 @@ class Stage:
         """What `export` writes of a run of this stage: a language model, or one that gives scores."""
         return open_scalar(folder) if self.OPTIONS is RewardOptions else open_policy(folder)
 
-    def open_model(self, folder: Path, open_run: OpenRun = find_checkpoint) -> StoredModel:
+    def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
         """The language model of a run of this stage, or of one of its steps, of which no weight is read yet. Raises
         ModelError for a run whose model gives scores."""
         if self.OPTIONS is RewardOptions:
@@ -239,21 +239,21 @@ def _reward_argument(reward: Any) -> str:
     return f"reward=[{','.join(map(str, several))}]" if isinstance(several, list) else f"reward={several}"
 
 
-def _parts(options: StageOptions, inputs: Inputs, lobby: Lobby, *, is_evaluation: bool = False) -> Parts:
+def _parts(options: StageOptions, inputs: Inputs, lobby: Rendezvous, *, is_evaluation: bool = False) -> Parts:
     """Rows and tokenizer. Raises ConfigError for a role that reads other tokens than the policy writes."""
     parts = parts_of(options, inputs, lobby.device, rank=lobby.rank, is_evaluation=is_evaluation)
     check_readers(options, inputs.roles, parts.tokenizer)
     return parts
 
 
-def _met(options: StageOptions, inputs: Inputs, lobby: Lobby, prepared: Prepared) -> tuple[World, Path]:
+def _met(options: StageOptions, inputs: Inputs, lobby: Rendezvous, prepared: Prepared) -> tuple[World, Path]:
     """The world of all ranks, once they are about to do the same, and the folder of their run."""
-    world = lobby.join().with_precision(options.precision)
+    world = lobby.init_process_group().with_precision(options.precision)
     # A rank that holds no policy does not know what it looks like, and takes the others' word.
-    network = world.first(prepared.network)
+    network = world.broadcast_object(prepared.network)
     recorded = _recorded(options, inputs, network if prepared.network is None else prepared.network)
     lobby.check_same({"configuration": to_yaml(recorded), "training rows": prepared.fingerprint})
-    return world, world.first(default_folder(options, inputs.model_name))
+    return world, world.broadcast_object(default_folder(options, inputs.model_name))
 
 
 def _recorded(options: StageOptions, inputs: Inputs, network: dict[str, Any] | None) -> dict[str, Any]:
@@ -289,7 +289,7 @@ class KeepTokenizer(Callback):
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         """At the start."""
         if event.kind == "start" and run.folder is not None and run.world.rank == 0:
             self._tokenizer.save(run.folder / TOKENIZER_FOLDER)
@@ -300,7 +300,7 @@ class KeepAdapter(Callback):
     """Writes the adapter of the policy or of the reward model beside the run, as PEFT reads it, where its layers have
     names there."""
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         """At the end."""
         scalar = run.model if isinstance(run.model, ScalarModel) else None
         network = policy_of(run.model) if scalar is None else scalar.backbone

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.data.dialogues import Response
+from kitforge.data.chat_datasets import TokenizedExample
 from kitforge.data.packing import IGNORED
 from kitforge.foundation.types import MicroBatch
 
 
-def padded(responses: Sequence[Response], pad_id: int) -> dict[str, Tensor]:
+def padded(responses: Sequence[TokenizedExample], pad_id: int) -> dict[str, Tensor]:
     """A row for each response, filled on the right, which causal attention never looks at.
 
     `tokens` [B, T]; `targets` [B, T], the next token where it is learnt, -100 elsewhere; `ends` [B], where the last
@@ -34,7 +34,7 @@ def input_tokens(step: Sequence[MicroBatch]) -> Tensor:
     return torch.stack([micro_batch["lengths"].sum() for micro_batch in step]).sum()
 
 
-def packed(responses: Sequence[Response], pad_id: int, *, together: bool = True) -> dict[str, Tensor]:
+def packed(responses: Sequence[TokenizedExample], pad_id: int, *, together: bool = True) -> dict[str, Tensor]:
     """As few rows as the longest response allows, or a row for each unless `together`.
 
     `tokens` and `targets` [B, T] as in `padded`; `positions` from 0 in each response; `documents` from 0 in each row;
@@ -66,12 +66,12 @@ def packed(responses: Sequence[Response], pad_id: int, *, together: bool = True)
     }
 
 
-def _lay(tokens: Tensor, targets: Tensor, response: Response, start: int) -> None:
+def _lay(tokens: Tensor, targets: Tensor, response: TokenizedExample, start: int) -> None:
     """Write a response into a row [T]. The token at i is predicted at i - 1."""
     size = len(response.tokens)
     written = np.asarray(response.tokens, dtype=np.int64)
     tokens[start : start + size] = torch.from_numpy(written)
-    targets[start : start + size - 1] = torch.from_numpy(np.where(response.learnt[1:], written[1:], IGNORED))
+    targets[start : start + size - 1] = torch.from_numpy(np.where(response.loss_mask[1:], written[1:], IGNORED))
 
 
 def _fitted(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from kitforge.core.parallel.world import World
-from kitforge.data.dialogues import Prompt
+from kitforge.data.chat_datasets import PromptExample
 from kitforge.data.packing import IGNORED
-from kitforge.data.sampler import order
+from kitforge.data.sampler import shuffled_indices
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.inference.engine import Engine
-from kitforge.inference.text import InferenceOptions
+from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf.actor_critic import critic_of, policy_of
 from kitforge.kits.rlhf.ahead import Ahead
 from kitforge.kits.rlhf.config import RLOptions, RolloutOptions
@@ -61,7 +61,7 @@ class Collector:
     """Each deed is one of all ranks: those that train ask for it, those beside them `attend`, and hear of it from rank
     0. Whoever has a part in it does that, and all have what comes of it."""
 
-    def __init__(self, options: RLOptions, rows: Rows[Prompt], roles: Roles, world: World) -> None:
+    def __init__(self, options: RLOptions, rows: Rows[PromptExample], roles: Roles, world: World) -> None:
         self._options = options
         self._rows = rows
         self._roles = roles
@@ -126,7 +126,7 @@ class Collector:
 
     def close(self, ending: Ending) -> None:
         """Let the ranks go that attend."""
-        if self._world.beside is not None and not self._world.is_apart:
+        if self._world.inference_ranks is not None and not self._world.is_inference_only:
             self._fragments.first(("end", ending))
         if self._ahead is not None:
             self._ahead.close()
@@ -223,10 +223,10 @@ class Collector:
 
     # What they consist of.
 
-    def _prompts(self, first: int) -> list[Prompt]:
+    def _prompts(self, first: int) -> list[PromptExample]:
         """The prompts of a round, from that place on in the endless order of prompts."""
         size, shuffle = self._options.rl.prompts_per_step, self._options.data.shuffle
-        chosen = order(self._options.seed, len(self._rows.train), first, size, shuffle=shuffle)
+        chosen = shuffled_indices(self._options.seed, len(self._rows.train), first, size, shuffle=shuffle)
         return [self._rows.train[index] for index in chosen]
 
     def _draw(self, policy: nn.Module, number: int) -> list[Trajectory]:
@@ -237,7 +237,7 @@ class Collector:
     def _answers(
         self,
         policy: nn.Module,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PromptExample],
         name: str,
         num_samples: int,
         temperature: float | None = None,
@@ -262,7 +262,7 @@ class Collector:
         return [each for part in self._fragments.gather(own) for each in part]
 
     def _examined(
-        self, answers: list[Trajectory], model: nn.Module | None, prompts: Sequence[Prompt] | None
+        self, answers: list[Trajectory], model: nn.Module | None, prompts: Sequence[PromptExample] | None
     ) -> list[Trajectory]:
         """The answers with what all networks say of them, and with their scores unless these are known (None)."""
         looks: dict[str, Look] = {
@@ -287,7 +287,7 @@ class Collector:
                 everyone[place] = replace(everyone[place], **numbers)
         return everyone
 
-    def _scores(self, found: Sequence[Trajectory], prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
+    def _scores(self, found: Sequence[Trajectory], prompts: Sequence[PromptExample]) -> Iterator[dict[str, Any]]:
         """What each answer, or each of its tokens, scores, if nobody has said so yet."""
         open_ones = [each for each in found if each.score is None]
         asked = [replace(each.answer, columns=prompts[each.prompt_index].columns) for each in open_ones]

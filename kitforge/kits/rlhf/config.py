@@ -11,7 +11,7 @@ from kitforge.core.nn.lora import LoraConfig
 from kitforge.data.tokenizer import TokenizerConfig
 from kitforge.foundation.config import check
 from kitforge.inference.options import EngineOptions
-from kitforge.inference.text import InferenceOptions
+from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf.algorithms.aggregation import Mode
 from kitforge.kits.rlhf.algorithms.controllers import ControllerOptions
 from kitforge.kits.rlhf.algorithms.correction import CorrectionOptions
@@ -32,7 +32,7 @@ class DialogueOptions:
     eval: Any = None  # None: a share of the training rows
     batch_size: int = 8  # rows of a step
     sequence_length: int = 512  # the most tokens that a prompt and its response may have
-    validation: float = 0.05  # share of the training rows kept for evaluation where data.eval is not given
+    eval_fraction: float = 0.05  # share of the training rows kept for evaluation where data.eval is not given
     columns: dict[str, str] = field(default_factory=dict)  # our name of a column to the rows' own
     overlong: Literal["refuse", "drop"] = "refuse"  # rows of more than sequence_length tokens
     # Longer rows lose their first tokens (left) or their last ones (right); null: overlong says what becomes of them.
@@ -46,7 +46,7 @@ class DialogueOptions:
             check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
         is_one = self.truncation is None or self.overlong == "refuse"
         check(is_one, "data.truncation", self.truncation, "null with data.overlong=drop")
-        check(0 <= self.validation < 1, "data.validation", self.validation, "at least 0, below 1")
+        check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class AdapterOptions:
     @property
     def config(self) -> LoraConfig:
         """What the core calls it."""
-        return LoraConfig(rank=self.rank, alpha=self.alpha, targets=self.targets)
+        return LoraConfig(rank=self.rank, alpha=self.alpha, target_modules=self.targets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +342,7 @@ class RolloutOptions(InferenceOptions):
     max_staleness: int = 0
     kept_rounds: int = 8  # rounds whose answers stay: the latest, and behind each kept checkpoint; 0: none
     # Nobody waits for the first token of a rollout, so that many are written at once.
-    engine: EngineOptions = field(default_factory=lambda: EngineOptions(max_sequences=64, max_step_tokens=4096))
+    engine: EngineOptions = field(default_factory=lambda: EngineOptions(max_num_seqs=64, max_num_batched_tokens=4096))
 
     def __post_init__(self) -> None:
         InferenceOptions.__post_init__(self)
@@ -351,7 +351,7 @@ class RolloutOptions(InferenceOptions):
         check(self.max_staleness >= 0, "rollout.max_staleness", self.max_staleness, "a whole number of at least 0")
         check(self.kept_rounds >= 0, "rollout.kept_rounds", self.kept_rounds, "a whole number of at least 0")
         # A stop string changes where an answer ends, and not what its tokens are drawn from.
-        for name in ("top_k", "top_p", "min_p", "looks_back", "logit_bias"):
+        for name in ("top_k", "top_p", "min_p", "needs_history", "logit_bias"):
             expected = "unset, or tokens are drawn from another distribution than the one that is trained"
             check(not getattr(self, name), f"rollout.{name}", getattr(self, name), expected)
 
@@ -444,10 +444,12 @@ class RLOptions(StageOptions):
     def __post_init__(self) -> None:
         is_used = self.rl.has_critic or self.critic == CriticOptions()
         check(is_used, "critic", self.critic, f"nothing with rl.advantage={self.rl.advantage}, which has no critic")
-        named = {rank for name in FRAGMENTS for rank in self.placement.ranks(name, self.parallel.world)}
-        idle = sorted(set(range(self.num_ranks)) - set(range(self.parallel.world)) - named)
-        got = self.placement.words(self.parallel.world)
-        expected = f"work for {_listed(idle)} too, between parallel.* ({self.parallel.words()}) and the last rank named"
+        named = {rank for name in FRAGMENTS for rank in self.placement.ranks(name, self.parallel.world_size)}
+        idle = sorted(set(range(self.num_ranks)) - set(range(self.parallel.world_size)) - named)
+        got = self.placement.words(self.parallel.world_size)
+        expected = (
+            f"work for {_listed(idle)} too, between parallel.* ({self.parallel.describe()}) and the last rank named"
+        )
         check(not idle, "placement", got, expected)
         corrects = self.correction.mode != "none"
         needs = "none, or rl.old=trainer, which tells how far the two are apart"
@@ -470,7 +472,7 @@ class RLOptions(StageOptions):
     @property
     def num_ranks(self) -> int:
         """Those that train, and those beside them."""
-        return max(self.parallel.world, self.placement.num_ranks(self.parallel.world))
+        return max(self.parallel.world_size, self.placement.num_ranks(self.parallel.world_size))
 
     @property
     def summary(self) -> str:
@@ -487,7 +489,7 @@ class RLOptions(StageOptions):
         elif self.trainer.micro_batch_size is not None:
             words += f", {self.trainer.micro_batch_size} at once"
         words += f", beside {self.ptx.batch_size} rows of pretraining" if self.ptx.weight else ""
-        places = self.placement.words(self.parallel.world)
+        places = self.placement.words(self.parallel.world_size)
         rate = self.critic.learning_rate
         learning = self.learning + (f", of the critic {rate:g}" if rate is not None else "")
         return "; ".join(each for each in (words, learning, places) if each)

@@ -14,14 +14,14 @@ from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 import numpy as np
 
-from kitforge.data.dialogues import Prompt
+from kitforge.data.chat_datasets import PromptExample
 from kitforge.data.template import Message, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.errors import DataError, TrainingError
 from kitforge.foundation.log import logger
 from kitforge.inference.engine import Engine, Output
-from kitforge.inference.text import InferenceOptions
+from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf.config import EnvironmentOptions
 from kitforge.kits.rlhf.rollouts import Trajectory
 from kitforge.kits.rlhf.scoring import Answer
@@ -64,7 +64,7 @@ class Episode:
 
     number: int  # of the prompt
     sample: int
-    prompt: Prompt
+    prompt: PromptExample
     environment: Environment
     conversation: list[Message] | None = None  # up to the present reply; None where it is not one of messages
     opening: str = ""  # with which the present reply begins, before the policy speaks
@@ -138,7 +138,7 @@ class Playground:
     def played(
         self,
         engine: Engine,
-        prompts: Sequence[tuple[int, Prompt]],
+        prompts: Sequence[tuple[int, PromptExample]],
         options: InferenceOptions,
         num_samples: int,
         name: str,

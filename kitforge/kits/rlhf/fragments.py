@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.apply import parallel_of
-from kitforge.core.parallel.handover import hand_over
+from kitforge.core.parallel.parallelize import parallel_model_of
+from kitforge.core.parallel.weight_sync import sync_weights
 from kitforge.core.parallel.world import World
 from kitforge.kits.rlhf.config import FRAGMENTS, PlacementOptions
 from kitforge.kits.rlhf.order import Indices
@@ -35,7 +35,7 @@ class Fragments:
     @property
     def needs_copy(self) -> bool:
         """Whether this rank draws with networks of its own: it trains none, or has pieces only of those it trains."""
-        return self.has("rollout") and (self._world.is_apart or self._world.is_cut)
+        return self.has("rollout") and (self._world.is_inference_only or self._world.is_sharded)
 
     def share(self, fragment: str, num_items: int) -> Indices:
         """This rank's part of so many items, in order; nothing where it has no part in the fragment."""
@@ -47,16 +47,16 @@ class Fragments:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's plain value, in their order."""
-        return collectives.gather_objects(value, self._world.everyone)
+        return collectives.all_gather_object(value, self._world.all_ranks)
 
     def first(self, value: Any) -> Any:
         """Rank 0's plain value."""
-        return collectives.first_object(value, self._world.everyone)
+        return collectives.broadcast_object(value, self._world.all_ranks)
 
     def hand_over(self, model: nn.Module | None, whole: nn.Module | None) -> None:
         """Fill the `whole` networks of the ranks that draw with what is trained, of which `model` may be a piece; None
         on ranks that have none."""
         target: Mapping[str, Tensor] | None = None if whole is None else dict(whole.named_parameters())
         if model is not None or whole is not None:
-            parallel = None if model is None else parallel_of(model, self._world)
-            hand_over(parallel, target, self._ranks["rollout"], self._world)
+            parallel = None if model is None else parallel_model_of(model, self._world)
+            sync_weights(parallel, target, self._ranks["rollout"], self._world)

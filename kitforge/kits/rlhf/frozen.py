@@ -8,7 +8,7 @@ from typing import Any, final
 
 from torch import nn
 
-from kitforge.core.parallel.apply import parallel_of
+from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.world import ALONE
 from kitforge.foundation.dtype import DTYPES, Precision
 from kitforge.foundation.errors import ConfigError
@@ -40,7 +40,7 @@ class Frozen:
     def rest(self) -> None:
         """After a forward pass of a reference that is cut: its pieces are let go again."""
         if self.reference is not None:
-            parallel_of(self.reference, ALONE).rest()
+            parallel_model_of(self.reference, ALONE).reshard()
 
     def hold_in(self, precision: Precision, model: nn.Module) -> None:
         """Hold matrices in the run's precision, once `model` has been built: of networks that are not trained, and of

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 
-from kitforge.data.dialogues import Judged, Pair, Prompt, Response
+from kitforge.data.chat_datasets import PreferencePair, PromptExample, TokenizedExample, UnpairedExample
 from kitforge.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 INSPECTED_ROWS = 3
 
 
-def loss_mask_lines(rows: Iterator[Response | Pair | Judged | Prompt], tokenizer: Tokenizer) -> Iterator[str]:
+def loss_mask_lines(
+    rows: Iterator[TokenizedExample | PreferencePair | UnpairedExample | PromptExample], tokenizer: Tokenizer
+) -> Iterator[str]:
     """Line by line the runs of tokens of the first rows that are learnt and those that are not, special tokens and line
     breaks spelt out."""
     for number, row in enumerate(islice(rows, INSPECTED_ROWS), start=1):
         for name, response in _responses(row).items():
-            yield f"row {number}{name}: {len(response.tokens)} tokens, {sum(response.learnt)} learnt"
-            runs = groupby(zip(response.learnt, response.tokens, strict=True), key=lambda each: each[0])
+            yield f"row {number}{name}: {len(response.tokens)} tokens, {sum(response.loss_mask)} learnt"
+            runs = groupby(zip(response.loss_mask, response.tokens, strict=True), key=lambda each: each[0])
             for is_learnt, run in runs:
                 text = spelt([token for _, token in run], tokenizer)
                 yield f"  {'learnt ' if is_learnt else 'context'} {text!r}"
@@ -35,14 +37,14 @@ def spelt(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
     )
 
 
-def _responses(row: Response | Pair | Judged | Prompt) -> dict[str, Response]:
+def _responses(row: TokenizedExample | PreferencePair | UnpairedExample | PromptExample) -> dict[str, TokenizedExample]:
     """What is learnt or not of a row, by what is said of it."""
-    if isinstance(row, Pair):
+    if isinstance(row, PreferencePair):
         return {", chosen": row.chosen, ", rejected": row.rejected}
-    if isinstance(row, Judged):
+    if isinstance(row, UnpairedExample):
         return {", desirable" if row.is_desirable else ", undesirable": row.response}
-    if isinstance(row, Prompt):
-        return {", prompt": Response(tokens=row.tokens, learnt=(False,) * len(row.tokens))}
+    if isinstance(row, PromptExample):
+        return {", prompt": TokenizedExample(tokens=row.tokens, loss_mask=(False,) * len(row.tokens))}
     return {"": row}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kitforge.data.dialogues import Judged, Response
+from kitforge.data.chat_datasets import TokenizedExample, UnpairedExample
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.preference import kto_loss, other_answers
 from kitforge.kits.rlhf.collate import input_tokens, padded
@@ -21,7 +21,7 @@ from kitforge.trainer.precision import autocast
 
 
 @final
-class KTOTask(RowTask[KTOOptions, Judged]):
+class KTOTask(RowTask[KTOOptions, UnpairedExample]):
     """A micro-batch holds tokens and targets [S, T], is_desirable and weights [S], and the baseline of the whole step.
 
     The baseline is the mean log-ratio of policy and reference for answers to other prompts: each prompt of the step
@@ -29,7 +29,7 @@ class KTOTask(RowTask[KTOOptions, Judged]):
     change it.
     """
 
-    def micro_batches(self, model: nn.Module, rows: Sequence[Judged], step: int) -> list[MicroBatch]:
+    def micro_batches(self, model: nn.Module, rows: Sequence[UnpairedExample], step: int) -> list[MicroBatch]:
         """With the baseline of the whole batch."""
         parts = self._order.parts(len(rows))
         baseline = self._baseline(model, rows, parts)
@@ -68,7 +68,7 @@ class KTOTask(RowTask[KTOOptions, Judged]):
         }
 
     @torch.no_grad()
-    def _baseline(self, model: nn.Module, rows: Sequence[Judged], parts: Sequence[Indices]) -> Tensor:
+    def _baseline(self, model: nn.Module, rows: Sequence[UnpairedExample], parts: Sequence[Indices]) -> Tensor:
         """An estimate of the divergence in nats an answer, 0-dim, at least 0: from prompts with answers to another one.
         A lone row, as a pass may end with, has no such answer beside it, and the estimate is 0."""
         if len(rows) == 1:
@@ -89,7 +89,7 @@ class KTOTask(RowTask[KTOOptions, Judged]):
         self._frozen.rest()
         return response_log_probs(model, batch)[0] - reference
 
-    def _laid(self, rows: Sequence[Judged]) -> MicroBatch:
+    def _laid(self, rows: Sequence[UnpairedExample]) -> MicroBatch:
         """For a rank that has no row left, one that counts for nothing."""
         return {
             **padded([row.response for row in rows], self._rows.pad_id),
@@ -103,10 +103,10 @@ def _is_good(micro_batch: MicroBatch) -> Tensor:
     return good
 
 
-def _crossed(asked: Response, other: Response, longest: int) -> Response:
+def _crossed(asked: TokenizedExample, other: TokenizedExample, longest: int) -> TokenizedExample:
     """The prompt of one row with the answer of another, of which what is beyond `longest` tokens is left out: this is
     measured, and not learnt from."""
-    start, begin = int(np.argmax(asked.learnt)), int(np.argmax(other.learnt))
+    start, begin = int(np.argmax(asked.loss_mask)), int(np.argmax(other.loss_mask))
     tokens = np.concatenate([asked.tokens[:start], other.tokens[begin:]])[:longest]
-    learnt = np.concatenate([asked.learnt[:start], other.learnt[begin:]])[:longest]
-    return Response(tokens=tokens, learnt=learnt)
+    learnt = np.concatenate([asked.loss_mask[:start], other.loss_mask[begin:]])[:longest]
+    return TokenizedExample(tokens=tokens, loss_mask=learnt)

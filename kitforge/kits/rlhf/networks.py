@@ -15,13 +15,13 @@ from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpo
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
-from kitforge.core.nn.init import initialise
+from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach
 from kitforge.core.nn.lora import config_of as config_of_adapter
-from kitforge.core.parallel.apply import apply, parallel_of
-from kitforge.core.parallel.sharding import Rule, Sharding
+from kitforge.core.parallel.parallelize import parallel_model_of, parallelize
+from kitforge.core.parallel.sharding import Sharding, ShardingRule
 from kitforge.core.parallel.world import ALONE, World
-from kitforge.data.dialogues import texts
+from kitforge.data.chat_datasets import iter_texts
 from kitforge.data.source import open_source
 from kitforge.data.token_cache import default_root
 from kitforge.data.tokenizer import Tokenizer, TokenizerConfig, find_tokenizer, make_tokenizer
@@ -33,10 +33,10 @@ from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
 from kitforge.kits.rlhf.config import AdapterOptions, StageOptions
 from kitforge.kits.rlhf.scalar_model import ScalarModel, first_head, plain_head, whole_head
 from kitforge.kits.rlhf.weights import continued, copied, fingerprint, fingerprint_of, sharing, weight_digest
-from kitforge.models import folder as model_folder
-from kitforge.models.adapters import load_adapter, read_head
+from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import OpenRun, StoredModel
+from kitforge.models.loading import OpenCheckpoint, StoredModel
+from kitforge.models.peft import load_adapter, read_head
 from kitforge.models.sharding import DECODER
 from kitforge.trainer.assembly import RunInputs
 
@@ -58,7 +58,7 @@ class Origin:
 
     given: nn.Module | None
     config: FamilyConfig | None  # None: a network of the caller's own making
-    opened: Callable[[OpenRun], StoredModel] | None = None  # opens the one in files
+    opened: Callable[[OpenCheckpoint], StoredModel] | None = None  # opens the one in files
 
     def described(self) -> dict[str, Any]:
         """What a checkpoint records of it."""
@@ -67,14 +67,14 @@ class Origin:
     def policy(self, options: StageOptions, world: World) -> nn.Module:
         """The network itself, to be trained: the one that was handed over, or one that is filled piece by piece."""
         if self.given is not None:
-            parallel_of(self.given.to(world.device), world, sharding_of(self.given))
+            parallel_model_of(self.given.to(world.device), world, sharding_of(self.given))
             return self.given
-        network = model_folder.outline(self.family, options.compile_level)
+        network = model_folder.build_on_meta(self.family, options.compile_level)
         return filled(network, world, self.source(options, world)[0])
 
     def scalar(self, options: StageOptions, world: World) -> ScalarModel:
         """A scalar model with the head that lies with the network, else a first one, filled piece by piece."""
-        model = ScalarModel(model_folder.outline(self.family, options.compile_level))
+        model = ScalarModel(model_folder.build_on_meta(self.family, options.compile_level))
         fill, head = self.scalar_source(options, world)
         filled(model, world, fill)
         model.mean.copy_(head["score.mean"])
@@ -85,7 +85,7 @@ class Origin:
         """What gives the pieces of a scalar model their values, and its whole head; `is_plain` for a critic, whose
         plain scores are the normalised ones that lie there."""
         backbone, stored = self.source(options, world)
-        dim = model_folder.outline(self.family).geometry.dim
+        dim = model_folder.build_on_meta(self.family).geometry.dim
         head = whole_head((stored.head if stored is not None else {}) or first_head(dim, options.seed), dim)
         head = plain_head(head) if is_plain else head
 
@@ -102,7 +102,8 @@ class Origin:
         filled piece by piece."""
         level = options.compile_level
         model = ActorCritic(
-            model_folder.outline(self.family, level), ScalarModel(model_folder.outline(critic.family, level))
+            model_folder.build_on_meta(self.family, level),
+            ScalarModel(model_folder.build_on_meta(critic.family, level)),
         )
         policy, _ = self.source(options, world)
         critical, _ = critic.scalar_source(options, world, is_plain=True)
@@ -127,7 +128,7 @@ class Origin:
 
             return read, stored
         layers = self.family.num_layers
-        return lambda name, piece, region: initialise([(name, piece)], layers, options.seed, {name: region}), None
+        return lambda name, piece, region: init_weights([(name, piece)], layers, options.seed, {name: region}), None
 
     def reference(self, options: StageOptions, world: World) -> tuple[nn.Module, str | None]:
         """The network as training finds it, to compare with, cut as the world's degrees say, and its fingerprint where
@@ -140,7 +141,7 @@ class Origin:
     def fingerprint(self, options: StageOptions, world: World = ALONE) -> str:
         """`fingerprint` of the network in fp32, of which each rank reads a share, tensor by tensor."""
         stored = None if self.opened is None else self.opened(partial(find_checkpoint, verify=False))
-        outline = model_folder.outline(self.family)
+        outline = model_folder.build_on_meta(self.family)
         names = sorted(name for name, _ in outline.named_parameters())
         found = {}
         for name in names[world.rank :: world.num_training]:
@@ -148,9 +149,9 @@ class Origin:
                 weight = stored.read(name, None)
             else:
                 weight = torch.empty(outline.get_parameter(name).shape)
-                initialise([(name, weight)], self.family.num_layers, options.seed)
+                init_weights([(name, weight)], self.family.num_layers, options.seed)
             found[name] = weight_digest(weight, torch.float32)
-        shares: list[dict[str, str]] = world.agree(found)
+        shares: list[dict[str, str]] = world.all_gather_object(found)
         return fingerprint_of({name: each for share in shares for name, each in share.items()})
 
     @property
@@ -187,8 +188,10 @@ class Origin:
                 raise ModelError("the adapter is of a reward model", got=options.adapter.path, expected=expected)
             shared = sharing(base, options.compile_level)
             found = load_adapter(shared, name, Path(options.adapter.path))
-            wanted = replace(options.adapter.config, targets=tuple(sorted(options.adapter.targets)))
-            expected = f"rank={found.rank} alpha={found.alpha} targets={list(found.targets)}, which its folder has"
+            wanted = replace(options.adapter.config, target_modules=tuple(sorted(options.adapter.targets)))
+            expected = (
+                f"rank={found.rank} alpha={found.alpha} targets={list(found.target_modules)}, which its folder has"
+            )
             check(found == wanted, "adapter", wanted, expected)
             return shared
         if self.given is not None:
@@ -216,7 +219,9 @@ class Origin:
         return model
 
 
-def stored_origin(options: StageOptions, tokenizer: Tokenizer, opened: Callable[[OpenRun], StoredModel]) -> Origin:
+def stored_origin(
+    options: StageOptions, tokenizer: Tokenizer, opened: Callable[[OpenCheckpoint], StoredModel]
+) -> Origin:
     """A network in files, of which none is read yet: a first look, at names and sizes. Raises ConfigError for one that
     does not fit."""
     config = opened(partial(find_checkpoint, verify=False)).config
@@ -283,8 +288,8 @@ def recorded_reference(
 
 def filled(model: Network, world: World, fill: Fill) -> Network:
     """A network on the meta device cut over the world, given memory and its values; no rank ever holds it whole."""
-    parallel = apply(model, sharding_of(model), world)
-    parallel.materialise(world.device)
+    parallel = parallelize(model, sharding_of(model), world)
+    parallel.materialize(world.device)
     with torch.no_grad():
         for name, piece in parallel.parameters().items():
             fill(name, piece, parallel.region(name))
@@ -325,7 +330,7 @@ def tokenizer_of(options: StageOptions, given: Tokenizer | None, train: object) 
             if options.tokenizer == TokenizerConfig():
                 raise
     is_trained = options.tokenizer.name == "sentencepiece" and options.tokenizer.path is None
-    source = open_source(texts(train, options.data.columns)) if is_trained and train is not None else None
+    source = open_source(iter_texts(train, options.data.columns)) if is_trained and train is not None else None
     return make_tokenizer(options.tokenizer, source, default_root())
 
 
@@ -334,7 +339,7 @@ def load_policy(folder: Path, device: torch.device, level: CompileLevel = "O1") 
     return model_folder.load_stored(open_policy(folder), device=device, level=level)
 
 
-def open_policy(folder: Path, open_run: OpenRun = find_checkpoint) -> StoredModel:
+def open_policy(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
     """The language model of any run, step or Hugging Face folder, an adapter's part in its weights, of which none is
     read yet. Raises ModelError for files of another network than they say."""
     checkpoint = open_run(folder) if folder.is_dir() else None
@@ -349,7 +354,7 @@ def _stored_policy(checkpoint: Checkpoint, prefix: str) -> StoredModel:
     held = {name: shape for name, shape in checkpoint.shapes("model").items() if name.startswith(prefix)}
     shapes = {name.removeprefix(prefix): shape for name, shape in held.items()}
     model_folder.check_count(config, len(shapes), checkpoint.folder)
-    network = model_folder.outline(config)
+    network = model_folder.build_on_meta(config)
     names = tuple(name for name, _ in network.named_parameters())
     if adapter is not None:
         attach(network, *adapter)
@@ -375,15 +380,15 @@ def _stored_policy(checkpoint: Checkpoint, prefix: str) -> StoredModel:
 def is_scalar(folder: Path) -> bool:
     """Whether a run, a step or a Hugging Face folder holds a scalar model."""
     checkpoint = find_checkpoint(folder, verify=False)
-    return model_folder.is_scorer(folder) if checkpoint is None else _has(checkpoint, BACKBONE)
+    return model_folder.is_reward_model(folder) if checkpoint is None else _has(checkpoint, BACKBONE)
 
 
-def open_scalar(folder: Path, open_run: OpenRun = find_checkpoint) -> StoredModel:
+def open_scalar(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
     """The scalar model of a run of the task `reward`, of one of its steps or of a Hugging Face folder, of which no
     weight is read yet; an adapter's part is in its weights. Raises ModelError where there is none."""
     checkpoint = open_run(folder)
-    if checkpoint is None and model_folder.is_scorer(folder):
-        return model_folder.open_scorer(folder)
+    if checkpoint is None and model_folder.is_reward_model(folder):
+        return model_folder.open_reward_model(folder)
     if checkpoint is None or not _has(checkpoint, BACKBONE):
         expected = "a run of the task reward, or a *ForSequenceClassification of Hugging Face"
         raise ModelError("there is no reward model here", got=folder, expected=expected)
@@ -408,7 +413,9 @@ def _adapter(checkpoint: Checkpoint) -> tuple[str, LoraConfig] | None:
     if not places:
         return None
     recorded = checkpoint.state["config"]["adapter"]
-    return places[0][-2], LoraConfig(rank=recorded["rank"], alpha=recorded["alpha"], targets=tuple(recorded["targets"]))
+    return places[0][-2], LoraConfig(
+        rank=recorded["rank"], alpha=recorded["alpha"], target_modules=tuple(recorded["targets"])
+    )
 
 
 def _has(checkpoint: Checkpoint, prefix: str) -> bool:
@@ -419,12 +426,12 @@ def sharding_of(network: nn.Module) -> Sharding:
     """How the network may be split. A head that gives scores is whole on every rank, and so is its gradient."""
     if isinstance(network, ActorCritic):
         policy, critic = sharding_of(network.policy), sharding_of(network.critic)
-        return policy.within("policy").beside(critic.within("critic"))
+        return policy.with_prefix("policy").merged_with(critic.with_prefix("critic"))
     if isinstance(network, ScalarModel):
-        backbone = sharding_of(network.backbone).within("backbone")
-        score = Sharding(rules=(Rule(module="score", gradient="whole"),) if backbone.rules else ())
-        return replace(backbone.beside(score), roots={"": ("at",)})
-    return DECODER if isinstance(network, Decoder) else Sharding(roots={"": ("hidden",)})
+        backbone = sharding_of(network.backbone).with_prefix("backbone")
+        score = Sharding(rules=(ShardingRule(module="score", gradient="whole"),) if backbone.rules else ())
+        return replace(backbone.merged_with(score), fsdp_roots={"": ("at",)})
+    return DECODER if isinstance(network, Decoder) else Sharding(fsdp_roots={"": ("hidden",)})
 
 
 def _check_fit(config: FamilyConfig, options: StageOptions, tokenizer: Tokenizer) -> None:

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from kitforge.core.parallel.world import World
-from kitforge.data.sampler import order
-from kitforge.data.scramble import scramble
+from kitforge.data.sampler import shuffled_indices
+from kitforge.data.splitmix64 import hash_array
 from kitforge.foundation.seed import key
 from kitforge.foundation.types import Cursor
 from kitforge.kits.rlhf.config import StageOptions
@@ -45,7 +45,9 @@ class Order:
         sample = cursor.samples
         while limit is None or sample < limit:
             wanted = size if limit is None else min(size, limit - sample)
-            yield order(self._options.seed, self._num_rows, sample, wanted, shuffle=self._options.data.shuffle)
+            yield shuffled_indices(
+                self._options.seed, self._num_rows, sample, wanted, shuffle=self._options.data.shuffle
+            )
             sample += wanted
 
     def evaluation(self, num_rows: int) -> Iterator[Indices]:
@@ -105,7 +107,7 @@ def split(num_rows: int, fraction: float, seed: int) -> tuple[Indices, Indices]:
     everything = np.arange(num_rows, dtype=np.int64)
     if fraction == 0 or num_rows < 2:
         return everything, everything[:0]
-    chances = scramble(everything.astype(np.uint64), key(seed, "validation")) / 2.0**64
+    chances = hash_array(everything.astype(np.uint64), key(seed, "validation")) / 2.0**64
     is_kept = chances < fraction
     # Neither part may be empty, however small or large the fraction.
     is_kept[np.argmin(chances)], is_kept[np.argmax(chances)] = True, False

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kitforge.data.dialogues import Pair
+from kitforge.data.chat_datasets import PreferencePair
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.collate import input_tokens, padded
 from kitforge.kits.rlhf.order import Order
 
 
-def pair_batches(pairs: Sequence[Pair], order: Order, pad_id: int) -> list[MicroBatch]:
+def pair_batches(pairs: Sequence[PreferencePair], order: Order, pad_id: int) -> list[MicroBatch]:
     """For each part of this rank's pairs: tokens and targets [2P, T], ends [2P], margins and weights [P], and their
     sources. A weight is 1, or 0 for the pair that stands in for none."""
     longest = [max(len(pair.chosen.tokens), len(pair.rejected.tokens)) for pair in pairs]
@@ -33,7 +33,7 @@ def halves(values: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, rejected
 
 
-def _pair_batch(pairs: Sequence[Pair], pad_id: int) -> MicroBatch:
+def _pair_batch(pairs: Sequence[PreferencePair], pad_id: int) -> MicroBatch:
     responses = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
     whole = padded(responses, pad_id)
     if not pairs:

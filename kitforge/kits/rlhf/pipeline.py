@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from kitforge.data.dialogues import DialogueReader, Response
+from kitforge.data.chat_datasets import ChatDatasetReader, TokenizedExample
 from kitforge.data.template import template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.kits.rlhf.collate import padded
@@ -24,7 +24,7 @@ class RewardPipeline:
     def __init__(self, model: ScalarModel, tokenizer: Tokenizer) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self._reader = DialogueReader(tokenizer, template_of(tokenizer))
+        self._reader = ChatDatasetReader(tokenizer, template_of(tokenizer))
 
     def __call__(self, texts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> list[Any]:
         """The scores, in order."""
@@ -36,7 +36,7 @@ class RewardPipeline:
         return [[{"score": score}] for score in self.scores(responses)]
 
     @torch.no_grad()
-    def scores(self, responses: Sequence[Response]) -> Iterator[float]:
+    def scores(self, responses: Sequence[TokenizedExample]) -> Iterator[float]:
         """The scores of responses that are tokens already, in order."""
         device = self.model.score.weight.device
         for start in range(0, len(responses), BATCH_SIZE):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.data.dialogues import Pair
+from kitforge.data.chat_datasets import PreferencePair
 from kitforge.data.packing import IGNORED
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.preference import (
@@ -26,10 +26,10 @@ from kitforge.kits.rlhf.row_task import RowTask
 
 
 @final
-class PreferenceTask(RowTask[PreferenceOptions, Pair]):
+class PreferenceTask(RowTask[PreferenceOptions, PreferencePair]):
     """See `pair_batches` for what a micro-batch holds. Dropout is off, for both policies."""
 
-    def micro_batches(self, model: nn.Module, rows: Sequence[Pair], step: int) -> list[MicroBatch]:
+    def micro_batches(self, model: nn.Module, rows: Sequence[PreferencePair], step: int) -> list[MicroBatch]:
         """See `pair_batches`."""
         return pair_batches(rows, self._order, self._rows.pad_id)
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.parallel.world import World
-from kitforge.data.dialogues import Response
+from kitforge.data.chat_datasets import TokenizedExample
 from kitforge.data.packing import IGNORED
-from kitforge.data.sampler import order
+from kitforge.data.sampler import shuffled_indices
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.collate import padded
 from kitforge.kits.rlhf.config import RLOptions
@@ -26,7 +26,7 @@ class Pretraining:
     """The rows beside each update, a pure function of its number. A micro-batch holds tokens and targets [B, T], and
     `ptx_weight`, what one token counts."""
 
-    def __init__(self, options: RLOptions, rows: Rows[Response], world: World) -> None:
+    def __init__(self, options: RLOptions, rows: Rows[TokenizedExample], world: World) -> None:
         self._options = options
         self._rows = rows
         self._order = Order(len(rows.train), options, world)
@@ -43,9 +43,9 @@ class Pretraining:
     def micro_batches(self, update: int, weight: float) -> list[MicroBatch]:
         """This rank's rows of an update, in whose loss their mean over the tokens of all ranks counts `weight`."""
         size = self._options.ptx.batch_size
-        chosen = order(self._options.seed, len(self._rows.train), update * size, size, shuffle=True)
+        chosen = shuffled_indices(self._options.seed, len(self._rows.train), update * size, size, shuffle=True)
         rows = [self._rows.train[index] for index in chosen]
-        tokens = int(sum(np.sum(row.learnt[1:]) for row in rows))
+        tokens = int(sum(np.sum(row.loss_mask[1:]) for row in rows))
         parts = self._order.fitted([len(row.tokens) for row in rows], self._options.rl.max_tokens_per_microbatch)
         batches = [padded([rows[place] for place in part], self._rows.pad_id) for part in parts]
         return [{**each, "ptx_weight": weight / max(tokens, 1)} for each in batches]

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from kitforge.core.checkpoint.layout import steps
+from kitforge.core.checkpoint.manifest import steps
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import write_text
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.rollouts import Trajectory
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 FOLDER = "rollouts"
 MOST_SHOWN = 16  # answers of a round in a tracker's table
@@ -32,7 +32,7 @@ class KeptRounds(Callback):
         self._updates_per_round = updates_per_round
         self._written: int | None = None
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         """After a step."""
         found = self._task.collected
         if event.kind != "step" or run.folder is None or run.world.rank > 0 or found is None:
@@ -52,7 +52,7 @@ class KeptRounds(Callback):
             if kept <= number - self._most and not any(each <= kept < each + self._most for each in first):
                 round_file(run.folder, kept).unlink()
 
-    def _show(self, answers: Sequence[Trajectory], run: Run) -> None:
+    def _show(self, answers: Sequence[Trajectory], run: RunContext) -> None:
         """The first answers as a table, for whatever tracks the run."""
         shown = list(zip(answers[:MOST_SHOWN], self._task.outcomes, strict=False))
         named = list(dict.fromkeys(name for each, _ in shown for name in each.rewards))

@@ -10,9 +10,9 @@ from typing import Any, cast, final
 
 import torch
 
-from kitforge.core.checkpoint.layout import step_folder, steps
 from kitforge.core.checkpoint.load import open_checkpoint
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.checkpoint.manifest import step_folder, steps
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.world import World
 from kitforge.data.tokenizer import find_tokenizer
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
@@ -22,7 +22,7 @@ from kitforge.kits.rlhf.record import first_round, kept_rounds, read_round
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.stages import Inputs, Parts, Prepared, parts_of
 from kitforge.report.metrics import read_run
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.loop import Loop
 
 
@@ -56,7 +56,12 @@ def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[Parts
         options.trainer, allow_changes=True, allow_data_changes=True, progress=False, evaluate_every=None
     )
     options = dataclasses.replace(
-        options, trainer=trainer, parallel=Degrees(), placement=PlacementOptions(), checkpoint=None, device=str(device)
+        options,
+        trainer=trainer,
+        parallel=ParallelConfig(),
+        placement=PlacementOptions(),
+        checkpoint=None,
+        device=str(device),
     )
     inputs = Inputs(
         # Only how many prompts there were still counts.
@@ -66,7 +71,7 @@ def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[Parts
         roles={"reward": _unasked},
     )
     options = dataclasses.replace(
-        options, data=dataclasses.replace(options.data, train=None, eval=None, validation=0.0)
+        options, data=dataclasses.replace(options.data, train=None, eval=None, eval_fraction=0.0)
     )
     task = cast(RLTask, prepare(parts_of(options, inputs, device)).task(World(device=device))[0])
     task.recorded = lambda number: read_round(folder, number)
@@ -123,7 +128,7 @@ class _Watch(Callback):
         self._step = step
         self.line: dict[str, float] = {}
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         """Listen for the step."""
         if event.kind == "step" and run.state.cursor.step == self._step:
             run.stop("this is the step that was asked for")

@@ -9,24 +9,24 @@ from typing import cast, final
 import torch
 from torch import Tensor, nn
 
-from kitforge.data.dialogues import Pair
+from kitforge.data.chat_datasets import PreferencePair
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.reward import pairwise_loss
 from kitforge.kits.rlhf.config import RewardOptions
 from kitforge.kits.rlhf.pairs import halves, pair_batches, pair_count
 from kitforge.kits.rlhf.row_task import RowTask
 from kitforge.kits.rlhf.scalar_model import ScalarModel
-from kitforge.trainer.callbacks.callback import Callback, Event, Run, can_save_at_end
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
 
 # Pairs whose scores tell mean and deviation.
 MEASURED = 256
 
 
 @final
-class RewardTask(RowTask[RewardOptions, Pair]):
+class RewardTask(RowTask[RewardOptions, PreferencePair]):
     """See `pair_batches` for what a micro-batch holds."""
 
-    def micro_batches(self, model: nn.Module, rows: Sequence[Pair], step: int) -> list[MicroBatch]:
+    def micro_batches(self, model: nn.Module, rows: Sequence[PreferencePair], step: int) -> list[MicroBatch]:
         """See `pair_batches`."""
         return pair_batches(rows, self._order, self._rows.pad_id)
 
@@ -88,11 +88,11 @@ class Normalisation(Callback):
     def __init__(self, task: RewardTask) -> None:
         self._task = task
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         """Measure at evaluations, before a checkpoint and at the end."""
         if event.kind in ("evaluate", "checkpoint") or can_save_at_end(event, run):
             self._task.normalise(run.model)
-            run.state.parallel.rest()
+            run.state.parallel.reshard()
 
 
 def _scores(model: nn.Module, batch: MicroBatch) -> Tensor:

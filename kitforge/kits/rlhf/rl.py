@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.parallel.world import World
-from kitforge.data.dialogues import Prompt, Response
+from kitforge.data.chat_datasets import PromptExample, TokenizedExample
 from kitforge.data.packing import IGNORED
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
@@ -45,11 +45,11 @@ class RLTask(Task):
     def __init__(
         self,
         options: RLOptions,
-        rows: Rows[Prompt],
+        rows: Rows[PromptExample],
         roles: Roles,
         build: Callable[[World], nn.Module],
         world: World,
-        pretraining: Rows[Response] | None = None,
+        pretraining: Rows[TokenizedExample] | None = None,
     ) -> None:
         """`build` makes what is trained, the policy and a critic where there is one; `pretraining` is text that the
         policy must not forget."""

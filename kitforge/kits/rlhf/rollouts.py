@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.data.dialogues import Prompt, Response
+from kitforge.data.chat_datasets import PromptExample, TokenizedExample
 from kitforge.data.packing import IGNORED
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation import seed as seeds
 from kitforge.inference.engine import Engine
-from kitforge.inference.text import InferenceOptions
+from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf.collate import padded
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.scoring import Answer
@@ -176,7 +176,7 @@ _TENSORS = [each.name for each in dataclasses.fields(Round) if each.name != "fig
 
 def answered(
     engine: Engine,
-    prompts: Sequence[tuple[int, Prompt]],
+    prompts: Sequence[tuple[int, PromptExample]],
     options: InferenceOptions,
     num_samples: int,
     name: str,
@@ -185,7 +185,7 @@ def answered(
 ) -> list[Trajectory]:
     """`num_samples` answers to each of the numbered prompts. Noise is keyed by `name` and the prompt's number, so that
     an answer depends neither on ranks nor on what else is asked."""
-    requests: dict[int, tuple[int, Prompt]] = {}
+    requests: dict[int, tuple[int, PromptExample]] = {}
     for number, prompt in prompts:
         key = seeds.key(name, number)
         request = engine.submit(prompt.tokens, options, num_samples=num_samples, key=key)
@@ -245,9 +245,9 @@ def laid(trajectories: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
     """`tokens` and `targets` [S, T], see `collate.padded`; every token that the policy wrote is learnt, its end too,
     whatever number fills the rows."""
     responses = [
-        Response(
+        TokenizedExample(
             tokens=(*each.answer.prompt, *each.answer.tokens),
-            learnt=(False,) * len(each.answer.prompt) + (each.answer.learnt or (True,) * len(each.answer.tokens)),
+            loss_mask=(False,) * len(each.answer.prompt) + (each.answer.learnt or (True,) * len(each.answer.tokens)),
         )
         for each in trajectories
     ]

@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar, cast, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kitforge.data.dialogues import Judged, Pair, Response
-from kitforge.data.row_cache import RowCache
-from kitforge.data.shard import digest
+from kitforge.data.chat_datasets import PreferencePair, TokenizedExample, UnpairedExample
+from kitforge.data.document_shard import fingerprint_of
+from kitforge.data.example_cache import ExampleCache
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.log import logger
 from kitforge.kits.rlhf.config import DialogueOptions
@@ -80,21 +80,21 @@ def read_rows(
     read_specs = [_fitting([] if spec is None else read(spec), options, reserved) for spec in specs]
     (train, first), (evaluation, second) = read_specs
     if specs[1] is None:
-        kept, held_out = split(len(train), options.validation, seed)
+        kept, held_out = split(len(train), options.eval_fraction, seed)
         train, evaluation = train.take(kept), train.take(held_out)
-    return Rows(train=train, eval=evaluation, pad_id=pad_id, fingerprint=digest("rows", first, second))
+    return Rows(train=train, eval=evaluation, pad_id=pad_id, fingerprint=fingerprint_of("rows", first, second))
 
 
 def truncated(row: Any, room: int, side: str) -> Any:
     """The row with at most `room` tokens in each response, or in its prompt: without the first ones ("left") or without
     the last ones ("right")."""
-    if isinstance(row, Pair):
+    if isinstance(row, PreferencePair):
         return replace(row, chosen=truncated(row.chosen, room, side), rejected=truncated(row.rejected, room, side))
-    if isinstance(row, Judged):
+    if isinstance(row, UnpairedExample):
         return replace(row, response=truncated(row.response, room, side))
     kept = slice(max(len(row.tokens) - room, 0), None) if side == "left" else slice(room)
-    if isinstance(row, Response):
-        return Response(tokens=row.tokens[kept], learnt=row.learnt[kept])
+    if isinstance(row, TokenizedExample):
+        return TokenizedExample(tokens=row.tokens[kept], loss_mask=row.loss_mask[kept])
     return replace(row, tokens=row.tokens[kept])
 
 
@@ -102,10 +102,13 @@ def _fitting(rows: Sequence[Row], options: DialogueOptions, reserved: int) -> tu
     """Rows that are short enough, and what tells them from others; those that are not are refused or, where that was
     asked for, cut, or left out and counted."""
     room = options.sequence_length - reserved
-    if isinstance(rows, RowCache):
+    if isinstance(rows, ExampleCache):
         lengths, fingerprint = rows.lengths, rows.fingerprint
     else:
-        lengths, fingerprint = np.array([len(cast(Any, row).tokens) for row in rows], np.int64), digest("rows", rows)
+        lengths, fingerprint = (
+            np.array([len(cast(Any, row).tokens) for row in rows], np.int64),
+            fingerprint_of("rows", rows),
+        )
     overlong = np.flatnonzero(lengths > room)
     everything = np.arange(len(rows), dtype=np.int64)
     if not len(overlong):
@@ -126,7 +129,7 @@ def _fitting(rows: Sequence[Row], options: DialogueOptions, reserved: int) -> tu
         raise DataError("no row is short enough", expected=limit)
     deed = "left out" if options.truncation is None else f"cut on the {options.truncation}"
     _log.warning("%d of %d rows have more than %d tokens and are %s", len(overlong), len(rows), room, deed)
-    chosen = (options.truncation, room, digest(lost.tobytes()))
+    chosen = (options.truncation, room, fingerprint_of(lost.tobytes()))
     return SelectedRows(rows, kept, room, options.truncation), (fingerprint, chosen)
 
 
@@ -148,9 +151,9 @@ def _without_meaning(
 
 
 def _is_meant(row: Any) -> bool:
-    if isinstance(row, Pair):
+    if isinstance(row, PreferencePair):
         is_same = np.array_equal(row.chosen.tokens, row.rejected.tokens)
         return _is_meant(row.chosen) and _is_meant(row.rejected) and not is_same
-    response = row.response if isinstance(row, Judged) else row
+    response = row.response if isinstance(row, UnpairedExample) else row
     # The first token of a row is never predicted.
-    return bool(np.any(response.learnt[1:])) if isinstance(response, Response) else len(row.tokens) > 0
+    return bool(np.any(response.loss_mask[1:])) if isinstance(response, TokenizedExample) else len(row.tokens) > 0

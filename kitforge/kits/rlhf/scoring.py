@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import torch
 
-from kitforge.data.dialogues import Response
+from kitforge.data.chat_datasets import TokenizedExample
 from kitforge.data.template import ChatTemplate, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
@@ -113,7 +113,7 @@ class ModelScorer(Scorer):
         whole = [self._tokens(each) for each in answers]
         pad_id = (self._own or self._tokenizer).pad_id
         for places in at_once([len(each) for each in whole], self._most_tokens, device):
-            texts = [Response(tokens=whole[place], learnt=(False,) * len(whole[place])) for place in places]
+            texts = [TokenizedExample(tokens=whole[place], loss_mask=(False,) * len(whole[place])) for place in places]
             batch = padded(texts, pad_id)
             scores = self.model.at(batch["tokens"].to(device), batch["ends"].to(device))
             for place, score in zip(places, self.model.normalised(scores).tolist(), strict=True):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context, DropoutKey
-from kitforge.data.collate import simplify
-from kitforge.data.dialogues import Response
+from kitforge.data.chat_datasets import TokenizedExample
+from kitforge.data.collate import drop_trivial_columns
 from kitforge.data.packing import IGNORED
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.collate import input_tokens, packed
@@ -22,19 +22,19 @@ from kitforge.kits.rlhf.row_task import RowTask
 
 
 @final
-class SFTTask(RowTask[SFTOptions, Response]):
+class SFTTask(RowTask[SFTOptions, TokenizedExample]):
     """A micro-batch holds tokens, targets and positions [rows, length], documents where a row holds more than one,
     members and places [rows], how many responses each holds and which row of the batch it is, and the step's number.
 
     The whole batch is packed before it is shared out, so that neither ranks nor micro-batches change a row.
     """
 
-    def micro_batches(self, model: nn.Module, rows: Sequence[Response], step: int) -> list[MicroBatch]:
+    def micro_batches(self, model: nn.Module, rows: Sequence[TokenizedExample], step: int) -> list[MicroBatch]:
         """The same rows however many ranks share them."""
         whole = packed(rows, self._rows.pad_id, together=self._options.packing)
         num_rows, width = whole["tokens"].shape
         parts = self._order.fitted([width] * num_rows, None)
-        return [{**simplify(_taken(whole, part)), "step": step} for part in parts]
+        return [{**drop_trivial_columns(_taken(whole, part)), "step": step} for part in parts]
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """Learnt tokens of this rank's part of the step."""

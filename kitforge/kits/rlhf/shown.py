@@ -9,7 +9,7 @@ from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.files import write_text
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.rollouts import Trajectory
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 MOST = 8
 
@@ -22,7 +22,7 @@ class ShownAnswers(Callback):
         self._task = task
         self._tokenizer = tokenizer
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         """After an evaluation."""
         if event.kind != "evaluate" or run.folder is None or run.world.rank > 0:
             return

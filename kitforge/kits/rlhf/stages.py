@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from kitforge.core.nn.decoder import Decoder
-from kitforge.core.parallel.apply import parallel_of
+from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.world import World
-from kitforge.data.dialogues import DialogueReader, Pair, Response, RowKind
-from kitforge.data.row_cache import build_rows
+from kitforge.data.chat_datasets import ChatDatasetReader, ExampleKind, PreferencePair, TokenizedExample
+from kitforge.data.example_cache import build_example_cache
 from kitforge.data.template import template_of
 from kitforge.data.token_cache import default_root
 from kitforge.data.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ from kitforge.kits.rlhf.sft import SFTTask
 from kitforge.kits.rlhf.shown import ShownAnswers
 from kitforge.kits.rlhf.tool_environment import playground_of, with_tools
 from kitforge.kits.rlhf.weights import continued, copied
-from kitforge.models.adapters import is_adapter, read_head
+from kitforge.models.peft import is_adapter, read_head
 from kitforge.trainer.assembly import RunInputs
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run import Run
@@ -76,13 +76,17 @@ class Parts:
     inputs: Inputs
     specs: tuple[object, object]  # of the training and the evaluation rows
     tokenizer: Tokenizer
-    reader: DialogueReader
+    reader: ChatDatasetReader
     device: torch.device
     rank: int  # of this process
     is_evaluation: bool  # the model is looked at as it is, and not to be trained
 
     def rows(
-        self, kind: RowKind | None, columns: str, reserved: int = 0, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        kind: ExampleKind | None,
+        columns: str,
+        reserved: int = 0,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Rows[Any]:
         """The rows of the stage, which have these columns; prompts, in which the chat template names the `tools`, where
         there is no other kind. Raises ConfigError where there are none."""
@@ -98,7 +102,7 @@ class Parts:
 
     def read(
         self,
-        kind: RowKind | None,
+        kind: ExampleKind | None,
         specs: tuple[object, object],
         data: DialogueOptions,
         reserved: int = 0,
@@ -111,7 +115,9 @@ class Parts:
                 prompts = self.reader.prompts(spec)
                 template = template_of(self.tokenizer)
                 return list(prompts if tools is None else (with_tools(each, template, tools) for each in prompts))
-            return build_rows(self.reader, self.tokenizer, kind, spec, default_root(), num_workers=data.num_workers)
+            return build_example_cache(
+                self.reader, self.tokenizer, kind, spec, default_root(), num_workers=data.num_workers
+            )
 
         seed, pad_id = self.options.seed, self.tokenizer.pad_id
         return read_rows(read, specs, data, seed=seed, pad_id=pad_id, reserved=reserved)
@@ -171,7 +177,7 @@ def parts_of(
         inputs=inputs,
         specs=(train, evaluation),
         tokenizer=tokenizer,
-        reader=DialogueReader(tokenizer, template_of(tokenizer), options.data.columns, options.data.unusable),
+        reader=ChatDatasetReader(tokenizer, template_of(tokenizer), options.data.columns, options.data.unusable),
         device=device,
         rank=rank,
         is_evaluation=is_evaluation,
@@ -239,7 +245,7 @@ def preference(parts: Parts) -> Prepared:
 def kto(parts: Parts) -> Prepared:
     """Single answers with a verdict each, a policy that is a copy of the one given, and the one given beside it."""
     options = cast(KTOOptions, parts.options)
-    rows = parts.rows("judged", "prompt, completion and label")
+    rows = parts.rows("unpaired", "prompt, completion and label")
     origin = parts.origin(parts.inputs.model)
     compared, build = _reference(parts, options.reference, origin), _policy(parts, origin)
 
@@ -268,7 +274,7 @@ def reinforcement(parts: Parts) -> Prepared:
     tools = None if playground is None else playground.tools
     rows = parts.rows(None, "prompt, and those that rewards read", options.rollout.max_new_tokens, tools)
     pretraining = _pretraining(parts)
-    given, num_training = parts.inputs.model, options.parallel.world
+    given, num_training = parts.inputs.model, options.parallel.world_size
     held = options.placement.held_by(parts.rank, num_training)
     is_built = parts.rank < num_training or "rollout" in held
     origin = cache(lambda: parts.origin(policy_of(given) if given is not None else None, is_shared=True))
@@ -282,12 +288,12 @@ def reinforcement(parts: Parts) -> Prepared:
     reference = _whole_reference(parts, options.reference, origin) if is_compared else None
 
     def build(world: World) -> nn.Module:
-        if pieces is not None and world.is_cut:
+        if pieces is not None and world.is_sharded:
             is_pair, first = options.rl.has_critic and not parts.is_evaluation, pieces[0]
             both = first.actor_critic(pieces[1], options, world) if is_pair else first.policy(options, world)
             return _ready(both, options)
         network = origin().given
-        if parts.is_evaluation and network is not None and not world.is_cut:
+        if parts.is_evaluation and network is not None and not world.is_sharded:
             return network
         policy = origin().twin(options, world.device)
         model = ActorCritic(policy, _critic(basis, origin(), options, world)) if options.rl.has_critic else policy
@@ -349,7 +355,7 @@ def _together(rows: Rows[Any], pretraining: Rows[Any] | None) -> str:
     return rows.fingerprint if pretraining is None else f"{rows.fingerprint} beside {pretraining.fingerprint}"
 
 
-def _pretraining(parts: Parts) -> Rows[Response] | None:
+def _pretraining(parts: Parts) -> Rows[TokenizedExample] | None:
     """Text that the policy must not forget; None where it counts for nothing."""
     options = cast(RLOptions, parts.options)
     source = parts.inputs.roles.get("ptx", options.ptx.data)
@@ -357,7 +363,7 @@ def _pretraining(parts: Parts) -> Rows[Response] | None:
     if options.ptx.weight == 0 or parts.is_evaluation:
         return None
     check(source is not None, "ptx.data", None, 'rows for ptx.weight: a file, or roles={"ptx": ROWS}')
-    return parts.read("demonstrations", (source, None), replace(options.data, validation=0.0))
+    return parts.read("demonstrations", (source, None), replace(options.data, eval_fraction=0.0))
 
 
 def _reference(parts: Parts, named: str | None, origin: Origin) -> Origin:
@@ -444,7 +450,7 @@ def _judging(backbone: nn.Module, options: RLOptions, device: torch.device) -> n
     return copied(backbone, device, options.compile_level)
 
 
-def _pairs(parts: Parts) -> Rows[Pair]:
+def _pairs(parts: Parts) -> Rows[PreferencePair]:
     return parts.rows("pairs", "chosen and rejected, and prompt unless both begin with it")
 
 
@@ -472,7 +478,7 @@ def _trained_scalar(parts: Parts) -> ScalarModel | None:
 
 def _placed(model: nn.Module, options: StageOptions, world: World) -> nn.Module:
     """The model ready for its trainer, and cut as the world's degrees say."""
-    parallel_of(_ready(model, options), world, sharding_of(model))
+    parallel_model_of(_ready(model, options), world, sharding_of(model))
     return model
 
 

@@ -8,7 +8,7 @@ from typing import final
 
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.inference.engine import Engine, Output
-from kitforge.inference.text import Detokeniser
+from kitforge.inference.text_engine import Detokenizer
 
 
 @final
@@ -20,7 +20,7 @@ class StoppingEngine:
         self._engine = engine
         self._tokenizer = tokenizer
         self._stop = stop
-        self._texts: dict[tuple[int, int], Detokeniser] = {}
+        self._texts: dict[tuple[int, int], Detokenizer] = {}
         self._stopped: set[tuple[int, int]] = set()
 
     def step(self) -> list[Output]:
@@ -36,7 +36,7 @@ class StoppingEngine:
 
     def _until_stop(self, output: Output) -> Output:
         name = output.request, output.sample
-        text = self._texts.setdefault(name, Detokeniser(self._tokenizer, self._stop))
+        text = self._texts.setdefault(name, Detokenizer(self._tokenizer, self._stop))
         num_kept = len(output.tokens) - (output.finish_reason == "stop")
         for place, token in enumerate(output.tokens[:num_kept], start=1):
             text.push([token])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast, final
 
-from kitforge.data.dialogues import Prompt
+from kitforge.data.chat_datasets import PromptExample
 from kitforge.data.template import ChatTemplate, Message
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
@@ -126,7 +126,7 @@ class FunctionTools(ToolEnvironment):
         return 0.0
 
 
-def with_tools(prompt: Prompt, template: ChatTemplate, schemas: Sequence[Mapping[str, Any]]) -> Prompt:
+def with_tools(prompt: PromptExample, template: ChatTemplate, schemas: Sequence[Mapping[str, Any]]) -> PromptExample:
     """The prompt in which the chat template names the tools. Raises ConfigError where it cannot."""
     expected = "a chat template that writes `tools`, as those of Qwen 2.5 and Llama 3.1"
     if prompt.messages is None:

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.core.kernels.half import NATIVE
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, config_of, copy_factors, deltas
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
-from kitforge.core.parallel.apply import ParallelModel
-from kitforge.core.parallel.shard import local_tensor
+from kitforge.core.parallel.fsdp import local_tensor
+from kitforge.core.parallel.parallelize import ParallelModel
 from kitforge.kits.rlhf.actor_critic import critic_of
 from kitforge.kits.rlhf.config import CriticOptions
-from kitforge.models.folder import build, outline
+from kitforge.models.loading import build, build_on_meta
 
 # Where decoders keep what is looked up or read out rather than multiplied within; no such table decays.
 _TABLES = ("embedding.weight", "position.weight", "output")
@@ -72,7 +72,7 @@ def copied(network: nn.Module, device: torch.device, level: CompileLevel = "O1")
 
 def sharing(network: Decoder, level: CompileLevel = "O1") -> Decoder:
     """Another network over the very same weights, frozen, and free to have an adapter of its own."""
-    twin = outline(network.config, level)
+    twin = build_on_meta(network.config, level)
     sources = dict(network.named_parameters())
     for name in [name for name, _ in twin.named_parameters()]:
         path, _, last = name.rpartition(".")
@@ -93,7 +93,7 @@ def whole_factors(network: Decoder, name: str, parallel: ParallelModel) -> dict[
     """Both factors of every layer that has the adapter, gathered where ranks hold pieces of them."""
     names = {id(parameter): own for own, parameter in parallel.model.named_parameters()}
     return {
-        path: (parallel.whole(names[id(down)]), parallel.whole(names[id(up)]))
+        path: (parallel.full_tensor(names[id(down)]), parallel.full_tensor(names[id(up)]))
         for path, (down, up) in adapter_tensors(network, name).items()
     }
 
@@ -115,7 +115,7 @@ def to_half(networks: Iterable[nn.Module], keep: Iterable[nn.Module], dtype: tor
     for weights in holders.values():
         first = weights[0]
         rounded = first.to(dtype)
-        if (first.is_cpu and not NATIVE[dtype]) and not torch.equal(rounded.float(), first):
+        if (first.is_cpu and not NATIVE_DTYPES[dtype]) and not torch.equal(rounded.float(), first):
             continue
         for each in weights:
             each.requires_grad_(False)

@@ -11,15 +11,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from kitforge.core.checkpoint.agreement import together
+from kitforge.core.checkpoint.all_or_none import collective_try
 from kitforge.core.checkpoint.gather import GatheredParameters
 from kitforge.core.checkpoint.load import find_checkpoint, load_tensors
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.apply import apply, laid_out, parallel_of
-from kitforge.core.parallel.lobby import Lobby
+from kitforge.core.parallel.parallelize import init_sharded, parallel_model_of, parallelize
+from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.sharding import Sharding, check_geometry
 from kitforge.core.parallel.world import ALONE, World
 from kitforge.data.source import Source
@@ -30,9 +30,9 @@ from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, Mo
 from kitforge.foundation.progress import show_progress
 from kitforge.inference.engine import Engine
 from kitforge.inference.pipeline import TextGenerationPipeline
-from kitforge.inference.server.app import create
-from kitforge.inference.server.exchange import Service
-from kitforge.inference.text import TextEngine
+from kitforge.inference.server.app import create_app
+from kitforge.inference.server.service import Service
+from kitforge.inference.text_engine import TextEngine
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus, load_corpus, open_text, tokenizer_for
 from kitforge.kits.transformers.evaluation import Evaluator
@@ -41,9 +41,9 @@ from kitforge.kits.transformers.offline import answer, read_prompts
 from kitforge.kits.transformers.questions import load_task
 from kitforge.kits.transformers.samples import Samples
 from kitforge.kits.transformers.task import TextGenerationTask
-from kitforge.models import folder as model_folder
+from kitforge.models import loading as model_folder
 from kitforge.models.catalog import FAMILIES, config_of
-from kitforge.models.folder import OpenRun, StoredModel
+from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.sharding import DECODER
 from kitforge.trainer.assembly import RunAssembly, RunInputs, evaluated
 from kitforge.trainer.run import default_folder, make_loop
@@ -61,7 +61,7 @@ NOT_EVALUATED = frozenset(
 # Reads the model under a folder, whichever stage trained it, onto the device of that name.
 LoadModel: TypeAlias = Callable[[str, str], nn.Module]
 # Opens the model of a folder, whose checkpoint the second finds.
-OpenModel: TypeAlias = Callable[[Path, OpenRun], StoredModel]
+OpenModel: TypeAlias = Callable[[Path, OpenCheckpoint], StoredModel]
 Inputs: TypeAlias = RunInputs[Tokenizer]
 Assembly: TypeAlias = RunAssembly[TextGenerationOptions, Tokenizer]
 
@@ -71,7 +71,7 @@ def read_options(values: Mapping[str, Any]) -> TextGenerationOptions:
     return from_dict(TextGenerationOptions, values)
 
 
-def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> Assembly:
+def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Rendezvous) -> Assembly:
     """Everything that a run needs, in the order in which mistakes are cheapest to find."""
     train = _source(inputs.train_dataset, options.data.train, options)
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
@@ -84,9 +84,12 @@ def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> As
     if config is not None:
         _check_fit(config, options, tokenizer)
     # Token caches are built by one rank, before ranks wait for one another.
-    with lobby.turns(), show_progress("tokenizing, bytes", enabled=options.trainer.progress) as progress:
+    with (
+        lobby.local_rank_zero_first(),
+        show_progress("tokenizing, bytes", enabled=options.trainer.progress) as progress,
+    ):
         corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed, progress)
-    world = lobby.join().with_precision(options.precision)
+    world = lobby.init_process_group().with_precision(options.precision)
     recorded = to_dict(options)
     if config is not None:
         recorded["model"] = {"family": config.family, **to_dict(config)}
@@ -97,10 +100,10 @@ def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> As
         if given is not None or options.checkpoint is not None:
             return _prepare(_cut(options, given, world, opened), options)
         assert config is not None
-        network = model_folder.outline(config, options.compile_level)
-        return _prepare(laid_out(network, DECODER, world, options.seed), options)
+        network = model_folder.build_on_meta(config, options.compile_level)
+        return _prepare(init_sharded(network, DECODER, world, options.seed), options)
 
-    folder = world.first(default_folder(options, inputs.model_name))
+    folder = world.broadcast_object(default_folder(options, inputs.model_name))
     loop = make_loop(
         TextGenerationTask(options, corpus, build, world),
         dataclasses.replace(options, device=str(world.device)),
@@ -122,11 +125,11 @@ def check_degrees(options: TextGenerationOptions) -> None:
             check_geometry(DECODER, Decoder(config).geometry, degrees)
     length = options.data.sequence_length
     check(
-        not degrees.sequence or length % degrees.tensor == 0,
+        not degrees.sequence_parallel or length % degrees.tensor == 0,
         "data.sequence_length",
         length,
         f"a multiple of parallel.tensor={degrees.tensor}",
-        "or parallel.sequence=false, which splits no sequence",
+        "or parallel.sequence_parallel=false, which splits no sequence",
     )
 
 
@@ -144,7 +147,7 @@ def save(model: nn.Module, folder: Path, tokenizer: Tokenizer | None, dtype: Exp
     were published in. Of a model that is cut, all ranks call this, and rank 0 writes tensor by tensor as they come."""
     if not isinstance(model, Decoder):
         raise ModelError("only the families can be exported", got=type(model).__name__, expected="a gpt2, llama or glm")
-    parallel = parallel_of(model, ALONE)
+    parallel = parallel_model_of(model, ALONE)
     names = model_folder.exported_names(model.config)
     weights = GatheredParameters(parallel, names, EXPORT_DTYPES[dtype or model.config.dtype])
 
@@ -157,10 +160,10 @@ def save(model: nn.Module, folder: Path, tokenizer: Tokenizer | None, dtype: Exp
             weights.finish()
 
     group = None if parallel.mesh is None else parallel.mesh.world
-    together(write, partial(collectives.gather_objects, group=group), KitforgeError)
+    collective_try(write, partial(collectives.all_gather_object, group=group), KitforgeError)
 
 
-def open_model(folder: Path, open_run: OpenRun = find_checkpoint) -> StoredModel:
+def open_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
     """The model of a run folder, a step folder or a Hugging Face folder, of which no weight is read yet."""
     return model_folder.open_model(folder, open_run)
 
@@ -196,14 +199,14 @@ def open_service(model: nn.Module, tokenizer: Tokenizer, name: str, options: Tex
 
 def new_app(service: Service) -> Any:
     """The routes of that service."""
-    return create(service)
+    return create_app(service)
 
 
 def evaluate_questions(options: TextGenerationOptions, load_model: LoadModel) -> dict[str, float]:
     """The metrics of the tasks that `options.tasks` names, of the model under `options.checkpoint`; logs every row."""
     if options.checkpoint is None:
         raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN")
-    check(options.parallel.world == 1, "tasks", f"{options.parallel.world} ranks", "one rank")
+    check(options.parallel.world_size == 1, "tasks", f"{options.parallel.world_size} ranks", "one rank")
     folder = Path(options.checkpoint).expanduser()
     sets = [load_task(name, options.data.tasks, options.limit) for name in options.tasks]
     names = [task.name for task in sets]
@@ -284,12 +287,12 @@ def _cut(options: TextGenerationOptions, given: nn.Module | None, world: World, 
     """The network handed over or the checkpoint's on the device, cut as the world's degrees say. Of the checkpoint's,
     no rank ever holds more than its pieces, and each verifies a share of the files."""
     if given is not None:
-        parallel_of(given.to(world.device), world, _sharding(given))
+        parallel_model_of(given.to(world.device), world, _sharding(given))
         return given
     stored = opened(Path(str(options.checkpoint)), partial(find_checkpoint, world=world))
-    network = model_folder.outline(stored.config, options.compile_level)
-    parallel = apply(network, DECODER, world)
-    parallel.materialise(world.device)
+    network = model_folder.build_on_meta(stored.config, options.compile_level)
+    parallel = parallelize(network, DECODER, world)
+    parallel.materialize(world.device)
     regions = {name: parallel.region(name) for name in parallel.parameters()}
     load_tensors(parallel.parameters(), stored.tensors(regions), what="model")
     return network
@@ -362,7 +365,7 @@ def evaluation_options(recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -
     return found
 
 
-def evaluate(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> dict[str, float]:
+def evaluate(options: TextGenerationOptions, inputs: Inputs, lobby: Rendezvous) -> dict[str, float]:
     """Loss and perplexity of the evaluation text, for a model in memory or under `options.checkpoint`."""
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
     train = _source(inputs.train_dataset, options.data.train, options) if evaluation is None else None
@@ -376,12 +379,12 @@ def evaluate(options: TextGenerationOptions, inputs: Inputs, lobby: Lobby) -> di
     tokenizer = _tokenizer(options, inputs, evaluation or train)
     if config is not None:
         _check_fit(config, options, tokenizer)
-    with lobby.turns():
+    with lobby.local_rank_zero_first():
         corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed)
-    world = lobby.join().with_precision(options.precision)
+    world = lobby.init_process_group().with_precision(options.precision)
     model = _cut(options, given, world, opened)
     task = TextGenerationTask(options, corpus, lambda _world: model, world)
-    return evaluated(task, parallel_of(model, world), world.device, options.precision)
+    return evaluated(task, parallel_model_of(model, world), world.device, options.precision)
 
 
 def resolved(options: TextGenerationOptions) -> dict[str, Any]:

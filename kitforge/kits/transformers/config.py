@@ -8,7 +8,7 @@ from typing import Any, Literal
 from kitforge.data.tokenizer import TokenizerConfig
 from kitforge.foundation.config import check
 from kitforge.inference.server.options import ServeOptions
-from kitforge.inference.text import InferenceOptions
+from kitforge.inference.text_engine import InferenceOptions
 from kitforge.trainer.options import RunOptions
 
 
@@ -20,7 +20,7 @@ class DataOptions:
     eval: Any = None  # None: a share of the training documents
     batch_size: int = 8  # rows of a step
     sequence_length: int = 256  # tokens of a row
-    validation: float = 0.05  # share of the training documents kept for evaluation where data.eval is not given
+    eval_fraction: float = 0.05  # share of the training documents kept for evaluation where data.eval is not given
     column: str = "text"  # of jsonl, csv and parquet
     separator: str | None = None  # text that parts the documents of a txt file; None: a file is one document
     encoding_errors: Literal["strict", "replace", "ignore"] = "strict"  # what to do with bytes that are not UTF-8
@@ -35,7 +35,7 @@ class DataOptions:
     def __post_init__(self) -> None:
         for name in ("batch_size", "sequence_length", "prefetch"):
             check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
-        check(0 <= self.validation < 1, "data.validation", self.validation, "at least 0, below 1")
+        check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

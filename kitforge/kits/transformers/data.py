@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kitforge.data.packing import PackedRows, Part, split_documents
+from kitforge.data.packing import DocumentSplit, PackedRows, split_documents
 from kitforge.data.source import Source, SourceConfig, open_source
-from kitforge.data.token_cache import TokenCache, build, default_root
+from kitforge.data.token_cache import TokenCache, build_token_cache, default_root
 from kitforge.data.tokenizer import Tokenizer, TokenizerConfig, make_tokenizer
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.transformers.config import DataOptions
@@ -60,9 +60,11 @@ def load_corpus(
         )
 
     def tokens(source: Source) -> TokenCache:
-        return build(source, tokenizer, cache_root(options), num_workers=options.num_workers, progress=progress)
+        return build_token_cache(
+            source, tokenizer, cache_root(options), num_workers=options.num_workers, progress=progress
+        )
 
-    def pack(cache: TokenCache, part: Part | None) -> PackedRows:
+    def pack(cache: TokenCache, part: DocumentSplit | None) -> PackedRows:
         return PackedRows(cache, length=options.sequence_length, pad_id=tokenizer.pad_id, part=part)
 
     given = None if evaluation is None else tokens(evaluation)
@@ -71,8 +73,8 @@ def load_corpus(
         assert given is not None
         return Corpus(train=None, eval=given_rows, fingerprint=given.fingerprint)
     cache = tokens(train)
-    if given_rows is not None or options.validation == 0:
+    if given_rows is not None or options.eval_fraction == 0:
         mark = "" if given is None else given.fingerprint
         return Corpus(train=pack(cache, None), eval=given_rows, fingerprint=cache.fingerprint, eval_fingerprint=mark)
-    kept, held_out = split_documents(cache, options.validation, seed)
+    kept, held_out = split_documents(cache, options.eval_fraction, seed)
     return Corpus(train=pack(cache, kept), eval=pack(cache, held_out), fingerprint=cache.fingerprint)

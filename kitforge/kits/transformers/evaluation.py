@@ -15,12 +15,12 @@ from typing import Any, Literal, TypeAlias, cast, final
 from torch import nn
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.data.tokens import Tokenizer, document_frame
+from kitforge.data.tokenizer_protocol import Tokenizer, document_frame
 from kitforge.foundation.errors import DataError, KitforgeError, ModelError
 from kitforge.foundation.log import logger
-from kitforge.inference.continuations import Branches, ChoiceScore, score_branches
+from kitforge.inference.choice_scoring import ChoiceBatch, ChoiceScore, choice_logprobs
 from kitforge.inference.engine import Engine
-from kitforge.inference.text import InferenceOptions, TextEngine
+from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from kitforge.kits.transformers.questions import Question, QuestionSet, number
 
 # Where a model begins a question of its own, its answer has ended.
@@ -227,12 +227,14 @@ class Evaluator:
     def _scores(self, task: QuestionSet, questions: Sequence[Sequence[Pair]]) -> Iterator[list[ChoiceScore]]:
         """The scores of the continuations of each question. What has a context in common is read once."""
         trees = [
-            Branches(stem=stem, branches=[branch for _, branch in pairs])
+            ChoiceBatch(prefix=stem, continuations=[branch for _, branch in pairs])
             for each in questions
             for stem, pairs in groupby(each, key=lambda pair: pair[0])
         ]
         scores = [
-            score for tree in score_branches(self._model, trees, self._options.engine.max_step_tokens) for score in tree
+            score
+            for tree in choice_logprobs(self._model, trees, self._options.engine.max_num_batched_tokens)
+            for score in tree
         ]
         start = 0
         for question, pairs in zip(task.questions, questions, strict=True):

@@ -18,7 +18,7 @@ from kitforge.data.template import template_of
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
 from kitforge.foundation.files import atomic_file
-from kitforge.inference.text import InferenceOptions, Piece, TextEngine
+from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
 from kitforge.kits.transformers.questions import check_text
 
 # The columns that an answer adds to its prompt's row.
@@ -88,7 +88,7 @@ class _Pending:
         self.text = ""
         self.finish_reason: str | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TextDelta) -> None:
         """Go on with what came next."""
         self.text += piece.text
         self.finish_reason = piece.finish_reason
@@ -96,7 +96,7 @@ class _Pending:
 
 def _answers(texts: TextEngine, prompts: Sequence[Prompt], options: InferenceOptions, start: int) -> Iterator[bytes]:
     """The lines from `start` on, in order. Prompts are handed in a little ahead of the line that is waited for."""
-    ahead = 4 * texts.engine.options.max_sequences
+    ahead = 4 * texts.engine.options.max_num_seqs
     pending: dict[int, _Pending] = {}
     finished: dict[int, _Pending] = {}
     submitted = written = start

@@ -11,10 +11,10 @@ from torch import nn
 
 from kitforge.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kitforge.foundation.files import write_text
-from kitforge.inference.engine import Engine, position_bytes
+from kitforge.inference.engine import Engine, kv_bytes_per_token
 from kitforge.inference.options import EngineOptions
-from kitforge.inference.text import InferenceOptions
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.inference.text_engine import InferenceOptions
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 # Bytes of weights that the samples of one evaluation may gather on a rank: a second or so between GPUs of one machine.
 GATHERED = 64 * 2**30
@@ -30,7 +30,7 @@ class Samples(Callback):
         self._options = options
         self._is_told = False
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         """Save the tokenizer at the start, generate after an evaluation."""
         is_first = run.world.rank == 0
         if event.kind == "start" and run.folder is not None and is_first:
@@ -44,7 +44,7 @@ class Samples(Callback):
         chosen = engine_options(run.model, self._options, [len(prompt) for prompt in prompts])
         engine = Engine(run.model, chosen, stop_ids=self._tokenizer.eos_ids)
         completions = engine.generate(prompts, self._options)
-        run.state.parallel.rest()
+        run.state.parallel.reshard()
         if not is_first:
             return
         texts = [self._tokenizer.decode(samples[0].content) for samples in completions]
@@ -53,11 +53,11 @@ class Samples(Callback):
         page = json.dumps({"step": step, "samples": samples}, ensure_ascii=False, indent=1)
         write_text(run.folder / "samples" / f"step_{step}.json", page)
 
-    def _costs_too_much(self, run: Run) -> bool:
+    def _costs_too_much(self, run: RunContext) -> bool:
         """Whether the weights would be gathered too often; said once. Where they are cut over `shard`, no rank may hold
         all of them, so every token of a text has every rank gather every block."""
         mesh = run.world.mesh
-        if mesh is None or mesh.degree("shard") == 1 or mesh.degrees.zero < 3:
+        if mesh is None or mesh.degree("shard") == 1 or mesh.degrees.zero_stage < 3:
             return False
         once = sum(each.numel() * each.element_size() for each in run.model.parameters())
         affordable = GATHERED // max(once, 1)
@@ -75,10 +75,10 @@ def engine_options(model: nn.Module, options: InferenceOptions, lengths: Sequenc
     given = options.engine
     # A block more for each, which the scheduler wants free before it lets a further text in.
     blocks = sum(-(-(length + options.max_new_tokens) // given.block_size) + 1 for length in lengths)
-    memory = blocks * given.block_size * position_bytes(model)
+    memory = blocks * given.block_size * kv_bytes_per_token(model)
     return dataclasses.replace(
         given,
-        max_sequences=len(lengths),
-        max_step_tokens=max(given.max_step_tokens, len(lengths)),
-        memory=memory if given.memory is None else min(memory, given.memory),
+        max_num_seqs=len(lengths),
+        max_num_batched_tokens=max(given.max_num_batched_tokens, len(lengths)),
+        kv_cache_bytes=memory if given.kv_cache_bytes is None else min(memory, given.kv_cache_bytes),
     )

@@ -15,10 +15,10 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.world import World
-from kitforge.data.collate import simplify, split_micro_batches
+from kitforge.data.collate import drop_trivial_columns, split_micro_batches
 from kitforge.data.packing import PackedRows
-from kitforge.data.prefetch import Prefetcher
-from kitforge.data.sampler import order
+from kitforge.data.prefetch import BackgroundPrefetcher
+from kitforge.data.sampler import shuffled_indices
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
@@ -56,7 +56,7 @@ class TextGenerationTask(Task):
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Batches from the cursor on, made ready in the background."""
-        with Prefetcher(self._batches(cursor), depth=self._options.data.prefetch) as batches:
+        with BackgroundPrefetcher(self._batches(cursor), depth=self._options.data.prefetch) as batches:
             yield from batches
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
@@ -130,7 +130,7 @@ class TextGenerationTask(Task):
             # Of each batch this rank gathers its own share only.
             shares = [self._share(start, min(size, wanted - start)) for start in range(0, wanted, size)]
             mine = np.concatenate(shares)
-            indices = order(options.seed, rows.num_rows, sample, wanted, shuffle=options.data.shuffle)
+            indices = shuffled_indices(options.seed, rows.num_rows, sample, wanted, shuffle=options.data.shuffle)
             gathered = rows.rows(indices[mine]) | {"samples": torch.from_numpy(sample + mine)}
             begin = 0
             for number, share in enumerate(shares):
@@ -151,7 +151,9 @@ class TextGenerationTask(Task):
         """This rank's rows of a batch of `num_rows`, in as many micro-batches as the rank with the most rows has."""
         largest = -(-num_rows // self._world.num_replicas)
         size = self._options.trainer.micro_batch_size or largest
-        parts: list[MicroBatch] = [{**simplify(part), "step": step} for part in split_micro_batches(batch, size)]
+        parts: list[MicroBatch] = [
+            {**drop_trivial_columns(part), "step": step} for part in split_micro_batches(batch, size)
+        ]
         return parts + [self._dry(step)] * (-(-largest // size) - len(parts))
 
     def _evaluation_batches(self, rows: PackedRows) -> Iterator[MicroBatch]:
@@ -165,7 +167,7 @@ class TextGenerationTask(Task):
             begin = start + size * self._world.replica
             indices = np.arange(begin, min(begin + size, stop))
             if len(indices):
-                yield {**simplify(rows.rows(indices)), "samples": torch.from_numpy(indices), "step": 0}
+                yield {**drop_trivial_columns(rows.rows(indices)), "samples": torch.from_numpy(indices), "step": 0}
             else:
                 yield self._dry(0)
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
-from kitforge.core.nn.cross import CrossNetwork
+from kitforge.core.nn.cross_network import CrossNetwork
+from kitforge.core.nn.dropout import SampleDropout
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, concat_features, deep_lookups, width
 from kitforge.core.nn.linear import Linear
-from kitforge.core.nn.lookup import Lookup, SampleShape, deep_lookups, joined, width
-from kitforge.core.nn.noise import SampleNoise
-from kitforge.core.nn.tower import Tower, check_widths
+from kitforge.core.nn.mlp_tower import MLPTower, check_widths
 from kitforge.foundation.config import check
 
 
@@ -37,7 +37,7 @@ class DCNV2Config:
         check(self.rank is None or self.rank > 0, "model.rank", self.rank, "a positive whole number")
         check_widths("model.hidden", self.hidden, self.dropout)
 
-    def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
+    def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """The rows of all categorical features and crosses, and the mean of those of each sequence."""
         return deep_lookups(shape, self.dim, (*shape.categorical, *shape.crosses, *shape.sequences))
 
@@ -61,13 +61,13 @@ class DCNV2(nn.Module):
         dim = len(shape.numeric) + width(self._deep)
         dims = (dim, *config.hidden)
         self.cross = CrossNetwork(dim, config.num_cross_layers, rank=config.rank, kernels=kernels)
-        self.tower = Tower("tower", dims, kernels=kernels, dropout=config.dropout, ends_in_relu=True)
+        self.tower = MLPTower("tower", dims, kernels=kernels, dropout=config.dropout, ends_in_relu=True)
         head_dim = dims[-1] if config.structure == "stacked" else dim + dims[-1]
         self.head = Linear(head_dim, 1, bias=True, kernels=kernels)
 
-    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleNoise | None = None) -> Tensor:
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
         """See the class."""
-        input = joined(dense, vectors, self._deep)
+        input = concat_features(dense, vectors, self._deep)
         crossed = self.cross(input)
         if self.config.structure == "stacked":
             features = self.tower(crossed, noise)

@@ -9,10 +9,10 @@ from typing import ClassVar, final
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.nn.dropout import SampleDropout
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, concat_features, one_width, width
 from kitforge.core.nn.linear import Linear
-from kitforge.core.nn.lookup import Lookup, SampleShape, joined, one_width, width
-from kitforge.core.nn.noise import SampleNoise
-from kitforge.core.nn.tower import Tower, check_widths
+from kitforge.core.nn.mlp_tower import MLPTower, check_widths
 from kitforge.foundation.config import check
 
 
@@ -30,15 +30,15 @@ class DeepFMConfig:
         check(self.dim > 0, "model.dim", self.dim, "a positive whole number")
         check_widths("model.hidden", self.hidden, self.dropout)
 
-    def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
+    def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """The sum of the first-order weights, and the vectors that both parts share. A sequence counts as its mean."""
         second = (*shape.categorical, *shape.sequences)
         check(len(second) >= 2, "features", list(second), "at least two categorical ones or sequences")
         one_width(shape, second, self.dim)
         first = (*shape.categorical, *shape.crosses, *shape.sequences)
         return (
-            Lookup(name="wide", features=first, dim=1, pooling="sum", kind="wide"),
-            Lookup(name="deep", features=second, dim=self.dim),
+            EmbeddingLookup(name="wide", features=first, dim=1, pooling="sum", kind="wide"),
+            EmbeddingLookup(name="deep", features=second, dim=self.dim),
         )
 
     def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
@@ -61,11 +61,11 @@ class DeepFM(nn.Module):
         self._deep = deep
         self.linear = Linear(len(shape.numeric), 1, bias=False, kernels=kernels) if shape.numeric else None
         dims = (len(shape.numeric) + width([deep]), *config.hidden, 1)
-        self.tower = Tower("tower", dims, kernels=kernels, dropout=config.dropout)
+        self.tower = MLPTower("tower", dims, kernels=kernels, dropout=config.dropout)
 
-    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleNoise | None = None) -> Tensor:
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
         """See the class."""
-        logits = self.tower(joined(dense, vectors, [self._deep]), noise).float() + vectors["wide"]
+        logits = self.tower(concat_features(dense, vectors, [self._deep]), noise).float() + vectors["wide"]
         if self.linear is not None:
             logits = logits + self.linear(dense).float()
         first: Tensor = logits.squeeze(1)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
-from kitforge.core.nn.lookup import Lookup, SampleShape, joined, one_width, width
-from kitforge.core.nn.noise import SampleNoise
-from kitforge.core.nn.tower import Tower, check_widths
+from kitforge.core.nn.dropout import SampleDropout
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, concat_features, one_width, width
+from kitforge.core.nn.mlp_tower import MLPTower, check_widths
 from kitforge.foundation.config import check
 
 
@@ -34,7 +34,7 @@ class DINConfig:
         check_widths("model.attention", self.attention)
         check_widths("model.hidden", self.hidden, self.dropout)
 
-    def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
+    def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """The rows of all categorical features and crosses, and those of every sequence."""
         check(len(shape.sequences) > 0, "features", "no sequence", "at least one, for a din to weigh")
         for name, target in self.pairs(shape).items():
@@ -45,8 +45,10 @@ class DINConfig:
             expected = f"the categorical feature that {name} is a history of: {', '.join(shape.categorical)}"
             check(target in shape.categorical, f"model.targets.{name}", target, expected, fix)
         one_width(shape, (*shape.categorical, *shape.crosses, *shape.sequences), self.dim)
-        sequences = (Lookup(name=name, features=(name,), dim=self.dim, pooling="sequence") for name in shape.sequences)
-        return (Lookup(name="deep", features=(*shape.categorical, *shape.crosses), dim=self.dim), *sequences)
+        sequences = (
+            EmbeddingLookup(name=name, features=(name,), dim=self.dim, pooling="sequence") for name in shape.sequences
+        )
+        return (EmbeddingLookup(name="deep", features=(*shape.categorical, *shape.crosses), dim=self.dim), *sequences)
 
     def pairs(self, shape: SampleShape) -> dict[str, str]:
         """The target of each sequence."""
@@ -67,12 +69,12 @@ class DINConfig:
 
 
 @final
-class Interest(nn.Module):
+class InterestAttention(nn.Module):
     """`sum over the history of weight(target, item) * item`, where a tower gives the weight."""
 
     def __init__(self, config: DINConfig, name: str, kernels: Kernels) -> None:
         super().__init__()
-        self.tower = Tower(name, (4 * config.dim, *config.attention, 1), kernels=kernels)
+        self.tower = MLPTower(name, (4 * config.dim, *config.attention, 1), kernels=kernels)
         self._softmax = config.softmax
 
     def forward(self, target: Tensor, history: Tensor, lengths: Tensor) -> Tensor:
@@ -100,16 +102,16 @@ class DIN(nn.Module):
         self.config = config
         self._deep = deep
         self._targets = {name: deep.features.index(target) for name, target in config.pairs(shape).items()}
-        self.interests = nn.ModuleDict({each.name: Interest(config, each.name, kernels) for each in sequences})
+        self.interests = nn.ModuleDict({each.name: InterestAttention(config, each.name, kernels) for each in sequences})
         dims = (len(shape.numeric) + width([deep, *sequences]), *config.hidden, 1)
-        self.tower = Tower("tower", dims, kernels=kernels, dropout=config.dropout)
+        self.tower = MLPTower("tower", dims, kernels=kernels, dropout=config.dropout)
 
-    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleNoise | None = None) -> Tensor:
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
         """See the class."""
         interests = [
-            self.interests[name](vectors["deep"][:, place], vectors[name], vectors[f"{name}.lengths"])
-            for name, place in self._targets.items()
+            self.interests[name](vectors["deep"][:, index], vectors[name], vectors[f"{name}.lengths"])
+            for name, index in self._targets.items()
         ]
-        input = torch.cat([joined(dense, vectors, [self._deep]), *interests], dim=1)
+        input = torch.cat([concat_features(dense, vectors, [self._deep]), *interests], dim=1)
         logits: Tensor = self.tower(input, noise).float().squeeze(1)
         return logits

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
-from kitforge.core.nn.cross import CrossNetwork, dot_interaction
-from kitforge.core.nn.lookup import Lookup, SampleShape, one_width
-from kitforge.core.nn.noise import SampleNoise
-from kitforge.core.nn.tower import Tower, check_widths
+from kitforge.core.nn.cross_network import CrossNetwork, dot_interaction
+from kitforge.core.nn.dropout import SampleDropout
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, one_width
+from kitforge.core.nn.mlp_tower import MLPTower, check_widths
 from kitforge.foundation.config import check
 
 
@@ -39,12 +39,12 @@ class DLRMConfig:
         check_widths("model.bottom", self.bottom)
         check_widths("model.top", self.top, self.dropout)
 
-    def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
+    def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """The rows of all categorical features and crosses, and the mean of those of each sequence."""
         check(len(shape.numeric) > 0, "features", "no numeric one", "at least one, for the bottom of a dlrm")
         features = (*shape.categorical, *shape.crosses, *shape.sequences)
         one_width(shape, features, self.dim)
-        return (Lookup(name="deep", features=features, dim=self.dim),)
+        return (EmbeddingLookup(name="deep", features=features, dim=self.dim),)
 
     def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
         """All numbers."""
@@ -65,16 +65,16 @@ class DLRM(nn.Module):
         self.config = config
         num_vectors = len(deep.features) + 1
         dims = (len(shape.numeric), *config.bottom, config.dim)
-        self.bottom = Tower("bottom", dims, kernels=kernels, ends_in_relu=True)
+        self.bottom = MLPTower("bottom", dims, kernels=kernels, ends_in_relu=True)
         wide = num_vectors * config.dim
         is_cross = config.interaction == "cross"
         self.cross = (
             CrossNetwork(wide, config.num_cross_layers, rank=config.rank, kernels=kernels) if is_cross else None
         )
         met = wide if is_cross else config.dim + num_vectors * (num_vectors - 1) // 2
-        self.top = Tower("top", (met, *config.top, 1), kernels=kernels, dropout=config.dropout)
+        self.top = MLPTower("top", (met, *config.top, 1), kernels=kernels, dropout=config.dropout)
 
-    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleNoise | None = None) -> Tensor:
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
         """See the class."""
         numbers = self.bottom(dense)
         deep = vectors["deep"]

@@ -9,7 +9,7 @@ from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.models.glm.model import GLMConfig
-from kitforge.models.mapping import ConfigFile, Family, Piece, read_rope, require, write_rope
+from kitforge.models.weight_mapping import ConfigFile, Family, TensorMapping, read_rope, require, write_rope
 
 
 def read_config(config: Mapping[str, Any]) -> GLMConfig:
@@ -91,55 +91,55 @@ def write_config(config: GLMConfig) -> dict[str, Any]:
     }
 
 
-def pieces(config: GLMConfig, model_type: str) -> list[Piece]:
+def tensor_mappings(config: GLMConfig, model_type: str) -> list[TensorMapping]:
     """Where each of our tensors lies; the layout depends on which generation the folder is of."""
-    return _chatglm_pieces(config) if model_type == "chatglm" else _glm_pieces(config)
+    return _chatglm_mappings(config) if model_type == "chatglm" else _glm_mappings(config)
 
 
-def _glm_pieces(config: GLMConfig) -> list[Piece]:
-    found = [
-        Piece(ours="embedding.weight", theirs="model.embed_tokens.weight"),
-        Piece(ours="norm.weight", theirs="model.norm.weight"),
+def _glm_mappings(config: GLMConfig) -> list[TensorMapping]:
+    mappings = [
+        TensorMapping(ours="embedding.weight", theirs="model.embed_tokens.weight"),
+        TensorMapping(ours="norm.weight", theirs="model.norm.weight"),
     ]
     for layer in range(config.num_layers):
         ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-        found += [Piece(ours=ours + name, theirs=theirs + source) for name, source in _glm_block(config)]
-        found += _gate_and_up(ours, f"{theirs}mlp.gate_up_proj.weight", config)
+        mappings += [TensorMapping(ours=ours + name, theirs=theirs + source) for name, source in _glm_block(config)]
+        mappings += _gate_and_up(ours, f"{theirs}mlp.gate_up_proj.weight", config)
     if not config.tie_embeddings:
-        found.append(Piece(ours="output", theirs="lm_head.weight"))
-    return found
+        mappings.append(TensorMapping(ours="output", theirs="lm_head.weight"))
+    return mappings
 
 
 def _glm_block(config: GLMConfig) -> list[tuple[str, str]]:
-    found = [
+    names = [
         ("attention_norm.weight", "input_layernorm.weight"),
         ("mlp_norm.weight", "post_attention_layernorm.weight"),
         ("attention.out.weight", "self_attn.o_proj.weight"),
         ("mlp.down.weight", "mlp.down_proj.weight"),
     ]
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-        found += [
+        names += [
             (f"attention.{name}.{kind}", f"self_attn.{name[0]}_proj.{kind}") for name in ("query", "key", "value")
         ]
     if config.sandwich_norms:
-        found += [("attention_out_norm.weight", "post_self_attn_layernorm.weight")]
-        found += [("mlp_out_norm.weight", "post_mlp_layernorm.weight")]
-    return found
+        names += [("attention_out_norm.weight", "post_self_attn_layernorm.weight")]
+        names += [("mlp_out_norm.weight", "post_mlp_layernorm.weight")]
+    return names
 
 
-def _chatglm_pieces(config: GLMConfig) -> list[Piece]:
-    found = [
-        Piece(ours="embedding.weight", theirs="transformer.embedding.word_embeddings.weight"),
-        Piece(ours="norm.weight", theirs="transformer.encoder.final_layernorm.weight"),
+def _chatglm_mappings(config: GLMConfig) -> list[TensorMapping]:
+    mappings = [
+        TensorMapping(ours="embedding.weight", theirs="transformer.embedding.word_embeddings.weight"),
+        TensorMapping(ours="norm.weight", theirs="transformer.encoder.final_layernorm.weight"),
     ]
     for layer in range(config.num_layers):
-        found += _chatglm_block(f"blocks.{layer}.", f"transformer.encoder.layers.{layer}.", config)
+        mappings += _chatglm_block(f"blocks.{layer}.", f"transformer.encoder.layers.{layer}.", config)
     if not config.tie_embeddings:
-        found.append(Piece(ours="output", theirs="transformer.output_layer.weight"))
-    return found
+        mappings.append(TensorMapping(ours="output", theirs="transformer.output_layer.weight"))
+    return mappings
 
 
-def _chatglm_block(ours: str, theirs: str, config: GLMConfig) -> list[Piece]:
+def _chatglm_block(ours: str, theirs: str, config: GLMConfig) -> list[TensorMapping]:
     """Query, key and value lie one under another: all heads, then the key groups, then the value groups."""
     names = (
         ("attention_norm.weight", "input_layernorm.weight"),
@@ -147,7 +147,7 @@ def _chatglm_block(ours: str, theirs: str, config: GLMConfig) -> list[Piece]:
         ("attention.out.weight", "self_attention.dense.weight"),
         ("mlp.down.weight", "mlp.dense_4h_to_h.weight"),
     )
-    found = [Piece(ours=ours + name, theirs=theirs + source) for name, source in names]
+    mappings = [TensorMapping(ours=ours + name, theirs=theirs + source) for name, source in names]
     head_dim = config.head_dim or config.dim // config.num_heads
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
@@ -157,14 +157,14 @@ def _chatglm_block(ours: str, theirs: str, config: GLMConfig) -> list[Piece]:
             ("key", queries, keys),
             ("value", queries + keys, keys),
         ):
-            found.append(Piece(ours=f"{ours}attention.{name}.{kind}", theirs=source, start=start, rows=rows))
-    return found + _gate_and_up(ours, f"{theirs}mlp.dense_h_to_4h.weight", config)
+            mappings.append(TensorMapping(ours=f"{ours}attention.{name}.{kind}", theirs=source, start=start, rows=rows))
+    return mappings + _gate_and_up(ours, f"{theirs}mlp.dense_h_to_4h.weight", config)
 
 
-def _gate_and_up(ours: str, theirs: str, config: GLMConfig) -> list[Piece]:
+def _gate_and_up(ours: str, theirs: str, config: GLMConfig) -> list[TensorMapping]:
     return [
-        Piece(ours=f"{ours}mlp.gate.weight", theirs=theirs, start=0, rows=config.mlp_dim),
-        Piece(ours=f"{ours}mlp.up.weight", theirs=theirs, start=config.mlp_dim, rows=config.mlp_dim),
+        TensorMapping(ours=f"{ours}mlp.gate.weight", theirs=theirs, start=0, rows=config.mlp_dim),
+        TensorMapping(ours=f"{ours}mlp.up.weight", theirs=theirs, start=config.mlp_dim, rows=config.mlp_dim),
     ]
 
 
@@ -173,7 +173,7 @@ FAMILY = Family(
     model_types=("glm", "glm4", "chatglm"),
     read_config=read_config,
     write_config=write_config,
-    pieces=pieces,
+    tensor_mappings=tensor_mappings,
     prefixes=("model.", "transformer."),
-    ignored=("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq"),
+    ignored_suffixes=("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq"),
 )

@@ -8,7 +8,7 @@ from typing import Any
 from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.foundation.errors import ModelError
 from kitforge.models.gpt2.model import GPT2Config
-from kitforge.models.mapping import ConfigFile, Family, Piece, require
+from kitforge.models.weight_mapping import ConfigFile, Family, TensorMapping, require
 
 
 def read_config(config: Mapping[str, Any]) -> GPT2Config:
@@ -55,34 +55,36 @@ def write_config(config: GPT2Config) -> dict[str, Any]:
     }
 
 
-def pieces(config: GPT2Config, _model_type: str) -> list[Piece]:
+def tensor_mappings(config: GPT2Config, _model_type: str) -> list[TensorMapping]:
     """Where each of our tensors lies."""
-    found = [
-        Piece(ours="embedding.weight", theirs="transformer.wte.weight"),
-        Piece(ours="position.weight", theirs="transformer.wpe.weight"),
-        Piece(ours="norm.weight", theirs="transformer.ln_f.weight"),
-        Piece(ours="norm.bias", theirs="transformer.ln_f.bias"),
+    mappings = [
+        TensorMapping(ours="embedding.weight", theirs="transformer.wte.weight"),
+        TensorMapping(ours="position.weight", theirs="transformer.wpe.weight"),
+        TensorMapping(ours="norm.weight", theirs="transformer.ln_f.weight"),
+        TensorMapping(ours="norm.bias", theirs="transformer.ln_f.bias"),
     ]
     for layer in range(config.num_layers):
-        found += _block(f"blocks.{layer}.", f"transformer.h.{layer}.", config.dim)
+        mappings += _block(f"blocks.{layer}.", f"transformer.h.{layer}.", config.dim)
     if not config.tie_embeddings:
-        found.append(Piece(ours="output", theirs="lm_head.weight"))
-    return found
+        mappings.append(TensorMapping(ours="output", theirs="lm_head.weight"))
+    return mappings
 
 
-def _block(ours: str, theirs: str, dim: int) -> list[Piece]:
-    found = []
+def _block(ours: str, theirs: str, dim: int) -> list[TensorMapping]:
+    mappings = []
     for kind in ("weight", "bias"):
         matrix = kind == "weight"
-        for place, name in enumerate(("query", "key", "value")):
+        for index, name in enumerate(("query", "key", "value")):
             source = f"{theirs}attn.c_attn.{kind}"
             name = f"{ours}attention.{name}.{kind}"
-            found.append(Piece(ours=name, theirs=source, transpose=matrix, start=place * dim, rows=dim))
+            mappings.append(TensorMapping(ours=name, theirs=source, transpose=matrix, start=index * dim, rows=dim))
         for name, source in (("attention.out", "attn.c_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj")):
-            found.append(Piece(ours=f"{ours}{name}.{kind}", theirs=f"{theirs}{source}.{kind}", transpose=matrix))
+            mappings.append(
+                TensorMapping(ours=f"{ours}{name}.{kind}", theirs=f"{theirs}{source}.{kind}", transpose=matrix)
+            )
         for name, source in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
-            found.append(Piece(ours=f"{ours}{name}.{kind}", theirs=f"{theirs}{source}.{kind}"))
-    return found
+            mappings.append(TensorMapping(ours=f"{ours}{name}.{kind}", theirs=f"{theirs}{source}.{kind}"))
+    return mappings
 
 
 FAMILY = Family(
@@ -90,7 +92,7 @@ FAMILY = Family(
     model_types=("gpt2",),
     read_config=read_config,
     write_config=write_config,
-    pieces=pieces,
+    tensor_mappings=tensor_mappings,
     prefixes=("transformer.",),
-    ignored=(".attn.bias", ".attn.masked_bias"),
+    ignored_suffixes=(".attn.bias", ".attn.masked_bias"),
 )

@@ -10,7 +10,7 @@ from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ModelError
 from kitforge.models.llama.model import LlamaConfig
-from kitforge.models.mapping import ConfigFile, Family, Piece, read_rope, require, write_rope
+from kitforge.models.weight_mapping import ConfigFile, Family, TensorMapping, read_rope, require, write_rope
 
 
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
@@ -124,34 +124,34 @@ def _qwen_window(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def pieces(config: LlamaConfig, _model_type: str) -> list[Piece]:
+def tensor_mappings(config: LlamaConfig, _model_type: str) -> list[TensorMapping]:
     """Where each of our tensors lies."""
-    found = [
-        Piece(ours="embedding.weight", theirs="model.embed_tokens.weight"),
-        Piece(ours="norm.weight", theirs="model.norm.weight"),
+    mappings = [
+        TensorMapping(ours="embedding.weight", theirs="model.embed_tokens.weight"),
+        TensorMapping(ours="norm.weight", theirs="model.norm.weight"),
     ]
     for layer in range(config.num_layers):
         ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-        found += [Piece(ours=ours + name, theirs=theirs + source) for name, source in _block(config)]
+        mappings += [TensorMapping(ours=ours + name, theirs=theirs + source) for name, source in _block(config)]
     if not config.tie_embeddings:
-        found.append(Piece(ours="output", theirs="lm_head.weight"))
-    return found
+        mappings.append(TensorMapping(ours="output", theirs="lm_head.weight"))
+    return mappings
 
 
 def _block(config: LlamaConfig) -> list[tuple[str, str]]:
-    found = [
+    names = [
         ("attention_norm.weight", "input_layernorm.weight"),
         ("mlp_norm.weight", "post_attention_layernorm.weight"),
     ]
     biased = {"query": config.qkv_bias, "key": config.qkv_bias, "value": config.qkv_bias, "out": config.out_bias}
     for name, has_bias in biased.items():
-        found += [(f"attention.{name}.{kind}", f"self_attn.{name[0]}_proj.{kind}") for kind in _kinds(has_bias)]
+        names += [(f"attention.{name}.{kind}", f"self_attn.{name[0]}_proj.{kind}") for kind in _kinds(has_bias)]
     for name in ("gate", "up", "down"):
-        found += [(f"mlp.{name}.{kind}", f"mlp.{name}_proj.{kind}") for kind in _kinds(config.mlp_bias)]
+        names += [(f"mlp.{name}.{kind}", f"mlp.{name}_proj.{kind}") for kind in _kinds(config.mlp_bias)]
     if config.qk_norm:
-        found += [("attention.query_norm.weight", "self_attn.q_norm.weight")]
-        found += [("attention.key_norm.weight", "self_attn.k_norm.weight")]
-    return found
+        names += [("attention.query_norm.weight", "self_attn.q_norm.weight")]
+        names += [("attention.key_norm.weight", "self_attn.k_norm.weight")]
+    return names
 
 
 def _kinds(has_bias: bool) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ FAMILY = Family(
     model_types=("llama", "mistral", "qwen2", "qwen3"),
     read_config=read_config,
     write_config=write_config,
-    pieces=pieces,
+    tensor_mappings=tensor_mappings,
     prefixes=("model.",),
-    ignored=("rotary_emb.inv_freq",),
+    ignored_suffixes=("rotary_emb.inv_freq",),
 )

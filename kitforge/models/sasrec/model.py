@@ -14,7 +14,7 @@ from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.attention import AttentionConfig
 from kitforge.core.nn.block import Block, BlockConfig
 from kitforge.core.nn.context import Context, DropoutKey, dropout
-from kitforge.core.nn.lookup import Lookup, SampleShape
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape
 from kitforge.core.nn.mlp import MLPConfig
 from kitforge.core.nn.norm import Norm
 from kitforge.foundation.config import check
@@ -22,7 +22,7 @@ from kitforge.foundation.errors import ConfigError
 
 NORM_EPS = 1e-8
 # The narrowest that histories are laid; each next width is twice as wide.
-NARROWEST = 8
+MIN_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +46,13 @@ class SASRecConfig:
         check(divides, "model.num_heads", self.num_heads, f"a divisor of model.dim={self.dim}")
         check(0 <= self.dropout < 1, "model.dropout", self.dropout, "at least 0, below 1")
 
-    def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
+    def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """The rows of the items, in order."""
-        return (Lookup(name="items", features=(self.items(shape),), dim=self.dim, pooling="sequence"),)
+        return (EmbeddingLookup(name="items", features=(self.items(shape),), dim=self.dim, pooling="sequence"),)
 
     def items(self, shape: SampleShape) -> str:
         """The feature that holds the items."""
-        found = self.sequence or (shape.sequences[0] if len(shape.sequences) == 1 else None)
+        sequence = self.sequence or (shape.sequences[0] if len(shape.sequences) == 1 else None)
         if not shape.sequences:
             raise ConfigError(
                 "a sasrec is trained on sequences, and the data have none",
@@ -63,9 +63,9 @@ class SASRecConfig:
                 "read",
             )
         known = ", ".join(shape.sequences)
-        check(found in shape.sequences, "model.sequence", found, f"the name of a sequence of the data: {known}")
-        assert found is not None
-        return found
+        check(sequence in shape.sequences, "model.sequence", sequence, f"the name of a sequence of the data: {known}")
+        assert sequence is not None
+        return sequence
 
     def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
         """None: a history is all that it reads."""
@@ -115,7 +115,7 @@ class SASRec(nn.Module):
         """
         longest = items.shape[1]
         check(longest <= self.config.max_length, "data.sequence_length", longest, f"at most {self.config.max_length}")
-        widths = torch.tensor([*_doubled(longest), longest], device=lengths.device)
+        widths = torch.tensor([*_bucket_widths(longest), longest], device=lengths.device)
         width_of = widths[torch.bucketize(lengths, widths)]
         parts, order = [], []
         for width in sorted(set(width_of.tolist())) or [longest]:
@@ -129,9 +129,9 @@ class SASRec(nn.Module):
 
     def _states(self, items: Tensor, lengths: Tensor, noise: DropoutKey | None) -> Tensor:
         length = items.shape[1]
-        places = torch.arange(length, device=items.device)
-        padding = places >= lengths.unsqueeze(1)
-        from_end = (lengths.unsqueeze(1) - 1 - places).clamp(min=0)
+        positions = torch.arange(length, device=items.device)
+        padding = positions >= lengths.unsqueeze(1)
+        from_end = (lengths.unsqueeze(1) - 1 - positions).clamp(min=0)
         stream = items.masked_fill(padding.unsqueeze(2), 0.0) * self.config.dim**0.5 + self.position(from_end)
         context = Context(dropout=noise)
         stream = dropout(stream, self.config.dropout, "items", noise)
@@ -145,9 +145,9 @@ class SASRec(nn.Module):
         return states[torch.arange(len(states), device=states.device), lengths - 1]
 
 
-def _doubled(longest: int) -> Iterator[int]:
+def _bucket_widths(longest: int) -> Iterator[int]:
     """Widths below the longest."""
-    width = NARROWEST
+    width = MIN_WIDTH
     while width < longest:
         yield width
         width *= 2

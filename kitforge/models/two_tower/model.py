@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
-from kitforge.core.nn.lookup import Lookup, SampleShape, one_width
-from kitforge.core.nn.noise import SampleNoise
-from kitforge.core.nn.tower import Tower, check_widths
+from kitforge.core.nn.dropout import SampleDropout
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, one_width
+from kitforge.core.nn.mlp_tower import MLPTower, check_widths
 from kitforge.foundation.config import check
 
 SIDES = ("user", "item")
@@ -39,7 +39,7 @@ class TwoTowerConfig:
         check(self.temperature > 0, "model.temperature", self.temperature, "a number above 0")
         check_widths("model.hidden", self.hidden, self.dropout)
 
-    def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
+    def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """The rows of either side's categorical features, and of the sequences of the user."""
         one_width(shape, (*shape.categorical, *shape.sequences), self.dim)
         known = (*shape.numeric, *shape.categorical, *shape.sequences)
@@ -50,14 +50,14 @@ class TwoTowerConfig:
                 kinds = "features of the data other than crosses" if name in shape.crosses else "features of the data"
                 check(name in known, f"model.{side}", name, f"{kinds}: {', '.join(known)}")
         check(self.item[0] in shape.categorical, "model.item", self.item[0], "first the categorical feature of its id")
-        found = []
+        lookups = []
         for side in SIDES:
             names = tuple(name for name in getattr(self, side) if name in shape.categorical)
-            found += [Lookup(name=side, features=names, dim=self.dim)] if names else []
+            lookups += [EmbeddingLookup(name=side, features=names, dim=self.dim)] if names else []
         sequences = (name for name in (*self.user, *self.item) if name in shape.sequences)
         return (
-            *found,
-            *(Lookup(name=name, features=(name,), dim=self.dim, pooling="sequence") for name in sequences),
+            *lookups,
+            *(EmbeddingLookup(name=name, features=(name,), dim=self.dim, pooling="sequence") for name in sequences),
         )
 
     def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class TwoTowerConfig:
 
 
 @final
-class Side(nn.Module):
+class TowerSide(nn.Module):
     """One of the towers, over this side's features: vectors [B, output_dim] of length one."""
 
     def __init__(self, config: TwoTowerConfig, side: str, shape: SampleShape, kernels: Kernels) -> None:
@@ -82,9 +82,9 @@ class Side(nn.Module):
         self._num_categorical = sum(name in shape.categorical for name in names)
         num_vectors = self._num_categorical + len(self._sequences)
         dims = (len(self._numeric) + num_vectors * config.dim, *config.hidden, config.output_dim)
-        self.tower = Tower(side, dims, kernels=kernels, dropout=config.dropout)
+        self.tower = MLPTower(side, dims, kernels=kernels, dropout=config.dropout)
 
-    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleNoise | None = None) -> Tensor:
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
         """See the class."""
         parts = [dense[:, self._numeric]]
         if self._num_categorical:
@@ -102,10 +102,10 @@ class TwoTower(nn.Module):
         super().__init__()
         config.lookups(shape)
         self.config = config
-        self.user = Side(config, "user", shape, kernels)
-        self.item = Side(config, "item", shape, kernels)
+        self.user = TowerSide(config, "user", shape, kernels)
+        self.item = TowerSide(config, "item", shape, kernels)
 
-    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleNoise | None = None) -> Tensor:
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
         """See the class."""
         users: Tensor = self.user(dense, vectors, noise)
         items: Tensor = self.item(dense, vectors, noise)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.nn.dropout import SampleDropout
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, concat_features, deep_lookups, width
 from kitforge.core.nn.linear import Linear
-from kitforge.core.nn.lookup import Lookup, SampleShape, deep_lookups, joined, width
-from kitforge.core.nn.noise import SampleNoise
-from kitforge.core.nn.tower import Tower, check_widths
+from kitforge.core.nn.mlp_tower import MLPTower, check_widths
 from kitforge.foundation.config import check
 
 
@@ -34,13 +34,13 @@ class WideDeepConfig:
         check(self.dim > 0, "model.dim", self.dim, "a positive whole number")
         check_widths("model.hidden", self.hidden, self.dropout)
 
-    def lookups(self, shape: SampleShape) -> tuple[Lookup, ...]:
+    def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
         """The sum of the wide weights, then the rows of the deep part; a sequence is the mean of its own."""
         known = (*shape.categorical, *shape.crosses)
         chosen = known if self.wide is None else self.wide
         for name in chosen:
             check(name in known, "model.wide", name, f"categorical features or crosses: {', '.join(known)}")
-        wide = Lookup(name="wide", features=chosen, dim=1, pooling="sum", kind="wide")
+        wide = EmbeddingLookup(name="wide", features=chosen, dim=1, pooling="sum", kind="wide")
         return (*([wide] if chosen else []), *deep_lookups(shape, self.dim, (*shape.categorical, *shape.sequences)))
 
     def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
@@ -68,12 +68,12 @@ class WideDeep(nn.Module):
         self.rows = nn.Parameter(torch.empty(num_numeric, config.dim)) if as_rows else None
         self.linear = Linear(num_numeric, 1, bias=False, kernels=kernels) if num_numeric else None
         dims = (num_numeric * (config.dim if as_rows else 1) + width(self._deep), *config.hidden, 1)
-        self.tower = Tower("tower", dims, kernels=kernels, dropout=config.dropout)
+        self.tower = MLPTower("tower", dims, kernels=kernels, dropout=config.dropout)
 
-    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleNoise | None = None) -> Tensor:
+    def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
         """See the class."""
         numbers = dense if self.rows is None else (dense.unsqueeze(2) * self.rows).flatten(1)
-        logits: Tensor = self.tower(joined(numbers, vectors, self._deep), noise).float()
+        logits: Tensor = self.tower(concat_features(numbers, vectors, self._deep), noise).float()
         if self.linear is not None:
             logits = logits + self.linear(dense).float()
         if self._has_wide:

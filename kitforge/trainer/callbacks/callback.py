@@ -34,7 +34,7 @@ class Event:
     is_clean: bool = True
 
 
-class Run(Protocol):
+class RunContext(Protocol):
     """What a callback may see of the loop, and ask of it. Every rank has its own; rank 0 writes for people."""
 
     model: nn.Module
@@ -63,17 +63,17 @@ class Run(Protocol):
         ...
 
 
-def can_save_at_end(event: Event, run: Run) -> bool:
+def can_save_at_end(event: Event, run: RunContext) -> bool:
     """Whether the run ends now, after a whole step, and all ranks are there to save what they hold together. One
     process saves after a failure as well."""
-    return event.kind == "end" and run.state.is_settled and (event.is_clean or run.world.everyone is None)
+    return event.kind == "end" and run.state.is_settled and (event.is_clean or run.world.all_ranks is None)
 
 
 class Callback(ABC):
     """Hears every event, in the order in which the callbacks were given."""
 
     @abstractmethod
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         """Act on the event, or let it pass."""
 
     def state(self) -> dict[str, Any]:

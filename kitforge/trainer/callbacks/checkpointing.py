@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import final
 
-from kitforge.core.checkpoint.layout import step_folder
+from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.parallel.replicas import words_of
+from kitforge.core.parallel.replicas import describe_drift
 from kitforge.core.parallel.world import World
-from kitforge.trainer.callbacks.callback import Callback, Event, Run, can_save_at_end
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
 
 # Seconds that a rank which fails gives to the write that is under way; others wait for its end.
 PATIENCE = 1.0
@@ -26,13 +26,13 @@ class Checkpointing(Callback):
         self._saved: int | None = None
         self._best: int | None = None
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         """Save when due. A failure to write in the background is raised at the next save or at the end."""
         if event.kind == "start":
             self._best = run.state.best_step
             # A run that goes on is the one before it, whose protection may be gone with a process that died.
             if self._best is not None and step_folder(self._root, self._best).is_dir():
-                self._writer.protect(self._best)
+                self._writer.pin(self._best)
         if event.kind == "rollback":
             self._writer.wait()
         if event.kind in ("start", "rollback"):
@@ -46,21 +46,21 @@ class Checkpointing(Callback):
             if is_due or is_last or is_new_best:
                 self._save(run)
         finally:
-            if event.kind == "end" and not event.is_clean and run.world.everyone is not None:
+            if event.kind == "end" and not event.is_clean and run.world.all_ranks is not None:
                 self._writer.abandon(PATIENCE)
             elif event.kind == "end":
                 self._writer.close()
 
-    def _save(self, run: Run) -> None:
+    def _save(self, run: RunContext) -> None:
         """Save the step unless it is saved already; a new best takes the protection of the one before."""
         step, best = run.state.cursor.step, run.state.best_step
         if step == self._saved:
             return
         self._saved = step
         # Each replica is written by one of its ranks, so that ones that differ would be mixed.
-        drift = run.state.parallel.settle_replicas(dict(run.state.optimizer.tensors()), run.state.layouts())
+        drift = run.state.parallel.repair_replicas(dict(run.state.optimizer.tensors()), run.state.layouts())
         if drift:
-            run.note("drift", f"replicas differed, and now are those of the first rank: {words_of(drift)}")
+            run.note("drift", f"replicas differed, and now are those of the first rank: {describe_drift(drift)}")
         self._writer.save(
             step,
             model=run.state.model_tensors(),
@@ -72,5 +72,5 @@ class Checkpointing(Callback):
         if best == step:
             if self._best not in (None, step):
                 assert self._best is not None
-                self._writer.release(self._best)
+                self._writer.unpin(self._best)
             self._best = step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 
 @final
@@ -15,7 +15,7 @@ class EarlyStopping(Callback):
         self.patience = patience
         self._waited = 0
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         """Count evaluations since the best one. A run that had stopped before it was resumed stops again."""
         if event.kind not in ("start", "evaluate"):
             return

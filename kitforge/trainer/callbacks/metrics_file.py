@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from kitforge.foundation.files import write_text
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 
 @final
@@ -18,7 +18,7 @@ class MetricsFile(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         """Write the event's record, if it has one."""
         if event.kind == "start":
             is_fresh = run.state.cursor.step == 0 and run.state.evaluated is None

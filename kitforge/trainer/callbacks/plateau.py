@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import final
 
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 
 @final
 class PlateauWatch(Callback):
     """For `schedule.name=plateau`. The factor itself lives in the training state, so that a resume finds it."""
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         """Observe an evaluation."""
         if event.kind != "evaluate" or run.options.monitor not in event.record:
             return

@@ -8,7 +8,7 @@ from typing import final
 import torch
 
 from kitforge.foundation.files import write_text
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 FIRST_STEP, NUM_STEPS = 3, 3
 
@@ -22,7 +22,7 @@ class Profiler(Callback):
         self._seen = 0
         self._profile: torch.profiler.profile | None = None
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         """Start before the third step, stop after the fifth or at the end."""
         if event.kind == "step":
             self._seen += 1

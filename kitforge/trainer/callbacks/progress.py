@@ -10,7 +10,7 @@ from typing import Any, final
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kitforge.foundation.log import console
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -24,7 +24,7 @@ class ProgressDisplay(Callback):
         self._task: TaskID | None = None
         self._last_line = 0.0
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         """Draw what the event says."""
         if event.kind == "start" and console.is_terminal:
             self._start(run)
@@ -40,7 +40,7 @@ class ProgressDisplay(Callback):
         elif event.kind == "end" and self._bar is not None:
             self._bar.stop()
 
-    def _start(self, run: Run) -> None:
+    def _start(self, run: RunContext) -> None:
         columns = (
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
@@ -52,7 +52,7 @@ class ProgressDisplay(Callback):
         self._task = self._bar.add_task("", total=run.max_steps, completed=run.state.cursor.step)
         self._bar.start()
 
-    def _show(self, event: Event, run: Run) -> None:
+    def _show(self, event: Event, run: RunContext) -> None:
         record = event.record
         figures = [f"{name} {record[name]:.4f}" for name in run.progress_metrics if name in record]
         rate = f"lr {record.get('learning_rate', math.nan):.2e}"

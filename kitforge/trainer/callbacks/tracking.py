@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, final
 
 from kitforge.foundation.errors import DependencyError
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 
 @final
@@ -21,7 +21,7 @@ class Tracking(Callback):
         self._project = project
         self._config = config
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         """Start, log, finish."""
         if event.kind == "start":
             name = None if run.folder is None else run.folder.name

@@ -10,10 +10,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from kitforge.core.checkpoint.layout import step_folder
 from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.optim.rows import ROWS, Chunk, RowSource, RowTable, Share
+from kitforge.core.optim.table_protocols import ROWS, Chunk, RowShard, RowSource, RowTable
 from kitforge.core.parallel.table import owner
 from kitforge.core.parallel.world import ALONE, World
 
@@ -29,7 +29,7 @@ class Held:
     schema: Mapping[str, Any]
     version: int
     since: int | None
-    share: Share
+    shard: RowShard
     state: dict[str, Tensor]
     held: dict[str, Rows]
     gone: list[int]
@@ -61,7 +61,7 @@ class DictTable:
 
     name: str = "users"
     dim: int = 3
-    share: Share = (0, 1)
+    shard: RowShard = (0, 1)
     chunk: int = 5
     version: int = 0
     rows: Rows = field(default_factory=dict)
@@ -90,7 +90,7 @@ class DictTable:
                 self.gone[id] = self.version
 
     def owns(self, id: int) -> bool:
-        return int(owner(torch.tensor([id]), self.share[1])) == self.share[0]
+        return int(owner(torch.tensor([id]), self.shard[1])) == self.shard[0]
 
     def begin_snapshot(self, since: int | None = None, *, is_base: bool = True) -> RowSource:
         rows = {id: row for id, row in self.rows.items() if since is None or self.changed[id] > since}
@@ -98,7 +98,7 @@ class DictTable:
             schema=self.schema,
             version=self.version,
             since=since,
-            share=self.share,
+            shard=self.shard,
             state={"rates": torch.arange(self.version, dtype=torch.float64)},
             held={ROWS: rows, "counts": dict(self.counts)},
             gone=list(self.gone),

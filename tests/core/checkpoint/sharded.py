@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.core.checkpoint.arrangement import Ranks
 from kitforge.core.checkpoint.load import Checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
+from kitforge.core.checkpoint.shard_ownership import RankCoords
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.degrees import AXES, Degrees
+from kitforge.core.parallel.config import AXES, ParallelConfig
 from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
@@ -56,19 +56,19 @@ def whole_optimizer(step: int) -> dict[str, Tensor]:
     return states
 
 
-def layouts(degrees: Degrees) -> dict[str, Layout]:
+def layouts(degrees: ParallelConfig) -> dict[str, Layout]:
     """How parameters, under one of their names, and moments are cut: along the tensor axis first, as in training."""
     found: dict[str, Layout] = {}
     for name, shape in SHAPES.items():
         layout = Layout(shape=shape)
         if name in CUT_BY_TENSOR:
-            layout = layout.cut("tensor", CUT_BY_TENSOR[name], degrees.tensor)
-        layout = layout.cut("shard", 0, degrees.shard)
+            layout = layout.split("tensor", CUT_BY_TENSOR[name], degrees.tensor)
+        layout = layout.split("shard", 0, degrees.shard)
         found |= dict.fromkeys((name, f"{name}.exp_avg", f"{name}.exp_avg_sq"), layout)
     return found
 
 
-def regions(degrees: Degrees, place: Mapping[str, int]) -> dict[str, Region]:
+def regions(degrees: ParallelConfig, place: Mapping[str, int]) -> dict[str, Region]:
     """What the rank at that place has of each split tensor."""
     return {name: layout.region(place) for name, layout in layouts(degrees).items()}
 
@@ -84,12 +84,12 @@ def pieces(wholes: Mapping[str, Tensor], parts: Mapping[str, Region]) -> dict[st
     return result
 
 
-def world_of(degrees: Degrees) -> World:
+def world_of(degrees: ParallelConfig) -> World:
     """This process's world, whose group is there already."""
     return World(device=torch.device("cpu"), mesh=Mesh(degrees, "cpu"))
 
 
-def save(writer: CheckpointWriter, step: int, degrees: Degrees, world: World, *, keep: bool = False) -> None:
+def save(writer: CheckpointWriter, step: int, degrees: ParallelConfig, world: World, *, keep: bool = False) -> None:
     """Save this rank's share of the example of that step."""
     assert world.mesh is not None
     parts = regions(degrees, world.mesh.index)
@@ -104,14 +104,14 @@ def save(writer: CheckpointWriter, step: int, degrees: Degrees, world: World, *,
     )
 
 
-def ranks_of(degrees: Degrees) -> Ranks:
+def ranks_of(degrees: ParallelConfig) -> RankCoords:
     """The places that a mesh of those degrees gives to its ranks."""
     shape = tuple(getattr(degrees, axis) for axis in AXES)
-    places = np.stack(np.unravel_index(range(degrees.world), shape), axis=1).tolist()
-    return Ranks([dict(zip(AXES, place, strict=True)) for place in places])
+    places = np.stack(np.unravel_index(range(degrees.world_size), shape), axis=1).tolist()
+    return RankCoords([dict(zip(AXES, place, strict=True)) for place in places])
 
 
-def save_steps(_rank: int, root: Path, degrees: Degrees, *steps: int) -> None:
+def save_steps(_rank: int, root: Path, degrees: ParallelConfig, *steps: int) -> None:
     """What every rank does to save those steps; for `run_ranks`."""
     world = world_of(degrees)
     writer = CheckpointWriter(root, world=world)
@@ -127,7 +127,7 @@ def assert_whole(checkpoint: Checkpoint) -> None:
     assert checkpoint.state == {"step": checkpoint.step}
 
 
-def assert_pieces(checkpoint: Checkpoint, degrees: Degrees, place: Mapping[str, int]) -> None:
+def assert_pieces(checkpoint: Checkpoint, degrees: ParallelConfig, place: Mapping[str, int]) -> None:
     """What the checkpoint gives to the rank at that place is cut from the example of its step, to the bit."""
     parts = regions(degrees, place)
     assert_equal(dict(checkpoint.model(parts)), pieces(whole_model(checkpoint.step), parts))
@@ -154,7 +154,7 @@ class Stage:
             except Exception as error:  # noqa: BLE001 (the test looks at it)
                 results[rank] = error
 
-        with mock.patch.object(collectives, "gather_objects", self._gather):
+        with mock.patch.object(collectives, "all_gather_object", self._gather):
             threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.size)]
             for thread in threads:
                 thread.start()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kitforge.core.checkpoint.layout import step_folder, steps
 from kitforge.core.checkpoint.load import newest, open_checkpoint
+from kitforge.core.checkpoint.manifest import step_folder, steps
 from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.foundation.errors import CheckpointError
 from tests.core.checkpoint import example, killed, rows

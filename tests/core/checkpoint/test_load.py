@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitforge.core.checkpoint.layout import FileEntry, read_manifest, step_folder, steps, write_manifest
 from kitforge.core.checkpoint.load import load_tensors, newest, open_checkpoint
+from kitforge.core.checkpoint.manifest import FileEntry, read_manifest, step_folder, steps, write_manifest
 from kitforge.foundation.errors import CheckpointError, ModelError
 from tests.core.checkpoint import example
 
@@ -110,8 +110,8 @@ def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
     folder = example.saved(tmp_path, 1) / "step_1"
-    write_manifest(folder, dataclasses.replace(read_manifest(folder), format_version=3))
-    with pytest.raises(CheckpointError, match="unknown format version\n  got:      3\n  expected: 2"):
+    write_manifest(folder, dataclasses.replace(read_manifest(folder), format_version=4))
+    with pytest.raises(CheckpointError, match="unknown format version\n  got:      4\n  expected: 3"):
         open_checkpoint(folder)
 
 
@@ -119,7 +119,7 @@ def test_a_manifest_with_an_unknown_key_is_refused(tmp_path: Path, monkeypatch: 
     path = example.saved(tmp_path, 1) / "step_1" / "manifest.json"
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, "steps": 1}))
-    monkeypatch.setattr("kitforge.core.checkpoint.layout._signature", lambda _: values["sha256"])
+    monkeypatch.setattr("kitforge.core.checkpoint.manifest._signature", lambda _: values["sha256"])
     with pytest.raises(CheckpointError, match="not a manifest(.|\n)*unknown option 'steps'"):
         open_checkpoint(path.parent)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kitforge.core.checkpoint.layout import FORMAT_VERSION, FileEntry, Manifest, Slice, read_manifest, write_manifest
+from kitforge.core.checkpoint.manifest import FORMAT_VERSION, FileEntry, Manifest, Slice, read_manifest, write_manifest
 from kitforge.core.checkpoint.regions import by_name, entry_of
 from kitforge.foundation.errors import CheckpointError
 from kitforge.foundation.types import Region
@@ -144,7 +144,7 @@ def test_a_signed_manifest_of_another_shape_is_refused_with_words(
 ) -> None:
     write_manifest(tmp_path, manifest(grid("weight", (7, 6), ((0, 3, 6), (0, 2)))))
     values = json.loads((tmp_path / "manifest.json").read_text())
-    monkeypatch.setattr("kitforge.core.checkpoint.layout._signature", lambda _: values["sha256"])
+    monkeypatch.setattr("kitforge.core.checkpoint.manifest._signature", lambda _: values["sha256"])
     place = values
     for key in path[:-1]:
         place = place[key]

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitforge.core.checkpoint.arrangement import Ranks, owned
 from kitforge.core.checkpoint.regions import num_elements, overlap, tile
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.checkpoint.shard_ownership import RankCoords, assign_shards
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.layout import Layout
 from kitforge.foundation.types import Region
 from tests.core.checkpoint import sharded
 from tests.distributed.ranks import run_ranks
 
-SQUARE = Degrees(shard=2, tensor=2)
+SQUARE = ParallelConfig(shard=2, tensor=2)
 
 
 def box(offset: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...] = (4, 4)) -> Region:
@@ -65,24 +65,26 @@ def test_a_scalar_is_one_element_and_is_there_once() -> None:
 
 
 @st.composite
-def spread_tensors(draw: st.DrawFn) -> tuple[Ranks, list[Layout]]:
+def spread_tensors(draw: st.DrawFn) -> tuple[RankCoords, list[Layout]]:
     """Layouts of tensors over up to four ranks, cut along either axis, both or none."""
-    degrees = draw(st.sampled_from([Degrees(shard=s, tensor=t) for s, t in [(1, 1), (2, 1), (1, 3), (2, 2), (4, 1)]]))
+    degrees = draw(
+        st.sampled_from([ParallelConfig(shard=s, tensor=t) for s, t in [(1, 1), (2, 1), (1, 3), (2, 2), (4, 1)]])
+    )
     layouts = []
     for shape in draw(st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=3)):
         made = Layout(shape=shape)
         for axis in draw(st.permutations(["shard", "tensor"])) if shape else ():
             if draw(st.booleans()):
-                made = made.cut(axis, draw(st.integers(0, len(shape) - 1)), getattr(degrees, axis))
+                made = made.split(axis, draw(st.integers(0, len(shape) - 1)), getattr(degrees, axis))
         layouts.append(made)
     return sharded.ranks_of(degrees), layouts
 
 
 @settings(max_examples=60)
 @given(spread=spread_tensors())
-def test_every_piece_has_one_owner(spread: tuple[Ranks, list[Layout]]) -> None:
+def test_every_piece_has_one_owner(spread: tuple[RankCoords, list[Layout]]) -> None:
     ranks, layouts = spread
-    answers = [owned([(layout, 4) for layout in layouts], ranks, rank) for rank in range(ranks.size)]
+    answers = [assign_shards([(layout, 4) for layout in layouts], ranks, rank) for rank in range(ranks.size)]
     for number, layout in enumerate(layouts):
         owners = [rank for rank in range(ranks.size) if answers[rank][number]]
         regions = [ranks.region(layout, rank) for rank in owners]
@@ -90,11 +92,11 @@ def test_every_piece_has_one_owner(spread: tuple[Ranks, list[Layout]]) -> None:
 
 
 def test_owners_share_the_bytes_of_copies() -> None:
-    ranks = sharded.ranks_of(Degrees(data=2, shard=2))
-    tensors = [(Layout(shape=(size, 8)).cut("shard", 0, 2), 4) for size in range(2, 40)]
+    ranks = sharded.ranks_of(ParallelConfig(data=2, shard=2))
+    tensors = [(Layout(shape=(size, 8)).split("shard", 0, 2), 4) for size in range(2, 40)]
     loads = []
     for rank in range(4):
-        mine = owned(tensors, ranks, rank)
+        mine = assign_shards(tensors, ranks, rank)
         parts = [ranks.region(layout, rank) for (layout, _), own in zip(tensors, mine, strict=True) if own]
         loads.append(sum(num_elements(part) for part in parts if part is not None))
     assert max(loads) < 1.1 * min(loads)
@@ -103,7 +105,7 @@ def test_owners_share_the_bytes_of_copies() -> None:
 def places_of_a_mesh(_rank: int) -> None:
     world = sharded.world_of(SQUARE)
     assert world.mesh is not None
-    assert Ranks.of(world.mesh).places == sharded.ranks_of(SQUARE).places
+    assert RankCoords.of(world.mesh).coordinates == sharded.ranks_of(SQUARE).coordinates
 
 
 def test_ranks_know_one_anothers_places() -> None:

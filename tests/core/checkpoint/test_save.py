@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kitforge.core.checkpoint import safetensors_file, snapshot
 from kitforge.core.checkpoint import save as save_module
-from kitforge.core.checkpoint import snapshot, tensor_file
-from kitforge.core.checkpoint.layout import KEEP, step_folder, steps
 from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.checkpoint.manifest import KEEP, step_folder, steps
 from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.foundation.errors import CheckpointError, ConfigError
 from tests.core.checkpoint import example
@@ -23,13 +23,13 @@ from tests.core.checkpoint import example
 def held_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing reaches the disk before the block ends."""
     gate = threading.Event()
-    write = tensor_file.write
+    write = safetensors_file.write
 
     def wait_and_write(path: Path, tensors: list[tuple[str, Tensor]]) -> object:
         gate.wait(timeout=30)
         return write(path, tensors)
 
-    monkeypatch.setattr(tensor_file, "write", wait_and_write)
+    monkeypatch.setattr(safetensors_file, "write", wait_and_write)
     try:
         yield
     finally:
@@ -93,10 +93,10 @@ def test_protected_steps_stay_whoever_protects_them(tmp_path: Path) -> None:
     with closing(CheckpointWriter(tmp_path, keep_last=1)) as writer:
         example.save(writer, 1, keep=True)
         example.save(writer, 2)
-        writer.protect(2)
+        writer.pin(2)
         example.save(writer, 3)
         writer.wait()
-        writer.protect(3)
+        writer.pin(3)
         example.save(writer, 4)
     assert steps(tmp_path) == [1, 2, 3, 4]
 
@@ -114,7 +114,7 @@ def test_a_released_step_goes(tmp_path: Path) -> None:
     with closing(CheckpointWriter(tmp_path, keep_last=1)) as writer:
         for step in (1, 2):
             example.save(writer, step, keep=True)
-            writer.release(step)
+            writer.unpin(step)
         example.save(writer, 3)
     assert steps(tmp_path) == [3]
 
@@ -131,12 +131,12 @@ def test_a_released_step_is_protected_until_the_one_being_written_is_published(
         writer.wait()
         with held_writes(monkeypatch):
             example.save(writer, 2, keep=True)
-            writer.release(1)
+            writer.unpin(1)
             assert is_kept(tmp_path, 1)
         writer.wait()
         assert steps(tmp_path) == [2]
         # Released with nothing to wait for, a step has to go with the next one.
-        writer.release(2)
+        writer.unpin(2)
         assert not is_kept(tmp_path, 2)
 
 
@@ -146,7 +146,7 @@ def test_a_released_step_stays_protected_when_the_one_being_written_fails(tmp_pa
         writer.wait()
         with full_disk(100_000):
             example.save(writer, 2, size=100_000, keep=True)
-            writer.release(1)
+            writer.unpin(1)
             with pytest.raises(CheckpointError, match="step_2 could not"):
                 writer.wait()
         for step in (3, 4):
@@ -156,7 +156,7 @@ def test_a_released_step_stays_protected_when_the_one_being_written_fails(tmp_pa
 
 def test_protecting_a_step_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with closing(CheckpointWriter(tmp_path)) as writer, pytest.raises(CheckpointError, match="no step 5"):
-        writer.protect(5)
+        writer.pin(5)
 
 
 def test_no_step_is_deleted_before_the_new_one_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kitforge.core.checkpoint import tensor_file
-from kitforge.core.checkpoint.layout import step_folder
+from kitforge.core.checkpoint import safetensors_file
 from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.checkpoint.snapshot import PIECE_BYTES, Snapshot
+from kitforge.core.checkpoint.snapshot import CHUNK_BYTES, Snapshot
 from kitforge.foundation.errors import CheckpointError
 from tests.core.checkpoint import example
 
@@ -46,14 +46,14 @@ def test_buffers_are_used_again_where_they_fit() -> None:
     example.assert_equal(second, {"same": torch.zeros(3), "grown": torch.zeros(5), "wider": torch.zeros(5).double()})
 
 
-@pytest.mark.parametrize("num_bytes", [2**17, 2**17 + 2, PIECE_BYTES - 2, PIECE_BYTES + 2, 3 * PIECE_BYTES])
+@pytest.mark.parametrize("num_bytes", [2**17, 2**17 + 2, CHUNK_BYTES - 2, CHUNK_BYTES + 2, 3 * CHUNK_BYTES])
 def test_large_tensors_are_copied_whole(num_bytes: int) -> None:
     numbers = torch.arange(num_bytes // 2, dtype=torch.int16)
     tensors = {"plain": numbers, "half": numbers.view(torch.bfloat16), "skipping": numbers[::2]}
     example.assert_equal(taken(Snapshot(), tensors), tensors)
 
 
-@pytest.mark.parametrize("dtype", tensor_file.DTYPE_NAMES, ids=str)
+@pytest.mark.parametrize("dtype", safetensors_file.DTYPE_NAMES, ids=str)
 def test_every_dtype_comes_back_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     raw = torch.randint(0, 2, (48,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     full = raw.view(dtype)
@@ -97,7 +97,7 @@ def test_shards_hold_no_more_than_they_may(tmp_path: Path) -> None:
 
 
 def tensors(path: Path) -> list[Tensor]:
-    file = tensor_file.TensorFile(path, CheckpointError)
+    file = safetensors_file.TensorFile(path, CheckpointError)
     return [file.tensor(name) for name in file.names()]
 
 

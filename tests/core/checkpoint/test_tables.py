@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.checkpoint import table_files, table_saves, tables
-from kitforge.core.checkpoint.layout import step_folder, steps
+from kitforge.core.checkpoint import incremental_tables, table_reader, table_writer
 from kitforge.core.checkpoint.load import newest, open_checkpoint
+from kitforge.core.checkpoint.manifest import step_folder, steps
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.checkpoint.tables import StoredTable, tables_of
-from kitforge.core.optim.rows import Chunk
+from kitforge.core.checkpoint.table_reader import StoredTable, tables_of
+from kitforge.core.optim.table_protocols import Chunk
 from kitforge.foundation.errors import CheckpointError, ConfigError
 from tests.core.checkpoint import rows
 from tests.core.checkpoint.rows import EXTREME, DictTable
@@ -114,7 +114,7 @@ def test_a_table_larger_than_a_file_takes_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int
 ) -> None:
     # A row of three floats and its id take 20 bytes.
-    monkeypatch.setattr(table_files.TableFiles.__init__, "__defaults__", (None, 20 * num_rows + 7))
+    monkeypatch.setattr(table_writer.TableWriter.__init__, "__defaults__", (None, 20 * num_rows + 7))
     table = trained()
     with closing(CheckpointWriter(tmp_path)) as writer:
         writer.attach({"users": table})
@@ -128,8 +128,8 @@ def test_a_table_larger_than_a_file_takes_several(
 def test_training_goes_on_while_the_files_get_the_old_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table, gate = trained(), threading.Event()
     before = copy.deepcopy(table.rows)
-    write = table_files.TableFiles.write
-    monkeypatch.setattr(table_files.TableFiles, "write", lambda *given: (gate.wait(30), write(*given)))
+    write = table_writer.TableWriter.write
+    monkeypatch.setattr(table_writer.TableWriter, "write", lambda *given: (gate.wait(30), write(*given)))
     with closing(CheckpointWriter(tmp_path)) as writer:
         writer.attach({"users": table})
         rows.save(writer, 1)
@@ -152,7 +152,7 @@ def test_a_base_and_its_deltas_are_the_whole(tmp_path: Path) -> None:
 def test_a_delta_holds_changes_only_and_every_fourth_step_is_whole(tmp_path: Path) -> None:
     past = run_of_deltas(tmp_path, DictTable(), num_deltas=3, num_steps=7)
     manifests = {step: open_checkpoint(step_folder(tmp_path, step)).manifest for step in past}
-    assert [step for step, manifest in manifests.items() if manifest.base is None] == [1, 5]
+    assert [step for step, manifest in manifests.items() if manifest.parent is None] == [1, 5]
     for step, manifest in manifests.items():
         [table] = manifest.tables
         num_rows = sum(entry.num_rows for entry in table.rows if entry.part == "rows")
@@ -168,7 +168,7 @@ def take_the_older_row(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = StoredTable.chunks
 
     def oldest_first(self: StoredTable, part: str = "rows") -> Iterator[Chunk]:
-        self._links.reverse()
+        self._increments.reverse()
         return chunks(self, part)
 
     monkeypatch.setattr(StoredTable, "chunks", oldest_first)
@@ -176,12 +176,12 @@ def take_the_older_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keep_the_removed_ones_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that came back after it went away would be lost if removals counted within their own step."""
-    without = tables._without
+    without = table_reader._without
 
     def shorter(known: Tensor, ids: Tensor, values: Tensor) -> Chunk:
         return without(known[:-1], ids, values)
 
-    monkeypatch.setattr(tables, "_without", shorter)
+    monkeypatch.setattr(table_reader, "_without", shorter)
 
 
 @pytest.mark.parametrize("fault", [forget_the_removed, take_the_older_row, keep_the_removed_ones_out])
@@ -223,7 +223,7 @@ def test_a_protected_delta_keeps_its_base(tmp_path: Path) -> None:
             table.change([step])
             rows.save(writer, step)
             if step == 2:
-                writer.protect(2)
+                writer.pin(2)
     assert steps(tmp_path) == [1, 2, 5]
 
 
@@ -255,14 +255,14 @@ def test_a_full_disk_leaves_the_last_step_and_loses_no_change(tmp_path: Path) ->
 def test_a_delta_that_builds_on_a_step_that_never_came_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = table_saves.TableSaves.begin
+    begin = incremental_tables.IncrementalTables.begin
 
-    def hopeful(self: table_saves.TableSaves, step: int) -> None:
+    def hopeful(self: incremental_tables.IncrementalTables, step: int) -> None:
         last = self._last
         begin(self, step)
         self._last = last
 
-    monkeypatch.setattr(table_saves.TableSaves, "begin", hopeful)
+    monkeypatch.setattr(incremental_tables.IncrementalTables, "begin", hopeful)
     with pytest.raises(CheckpointError, match=r"step_3 does not go on from that in .*step_1"):
         fail_in_the_middle(tmp_path, DictTable())
 
@@ -273,7 +273,7 @@ def test_a_new_process_begins_with_all_rows(tmp_path: Path) -> None:
     with closing(CheckpointWriter(tmp_path)) as writer:
         writer.attach({"users": table}, num_deltas=5)
         rows.save(writer, 3)
-    assert open_checkpoint(tmp_path / "step_3").manifest.base is None
+    assert open_checkpoint(tmp_path / "step_3").manifest.parent is None
 
 
 def cut(path: Path) -> None:

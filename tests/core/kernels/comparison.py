@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShare
+from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShard
 
 Call = Callable[..., Tensor]
 Found = TypeVar("Found")
@@ -71,7 +71,7 @@ def relative(got: Tensor, wanted: Tensor, floor: float = 1e-30) -> float:
     return float(difference.nan_to_num(float("inf")))
 
 
-def in_parts(sizes: Sequence[int], weight: Tensor, held: Callable[[Tensor, VocabularyShare], Found]) -> list[Found]:
+def in_parts(sizes: Sequence[int], weight: Tensor, held: Callable[[Tensor, VocabularyShard], Found]) -> list[Found]:
     """What `held` finds for each part of a vocabulary [vocab, dim], by holders that meet whenever they exchange."""
     told: list[Tensor] = [torch.empty(0)] * len(sizes)
     meet = threading.Barrier(len(sizes), timeout=60)
@@ -84,7 +84,7 @@ def in_parts(sizes: Sequence[int], weight: Tensor, held: Callable[[Tensor, Vocab
         return found
 
     def hold(number: int, first: int) -> Found:
-        share = VocabularyShare(first=first, widest=max(sizes), gather=partial(gathered, number))
+        share = VocabularyShard(first=first, max_rows=max(sizes), gather=partial(gathered, number))
         own = weight[first : first + sizes[number]].detach().clone().requires_grad_()
         try:
             return held(own, share)

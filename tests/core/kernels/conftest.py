@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kitforge.core.kernels import half
+from kitforge.core.kernels import mixed_precision
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -22,5 +22,5 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(params=[True, False], ids=["native_half", "stored_half"])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the processor says that it multiplies bfloat16 itself; torch emulates it where that is not so."""
-    monkeypatch.setitem(half.NATIVE, torch.bfloat16, request.param)
+    monkeypatch.setitem(mixed_precision.NATIVE_DTYPES, torch.bfloat16, request.param)
     return bool(request.param)

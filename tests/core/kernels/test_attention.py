@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels.attention import products
+from kitforge.core.kernels.attention import bf16_attention
 from kitforge.core.kernels.attention.fused import attention
 from kitforge.core.kernels.attention.reference import attention as reference
 from tests.core.kernels.comparison import TOLERANCE, Call, autocast, distance, random, relative, results
@@ -99,7 +99,7 @@ LONG = [*SHAPES[:4], (2, 2, 2, 130, 130), (1, 4, 2, 128, 128)]
 @pytest.mark.parametrize("shape", LONG)
 def test_plain_products_are_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     wanted = partial(reference, mask=None, causal=True, scale=0.3)
-    assert distance(partial(products.attention, scale=0.3), wanted, heads(*shape, dtype=dtype)) < TOLERANCE[dtype]
+    assert distance(partial(bf16_attention.attention, scale=0.3), wanted, heads(*shape, dtype=dtype)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("native", [True], indirect=True)
@@ -116,7 +116,7 @@ def test_plain_products_are_as_near_as_the_fused_kernel(native: bool) -> None:
     query, key, value = heads(2, 2, 2, 130, 130, dtype=torch.bfloat16)
     inputs = [query * 6, key, value]
     wanted = results(partial(reference, mask=None, causal=True, scale=0.3), [each.double() for each in inputs])
-    found = results(partial(products.attention, scale=0.3), inputs)
+    found = results(partial(bf16_attention.attention, scale=0.3), inputs)
     fused = results(partial(functional.scaled_dot_product_attention, is_causal=True, scale=0.3), inputs)
     for ours, theirs, exact in zip(found, fused, wanted, strict=True):
         assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()

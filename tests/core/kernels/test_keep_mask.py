@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kitforge.core.kernels.dispatch import KeepMask, select_keep_mask
+from kitforge.core.kernels.dispatch import KeepMaskKernel, select_keep_mask
 from kitforge.core.kernels.keep_mask import reference
 
 ONES = 0xFFFFFFFF
@@ -15,7 +15,7 @@ KERNELS = ["reference", "numba"]
 ROWS = torch.tensor([0, 7, 2**40 + 5, -3])
 
 
-def kernel(name: str) -> KeepMask:
+def kernel(name: str) -> KeepMaskKernel:
     if name == "reference":
         return reference.keep_mask
     pytest.importorskip("numba")

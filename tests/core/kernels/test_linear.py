@@ -163,7 +163,7 @@ def test_what_is_not_finite_shows_in_a_few_rows(special: str, dtype: torch.dtype
 OLD = """
 import sys, torch
 from kitforge.core.kernels.linear.numba import linear
-from kitforge.core.kernels.linear.tile import PAIRS, ROWS
+from kitforge.core.kernels.linear.gemm_microkernel import PAIRS, ROWS
 torch.manual_seed(0)
 found = {"rows": ROWS, "pairs": PAIRS}
 for dtype in (torch.float32, torch.bfloat16):

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels import half
+from kitforge.core.kernels import mixed_precision
 from kitforge.core.kernels.linear_cross_entropy import chunked
-from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShare, linear_cross_entropy
+from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShard, linear_cross_entropy
 from kitforge.core.kernels.linear_cross_entropy.reference import linear_cross_entropy as reference
 from tests.core.kernels.comparison import (
     TOLERANCE,
@@ -65,9 +65,9 @@ def test_parts_of_a_vocabulary_give_the_whole(rows_at_once: None) -> None:
     wanted = results(partial(reference, targets=targets), [hidden, weight])
     upstream = random(seed=99)
 
-    def held(part: Tensor, share: VocabularyShare) -> tuple[Tensor, Tensor, Tensor]:
+    def held(part: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
         own = [hidden.clone().requires_grad_(), part]
-        found = linear_cross_entropy(*own, targets, share)
+        found = linear_cross_entropy(*own, targets, shard)
         return found.detach(), *torch.autograd.grad(found, own, upstream)
 
     # Uneven parts, the last of them empty: by their own sizes they would not exchange as often as one another.
@@ -220,7 +220,7 @@ def fp16_gradients(kernel: Call, hidden: Tensor, weight: Tensor, scale: float) -
 def test_fp16_gradients_are_scaled_before_they_are_rounded(
     sharpness: float, held: str, hidden_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(half.NATIVE, torch.float16, True)
+    monkeypatch.setitem(mixed_precision.NATIVE_DTYPES, torch.float16, True)
     rows, vocab, scale = 24, 20000, 65536.0 / 24
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(rows, 16, generator=generator).half().float()
@@ -234,9 +234,9 @@ def test_fp16_gradients_are_scaled_before_they_are_rounded(
             logits = functional.linear(hidden, weight)
         return functional.cross_entropy(logits.float(), targets, reduction="sum")
 
-    def ours(hidden: Tensor, weight: Tensor, share: VocabularyShare | None = None) -> Tensor:
+    def ours(hidden: Tensor, weight: Tensor, shard: VocabularyShard | None = None) -> Tensor:
         with torch.autocast("cpu", torch.float16):
-            return linear_cross_entropy(hidden.to(hidden_dtype), weight, targets, share)
+            return linear_cross_entropy(hidden.to(hidden_dtype), weight, targets, shard)
 
     exact = fp16_gradients(partial(reference, targets=targets), hidden.double(), weight.double(), 1.0)
     if held == "whole":
@@ -245,7 +245,7 @@ def test_fp16_gradients_are_scaled_before_they_are_rounded(
         parts = in_parts(
             [vocab // 2, 0, vocab // 2],
             weight,
-            lambda part, share: fp16_gradients(partial(ours, share=share), hidden, part, scale),
+            lambda part, shard: fp16_gradients(partial(ours, shard=shard), hidden, part, scale),
         )
         found = torch.stack([each[0] for each in parts]).sum(0), torch.cat([each[1] for each in parts])
     wanted = fp16_gradients(torchs, hidden, weight, scale)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShare
+from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShard
 from kitforge.core.kernels.linear_log_probs import chunked
 from kitforge.core.kernels.linear_log_probs.chunked import linear_log_probs
 from kitforge.core.kernels.linear_log_probs.reference import linear_log_probs as reference
@@ -92,7 +92,7 @@ def test_parts_of_a_vocabulary_give_the_whole(rows: int, temperature: float) -> 
     upstream = random(2, rows)
     grads = torch.autograd.grad(wanted, [hidden, weight], upstream)
 
-    def held(part: Tensor, share: VocabularyShare) -> tuple[Tensor, Tensor, Tensor]:
+    def held(part: Tensor, share: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
         own = [hidden.detach().clone().requires_grad_(), part]
         found = torch.stack(linear_log_probs(*own, targets_of(rows), temperature, share))
         return found.detach(), *torch.autograd.grad(found, own, upstream)

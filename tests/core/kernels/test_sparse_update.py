@@ -12,7 +12,7 @@ from kitforge.core.kernels.dispatch import TABLE_REFERENCE, TableKernels
 from kitforge.core.kernels.sparse_update import numba as fast
 from kitforge.core.kernels.sparse_update import reference
 from kitforge.core.kernels.sparse_update.powers import Powers
-from kitforge.core.optim.sparse import RowOptimizer, SparseOptimizerConfig, build_row_optimizer
+from kitforge.core.optim.row_optimizers import RowOptimizer, SparseOptimizerConfig, build_row_optimizer
 from kitforge.foundation.errors import ModelError
 from tests.core.kernels.records import FAST, KERNELS, have_same_bits, normal, seeded, threads
 
@@ -50,7 +50,7 @@ def train(
 ) -> Tensor:
     """The slab after some steps and a rest that is long enough for every row to come to a stop."""
     rule = build_row_optimizer(config, kernels)
-    slab, last = rule.initial(normal(NUM_ROWS, dim, dtype=dtype)), NUM_STEPS + 300
+    slab, last = rule.new_records(normal(NUM_ROWS, dim, dtype=dtype)), NUM_STEPS + 300
     slab[:, rule.layout(dim).visits] = torch.nan
     rates = rates_of(last)
     for step in range(1, NUM_STEPS + 1):
@@ -67,7 +67,9 @@ def train(
 @pytest.mark.parametrize("name", CONFIGS)
 def test_has_the_bits_of_the_reference(name: str, dtype: torch.dtype, dim: int) -> None:
     found = train(FAST, CONFIGS[name], dim, dtype)
-    assert have_same_bits(reference.whole(found), reference.whole(train(TABLE_REFERENCE, CONFIGS[name], dim, dtype)))
+    assert have_same_bits(
+        reference.integer_view(found), reference.integer_view(train(TABLE_REFERENCE, CONFIGS[name], dim, dtype))
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -77,7 +79,7 @@ def test_threads_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     for count in (2, 3):
         with threads(count):
             assert have_same_bits(
-                reference.whole(train(FAST, CONFIGS[name], 19, torch.float32)), reference.whole(alone)
+                reference.integer_view(train(FAST, CONFIGS[name], 19, torch.float32)), reference.integer_view(alone)
             )
 
 
@@ -85,7 +87,7 @@ def test_threads_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", RULES)
 def test_what_is_not_finite_stays_in_its_row_and_is_not_hidden(name: str, kernels: str) -> None:
     rule, slots = build_row_optimizer(CONFIGS[name], KERNELS[kernels]), torch.tensor([3, 0, 2])
-    slab, gradients = rule.initial(normal(4, 5)), normal(3, 5, seed=1)
+    slab, gradients = rule.new_records(normal(4, 5)), normal(3, 5, seed=1)
     clean = slab.clone()
     rule.update(clean, slots, gradients, 0.1, 1)
     gradients[0, 1], gradients[2, 4] = torch.nan, torch.inf
@@ -99,7 +101,7 @@ def test_what_is_not_finite_stays_in_its_row_and_is_not_hidden(name: str, kernel
 @pytest.mark.parametrize("name", RULES)
 def test_no_rows_and_no_other_rows_move(name: str, kernels: str) -> None:
     rule = build_row_optimizer(CONFIGS[name], KERNELS[kernels])
-    slab, none = rule.initial(normal(4, 5)), torch.empty(0, dtype=torch.int64)
+    slab, none = rule.new_records(normal(4, 5)), torch.empty(0, dtype=torch.int64)
     before = slab.clone()
     rule.catch_up(slab, none, 3, rates_of(9))
     rule.update(slab, none, torch.empty(0, 5), 0.1, 1)
@@ -113,7 +115,7 @@ def test_no_rows_and_no_other_rows_move(name: str, kernels: str) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_a_slot_outside_is_refused_before_any_row_moves(name: str, kernels: str) -> None:
     rule = build_row_optimizer(CONFIGS[name], KERNELS[kernels])
-    slab = rule.initial(normal(4, 5))
+    slab = rule.new_records(normal(4, 5))
     before = slab.clone()
     for slot in (-1, 4):
         with pytest.raises(ModelError, match="slots of the slab"):
@@ -133,7 +135,9 @@ def test_one_unit_in_the_last_place_of_a_root_is_seen(name: str, monkeypatch: py
     root = reference._root
     monkeypatch.setattr(reference, "_root", lambda squares: torch.nextafter(root(squares), torch.ones(())))
     wanted = train(TABLE_REFERENCE, CONFIGS[name], 19, torch.float32)
-    assert not have_same_bits(reference.whole(train(FAST, CONFIGS[name], 19, torch.float32)), reference.whole(wanted))
+    assert not have_same_bits(
+        reference.integer_view(train(FAST, CONFIGS[name], 19, torch.float32)), reference.integer_view(wanted)
+    )
 
 
 def caught_up(rule: RowOptimizer, slab: Tensor, stops: list[int], rates: Tensor) -> Tensor:
@@ -147,31 +151,33 @@ def caught_up(rule: RowOptimizer, slab: Tensor, stops: list[int], rates: Tensor)
 @pytest.mark.parametrize("name", ["adam", "adam_quick", "adam_unbounded"])
 def test_it_does_not_matter_in_how_many_calls_rows_catch_up(name: str) -> None:
     rule, rates = build_row_optimizer(CONFIGS[name], FAST), rates_of(700)
-    slab = rule.initial(normal(NUM_ROWS, 6) * 1e-3)
+    slab = rule.new_records(normal(NUM_ROWS, 6) * 1e-3)
     for step in range(1, 4):
         slots = touched(step)
         rule.catch_up(slab, slots, step - 1, rates)
         rule.update(slab, slots, normal(len(slots), 6, seed=step), 0.1, step)
     at_once = caught_up(rule, slab, [700], rates)
     for stops in ([10, 11, 250, 700], list(range(3, 701))):
-        assert have_same_bits(reference.whole(caught_up(rule, slab, stops, rates)), reference.whole(at_once))
+        assert have_same_bits(
+            reference.integer_view(caught_up(rule, slab, stops, rates)), reference.integer_view(at_once)
+        )
 
 
 def test_a_row_that_stops_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     # The loops as Python runs them, so that one of them can be exchanged.
     monkeypatch.setattr(fast, "_catch_up", fast._catch_up.py_func)
-    monkeypatch.setattr(fast, "_ask", lambda *_: None)
+    monkeypatch.setattr(fast, "_prefetch_row", lambda *_: None)
     wanted = train(TABLE_REFERENCE, CONFIGS["adam"], 2, torch.float32)
-    for is_at_rest, is_right in ((fast._is_at_rest.py_func, True), (lambda *_: True, False)):
-        monkeypatch.setattr(fast, "_is_at_rest", is_at_rest)
+    for is_at_rest, is_right in ((fast._is_stationary.py_func, True), (lambda *_: True, False)):
+        monkeypatch.setattr(fast, "_is_stationary", is_at_rest)
         found = train(FAST, CONFIGS["adam"], 2, torch.float32)
-        assert have_same_bits(reference.whole(found), reference.whole(wanted)) == is_right
+        assert have_same_bits(reference.integer_view(found), reference.integer_view(wanted)) == is_right
 
 
 def test_a_count_of_updates_that_cannot_be_is_refused() -> None:
     rule = build_row_optimizer(CONFIGS["lazy_adam"], FAST)
-    slab = rule.initial(normal(2, 3))
-    rule.layout(3).whole(slab)[1, rule.layout(3).updates] = 10**6
+    slab = rule.new_records(normal(2, 3))
+    rule.layout(3).as_integers(slab)[1, rule.layout(3).updates] = 10**6
     with pytest.raises(ModelError, match="more updates than there were steps"):
         rule.update(slab, torch.tensor([0, 1]), torch.ones(2, 3), 0.1, 1)
 
@@ -189,13 +195,13 @@ def test_powers_end_where_they_are_zero_and_no_bit_shows_it(
     def moved() -> tuple[Tensor, Tensor]:
         """Rows with any number of updates, the last of them any number of steps ago, after one more."""
         rule, dim = build_row_optimizer(config, KERNELS[kernels]), 3
-        slab, layout = rule.initial(normal(300, dim, dtype=dtype)), rule.layout(dim)
+        slab, layout = rule.new_records(normal(300, dim, dtype=dtype)), rule.layout(dim)
         slab[:, dim : 3 * dim] = normal(300, 2 * dim, dtype=dtype, seed=1).abs() * 1e30
         counts = torch.linspace(1, num_steps - 1, 300).to(torch.int64)
-        layout.whole(slab)[:, layout.updates] = counts.to(layout.whole(slab).dtype)
-        layout.whole(slab)[:, layout.last_step] = counts.flip(0).to(layout.whole(slab).dtype)
+        layout.as_integers(slab)[:, layout.updates] = counts.to(layout.as_integers(slab).dtype)
+        layout.as_integers(slab)[:, layout.last_step] = counts.flip(0).to(layout.as_integers(slab).dtype)
         if layout.moments_step is not None:
-            layout.whole(slab)[:, layout.moments_step] = counts.flip(0).to(layout.whole(slab).dtype)
+            layout.as_integers(slab)[:, layout.moments_step] = counts.flip(0).to(layout.as_integers(slab).dtype)
         slots = torch.arange(300)
         rule.catch_up(slab, slots, num_steps - 1, rates)
         rule.update(slab, slots, normal(300, dim, dtype=dtype, seed=2), 0.01, num_steps)
@@ -205,10 +211,10 @@ def test_powers_end_where_they_are_zero_and_no_bit_shows_it(
     monkeypatch.setattr(Powers, "_end", lambda *_: 10**9)
     unbounded, long = moved()
     assert short.shape[1] < num_steps < long.shape[1]
-    assert have_same_bits(reference.whole(bounded), reference.whole(unbounded))
+    assert have_same_bits(reference.integer_view(bounded), reference.integer_view(unbounded))
     # And not because no power matters here: with the first that is left out as one, bits differ.
     monkeypatch.setattr(Powers, "_end", lambda *_: 20)
-    assert not have_same_bits(reference.whole(moved()[0]), reference.whole(bounded))
+    assert not have_same_bits(reference.integer_view(moved()[0]), reference.integer_view(bounded))
 
 
 def test_tables_of_powers_do_not_grow_with_the_steps() -> None:
@@ -223,7 +229,7 @@ def test_tables_of_powers_do_not_grow_with_the_steps() -> None:
 
 def test_rates_from_before_all_rows_are_not_looked_at() -> None:
     rule = build_row_optimizer(CONFIGS["adam"], FAST)
-    slab, rates = rule.initial(normal(6, 3)), rates_of(4000)
+    slab, rates = rule.new_records(normal(6, 3)), rates_of(4000)
     for step in (1, 3990):
         rule.catch_up(slab, torch.arange(6), step - 1, rates)
         rule.update(slab, torch.arange(6), normal(6, 3, seed=step), 0.1, step)
@@ -232,4 +238,4 @@ def test_rates_from_before_all_rows_are_not_looked_at() -> None:
     asked[:3989] = torch.nan
     rule.catch_up(slab, torch.arange(5), 4000, rates)
     rule.catch_up(other, torch.arange(5), 4000, asked)
-    assert have_same_bits(reference.whole(slab), reference.whole(other))
+    assert have_same_bits(reference.integer_view(slab), reference.integer_view(other))

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kitforge.core.kernels import compiled as compiling
-from kitforge.core.kernels.scratch import Scratch
+from kitforge.core.kernels import numba_runtime as compiling
 from kitforge.core.kernels.unique import numba as fast
+from kitforge.core.kernels.workspace import Workspace
 from tests.core.kernels.records import EXTREME, FAST, KERNELS, poisoned, seeded, skewed, threads
 
 
@@ -20,12 +20,12 @@ def by_dict(ids: list[int]) -> tuple[list[int], list[int]]:
     return list(numbers), inverse
 
 
-def dirty() -> Scratch:
+def dirty() -> Workspace:
     """Working memory in which others have been at work."""
-    scratch = Scratch()
+    scratch = Workspace()
     scratch.take("unique.tables", 2**16, dtype=torch.int32).fill_(77)
     scratch.take("unique.distinct", 2**12, dtype=torch.int64).fill_(5)
-    scratch.take("unique.places", 2**12, dtype=torch.int32).fill_(99)
+    scratch.take("unique.new_numbers", 2**12, dtype=torch.int32).fill_(99)
     return scratch
 
 
@@ -71,7 +71,7 @@ def test_a_table_that_proves_too_small_is_taken_larger(count: int, monkeypatch: 
     sizes: list[int] = []
     tried = fast._try
 
-    def listen(ids: object, distinct: object, inverse: object, size: int, scratch: Scratch) -> int:
+    def listen(ids: object, distinct: object, inverse: object, size: int, scratch: Workspace) -> int:
         sizes.append(size)
         return tried(ids, distinct, inverse, size // 16, scratch)
 
@@ -84,7 +84,7 @@ def test_a_table_that_proves_too_small_is_taken_larger(count: int, monkeypatch: 
 
 
 def test_what_is_returned_outlives_the_next_batch() -> None:
-    scratch = Scratch()
+    scratch = Workspace()
     first, _ = FAST.unique(torch.tensor([4, 4, 7]), None, scratch)
     FAST.unique(torch.tensor([1, 2, 3]), None, scratch)
     assert first.tolist() == [4, 7]

@@ -15,7 +15,7 @@ from torch.nn import functional
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
-from kitforge.core.nn.init import initialise
+from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.rotary import RopeScaling
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
@@ -61,7 +61,7 @@ CONFIGS: dict[str, FamilyConfig] = {
 def build(config: FamilyConfig, level: CompileLevel = "O1", dtype: torch.dtype = torch.float64) -> Decoder:
     """A network whose every parameter, biases and norms too, is off its initial value."""
     model = Decoder(config, select(level))
-    initialise(model.named_parameters(), len(model.blocks), seed=1)
+    init_weights(model.named_parameters(), len(model.blocks), seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():

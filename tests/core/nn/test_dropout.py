@@ -11,7 +11,7 @@ from torch import Tensor
 from kitforge.core.kernels.attention.reference import probabilities
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.attention import Attention, AttentionConfig
-from kitforge.core.nn.context import Context, DropoutKey, NoiseShare, dropout, noise_name
+from kitforge.core.nn.context import Context, DropoutKey, DropoutShard, dropout, dropout_name_key
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from tests.core.nn.networks import GLM, GPT2, LLAMA, VOCAB, build, distance, gradients
 
@@ -81,7 +81,7 @@ def test_no_two_places_of_a_network_share_their_noise(monkeypatch: pytest.Monkey
     names: list[int] = []
 
     def spy(_: DropoutKey, name: str | Tensor, shape: torch.Size, _rate: float, _device: torch.device) -> Tensor:
-        names.append(int(noise_name(name) if isinstance(name, str) else name))
+        names.append(int(dropout_name_key(name) if isinstance(name, str) else name))
         return torch.ones(shape, dtype=torch.bool)
 
     monkeypatch.setattr(DropoutKey, "mask", spy)
@@ -125,11 +125,11 @@ def test_attention_dropout_is_of_the_weights() -> None:
     assert distance(attention(input, None, Context(dropout=key)), wanted) < 1e-12
 
 
-@pytest.mark.parametrize(("shape", "share"), [((2, 6, 3), "stream"), ((2, 4, 3, 3), "heads")])
+@pytest.mark.parametrize(("shape", "share"), [((2, 6, 3), "sequence"), ((2, 4, 3, 3), "heads")])
 def test_the_masks_of_all_shares_are_the_whole_mask(shape: tuple[int, ...], share: str) -> None:
     key, parts = DropoutKey(seed=0, step=1, samples=(4, 9)), 2
     whole = key.mask("a", torch.Size(shape), 0.5, torch.device("cpu"))
     piece = torch.Size((shape[0], shape[1] // parts, *shape[2:]))
-    shares = [replace(key, share=NoiseShare(**{share: (index, parts)})) for index in range(parts)]
+    shares = [replace(key, shard=DropoutShard(**{share: (index, parts)})) for index in range(parts)]
     masks = [each.mask("a", piece, 0.5, torch.device("cpu")) for each in shares]
     assert torch.equal(torch.cat(masks, dim=1), whole)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitforge.core.nn.decoder import Decoder
-from kitforge.core.nn.init import DEVIATION, ROWS_PER_BLOCK, initialise, make_real, normal_rows
+from kitforge.core.nn.init import INIT_STD, ROWS_PER_BLOCK, init_weights, materialize, normal_rows
 from tests.core.nn.networks import CONFIGS, GPT2, LLAMA
 
 ROWS = 2 * ROWS_PER_BLOCK + 37
@@ -53,20 +53,20 @@ def test_values_are_standard_normal() -> None:
 @pytest.mark.parametrize("config", [GPT2, replace(GPT2, tie_embeddings=False), LLAMA])
 def test_parameters_start_where_they_should(config: GPT2 | LLAMA) -> None:  # type: ignore[valid-type]
     model = Decoder(replace(config, dim=96))
-    initialise(model.named_parameters(), 2, seed=0)
+    init_weights(model.named_parameters(), 2, seed=0)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             assert torch.equal(parameter, torch.full_like(parameter, 0.0 if name.endswith("bias") else 1.0))
             continue
         residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
-        wanted = DEVIATION / 2 if residual else DEVIATION
+        wanted = INIT_STD / 2 if residual else INIT_STD
         assert abs(float(parameter.detach().std()) / wanted - 1) < 0.1
 
 
 def test_a_tied_embedding_is_initialised_once() -> None:
     tied, untied = (Decoder(replace(GPT2, tie_embeddings=tie)) for tie in (True, False))
-    initialise(tied.named_parameters(), 2, seed=0)
-    initialise(untied.named_parameters(), 2, seed=0)
+    init_weights(tied.named_parameters(), 2, seed=0)
+    init_weights(untied.named_parameters(), 2, seed=0)
     assert tied.head_weight is tied.embedding.weight
     assert torch.equal(tied.embedding.weight, untied.embedding.weight)
     assert not torch.equal(untied.head_weight, untied.embedding.weight)
@@ -75,11 +75,11 @@ def test_a_tied_embedding_is_initialised_once() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_network_built_without_memory_becomes_the_same_one(name: str) -> None:
     direct = Decoder(CONFIGS[name])
-    initialise(direct.named_parameters(), 2, seed=4)
+    init_weights(direct.named_parameters(), 2, seed=4)
     with torch.device("meta"):
         later = Decoder(CONFIGS[name])
-    make_real(later, torch.device("cpu"))
-    initialise(later.named_parameters(), 2, seed=4)
+    materialize(later, torch.device("cpu"))
+    init_weights(later.named_parameters(), 2, seed=4)
     assert later.state_dict().keys() == direct.state_dict().keys()
     assert all(torch.equal(later.state_dict()[key], value) for key, value in direct.state_dict().items())
     tokens = torch.arange(9).unsqueeze(0)
@@ -88,6 +88,6 @@ def test_a_network_built_without_memory_becomes_the_same_one(name: str) -> None:
 
 def test_another_seed_gives_another_network() -> None:
     one, other = Decoder(LLAMA), Decoder(LLAMA)
-    initialise(one.named_parameters(), 2, seed=4)
-    initialise(other.named_parameters(), 2, seed=5)
+    init_weights(one.named_parameters(), 2, seed=4)
+    init_weights(other.named_parameters(), 2, seed=5)
     assert not torch.equal(one.embedding.weight, other.embedding.weight)

@@ -11,7 +11,7 @@ from kitforge.foundation.errors import ConfigError, ModelError
 from tests.kits.rlhf.runs import network
 
 TOKENS = torch.arange(12).unsqueeze(0)
-CONFIG = LoraConfig(rank=3, alpha=6.0, targets=("query", "value", "down"))
+CONFIG = LoraConfig(rank=3, alpha=6.0, target_modules=("query", "value", "down"))
 
 
 def logits(model: nn.Module) -> torch.Tensor:
@@ -88,7 +88,7 @@ def test_the_first_factor_is_a_function_of_seed_and_name() -> None:
 def test_names_that_are_not_there_are_refused() -> None:
     model = network()
     with pytest.raises(ModelError, match="did you mean 'query'"):
-        attach(model, "policy", LoraConfig(targets=("quary",)))
+        attach(model, "policy", LoraConfig(target_modules=("quary",)))
     attach(model, "policy", CONFIG)
     with pytest.raises(ModelError, match="did you mean 'policy'"), using(model, "polcy"):
         pass

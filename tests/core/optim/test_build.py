@@ -85,11 +85,11 @@ def test_a_resume_that_loses_one_state_tensor_would_be_seen(name: str) -> None:
 def test_materialising_changes_no_parameter_and_no_later_step(name: str) -> None:
     lazy, eager = model_of(), model_of()
     late, early = optimizer_of(lazy, name=name), optimizer_of(eager, name=name)
-    early.materialise()
+    early.init_state()
     assert_same_bits(lazy.state_dict(), eager.state_dict())
     train(lazy, late, range(3))
     train(eager, early, range(3))
-    early.materialise()
+    early.init_state()
     assert_same_bits(lazy.state_dict(), eager.state_dict())
     assert_same_bits(snapshot(late), snapshot(early))
 
@@ -98,7 +98,7 @@ def test_materialising_changes_no_parameter_and_no_later_step(name: str) -> None
 def test_materialised_states_are_those_that_torch_would_make(name: str) -> None:
     lazy, eager = model_of(), model_of()
     late, early = optimizer_of(lazy, name=name), optimizer_of(eager, name=name)
-    early.materialise()
+    early.init_state()
     train(lazy, late, range(1))
     for theirs, ours in zip(late._optimizers, early._optimizers, strict=True):
         for old, new in zip(theirs.state.values(), ours.state.values(), strict=True):

@@ -161,13 +161,13 @@ class _LastColumns:
     def __init__(self, others: Tensor) -> None:
         self._others = others
 
-    def shape(self, piece: Tensor) -> tuple[int, ...]:
+    def full_shape(self, piece: Tensor) -> tuple[int, ...]:
         return 8, 10
 
-    def whole(self, value: Tensor, piece: Tensor) -> Tensor:
+    def full_tensor(self, value: Tensor, piece: Tensor) -> Tensor:
         return torch.cat([self._others, value], dim=1)
 
-    def part(self, matrix: Tensor, piece: Tensor) -> Tensor:
+    def shard_of(self, matrix: Tensor, piece: Tensor) -> Tensor:
         return matrix[:, 7:]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kitforge.core.optim.schedules import Plateau, ScheduleConfig, scale
+from kitforge.core.optim.schedules import Plateau, ScheduleConfig, lr_scale
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import CheckpointError, ConfigError
 
@@ -22,7 +22,7 @@ def config(**values: Any) -> ScheduleConfig:
 
 
 def course(max_steps: int, **values: Any) -> list[float]:
-    return [scale(config(**values), step, max_steps) for step in range(max_steps)]
+    return [lr_scale(config(**values), step, max_steps) for step in range(max_steps)]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_without_warmup_the_first_step_has_the_peak() -> None:
 def test_steps_after_the_last_keep_its_scale() -> None:
     for name in NAMES:
         chosen = config(name=name, warmup_steps=3)
-        assert scale(chosen, 10_000, 10) == scale(chosen, 9, 10)
+        assert lr_scale(chosen, 10_000, 10) == lr_scale(chosen, 9, 10)
 
 
 def test_a_run_of_nothing_but_warmup_ends_at_the_peak() -> None:
@@ -63,7 +63,7 @@ def test_a_run_of_nothing_but_warmup_ends_at_the_peak() -> None:
 
 def test_a_warmup_longer_than_the_run_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"warmup_steps.*\n.*101\n.*at most the 100 steps"):
-        scale(config(warmup_steps=101), 0, 100)
+        lr_scale(config(warmup_steps=101), 0, 100)
 
 
 @given(

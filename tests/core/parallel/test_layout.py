@@ -16,11 +16,11 @@ AXES = ("data", "shard", "tensor")
 def test_pieces_are_those_of_chunks_within_chunks(shape: list[int], cuts: list[tuple[int, int]]) -> None:
     layout = Layout(shape=tuple(shape))
     for axis, (dim, degree) in zip(AXES, cuts, strict=False):
-        layout = layout.cut(axis, min(dim, len(shape) - 1), degree)
+        layout = layout.split(axis, min(dim, len(shape) - 1), degree)
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     seen = torch.zeros_like(whole)
     degrees = [split.degree for split in layout.splits]
-    for place in range(layout.num_pieces):
+    for place in range(layout.num_shards):
         index = {}
         for split, degree in zip(layout.splits, degrees, strict=True):
             place, index[split.axis] = divmod(place, degree)
@@ -38,10 +38,10 @@ def test_pieces_are_those_of_chunks_within_chunks(shape: list[int], cuts: list[t
 
 def test_a_degree_of_one_cuts_nothing() -> None:
     layout = Layout(shape=(4, 4))
-    assert layout.cut("tensor", 0, 1) is layout
-    assert layout.num_pieces == 1
+    assert layout.split("tensor", 0, 1) is layout
+    assert layout.num_shards == 1
 
 
 def test_an_uneven_dim_leaves_the_last_ranks_with_less_or_nothing() -> None:
-    layout = Layout(shape=(5,)).cut("shard", 0, 4)
+    layout = Layout(shape=(5,)).split("shard", 0, 4)
     assert [layout.region({"shard": rank}).shape for rank in range(4)] == [(2,), (2,), (1,), (0,)]

@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 
 from kitforge.core.nn.decoder import Decoder
-from kitforge.core.parallel.degrees import Degrees
-from kitforge.core.parallel.sharding import Rule, Sharding, check_geometry
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.sharding import Sharding, ShardingRule, check_geometry
 from kitforge.foundation.errors import ConfigError
-from kitforge.models.folder import outline
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.loading import build_on_meta
 from kitforge.models.sharding import DECODER
 
 CONFIGS = [
@@ -22,36 +22,36 @@ CONFIGS = [
 
 
 def network(config: object) -> Decoder:
-    return outline(config)  # type: ignore[arg-type]
+    return build_on_meta(config)  # type: ignore[arg-type]
 
 
 def test_degrees_that_do_not_multiply_to_the_ranks_are_refused_with_the_product() -> None:
     with pytest.raises(ConfigError, match=r"shard=2 x tensor=3 = 6 of 4 ranks"):
-        Degrees(shard=2, tensor=3).check_world(4)
-    Degrees(shard=2, tensor=3).check_world(6)
+        ParallelConfig(shard=2, tensor=3).check_world(4)
+    ParallelConfig(shard=2, tensor=3).check_world(6)
 
 
 @pytest.mark.parametrize("name", ["data", "shard", "tensor", "context", "pipeline", "expert"])
 def test_a_degree_below_one_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"parallel.{name}"):
-        Degrees(**{name: 0})
+        ParallelConfig(**{name: 0})
 
 
 @pytest.mark.parametrize("name", ["context", "pipeline", "expert"])
 def test_an_axis_that_is_not_built_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="not built yet"):
-        Degrees(**{name: 2})
+        ParallelConfig(**{name: 2})
 
 
 def test_heads_that_the_degree_does_not_divide_are_refused_with_what_fits() -> None:
     with pytest.raises(ConfigError, match=r"(?s)parallel.tensor=4 does not divide model.num_kv_heads=2.*one of 1, 2"):
-        check_geometry(DECODER, network(CONFIGS[1]).geometry, Degrees(tensor=4))
+        check_geometry(DECODER, network(CONFIGS[1]).geometry, ParallelConfig(tensor=4))
 
 
 def test_a_network_without_a_declaration_takes_no_tensor_axis() -> None:
     with pytest.raises(ConfigError, match="does not say how its matrices are split"):
-        check_geometry(Sharding(), None, Degrees(tensor=2))
-    check_geometry(Sharding(), None, Degrees(shard=2))
+        check_geometry(Sharding(), None, ParallelConfig(tensor=2))
+    check_geometry(Sharding(), None, ParallelConfig(shard=2))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.family)
@@ -61,12 +61,12 @@ def test_every_matrix_of_every_family_is_cut_and_nothing_else(config: object) ->
         rule = DECODER.rule(name)
         for own, parameter in module.named_parameters(recurse=False):
             is_position = name == "position"
-            stays_whole = parameter.dim() < 2 and not (own == "bias" and rule.splits and not rule.after)
+            stays_whole = parameter.dim() < 2 and not (own == "bias" and rule.splits and not rule.output_layout)
             assert (own not in rule.splits) == (stays_whole or is_position), f"{name}.{own}"
 
 
 def test_a_star_stands_for_one_part_of_a_name() -> None:
-    rule = Rule(module="blocks.*.mlp")
+    rule = ShardingRule(module="blocks.*.mlp")
     assert rule.matches("blocks.11.mlp")
     assert not rule.matches("blocks.1.inner.mlp")
     assert not rule.matches("blocksX1.mlp")

@@ -4,18 +4,18 @@ from pathlib import Path
 
 import numpy as np
 
-from kitforge.data.tables.chunk import BadRows
-from kitforge.data.tables.columns import Columns, Layout, concatenate
-from kitforge.data.tables.reading import read
-from kitforge.data.tables.source import TableConfig, open_table
+from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.columns import ColumnLayout, Columns, concatenate
+from kitforge.data.tables.reader import read_columns
+from kitforge.data.tables.source import TableSourceConfig, open_table
 
 DATA = Path(__file__).parents[4] / "shared/data"
 
 
-def columns_of(spec: object, layout: Layout, bad: BadRows | None = None, **options: object) -> Columns:
+def columns_of(spec: object, layout: ColumnLayout, bad: BadRows | None = None, **options: object) -> Columns:
     """All rows at once."""
-    source = open_table(spec, TableConfig(**options))  # type: ignore[arg-type]
-    return concatenate(list(read(source, layout, bad or BadRows(), num_workers=1)))
+    source = open_table(spec, TableSourceConfig(**options))  # type: ignore[arg-type]
+    return concatenate(list(read_columns(source, layout, bad or BadRows(), num_workers=1)))
 
 
 def equal(one: Columns, other: Columns) -> bool:

@@ -11,17 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kitforge.data.tables import column_cache, csv_files, reading
-from kitforge.data.tables.chunk import BadRow, BadRows, Chunk
+from kitforge.data.tables import column_cache, csv_files, reader
+from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, BadRows
 from kitforge.data.tables.column_cache import ColumnCache, load_table
-from kitforge.data.tables.columns import Columns, KeyColumn, LabelColumn, Layout, ListColumn, Table, concatenate
-from kitforge.data.tables.reading import blocks, read
+from kitforge.data.tables.columns import (
+    ColumnLayout,
+    Columns,
+    ColumnTable,
+    KeyColumn,
+    LabelColumn,
+    ListColumn,
+    concatenate,
+)
+from kitforge.data.tables.reader import blocks, read_columns
 from kitforge.data.tables.source import open_table
 from kitforge.foundation.errors import DataError
 from tests.core.checkpoint.killed import die_at_every_operation
 from tests.data.tables.reading_rows import columns_of, equal
 
-LAYOUT = Layout(
+LAYOUT = ColumnLayout(
     numbers=("price", "age"),
     keys=tuple(KeyColumn(name=f"k{place}") for place in range(9)),
     lists=(ListColumn(name="tags"),),
@@ -43,13 +51,13 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "a.csv"
 
 
-def cached(path: Path, bad: BadRows | None = None) -> Table:
+def cached(path: Path, bad: BadRows | None = None) -> ColumnTable:
     return load_table(open_table(path), LAYOUT, path.parent / "cache", bad or BadRows(), num_workers=2)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
 def test_the_number_of_workers_changes_nothing(path: Path, num_workers: int) -> None:
-    parts = list(read(open_table(path), LAYOUT, BadRows(), num_workers=num_workers))
+    parts = list(read_columns(open_table(path), LAYOUT, BadRows(), num_workers=num_workers))
     assert len(parts) > 5
     assert equal(concatenate(parts), columns_of(path, LAYOUT))
 
@@ -64,7 +72,7 @@ def test_any_rows_of_the_cache_are_those_of_the_file(path: Path) -> None:
 
 def test_a_cache_is_built_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = cached(path)
-    monkeypatch.setattr("kitforge.data.tables.column_cache.read", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("kitforge.data.tables.column_cache.read_columns", lambda *_: pytest.fail("read again"))
     again = cached(path)
     assert again.fingerprint == first.fingerprint
     assert equal(again.rows(np.arange(5)), first.rows(np.arange(5)))
@@ -72,7 +80,7 @@ def test_a_cache_is_built_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_another_file_or_another_layout_is_another_cache(path: Path) -> None:
     first = cached(path)
-    other = Layout(numbers=("price",))
+    other = ColumnLayout(numbers=("price",))
     assert load_table(open_table(path), other, path.parent / "cache", BadRows()).fingerprint != first.fingerprint
     path.write_text(path.read_text() + "\n1,1,1,,,,,,,,,,")
     assert cached(path).num_rows == NUM_ROWS + 1
@@ -80,7 +88,7 @@ def test_another_file_or_another_layout_is_another_cache(path: Path) -> None:
 
 def test_a_file_that_changes_while_it_is_read_is_refused(path: Path) -> None:
     source = open_table(path)
-    parts = read(source, LAYOUT, BadRows(), num_workers=1)
+    parts = read_columns(source, LAYOUT, BadRows(), num_workers=1)
     next(parts)
     path.touch()
     with pytest.raises(DataError, match=r"a\.csv has changed since"):
@@ -132,9 +140,9 @@ def test_a_build_that_is_stopped_goes_on_from_there(
     path: Path, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks: list[int] = []
-    parse = reading.to_columns
+    parse = reader.to_columns
 
-    def count(chunk: Chunk, layout: Layout) -> tuple[Columns, list[BadRow]]:
+    def count(chunk: ArrowChunk, layout: ColumnLayout) -> tuple[Columns, list[BadRow]]:
         chunks.append(len(chunks))
         return parse(chunk, layout)
 
@@ -142,7 +150,7 @@ def test_a_build_that_is_stopped_goes_on_from_there(
         if num_rows > NUM_ROWS // 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(reading, "to_columns", count)
+    monkeypatch.setattr(reader, "to_columns", count)
     root, bad = path.parent / "stopped", BadRows(policy="skip")
     load_table(open_table(path), LAYOUT, path.parent / "whole", BadRows(policy="skip"), num_workers=1)
     num_chunks = len(chunks)
@@ -220,7 +228,7 @@ def test_a_planted_fault_in_going_on_is_seen(
 ) -> None:
     root, read_notes = stopped(path), column_cache._Done.of
 
-    def wrong(folder: Path, layout: Layout) -> Any:
+    def wrong(folder: Path, layout: ColumnLayout) -> Any:
         done = read_notes(folder, layout)
         assert done.num_chunks > 0
         fault(done, folder)
@@ -273,7 +281,7 @@ def test_a_cache_of_another_version_is_refused(path: Path) -> None:
 
 def test_rows_in_python_become_a_table_in_memory(tmp_path: Path) -> None:
     rows = [{"x": number, "click": number % 2} for number in range(10)]
-    layout = Layout(numbers=("x",), label=LabelColumn(name="click"))
+    layout = ColumnLayout(numbers=("x",), label=LabelColumn(name="click"))
     tables = [load_table(open_table(rows), layout, tmp_path, BadRows()) for _ in range(2)]
     assert tables[0].fingerprint == tables[1].fingerprint
     assert tables[0].rows(np.array([7, 2])).numbers[:, 0].tolist() == [7, 2]
@@ -314,7 +322,7 @@ def test_the_builder_waits_its_turn(path: Path, caplog: pytest.LogCaptureFixture
     (found / "table.json").rename(found / "hidden")
     with caplog.at_level(logging.INFO), open(found / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        again: list[Table] = []
+        again: list[ColumnTable] = []
         waiting = threading.Thread(target=lambda: again.append(cached(path)))
         waiting.start()
         waiting.join(0.3)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from kitforge.data.tables import csv_files
-from kitforge.data.tables.chunk import BadRows
-from kitforge.data.tables.columns import KeyColumn, LabelColumn, Layout, ListColumn
+from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.columns import ColumnLayout, KeyColumn, LabelColumn, ListColumn
 from kitforge.data.tables.hashing import hash_text
 from kitforge.foundation.errors import DataError
 from tests.data.tables.reading_rows import columns_of, equal
 
-LAYOUT = Layout(numbers=("price",), keys=(KeyColumn(name="site"),), label=LabelColumn(name="click"))
+LAYOUT = ColumnLayout(numbers=("price",), keys=(KeyColumn(name="site"),), label=LabelColumn(name="click"))
 TABLE = 'click,price,site\n1,2.5,news\n0,,"a, ""b"""\n\n1,-3,\n0,1e3,"two\nlines"\n'
 
 
@@ -41,7 +41,7 @@ def test_a_tsv_has_a_header_unless_it_is_criteos(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tsv", TABLE.replace(",", "\t").replace("a\t", "a,"))
     assert len(columns_of(path, LAYOUT)) == 4
     path = write(tmp_path / "c.tsv", criteo("1") + criteo("0", number="", category=""))
-    layout = Layout(numbers=("I1", "I13"), keys=(KeyColumn(name="C26"),), label=LabelColumn(name="label"))
+    layout = ColumnLayout(numbers=("I1", "I13"), keys=(KeyColumn(name="C26"),), label=LabelColumn(name="label"))
     found = columns_of(path, layout)
     assert found.labels is not None and found.labels.tolist() == [1, 0]
     assert found.keys[:, 0].tolist() == [hash_text("68fd1e64"), 0]
@@ -118,7 +118,7 @@ def test_a_warning_says_once_what_is_left_out(tmp_path: Path, caplog: pytest.Log
     assert [record.getMessage().count("a.csv:2 holds no number") for record in caplog.records] == [1]
 
 
-IDS = Layout(keys=(KeyColumn(name="id", kind="integer", is_required=True),))
+IDS = ColumnLayout(keys=(KeyColumn(name="id", kind="integer", is_required=True),))
 
 
 def test_ids_reach_from_the_smallest_to_the_largest_int64(tmp_path: Path) -> None:
@@ -141,14 +141,14 @@ def test_labels_may_be_two_texts(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "income,x\n>50K,1\n<=50K,2\n50K,3\n")
     label = LabelColumn(name="income", positive=">50K", negative="<=50K")
     with pytest.raises(DataError, match=r"(?s)a\.csv:4 holds no label.*'>50K' or '<=50K'"):
-        columns_of(path, Layout(numbers=("x",), label=label))
-    found = columns_of(path, Layout(numbers=("x",), label=LabelColumn(name="income", positive=">50K")))
+        columns_of(path, ColumnLayout(numbers=("x",), label=label))
+    found = columns_of(path, ColumnLayout(numbers=("x",), label=LabelColumn(name="income", positive=">50K")))
     assert found.labels is not None and found.labels.tolist() == [1, 0, 0]
 
 
 def test_a_text_is_cut_into_a_list(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "id,tags\n1,x|y\n2,\n3,|z|\n")
-    tags = columns_of(path, Layout(lists=(ListColumn(name="tags", separator="|"),))).lists["tags"]
+    tags = columns_of(path, ColumnLayout(lists=(ListColumn(name="tags", separator="|"),))).lists["tags"]
     assert tags.offsets.tolist() == [0, 2, 2, 3]
     assert tags.values.tolist() == [hash_text(text) for text in "xyz"]
 
@@ -156,7 +156,7 @@ def test_a_text_is_cut_into_a_list(tmp_path: Path) -> None:
 def test_an_item_of_a_list_that_is_no_id_is_named_by_its_row(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "id,tags\n1,5 6\n2,7 x\n")
     with pytest.raises(DataError, match=r"a\.csv:3 holds no 64-bit id in column 'tags'"):
-        columns_of(path, Layout(lists=(ListColumn(name="tags", kind="integer"),)))
+        columns_of(path, ColumnLayout(lists=(ListColumn(name="tags", kind="integer"),)))
 
 
 def test_a_quote_that_is_never_closed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,16 +16,16 @@ import pyarrow.parquet
 import pytest
 
 from kitforge.data.tables import events as module
-from kitforge.data.tables.chunk import BadRows
-from kitforge.data.tables.columns import Columns, KeyColumn, Layout, ListColumn, concatenate
+from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.columns import ColumnLayout, Columns, KeyColumn, ListColumn, concatenate
 from kitforge.data.tables.events import EventColumns, sequences_of
-from kitforge.data.tables.reading import read
-from kitforge.data.tables.source import TableConfig, open_table
+from kitforge.data.tables.reader import read_columns
+from kitforge.data.tables.source import TableSourceConfig, open_table
 from kitforge.foundation.errors import ConfigError, DataError
 
 EVENTS = EventColumns(user="user", item="item", time="time")
-USERS = Layout(keys=(KeyColumn(name="user", kind="integer"),), lists=(ListColumn(name="item", kind="integer"),))
-HISTORIES = Layout(
+USERS = ColumnLayout(keys=(KeyColumn(name="user", kind="integer"),), lists=(ListColumn(name="item", kind="integer"),))
+HISTORIES = ColumnLayout(
     numbers=("time",),
     keys=tuple(KeyColumn(name=name, kind="integer") for name in ("user", "item")),
     lists=(ListColumn(name="before", kind="integer"),),
@@ -49,9 +49,11 @@ def expected(rows: list[dict[str, int]]) -> dict[int, list[int]]:
     return {user: [row["item"] for row in sorted(own, key=lambda row: row["time"])] for user, own in found.items()}
 
 
-def columns(spec: Any, layout: Layout = USERS, events: EventColumns = EVENTS, bad: BadRows | None = None) -> Columns:
-    source = sequences_of(open_table(spec, TableConfig()), events, [column.name for column in layout.lists])
-    return concatenate(list(read(source, layout, bad or BadRows(), num_workers=1)))
+def columns(
+    spec: Any, layout: ColumnLayout = USERS, events: EventColumns = EVENTS, bad: BadRows | None = None
+) -> Columns:
+    source = sequences_of(open_table(spec, TableSourceConfig()), events, [column.name for column in layout.lists])
+    return concatenate(list(read_columns(source, layout, bad or BadRows(), num_workers=1)))
 
 
 def sequences(found: Columns) -> dict[int, list[int]]:
@@ -85,7 +87,7 @@ def test_chunks_hold_whole_users(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = made()
     monkeypatch.setattr(module, "_CHUNK_EVENTS", 100)
     assert sequences(columns(rows)) == expected(rows)
-    source = sequences_of(open_table(rows, TableConfig()), EVENTS, ["item"])
+    source = sequences_of(open_table(rows, TableSourceConfig()), EVENTS, ["item"])
     sizes = [job().table.num_rows for job in source.jobs(["user", "item"])]
     assert len(sizes) > 10 and sum(sizes) == 40
 
@@ -121,7 +123,7 @@ def test_other_columns_are_lists_or_the_newest_value() -> None:
         {"user": 1, "item": 5, "time": 2, "kind": 8, "city": 3},
         {"user": 1, "item": 6, "time": 1, "kind": 9, "city": 4},
     ]
-    layout = Layout(
+    layout = ColumnLayout(
         keys=(KeyColumn(name="user", kind="integer"), KeyColumn(name="city", kind="integer")),
         lists=(ListColumn(name="item", kind="integer"), ListColumn(name="kind", kind="integer")),
     )
@@ -154,7 +156,7 @@ def test_an_event_without_user_item_or_time_is_a_bad_row(tmp_path: Path) -> None
     path.write_text("user,item,time\n1,4,20240102\n1,5,soon\n1,6,20240101\n")
     assert sequences(columns(path, bad=BadRows(policy="skip"))) == {1: [6, 4]}
     path.write_text("user,item,time\n1,3,20240102\n1,4,\n1,5,soon\n1,6,30\n")
-    found = [job().table for job in replace(open_table(path, TableConfig()), times=("time",)).jobs(["time"])]
+    found = [job().table for job in replace(open_table(path, TableSourceConfig()), times=("time",)).jobs(["time"])]
     assert found[0].column("time").to_pylist() == ["20240102", None, "soon", "30"]  # a number is no date
     path.write_text("user,item,time\n1,4,soon\n1,5,2\n")
     with pytest.raises(DataError, match=r"events\.csv:2 holds no number in column 'time'[^$]*soon"):

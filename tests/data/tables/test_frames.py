@@ -10,10 +10,10 @@ import pandas
 import pyarrow
 import pytest
 
-from kitforge.data.tables.chunk import BadRows
-from kitforge.data.tables.columns import Columns, KeyColumn, Layout, ListColumn, concatenate
-from kitforge.data.tables.reading import read
-from kitforge.data.tables.source import TableConfig, open_table
+from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.columns import ColumnLayout, Columns, KeyColumn, ListColumn, concatenate
+from kitforge.data.tables.reader import read_columns
+from kitforge.data.tables.source import TableSourceConfig, open_table
 from kitforge.foundation.errors import ConfigError, DataError
 
 COLUMNS: dict[str, Any] = {
@@ -23,7 +23,7 @@ COLUMNS: dict[str, Any] = {
     "seen": [[1, 2], [], [3]],
 }
 ROWS = [dict(zip(COLUMNS, row, strict=True)) for row in zip(*COLUMNS.values(), strict=True)]
-LAYOUT = Layout(
+LAYOUT = ColumnLayout(
     numbers=("price",),
     keys=(KeyColumn(name="user", kind="integer"), KeyColumn(name="city")),
     lists=(ListColumn(name="seen", kind="integer"),),
@@ -42,8 +42,8 @@ class Frame:
         return self._table.__arrow_c_stream__(requested_schema)
 
 
-def columns_of(spec: object, config: TableConfig | None = None) -> Columns:
-    return concatenate(list(read(open_table(spec, config or TableConfig()), LAYOUT, BadRows())))
+def columns_of(spec: object, config: TableSourceConfig | None = None) -> Columns:
+    return concatenate(list(read_columns(open_table(spec, config or TableSourceConfig()), LAYOUT, BadRows())))
 
 
 @pytest.mark.parametrize("form", ["arrays", "pandas", "pandas with an index", "arrow", "texts as views"])
@@ -65,7 +65,7 @@ def test_columns_are_read_as_rows_are(form: str) -> None:
 
 def test_texts_that_stand_for_no_value_do_so_in_every_source() -> None:
     for spec in (ROWS, COLUMNS, pandas.DataFrame(COLUMNS)):
-        assert columns_of(spec, TableConfig(missing_values=("NA",))).absent[:, 1].tolist() == [False, True, False]
+        assert columns_of(spec, TableSourceConfig(missing_values=("NA",))).absent[:, 1].tolist() == [False, True, False]
 
 
 def test_what_is_no_table_is_refused_in_its_own_words() -> None:
@@ -89,17 +89,17 @@ def test_the_delimiter_of_a_csv_file_is_found_out(tmp_path: Path, delimiter: str
 
 def test_a_delimiter_that_is_named_is_taken(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,b:c,d\n")
-    assert open_table(tmp_path / "a.csv", TableConfig(delimiter=":")).names == ("a,b", "c,d")
+    assert open_table(tmp_path / "a.csv", TableSourceConfig(delimiter=":")).names == ("a,b", "c,d")
     with pytest.raises(ConfigError, match=r"data\.delimiter"):
-        TableConfig(delimiter="::")
+        TableSourceConfig(delimiter="::")
 
 
 def test_a_cell_that_is_no_number_says_how_to_read_it_as_missing(tmp_path: Path) -> None:
     for odd in ("NA", "inf", "\\N"):
         (tmp_path / "a.csv").write_text(f"price\n1.5\n{odd}\n")
-        layout = Layout(numbers=("price",))
+        layout = ColumnLayout(numbers=("price",))
         with pytest.raises(DataError) as error:
-            list(read(open_table(tmp_path / "a.csv"), layout, BadRows()))
+            list(read_columns(open_table(tmp_path / "a.csv"), layout, BadRows()))
         assert f"data.missing_values='[\"{odd}\"]'" in str(error.value)
-        told = open_table(tmp_path / "a.csv", TableConfig(missing_values=(odd,)))
-        assert np.isnan(concatenate(list(read(told, layout, BadRows()))).numbers[1, 0])
+        told = open_table(tmp_path / "a.csv", TableSourceConfig(missing_values=(odd,)))
+        assert np.isnan(concatenate(list(read_columns(told, layout, BadRows()))).numbers[1, 0])

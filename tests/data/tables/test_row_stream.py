@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitforge.data.tables.chunk import BadRows
-from kitforge.data.tables.columns import KeyColumn, Layout, ListColumn
+from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.columns import ColumnLayout, KeyColumn, ListColumn
 from kitforge.data.tables.row_stream import RowStream
 from kitforge.foundation.errors import DataError
 
-LAYOUT = Layout(
+LAYOUT = ColumnLayout(
     numbers=("price",), keys=(KeyColumn(name="id", kind="integer"),), lists=(ListColumn(name="seen", kind="integer"),)
 )
 

@@ -9,16 +9,16 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from kitforge.data.tables import objects, parquet_files
-from kitforge.data.tables.chunk import BadRows
-from kitforge.data.tables.columns import KeyColumn, LabelColumn, Layout, ListColumn
+from kitforge.data.tables import parquet_files, python_rows
+from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.columns import ColumnLayout, KeyColumn, LabelColumn, ListColumn
 from kitforge.data.tables.hashing import hash_text
-from kitforge.data.tables.reading import read
+from kitforge.data.tables.reader import read_columns
 from kitforge.data.tables.source import open_table
 from kitforge.foundation.errors import DataError
 from tests.data.tables.reading_rows import DATA, columns_of, equal
 
-LAYOUT = Layout(
+LAYOUT = ColumnLayout(
     numbers=("price",),
     keys=(KeyColumn(name="site"), KeyColumn(name="user", kind="integer")),
     lists=(ListColumn(name="tags", kind="integer"),),
@@ -82,12 +82,12 @@ def test_a_large_row_group_is_read_in_parts(path: Path, monkeypatch: pytest.Monk
 )
 def test_integer_keys_come_from_many_types(kind: pyarrow.DataType, values: list[object], wanted: list[int]) -> None:
     table = pyarrow.table({"id": pyarrow.array(values, kind)})
-    found = columns_of(table.to_pylist(), Layout(keys=(KeyColumn(name="id", kind="integer"),)))
+    found = columns_of(table.to_pylist(), ColumnLayout(keys=(KeyColumn(name="id", kind="integer"),)))
     assert found.keys[:, 0].tolist() == wanted
 
 
 def test_an_integer_and_its_text_have_one_key_as_text() -> None:
-    layout = Layout(keys=(KeyColumn(name="id"),))
+    layout = ColumnLayout(keys=(KeyColumn(name="id"),))
     assert columns_of([{"id": 7}, {"id": "7"}], layout).keys[:, 0].tolist() == [hash_text("7")] * 2
     assert columns_of([{"id": 7}], layout).keys[0, 0] == hash_text("7")
 
@@ -97,7 +97,7 @@ def test_an_integer_and_its_text_have_one_key_as_text() -> None:
 def test_an_empty_text_is_no_value_in_any_format(tmp_path: Path, kind: Any, is_coded: bool) -> None:
     texts = pyarrow.array(["1", "", None, "1"])
     parquet.write_table(pyarrow.table({"id": texts.dictionary_encode() if is_coded else texts}), tmp_path / "a.parquet")
-    layout = Layout(numbers=("id",), keys=(KeyColumn(name="id", kind=kind),))
+    layout = ColumnLayout(numbers=("id",), keys=(KeyColumn(name="id", kind=kind),))
     for spec in (tmp_path / "a.parquet", [{"id": text} for text in ("1", "", None, "1")]):
         found = columns_of(spec, layout)
         assert found.absent[:, 0].tolist() == [False, True, True, False]
@@ -111,19 +111,19 @@ def test_an_empty_text_is_no_value_in_any_format(tmp_path: Path, kind: Any, is_c
 def test_a_parquet_row_is_named_by_its_number(tmp_path: Path, kind: pyarrow.DataType, value: object) -> None:
     parquet.write_table(pyarrow.table({"id": pyarrow.array([None] * 4 + [value], kind)}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet, row 5, holds no 64-bit id in column 'id'"):
-        columns_of(tmp_path / "a.parquet", Layout(keys=(KeyColumn(name="id", kind="integer"),)))
+        columns_of(tmp_path / "a.parquet", ColumnLayout(keys=(KeyColumn(name="id", kind="integer"),)))
 
 
 @pytest.mark.parametrize(
     ("layout", "values"),
     [
-        (Layout(numbers=("x",)), [[1]]),
-        (Layout(keys=(KeyColumn(name="x"),)), [1.5]),
-        (Layout(keys=(KeyColumn(name="x"),)), [[1]]),
-        (Layout(lists=(ListColumn(name="x"),)), [1]),
+        (ColumnLayout(numbers=("x",)), [[1]]),
+        (ColumnLayout(keys=(KeyColumn(name="x"),)), [1.5]),
+        (ColumnLayout(keys=(KeyColumn(name="x"),)), [[1]]),
+        (ColumnLayout(lists=(ListColumn(name="x"),)), [1]),
     ],
 )
-def test_a_column_of_the_wrong_type_is_refused(layout: Layout, values: list[object]) -> None:
+def test_a_column_of_the_wrong_type_is_refused(layout: ColumnLayout, values: list[object]) -> None:
     with pytest.raises(DataError, match=r"(?s)column 'x' is of a type that cannot be used so.*expected"):
         columns_of([{"x": value} for value in values], layout)
 
@@ -161,7 +161,7 @@ def test_a_damaged_row_group_is_refused(path: Path) -> None:
     ],
 )
 def test_a_bad_row_in_python_is_named_by_its_number(row: object, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_CHUNK_ROWS", 4)
+    monkeypatch.setattr(python_rows, "_CHUNK_ROWS", 4)
     with pytest.raises(DataError, match=message):
         columns_of([*ROWS, row], LAYOUT)
     bad = BadRows(policy="skip")
@@ -190,7 +190,7 @@ def test_an_endless_source_is_read_no_further_than_is_asked() -> None:
             taken += 1
             yield {"x": taken}
 
-    parts = read(open_table(rows()), Layout(numbers=("x",)), BadRows(), num_workers=2)
+    parts = read_columns(open_table(rows()), ColumnLayout(numbers=("x",)), BadRows(), num_workers=2)
     first = next(parts)
     assert first.numbers[:3, 0].tolist() == [1, 2, 3]
     parts.close()  # type: ignore[attr-defined]
@@ -199,7 +199,9 @@ def test_an_endless_source_is_read_no_further_than_is_asked() -> None:
 
 def test_an_interaction_log_has_a_row_a_user(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("3 10\n3 11\n\n1 12\n-2 13\n-2 14\n-2 10\n")
-    layout = Layout(keys=(KeyColumn(name="user", kind="integer"),), lists=(ListColumn(name="items", kind="integer"),))
+    layout = ColumnLayout(
+        keys=(KeyColumn(name="user", kind="integer"),), lists=(ListColumn(name="items", kind="integer"),)
+    )
     found = columns_of(tmp_path / "a.txt", layout)
     assert found.keys[:, 0].tolist() == [3, 1, -2]
     assert found.lists["items"].values.tolist() == [10, 11, 12, 13, 14, 10]
@@ -209,7 +211,7 @@ def test_an_interaction_log_has_a_row_a_user(tmp_path: Path) -> None:
 def test_small_blocks_cut_no_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [(user, item) for user in range(20) for item in range(user % 7 + 1)]
     (tmp_path / "a.txt").write_text("".join(f"{user}\t{item}\n" for user, item in pairs))
-    layout = Layout(lists=(ListColumn(name="items", kind="integer"),))
+    layout = ColumnLayout(lists=(ListColumn(name="items", kind="integer"),))
     whole = columns_of(tmp_path / "a.txt", layout)
     monkeypatch.setattr("kitforge.data.tables.csv_files._BLOCK_BYTES", 25)
     assert equal(columns_of(tmp_path / "a.txt", layout), whole)
@@ -221,12 +223,12 @@ def test_a_user_in_two_places_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("kitforge.data.tables.csv_files._BLOCK_BYTES", size)
     (tmp_path / "a.txt").write_text("1 10\n2 11\n3 11\n1 12\n")
     with pytest.raises(DataError, match=r"(?s)has user 1 in two places.*sort"):
-        columns_of(tmp_path / "a.txt", Layout(keys=(KeyColumn(name="user", kind="integer"),)))
+        columns_of(tmp_path / "a.txt", ColumnLayout(keys=(KeyColumn(name="user", kind="integer"),)))
 
 
 def test_a_line_that_is_no_pair_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("1 10\n1 x\n2\n")
-    layout = Layout(keys=(KeyColumn(name="user", kind="integer"),))
+    layout = ColumnLayout(keys=(KeyColumn(name="user", kind="integer"),))
     with pytest.raises(DataError, match=r"a\.txt:3 has the wrong number of cells"):
         columns_of(tmp_path / "a.txt", layout)
     bad = BadRows(policy="skip")
@@ -238,7 +240,7 @@ def test_folders_patterns_and_lists_are_read_in_order(tmp_path: Path) -> None:
     for name in ("b.csv", "a.csv", "sub/c.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"x,y\n{ord(name[-5])},1\n")
-    layout = Layout(numbers=("x",))
+    layout = ColumnLayout(numbers=("x",))
     assert columns_of(tmp_path, layout).numbers[:, 0].tolist() == [97, 98, 99]
     assert columns_of(str(tmp_path / "?.csv"), layout).numbers[:, 0].tolist() == [97, 98]
     assert columns_of([tmp_path / "b.csv", tmp_path / "sub"], layout).numbers[:, 0].tolist() == [98, 99]
@@ -271,7 +273,7 @@ def test_what_is_no_header_is_refused(tmp_path: Path, header: str) -> None:
         open_table(tmp_path / "a.csv")
 
 
-CRITEO = Layout(
+CRITEO = ColumnLayout(
     numbers=tuple(f"I{place}" for place in range(1, 14)),
     keys=tuple(KeyColumn(name=f"C{place}") for place in range(1, 27)),
     label=LabelColumn(name="label"),
@@ -284,11 +286,16 @@ CRITEO = Layout(
     [
         ("criteo_kaggle_10k/train.tsv.gz", CRITEO, 8000, 0.216),
         ("criteo_1tb_1k/rows.tsv.gz", CRITEO, 1000, 0.021),
-        ("avazu_9k/train.csv.gz", Layout(keys=(KeyColumn(name="id"),), label=LabelColumn(name="click")), 6295, 0.173),
-        ("adult_income/test.csv.gz", Layout(label=LabelColumn(name="income", positive=">50K")), 8000, 0.233125),
+        (
+            "avazu_9k/train.csv.gz",
+            ColumnLayout(keys=(KeyColumn(name="id"),), label=LabelColumn(name="click")),
+            6295,
+            0.173,
+        ),
+        ("adult_income/test.csv.gz", ColumnLayout(label=LabelColumn(name="income", positive=">50K")), 8000, 0.233125),
     ],
 )
-def test_real_logs_are_read_whole(name: str, layout: Layout, num_rows: int, positive: float) -> None:
+def test_real_logs_are_read_whole(name: str, layout: ColumnLayout, num_rows: int, positive: float) -> None:
     found = columns_of(DATA / name, layout)
     assert len(found) == num_rows
     assert found.labels is not None and found.labels.mean() == pytest.approx(positive, abs=1e-3)
@@ -296,7 +303,7 @@ def test_real_logs_are_read_whole(name: str, layout: Layout, num_rows: int, posi
 
 @pytest.mark.skipif(not DATA.exists(), reason="the data sets are not here")
 def test_a_real_interaction_log_has_all_its_users_and_items() -> None:
-    layout = Layout(lists=(ListColumn(name="items", kind="integer"),))
+    layout = ColumnLayout(lists=(ListColumn(name="items", kind="integer"),))
     found = columns_of(DATA / "amazon_video/interactions.txt.gz", layout)
     assert (len(found), len(found.lists["items"].values)) == (31013, 281242)
 
@@ -304,4 +311,4 @@ def test_a_real_interaction_log_has_all_its_users_and_items() -> None:
 @pytest.mark.skipif(not DATA.exists(), reason="the data sets are not here")
 def test_ids_of_a_real_log_that_are_beyond_int64_are_named() -> None:
     with pytest.raises(DataError, match=r"(?s)train\.csv\.gz:2 holds no 64-bit id.*11222333684130851894.*kind: text"):
-        columns_of(DATA / "avazu_9k/train.csv.gz", Layout(keys=(KeyColumn(name="id", kind="integer"),)))
+        columns_of(DATA / "avazu_9k/train.csv.gz", ColumnLayout(keys=(KeyColumn(name="id", kind="integer"),)))

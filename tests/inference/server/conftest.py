@@ -19,13 +19,13 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
-from kitforge.inference.server.app import create
-from kitforge.inference.server.exchange import Service
+from kitforge.inference.server.app import create_app
 from kitforge.inference.server.options import ServeOptions
-from kitforge.inference.server.run import server_of
-from kitforge.inference.text import InferenceOptions, TextEngine
+from kitforge.inference.server.serve import build_server
+from kitforge.inference.server.service import Service
+from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import build
+from kitforge.models.loading import build
 from tests.trainer import tiny
 
 
@@ -56,7 +56,7 @@ def make_service(model: Decoder, limits: ServeOptions, engine: EngineOptions) ->
 def serving(service: Service) -> Iterator[Served]:
     """The server behind a real socket; it has ended when the block has."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    server = server_of(service, create(service))
+    server = build_server(service, create_app(service))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

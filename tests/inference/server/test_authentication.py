@@ -13,7 +13,7 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ConfigError
 from kitforge.inference.options import EngineOptions
-from kitforge.inference.server.authentication import has_token, tokens_of
+from kitforge.inference.server.authentication import auth_tokens, has_token
 from kitforge.inference.server.options import TOKEN_VARIABLE, ServeOptions
 from tests.inference.server.conftest import make_service, serving
 from tests.small_run import write_run
@@ -24,29 +24,29 @@ SECRET = "s3cret-token"
 def test_tokens_come_from_the_environment_a_file_and_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tokens"
     file.write_bytes(b"ann\r\n\n  bob  \n")
-    assert tokens_of(ServeOptions()) == ()
-    assert tokens_of(ServeOptions(token_file=str(file))) == ("ann", "bob")
+    assert auth_tokens(ServeOptions()) == ()
+    assert auth_tokens(ServeOptions(token_file=str(file))) == ("ann", "bob")
     monkeypatch.setenv(TOKEN_VARIABLE, "carl, dora,,ann")
-    assert tokens_of(ServeOptions()) == ("carl", "dora", "ann")
-    assert tokens_of(ServeOptions(token=SECRET, token_file=str(file))) == (SECRET, "ann", "bob", "carl", "dora")
+    assert auth_tokens(ServeOptions()) == ("carl", "dora", "ann")
+    assert auth_tokens(ServeOptions(token=SECRET, token_file=str(file))) == (SECRET, "ann", "bob", "carl", "dora")
 
 
 @pytest.mark.parametrize("variable", ["", ",", " , "])
 def test_a_server_for_others_is_never_open(variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, variable)
     with pytest.raises(ConfigError, match=r"token"):
-        tokens_of(ServeOptions(host="0.0.0.0"))
+        auth_tokens(ServeOptions(host="0.0.0.0"))
     (tmp_path / "empty").write_text("\n \n")
     with pytest.raises(ConfigError, match="holds none"):
-        tokens_of(ServeOptions(host="0.0.0.0", token_file=str(tmp_path / "empty")))
+        auth_tokens(ServeOptions(host="0.0.0.0", token_file=str(tmp_path / "empty")))
     with pytest.raises(ConfigError, match="cannot be read"):
-        tokens_of(ServeOptions(host="0.0.0.0", token_file=str(tmp_path / "nothing")))
+        auth_tokens(ServeOptions(host="0.0.0.0", token_file=str(tmp_path / "nothing")))
 
 
 def test_what_is_no_token_is_refused_without_being_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "pässword")
     with pytest.raises(ConfigError, match="ASCII") as told:
-        tokens_of(ServeOptions())
+        auth_tokens(ServeOptions())
     assert "ssword" not in str(told.value)
     with pytest.raises(ConfigError, match="ASCII") as told:
         ServeOptions(token="päss")
@@ -73,7 +73,7 @@ def test_a_recorded_mask_is_no_token() -> None:
     recorded = to_dict(ServeOptions(token=SECRET, host="0.0.0.0"))
     assert recorded["token"] == "***"
     with pytest.raises(ConfigError, match="mask"):
-        tokens_of(from_dict(ServeOptions, recorded))
+        auth_tokens(from_dict(ServeOptions, recorded))
     assert to_dict(ServeOptions())["token"] is None
     assert SECRET not in repr(ServeOptions(token=SECRET))
 

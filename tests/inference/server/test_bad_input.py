@@ -77,7 +77,7 @@ def test_what_cannot_be_is_refused(served: Served, name: str, stream: bool) -> N
     asked = {**body, "stream": True} if stream and isinstance(body, dict) else body
     response = post(served, path, json.dumps(asked).encode())
     assert (response.status_code, words in refusal(response)) == (status, True), response.text
-    until(lambda: served.service.num_live == 0)
+    until(lambda: served.service.num_active_prompts == 0)
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -144,13 +144,13 @@ def raw_request(served: Served, body: dict[str, object], buffer: int | None = No
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_request_dies_with_its_client(model: Decoder, stream: bool) -> None:
-    service = make_service(model, ServeOptions(), EngineOptions(max_sequences=1))
-    texts = service.worker._texts
+    service = make_service(model, ServeOptions(), EngineOptions(max_num_seqs=1))
+    texts = service.worker._text_engine
     with serving(service) as served:
         client = raw_request(served, {"prompt": ["a"] * 32, "max_tokens": 120, "stream": stream})
         until(lambda: texts.engine.stats()["steps"] > 2)
         client.close()
-        until(lambda: service.num_live == 0)
+        until(lambda: service.num_active_prompts == 0)
         until(lambda: not texts.has_work)
         # 32 answers of 120 tokens would take 3,840 steps, as one is generated at a time.
         assert texts.engine.stats()["steps"] < 3500
@@ -162,18 +162,18 @@ def test_a_request_dies_with_its_client(model: Decoder, stream: bool) -> None:
 
 @pytest.mark.slow
 def test_a_client_that_stops_reading_holds_nobody_up_and_is_given_up(model: Decoder) -> None:
-    service = make_service(model, ServeOptions(patience=1), EngineOptions(max_sequences=16))
+    service = make_service(model, ServeOptions(client_timeout=1), EngineOptions(max_num_seqs=16))
     with serving(service) as served:
         # What the system keeps for a client that does not read; else it would take the whole answer.
         for listener in served.server.servers:
             listener.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         body = {"prompt": ["a"] * 8, "n": 4, "max_tokens": 120, "stream": True, "logprobs": 0}
         stalled = raw_request(served, body, buffer=2048)
-        until(lambda: service.worker._texts.engine.stats()["steps"] > 2)
+        until(lambda: service.worker._text_engine.engine.stats()["steps"] > 2)
         for _ in range(5):
             response = post(served, COMPLETIONS, b'{"prompt": "a", "max_tokens": 2, "temperature": 0}')
             assert response.status_code == 200 and response.elapsed.total_seconds() < 10
-        until(lambda: service.num_live == 0)
+        until(lambda: service.num_active_prompts == 0)
         # Its connection is closed, whatever it has not taken.
         until(lambda: not served.server.server_state.connections)
         stalled.close()
@@ -181,10 +181,10 @@ def test_a_client_that_stops_reading_holds_nobody_up_and_is_given_up(model: Deco
 
 
 def test_what_is_under_way_is_finished_when_the_server_stops(model: Decoder) -> None:
-    service = make_service(model, ServeOptions(), EngineOptions(max_sequences=1))
+    service = make_service(model, ServeOptions(), EngineOptions(max_num_seqs=1))
     with serving(service) as served:
         client = raw_request(served, {"prompt": ["a"] * 4, "max_tokens": 30, "stream": True})
-        until(lambda: service.worker._texts.engine.stats()["steps"] > 2)
+        until(lambda: service.worker._text_engine.engine.stats()["steps"] > 2)
         served.server.should_exit = True
         client.settimeout(20)
         received = b""

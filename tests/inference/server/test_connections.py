@@ -19,8 +19,8 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import ConfigError
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server import connections
-from kitforge.inference.server.connections import raise_file_limit, room_for
-from kitforge.inference.server.logs import SparseLines
+from kitforge.inference.server.connections import connection_limits, raise_file_limit
+from kitforge.inference.server.logs import LogRateLimit
 from kitforge.inference.server.options import ServeOptions
 from tests.inference.server.conftest import Served, make_service, metric, serving, until
 from tests.inference.server.test_bad_input import COMPLETIONS, answered, post, raw_request
@@ -83,7 +83,7 @@ def body_of(size: int, sent: int) -> bytes:
 
 
 def test_silent_connections_make_room_for_those_that_ask(model: Decoder, connected: Clients) -> None:
-    limits = ServeOptions(max_connections=6, patience=PATIENT)
+    limits = ServeOptions(max_connections=6, client_timeout=PATIENT)
     with serving(make_service(model, limits, EngineOptions())) as served:
         said = [b"", HALF_HEAD, body_of(1000, 100)]
         for place in range(30):
@@ -97,28 +97,28 @@ def test_silent_connections_make_room_for_those_that_ask(model: Decoder, connect
 
 
 def test_a_connection_with_a_request_under_way_is_never_closed_for_others(model: Decoder, connected: Clients) -> None:
-    limits = ServeOptions(max_connections=2, patience=PATIENT)
-    service = make_service(model, limits, EngineOptions(max_sequences=1))
+    limits = ServeOptions(max_connections=2, client_timeout=PATIENT)
+    service = make_service(model, limits, EngineOptions(max_num_seqs=1))
     with serving(service) as served:
         asked = {"prompt": ["a"] * 16, "max_tokens": 120, "stream": True}
         busy = [raw_request(served, asked) for _ in range(2)]
-        until(lambda: service.num_live == 32)
+        until(lambda: service.num_active_prompts == 32)
         head, _, body = received(connected(served, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")).partition(
             b"\r\n\r\n"
         )
         assert head.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in head
         assert json.loads(body)["error"]["code"] == "server_busy"
-        assert service.num_live == 32
+        assert service.num_active_prompts == 32
         for client in busy:
             client.close()
-        until(lambda: service.num_live == 0)
+        until(lambda: service.num_active_prompts == 0)
         assert httpx.get(f"{served.url}/health", timeout=60).status_code == 200
 
 
 @pytest.mark.slow
 def test_a_header_must_come_in_time_and_a_connection_at_rest_has_more(model: Decoder, connected: Clients) -> None:
     whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-    with serving(make_service(model, ServeOptions(patience=1.5), EngineOptions())) as served:
+    with serving(make_service(model, ServeOptions(client_timeout=1.5), EngineOptions())) as served:
         resting = connected(served, whole)
         is_well(resting)
         again = connected(served, whole)
@@ -134,7 +134,7 @@ def test_a_header_must_come_in_time_and_a_connection_at_rest_has_more(model: Dec
 
 
 def test_bodies_that_are_held_back_give_way_to_others(model: Decoder, connected: Clients) -> None:
-    limits = ServeOptions(max_body=200_000, max_inflight_bytes=300_000, patience=PATIENT)
+    limits = ServeOptions(max_body_bytes=200_000, max_inflight_bytes=300_000, client_timeout=PATIENT)
     service = make_service(model, limits, EngineOptions())
     with serving(service) as served:
         held = []
@@ -155,11 +155,11 @@ def test_bodies_that_are_held_back_give_way_to_others(model: Decoder, connected:
 
 
 def test_a_full_server_does_not_wait_for_a_body(model: Decoder, connected: Clients) -> None:
-    service = make_service(model, ServeOptions(max_requests=1, patience=PATIENT), EngineOptions())
+    service = make_service(model, ServeOptions(max_requests=1, client_timeout=PATIENT), EngineOptions())
     with serving(service) as served:
-        service.num_live += 1
+        service.num_active_prompts += 1
         assert connected(served, (HEAD % 1000).encode()).recv(65536).startswith(b"HTTP/1.1 429 ")
-        service.num_live -= 1
+        service.num_active_prompts -= 1
 
 
 def test_clients_that_leave_and_clients_that_talk_nonsense_fill_no_log(
@@ -183,11 +183,11 @@ def test_clients_that_leave_and_clients_that_talk_nonsense_fill_no_log(
 def test_connections_and_their_queue_fit_into_the_files_that_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
     for allowed in (128, 1024, 4096, 100_000):
         monkeypatch.setattr(resource, "getrlimit", lambda _kind, allowed=allowed: (allowed, allowed))
-        most, backlog = room_for(ServeOptions())
+        most, backlog = connection_limits(ServeOptions())
         assert 32 <= most + backlog + connections._SPARE < allowed
         assert most == 4096 or allowed <= 4096
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: (resource.RLIM_INFINITY,) * 2)
-    assert room_for(ServeOptions(max_connections=7))[0] == 7
+    assert connection_limits(ServeOptions(max_connections=7))[0] == 7
 
 
 def test_the_soft_limit_of_open_files_becomes_the_hard_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_the_soft_limit_of_open_files_becomes_the_hard_one(monkeypatch: pytest.M
 
 
 def test_a_line_that_any_client_can_cause_is_not_written_again_at_once() -> None:
-    lines = SparseLines(seconds=3600)
+    lines = LogRateLimit(seconds=3600)
 
     def num_written(level: int, words: str) -> int:
         records = [logging.LogRecord("any", level, "", 0, words, (), None) for _ in range(1000)]
@@ -209,7 +209,7 @@ def test_a_line_that_any_client_can_cause_is_not_written_again_at_once() -> None
     assert num_written(logging.ERROR, "socket.accept() out of system resource\nsocket: 8") == 0
     assert num_written(logging.WARNING, "Invalid HTTP request received.") == 1
     assert num_written(logging.ERROR, "Exception in ASGI application") == 1000
-    assert SparseLines(seconds=0).filter(logging.LogRecord("any", logging.WARNING, "", 0, "words", (), None))
+    assert LogRateLimit(seconds=0).filter(logging.LogRecord("any", logging.WARNING, "", 0, "words", (), None))
 
 
 FEW_FILES = """
@@ -218,7 +218,7 @@ from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.options import ServeOptions
 from tests.inference.server.conftest import make_service, serving, small_model
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-with serving(make_service(small_model(), ServeOptions(patience=3600), EngineOptions())) as served:
+with serving(make_service(small_model(), ServeOptions(client_timeout=3600), EngineOptions())) as served:
     print(served.address[1], flush=True)
     sys.stdin.read()
 """

@@ -12,10 +12,10 @@ import pytest
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import DeviceError, EngineError
 from kitforge.inference.options import EngineOptions
-from kitforge.inference.server import run
-from kitforge.inference.server.app import create
-from kitforge.inference.server.exchange import Service
+from kitforge.inference.server import serve
+from kitforge.inference.server.app import create_app
 from kitforge.inference.server.options import ServeOptions
+from kitforge.inference.server.service import Service
 from tests.inference.server.conftest import make_service, serving, until
 
 COMPLETIONS = "/v1/completions"
@@ -24,7 +24,7 @@ COMPLETIONS = "/v1/completions"
 def failing(model: Decoder, monkeypatch: pytest.MonkeyPatch, error: type[Exception] = RuntimeError) -> Service:
     """A service whose engine fails in its third step."""
     service = make_service(model, ServeOptions(), EngineOptions())
-    texts, num_steps = service.worker._texts, iter(range(100))
+    texts, num_steps = service.worker._text_engine, iter(range(100))
     step = texts.step
 
     def broken() -> object:
@@ -54,16 +54,16 @@ def test_those_who_wait_and_those_who_come_are_told(
         ):
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stopped")
             assert "boom" not in answer.text
-        assert (service.num_live, told) == (0, [True])
+        assert (service.num_active_prompts, told) == (0, [True])
 
 
 def test_a_failure_between_two_steps_is_told_as_well(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = make_service(model, ServeOptions(), EngineOptions(max_sequences=1))
+    service = make_service(model, ServeOptions(), EngineOptions(max_num_seqs=1))
 
     def broken(_request: int) -> None:
         raise ValueError("not in list")
 
-    monkeypatch.setattr(service.worker._texts, "cancel", broken)
+    monkeypatch.setattr(service.worker._text_engine, "cancel", broken)
     with serving(service) as served:
         with httpx.stream(
             "POST", served.url + COMPLETIONS, json={"prompt": ["a"] * 8, "max_tokens": 120, "stream": True}, timeout=60
@@ -76,16 +76,16 @@ def test_a_failure_between_two_steps_is_told_as_well(model: Decoder, monkeypatch
 
 def test_the_server_ends_with_the_reason(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[int] = []
-    monkeypatch.setattr(run, "raise_file_limit", lambda: raised.append(1))
+    monkeypatch.setattr(serve, "raise_file_limit", lambda: raised.append(1))
     service, found, errors = failing(model, monkeypatch), Queue[str](), []
 
-    def serve() -> None:
+    def serve_until_stopped() -> None:
         try:
-            run.serve(service, create(service), 0, found.put)
+            serve.serve(service, create_app(service), 0, found.put)
         except EngineError as error:
             errors.append(str(error))
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=serve_until_stopped)
     thread.start()
     url = found.get(timeout=60)
     answer = httpx.post(url + COMPLETIONS, json={"prompt": "a", "max_tokens": 50}, timeout=60)

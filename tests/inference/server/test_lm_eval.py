@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from kitforge.data.tokenizer import HuggingFaceTokenizer
-from kitforge.inference.continuations import Branches, score_branches
+from kitforge.inference.choice_scoring import ChoiceBatch, choice_logprobs
 from kitforge.inference.engine import Engine
-from kitforge.inference.server.exchange import Service
 from kitforge.inference.server.options import ServeOptions
-from kitforge.inference.text import InferenceOptions, TextEngine
+from kitforge.inference.server.service import Service
+from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from kitforge.kits.transformers.evaluation import Evaluator
 from kitforge.kits.transformers.questions import load_task
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import build
+from kitforge.models.loading import build
 from tests.inference.server.conftest import serving
 from tests.trainer import tiny
 
@@ -112,10 +112,10 @@ def test_it_finds_what_our_evaluation_finds(tmp_path: Path) -> None:
     ours = Evaluator(model, tokenizer, InferenceOptions(), "refuse").evaluate(tasks).metrics
     trees = [(row["query"], row["choices"]) for row in CHOICES]
     trees += [(row["context"], [row["continuation"]]) for row in TEXTS]
-    wanted = score_branches(
+    wanted = choice_logprobs(
         model,
         [
-            Branches(stem=tokenizer.encode(stem), branches=[tokenizer.encode(f" {each}") for each in others])
+            ChoiceBatch(prefix=tokenizer.encode(stem), continuations=[tokenizer.encode(f" {each}") for each in others])
             for stem, others in trees
         ],
         512,

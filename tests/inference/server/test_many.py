@@ -18,12 +18,12 @@ from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.options import ServeOptions
-from kitforge.inference.text import InferenceOptions, TextEngine
+from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from tests.inference.server.conftest import Served, make_service, serving
 from tests.inference.server.crowd import PATH, allow_connections
 
 COUNT = 10_000 if os.environ.get("KITFORGE_PROVE") else 300
-ENGINE = EngineOptions(max_sequences=64)
+ENGINE = EngineOptions(max_num_seqs=64)
 TOKENS = 8
 # Nothing here may depend on how busy the machine is.
 PATIENCE = 3600.0
@@ -78,10 +78,12 @@ def answers_with(status: int) -> str:
 @pytest.mark.prove
 def test_none_is_lost_or_mixed_up(model: Decoder, expected: list[str], tmp_path: Path) -> None:
     with serving(
-        make_service(model, ServeOptions(max_requests=COUNT, max_connections=2 * COUNT, patience=PATIENCE), ENGINE)
+        make_service(
+            model, ServeOptions(max_requests=COUNT, max_connections=2 * COUNT, client_timeout=PATIENCE), ENGINE
+        )
     ) as served:
         found, pages = asked_at_once(served, tmp_path)
-        assert served.service.num_live == 0
+        assert served.service.num_active_prompts == 0
     assert [answer["choices"][0]["text"] for _, _, answer in found] == expected
     assert pages[-1][answers_with(200)] == COUNT
     assert pages[-1]["kitforge_generated_tokens_total"] == sum(each["usage"]["completion_tokens"] for *_, each in found)
@@ -95,7 +97,9 @@ def test_none_is_lost_or_mixed_up(model: Decoder, expected: list[str], tmp_path:
 def test_those_beyond_the_queue_are_told_so_and_the_others_answered(
     model: Decoder, expected: list[str], tmp_path: Path
 ) -> None:
-    with serving(make_service(model, ServeOptions(max_requests=COUNT // 10, patience=PATIENCE), ENGINE)) as served:
+    with serving(
+        make_service(model, ServeOptions(max_requests=COUNT // 10, client_timeout=PATIENCE), ENGINE)
+    ) as served:
         found, pages = asked_at_once(served, tmp_path)
     for (status, headers, answer), text in zip(found, expected, strict=True):
         if status == 200:

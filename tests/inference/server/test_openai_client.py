@@ -12,7 +12,7 @@ from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.server.options import ServeOptions
-from kitforge.inference.text import InferenceOptions
+from kitforge.inference.text_engine import InferenceOptions
 from tests.inference.server.conftest import Served, make_service, serving
 
 CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Wér are you?"}]
@@ -40,13 +40,13 @@ def test_a_completion_is_the_pipelines(client: openai.OpenAI, pipeline: TextGene
 def test_the_loop_is_woken_for_every_token_of_a_stream_only(
     client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch, streams: bool
 ) -> None:
-    told: list[object] = []
-    tell = served.service.worker._tell
-    monkeypatch.setattr(served.service.worker, "_tell", lambda *given: (told.append(given), tell(*given)))
+    calls: list[object] = []
+    call_soon = served.service.worker._call_soon
+    monkeypatch.setattr(served.service.worker, "_call_soon", lambda *given: (calls.append(given), call_soon(*given)))
     answer = client.completions.create(model="tiny", prompt=["Once", "Wér"], n=2, max_tokens=12, stream=streams)
     if streams:
         list(answer)
-    assert len(told) >= 12 if streams else len(told) <= 2
+    assert len(calls) >= 12 if streams else len(calls) <= 2
 
 
 def test_a_chat_is_the_pipelines(client: openai.OpenAI, pipeline: TextGenerationPipeline) -> None:
@@ -212,11 +212,11 @@ def test_the_likely_tokens_stand_beside_their_own_token_where_a_text_ends_with_i
 
 
 def test_tokens_that_come_several_at_once_are_all_counted(model: Decoder) -> None:
-    service = make_service(model, ServeOptions(), EngineOptions(speculation=4))
+    service = make_service(model, ServeOptions(), EngineOptions(prompt_lookup_tokens=4))
     with serving(service) as served:
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0)
         wishes = {"model": "tiny", "prompt": "abcabcabcabc", "max_tokens": 30, "temperature": 0}
         answer = client.completions.create(**wishes, extra_body={"repetition_penalty": 0.2})
-    steps = service.worker._texts.engine.stats()["steps"]
+    steps = service.worker._text_engine.engine.stats()["steps"]
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage and answer.usage.completion_tokens == 30 > steps

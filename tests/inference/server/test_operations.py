@@ -11,8 +11,8 @@ import pytest
 
 from kitforge.core.nn.decoder import Decoder
 from kitforge.inference.options import EngineOptions
-from kitforge.inference.server.gate import ACCESS_LOG
 from kitforge.inference.server.metrics import Metrics
+from kitforge.inference.server.middleware import ACCESS_LOG
 from kitforge.inference.server.options import ServeOptions
 from tests.inference.server.conftest import Served, make_service, metric, serving
 
@@ -85,7 +85,7 @@ def test_nothing_is_logged_of_requests_unless_wanted(served: Served, caplog: pyt
 
 @pytest.mark.parametrize("speculation", [0, 4])
 def test_metrics_count_tokens_and_the_time_between_them(model: Decoder, speculation: int) -> None:
-    service = make_service(model, ServeOptions(), EngineOptions(speculation=speculation))
+    service = make_service(model, ServeOptions(), EngineOptions(prompt_lookup_tokens=speculation))
     with serving(service) as served:
         answer = ask(served, COMPLETIONS, prompt=["abab" * 8, "b"], max_tokens=24, logprobs=0, temperature=0)
         made = sum(len(choice["logprobs"]["tokens"]) for choice in answer["choices"])  # type: ignore[attr-defined]
@@ -136,8 +136,8 @@ def length_of(answer: dict[str, object]) -> tuple[int, bool]:
 
 @pytest.mark.parametrize("memory", [None, 20_000], ids=["roomy", "small"])
 def test_a_chat_without_a_limit_goes_on_as_long_as_there_is_room(model: Decoder, memory: int | None) -> None:
-    service = make_service(model, ServeOptions(), EngineOptions(memory=memory, block_size=4))
-    room = min(model.geometry.max_length, service.worker._texts.engine.num_positions)
+    service = make_service(model, ServeOptions(), EngineOptions(kv_cache_bytes=memory, block_size=4))
+    room = min(model.geometry.max_length, service.worker._text_engine.engine.num_slots)
     assert (room < model.geometry.max_length) == (memory is not None)
     with serving(service) as served:
         # The model is kept from ending it.

@@ -45,7 +45,7 @@ def test_the_largest_bias_of_one_costs_the_others_little(model: Decoder) -> None
         is_over = threading.Event()
         thread = threading.Thread(target=lambda: [post(served, heavy) for _ in iter(is_over.is_set, True)])
         thread.start()
-        until(lambda: service.num_live)
+        until(lambda: service.num_active_prompts)
         took = seconds(lambda: post(served, victim))
         is_over.set()
         thread.join()
@@ -89,21 +89,21 @@ def test_mistakes_are_not_sent_back_whole(served: Served) -> None:
 
 def test_nothing_more_is_made_for_a_client_that_has_left(model: Decoder) -> None:
     """Far fewer steps than the answer would have taken."""
-    service = make_service(model, ServeOptions(), EngineOptions(max_sequences=1))
-    engine = service.worker._texts.engine
+    service = make_service(model, ServeOptions(), EngineOptions(max_num_seqs=1))
+    engine = service.worker._text_engine.engine
     body = {"prompt": ["a"] * 16, "max_tokens": 120, "temperature": 1, "stream": True}
     with serving(service) as served:
         with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as answer:
             next(answer.iter_raw())
-        until(lambda: not service.worker._texts.has_work)
+        until(lambda: not service.worker._text_engine.has_work)
         assert engine.stats()["steps"] < 16 * 120 / 2
-        assert service.num_live == 0 and engine.stats()["blocks_used"] == 0
+        assert service.num_active_prompts == 0 and engine.stats()["blocks_used"] == 0
 
 
 def test_tokens_that_were_guessed_are_counted_one_by_one(model: Decoder) -> None:
-    service = make_service(model, ServeOptions(), EngineOptions(speculation=4))
+    service = make_service(model, ServeOptions(), EngineOptions(prompt_lookup_tokens=4))
     with serving(service) as served:
         body = {"prompt": "ababababab", "max_tokens": 40, "logit_bias": {"97": 100, "98": 99.9}}
         answer = post(served, json.dumps(body).encode()).json()
         assert answer["usage"]["completion_tokens"] == 40 == len(answer["choices"][0]["text"])
-    assert service.worker._texts.engine.stats()["steps"] < 40
+    assert service.worker._text_engine.engine.stats()["steps"] < 40

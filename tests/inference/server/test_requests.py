@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from kitforge.inference.server.refusal import RefusalError
+from kitforge.inference.server.errors import ApiError
 from kitforge.inference.server.requests import ChatRequest, CompletionRequest, read
 from tests.inference.server.conftest import Served
 
@@ -24,8 +24,8 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
         yield found
 
 
-def refusal(kind: type[Any], body: dict[str, Any] | bytes) -> RefusalError:
-    with pytest.raises(RefusalError) as told:
+def refusal(kind: type[Any], body: dict[str, Any] | bytes) -> ApiError:
+    with pytest.raises(ApiError) as told:
         read(kind, body if isinstance(body, bytes) else json.dumps(body).encode())
     return told.value
 
@@ -56,13 +56,13 @@ def test_a_chat_goes_on_with_the_message_that_it_was_sent(client: openai.OpenAI,
 def test_messages_of_other_clients_come_back(further: dict[str, Any]) -> None:
     body = {"messages": [USER, {"role": "assistant", "content": "x", **further}, USER]}
     found = read(ChatRequest, json.dumps(body).encode())
-    assert found.messages[1].plain() == {"role": "assistant", "content": "x"}
+    assert found.messages[1].to_template_message() == {"role": "assistant", "content": "x"}
 
 
 def test_calls_of_tools_and_what_they_gave_reach_the_template() -> None:
     called = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"}
     body = {"messages": [USER, called, {"role": "tool", "tool_call_id": "1", "content": "7", "name": "f"}]}
-    found = [message.plain() for message in read(ChatRequest, json.dumps(body).encode()).messages]
+    found = [message.to_template_message() for message in read(ChatRequest, json.dumps(body).encode()).messages]
     function = {"name": "f", "arguments": {"a": 1}}
     assert found[1] == {
         "role": "assistant",

@@ -15,7 +15,7 @@ import torch
 from kitforge.core.nn.decoder import Decoder
 from kitforge.data.template import ChatTemplate
 from kitforge.data.tokenizer import ByteTokenizer
-from kitforge.inference.continuations import Branches, score_branches
+from kitforge.inference.choice_scoring import ChoiceBatch, choice_logprobs
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.options import ServeOptions
 from tests.inference.server.conftest import Served, make_service, serving
@@ -67,7 +67,7 @@ def test_an_echo_is_the_prompt_with_its_log_probabilities(
 
 def test_a_continuation_has_the_score_that_an_evaluation_gives_it(client: openai.OpenAI, model: Decoder) -> None:
     stem, choices = [*b"The cat sat on the"], [[*b" mat"], [*b" moon again"]]
-    (wanted,) = score_branches(model, [Branches(stem=stem, branches=choices)], 512)
+    (wanted,) = choice_logprobs(model, [ChoiceBatch(prefix=stem, continuations=choices)], 512)
     found = client.completions.create(
         model="tiny",
         prompt=[[*stem, *choice] for choice in choices],
@@ -144,9 +144,9 @@ def test_ends_can_be_moved(client: openai.OpenAI) -> None:
 
 
 def test_answers_without_chance_are_made_once(client: openai.OpenAI, served: Served) -> None:
-    before = served.service.worker._texts.engine.stats()["steps"]
+    before = served.service.worker._text_engine.engine.stats()["steps"]
     answer = client.completions.create(model="tiny", prompt=["ab", "b"], max_tokens=6, n=3, temperature=0, logprobs=1)
-    assert served.service.worker._texts.engine.stats()["steps"] - before <= 8
+    assert served.service.worker._text_engine.engine.stats()["steps"] - before <= 8
     assert [choice.index for choice in answer.choices] == list(range(6))
     for three in (answer.choices[:3], answer.choices[3:]):
         assert len({choice.text for choice in three}) == 1
@@ -237,14 +237,14 @@ def test_what_vllms_benchmark_sends_is_answered(served: Served, path: str, paylo
 
 def test_others_are_answered_while_a_long_prompt_is_scored(model: Decoder) -> None:
     """In pieces of a few tokens, between which there is room for others."""
-    service = make_service(model, ServeOptions(), EngineOptions(max_step_tokens=8, max_sequences=4))
+    service = make_service(model, ServeOptions(), EngineOptions(max_num_batched_tokens=8, max_num_seqs=4))
     with serving(service) as served, httpx.Client(base_url=served.url, timeout=30) as client:
         body = {"prompt": [[97] * 120] * 8, "echo": True, "logprobs": 1, "max_tokens": 1}
         with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as slow:
             answer = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=30)
             assert answer.status_code == 200
             assert slow.read().endswith(b"data: [DONE]\n\n")
-    assert service.worker._texts.engine.stats()["blocks_used"] == 0
+    assert service.worker._text_engine.engine.stats()["blocks_used"] == 0
 
 
 KNOWS_MORE = "continue_final_message" in inspect.signature(ChatTemplate.tokens).parameters

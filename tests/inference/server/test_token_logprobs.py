@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from kitforge.data.tokenizer import ByteTokenizer
-from kitforge.inference.server.exchange import Prompt
 from kitforge.inference.server.responses import ChoiceReader, CompletionFormat, ResponseOptions, TokenLogprob
+from kitforge.inference.server.service import EncodedPrompt
 from kitforge.inference.server.token_texts import TokenTexts
-from kitforge.inference.text import Detokeniser, Piece
+from kitforge.inference.text_engine import Detokenizer, TextDelta
 from tests.inference.server.conftest import Served
 
 # Towards the two bytes of é and nothing else.
@@ -103,20 +103,20 @@ def test_alternatives_stay_with_their_tokens_where_a_text_ends(served: Served) -
 def test_alternatives_stay_with_their_tokens_where_the_end_comes_with_others() -> None:
     """As they do where guessed tokens come true."""
     likely = [[(97, -1.0)], [(98, -2.0)], [(256, -3.0)]]
-    piece = Piece(
+    piece = TextDelta(
         request=0,
         sample=0,
         text="ab",
         tokens=[97, 98, 256],
         logprobs=[-1.0, -2.0, -3.0],
-        alternatives=likely,
+        top_logprobs=likely,
         offsets=[0, 1],
-        is_cut=False,
+        hit_stop_string=False,
         finish_reason="stop",
-        prompt=None,
+        prompt_logprobs=None,
     )
-    reader = ChoiceReader(Prompt(tokens=[97]), ResponseOptions(num_alternatives=1, has_end=True))
-    assert [(each.token, each.alternatives) for each in reader.read(piece, None).tokens] == [
+    reader = ChoiceReader(EncodedPrompt(tokens=[97]), ResponseOptions(num_top_logprobs=1, has_stop_token=True))
+    assert [(each.token, each.top_logprobs) for each in reader.read(piece, None).tokens] == [
         (97, likely[0]),
         (98, likely[1]),
         (256, likely[2]),
@@ -131,22 +131,22 @@ class Twins:
 
 
 def test_tokens_of_equal_text_are_told_apart_and_the_chosen_one_has_it() -> None:
-    form = CompletionFormat("m", TokenTexts(Twins()), ResponseOptions(num_alternatives=3))  # type: ignore[arg-type]
-    told = TokenLogprob(token=1, logprob=-2.0, alternatives=[(0, -1.0), (1, -2.0), (2, -3.0)], offset=0)
+    form = CompletionFormat("m", TokenTexts(Twins()), ResponseOptions(num_top_logprobs=3))  # type: ignore[arg-type]
+    told = TokenLogprob(token=1, logprob=-2.0, top_logprobs=[(0, -1.0), (1, -2.0), (2, -3.0)], offset=0)
     assert form._by_text(told) == {"token_id:0": -1.0, "a": -2.0, "b": -3.0}
     assert form._by_text(replace(told, token=3, logprob=-4.0)) == {
         "a": -1.0,
         "token_id:1": -2.0,
         "token_id:2": -3.0,
     } | {"b": -4.0}
-    assert form._by_text(replace(told, token=9, logprob=-9.0, alternatives=[])) == {"e": -9.0}
+    assert form._by_text(replace(told, token=9, logprob=-9.0, top_logprobs=[])) == {"e": -9.0}
 
 
 def test_sixteen_thousand_tokens_are_told_in_time_that_grows_with_them() -> None:
     """Steps are counted, as a clock depends on who else is there."""
     length = 16_384
     tokens = list("né🌙 ".encode()) * (length // 8)
-    detokeniser, calls, read = Detokeniser(ByteTokenizer()), 0, 0
+    detokeniser, calls, read = Detokenizer(ByteTokenizer()), 0, 0
     decode = detokeniser._tokenizer.decode
 
     class Counted:
@@ -159,20 +159,20 @@ def test_sixteen_thousand_tokens_are_told_in_time_that_grows_with_them() -> None
             return bytes([token])
 
     detokeniser._tokenizer = Counted()  # type: ignore[assignment]
-    reader, total, offsets = ChoiceReader(Prompt(tokens=[1]), ResponseOptions(num_alternatives=0)), 0, []
+    reader, total, offsets = ChoiceReader(EncodedPrompt(tokens=[1]), ResponseOptions(num_top_logprobs=0)), 0, []
     for token in tokens:
         text = detokeniser.push([token])
-        piece = Piece(
+        piece = TextDelta(
             request=0,
             sample=0,
             text=text,
             tokens=[token],
             logprobs=[-1.0],
-            alternatives=[[]],
+            top_logprobs=[[]],
             offsets=detokeniser.offsets[-1:],
-            is_cut=False,
+            hit_stop_string=False,
             finish_reason=None,
-            prompt=None,
+            prompt_logprobs=None,
         )
         choice = reader.read(piece, None)
         total += len(choice.text)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from kitforge.api import composed
-from kitforge.core.parallel.degrees import Degrees
-from kitforge.data.tables.click_log import ClickLogConfig
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.data.tables.synthetic_clicks import SyntheticClicksConfig
 from kitforge.kits.recommender.build import Assembly, Inputs, assemble, read_options
 from kitforge.trainer.run import train
-from tests.distributed.training import Losses, TestLobby
+from tests.distributed.training import Losses, TestRendezvous
 
-LOG = ClickLogConfig(num_rows=1200, fields=(60, 30, 20, 10), crosses=((2, 3),), num_dense=2, history=4)
+LOG = SyntheticClicksConfig(num_rows=1200, fields=(60, 30, 20, 10), crosses=((2, 3),), num_dense=2, history=4)
 OPTIONS: dict[str, Any] = {
     "data.batch_size": 100,
     "trainer.max_steps": 8,
@@ -66,9 +66,11 @@ def ready(folder: Path, family: str, choices: Mapping[str, Any], rows: Any = Non
         given = {name: value for name, value in given.items() if not name.startswith("model")}
     values = composed("recommendation", {**model, **given, "output_dir": str(folder), **choices}).values
     options = read_options(values)
-    degrees: Degrees = options.parallel
+    degrees: ParallelConfig = options.parallel
     return assemble(
-        options, Inputs(callbacks=[told], train_dataset=rows_of(family) if rows is None else rows), TestLobby(degrees)
+        options,
+        Inputs(callbacks=[told], train_dataset=rows_of(family) if rows is None else rows),
+        TestRendezvous(degrees),
     ), told
 
 

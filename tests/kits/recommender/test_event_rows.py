@@ -15,7 +15,7 @@ from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.recommender.build import open_pipeline, predict_file, read_options
 from kitforge.kits.recommender.data import load_dataset
-from kitforge.kits.recommender.inspection import inspect
+from kitforge.kits.recommender.describe import describe
 from kitforge.kits.recommender.schema import read_schema
 from kitforge.trainer.run import train
 from tests.kits.recommender.runs import ready
@@ -32,7 +32,7 @@ TARGETS: dict[str, Any] = {
 }
 
 WORLD = World(device=torch.device("cpu"))
-SPLIT = {"split": "time", "validation": 0.25}
+SPLIT = {"split": "time", "eval_fraction": 0.25}
 
 
 def events(names: tuple[str, str, str] = ("user", "item", "time"), users: int = 60) -> list[dict[str, int]]:
@@ -79,7 +79,7 @@ def test_sasrec_is_trained_on_rows_of_events(tmp_path: Path, schema: Any) -> Non
 
 def test_two_tower_takes_a_target_and_the_history_before_it(tmp_path: Path) -> None:
     rows = events()
-    assembly, told = ready(tmp_path, "two_tower", {**TARGETS, "data.validation": 0.0, "data.eval": None}, rows)
+    assembly, told = ready(tmp_path, "two_tower", {**TARGETS, "data.eval_fraction": 0.0, "data.eval": None}, rows)
     task: Any = assembly.loop.task
     data = task._dataset.train
     assert data.num_rows == len(rows)
@@ -106,7 +106,7 @@ def test_rows_of_one_time_are_on_one_side_of_a_split_by_time() -> None:
     days = ["2024-01-01"] * 3 + ["2024-01-03"] * 3 + ["2024-01-02"] * 4
     rows = [{"click": n % 2, "site": f"s{n}", "day": day} for n, day in enumerate(days)]
     schema = {"label": {"name": "click"}, "categorical": {"site": {}}}
-    options = read_options({"data": {**SPLIT, "schema": schema, "time_column": "day", "validation": 0.5}}).data
+    options = read_options({"data": {**SPLIT, "schema": schema, "time_column": "day", "eval_fraction": 0.5}}).data
     found = load_dataset(rows, None, options, 0, None)
     assert len(set(_times(found.train))) == 1 and len(_times(found.train)) == 3
     for bad, words in (({"day": None}, "1 of 11 rows"), ({"day": "soon"}, "holds no number[^$]*soon")):
@@ -127,7 +127,7 @@ def test_sasrec_holds_out_last_items_and_not_the_newest_rows(tmp_path: Path) -> 
 @pytest.mark.parametrize("family", ["sasrec", "two_tower"])
 def test_items_already_taken_are_not_retrieved(tmp_path: Path, family: str) -> None:
     schema = {"events": {"user": "user", "item": "item", "time": "time"}}
-    choices = {**TARGETS, "data.validation": 0.0} if family == "two_tower" else {"data.schema": schema}
+    choices = {**TARGETS, "data.eval_fraction": 0.0} if family == "two_tower" else {"data.schema": schema}
     choices = {**choices, "retrieval.exclude_seen": True, "model.max_length": 50, "trainer.max_steps": 2}
     if family == "two_tower":
         del choices["model.max_length"]
@@ -154,12 +154,12 @@ def test_what_a_user_has_taken_has_to_be_known_to_be_left_out(tmp_path: Path) ->
 
 
 def test_events_are_guessed_by_the_names_of_columns(tmp_path: Path) -> None:
-    found = inspect(str(written(tmp_path / "ratings.inter", events(NAMES)))).sequences
+    found = describe(str(written(tmp_path / "ratings.inter", events(NAMES)))).sequences
     assert found is not None and found.events is not None
     assert (found.events.user, found.events.item, found.events.time) == NAMES
     assert list(found.sequences) == ["item_id"] and found.sequences["item_id"].column == NAMES[1]
-    assert inspect(events(("userId", "movieId", "timestamp"))).sequences is not None
-    assert inspect(events(("user", "item", "price"))).sequences is None
+    assert describe(events(("userId", "movieId", "timestamp"))).sequences is not None
+    assert describe(events(("user", "item", "price"))).sequences is None
 
 
 def test_a_schema_of_events_alone_has_their_items_as_a_sequence() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from kitforge.api import load_model, load_tokenizer, pipeline
 from kitforge.cli import main as cli
-from kitforge.data.tables.chunk import BadRows
+from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.column_cache import load_table
 from kitforge.data.tables.columns import NamedColumns
 from kitforge.data.tables.source import open_table
@@ -103,7 +103,7 @@ def test_a_program_gives_the_probabilities_of_the_run(tmp_path: Path, family: st
     folder = trained(tmp_path / "run", family, **choices)
     given = [[row(number) for number in range(9)] + STRANGE, [row(5)], [STRANGE[1]]]
     names = [name for name in ("age", "user", "item", "tags", "history", "user_age")]
-    used = [name for name in names if name in str(load_model(folder, "cpu").plan.lookups)]
+    used = [name for name in names if name in str(load_model(folder, "cpu").requests.lookups)]
     found = exported(folder, given, used, tmp_path)
     score = pipeline("recommendation", model=folder)
     for rows, scores in zip(given, found, strict=True):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kitforge.core.nn.lookup import used_features
+from kitforge.core.nn.embedding_spec import used_features
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.recommender.model import inputs_of, sample_shape
 from kitforge.models.catalog import recommender_of
@@ -39,14 +39,14 @@ SCORING = ("wide_deep", "deepfm", "dcn_v2", "dlrm", "din")
 @pytest.mark.parametrize("family", SCORING)
 @pytest.mark.parametrize("feature", ["price", "user", "item", "history", "user_x_item"])
 def test_a_family_that_scores_uses_every_feature(tmp_path: Path, family: str, feature: str) -> None:
-    assembly, _ = ready(tmp_path, family, {"data.schema": SCHEMA, "data.validation": 0.0}, ROWS)
+    assembly, _ = ready(tmp_path, family, {"data.schema": SCHEMA, "data.eval_fraction": 0.0}, ROWS)
     model: Any = assembly.loop.model
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.network.parameters():
             parameter.copy_(torch.randn(parameter.shape))
     batch = assembly.loop.task._dataset.train.batch(np.arange(40))  # type: ignore[attr-defined]
-    inputs = inputs_of(batch, model.plan)
+    inputs = inputs_of(batch, model.requests)
     vectors = model.vectors(inputs)
     # Rows of the wide part begin at zero: what is changed is what they are multiplied by.
     leaves = {
@@ -61,7 +61,7 @@ def test_a_family_that_scores_uses_every_feature(tmp_path: Path, family: str, fe
         lookup.name: leaves[lookup.name].grad
         if lookup.pooling != "each"
         else leaves[lookup.name].grad[:, lookup.features.index(feature)]  # type: ignore[index]
-        for lookup in model.plan.lookups
+        for lookup in model.requests.lookups
         if feature in lookup.features
     }
     assert grads and all(grad is not None and grad.any() for grad in grads.values())
@@ -69,17 +69,17 @@ def test_a_family_that_scores_uses_every_feature(tmp_path: Path, family: str, fe
 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_a_sequence_without_a_place_of_its_own_is_the_mean_of_its_vectors(tmp_path: Path, pooling: str) -> None:
-    choices = {"data.schema": SCHEMA, "data.validation": 0.0, "tables.pooling": pooling}
+    choices = {"data.schema": SCHEMA, "data.eval_fraction": 0.0, "tables.pooling": pooling}
     assembly, _ = ready(tmp_path, "dlrm", choices, ROWS)
     model: Any = assembly.loop.model
     batch = assembly.loop.task._dataset.train.batch(np.arange(40))  # type: ignore[attr-defined]
-    (lookup,) = model.plan.lookups
-    found = model.vectors(inputs_of(batch, model.plan))["deep"][:, lookup.features.index("history")]
+    (lookup,) = model.requests.lookups
+    found = model.vectors(inputs_of(batch, model.requests))["deep"][:, lookup.features.index("history")]
     sequence = batch.sequences["history"]
     assert 0 in sequence.lengths and sequence.lengths.max() == 4
     for row, length in enumerate(sequence.lengths.tolist()):
         ids = sequence.ids[row, :length]
-        request = model.plan.request_of("deep", "item", ids)
+        request = model.requests.request_of("deep", "item", ids)
         (key,) = request
         rows = model.tables(request)[key].view(length, lookup.dim)
         expected = rows.sum(0) / max(length, 1)

@@ -12,32 +12,32 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kitforge.data.tables.chunk import BadRows
-from kitforge.data.tables.click_log import ClickLog, ClickLogConfig
+from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.column_cache import load_table
-from kitforge.data.tables.columns import LabelColumn, NamedColumns, Table
+from kitforge.data.tables.columns import ColumnTable, LabelColumn, NamedColumns
 from kitforge.data.tables.hashing import hash_text
 from kitforge.data.tables.source import open_table
-from kitforge.data.tables.split import RowList, RowRange, split
+from kitforge.data.tables.split import RowList, RowRange, split_rows
+from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClicksConfig
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.kits.recommender import features, fitting
+from kitforge.kits.recommender import feature_fitting, features
+from kitforge.kits.recommender.artifacts import FEATURES, SaveFeatures
 from kitforge.kits.recommender.batch import FeatureBatch
-from kitforge.kits.recommender.features import Encoder
-from kitforge.kits.recommender.fitting import fit
-from kitforge.kits.recommender.keeping import FEATURES, KeepFeatures
-from kitforge.kits.recommender.samples import Samples
+from kitforge.kits.recommender.dataset import ClickDataset
+from kitforge.kits.recommender.feature_fitting import fit_features
+from kitforge.kits.recommender.features import FeatureEncoder
 from kitforge.kits.recommender.schema import (
     BagFeature,
     BucketFeature,
     CategoricalFeature,
     CrossFeature,
+    FeatureSchema,
     NumericFeature,
-    Schema,
     SequenceFeature,
     read_schema,
     schema_yaml,
 )
-from kitforge.kits.recommender.statistics import Statistics, load_features, save_features
+from kitforge.kits.recommender.statistics import FeatureStatistics, load_features, save_features
 from kitforge.trainer.callbacks.callback import Event
 
 VALUES = [0.0, 1.0, None, 3.0, 100.0, -7.0]
@@ -50,19 +50,21 @@ ROWS: list[dict[str, Any]] = [
 LABEL = LabelColumn(name="click")
 
 
-def table_of(schema: Schema, rows: list[dict[str, Any]] = ROWS) -> Table:
+def table_of(schema: FeatureSchema, rows: list[dict[str, Any]] = ROWS) -> ColumnTable:
     return load_table(open_table(rows), schema.layout(), Path("unused"), BadRows())
 
 
-def encoded(schema: Schema, rows: list[dict[str, Any]] = ROWS, training: list[int] | None = None) -> FeatureBatch:
+def encoded(
+    schema: FeatureSchema, rows: list[dict[str, Any]] = ROWS, training: list[int] | None = None
+) -> FeatureBatch:
     table = table_of(schema, rows)
     chosen = RowRange(0, len(rows)) if training is None else RowList(np.array(training))
-    encoder = Encoder(schema, fit(schema, table, chosen))
-    return Samples(table, RowRange(0, len(rows)), encoder).batch(np.arange(len(rows)))
+    encoder = FeatureEncoder(schema, fit_features(schema, table, chosen))
+    return ClickDataset(table, RowRange(0, len(rows)), encoder).batch(np.arange(len(rows)))
 
 
 def dense(feature: NumericFeature) -> list[list[float]]:
-    return encoded(Schema(numeric={"x": feature})).dense.double().tolist()
+    return encoded(FeatureSchema(numeric={"x": feature})).dense.double().tolist()
 
 
 def test_a_number_is_standardised_by_what_is_there() -> None:
@@ -72,27 +74,27 @@ def test_a_number_is_standardised_by_what_is_there() -> None:
 
 
 def test_a_missing_number_may_be_zero_and_marked() -> None:
-    found = dense(NumericFeature(standardise=False, missing="zero", indicator=True))
+    found = dense(NumericFeature(standardize=False, missing="zero", indicator=True))
     assert found == [[0, 0], [1, 0], [0, 1], [3, 0], [100, 0], [-7, 0]]
 
 
 def test_a_logarithm_keeps_the_sign() -> None:
-    found = dense(NumericFeature(log=True, standardise=False, missing="zero"))
+    found = dense(NumericFeature(log=True, standardize=False, missing="zero"))
     assert found[4][0] == pytest.approx(math.log(101), rel=1e-6)
     assert found[5][0] == pytest.approx(-math.log(8), rel=1e-6)
 
 
 def test_a_number_that_is_always_the_same_says_nothing() -> None:
     rows = [{"x": 5.0}] * 3
-    assert encoded(Schema(numeric={"x": NumericFeature()}), rows).dense.tolist() == [[0.0]] * 3
+    assert encoded(FeatureSchema(numeric={"x": NumericFeature()}), rows).dense.tolist() == [[0.0]] * 3
 
 
 def test_moments_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = ClickLog(ClickLogConfig(num_rows=3000))
-    schema = Schema(numeric={"d1": NumericFeature(log=True)}, bucketed={"b": BucketFeature(column="d2")})
-    whole = fit(schema, log, RowRange(0, 3000))
-    monkeypatch.setattr(fitting, "_CHUNK_ROWS", 37)
-    parts = fit(schema, log, RowRange(0, 3000))
+    log = SyntheticClicks(SyntheticClicksConfig(num_rows=3000))
+    schema = FeatureSchema(numeric={"d1": NumericFeature(log=True)}, bucketed={"b": BucketFeature(column="d2")})
+    whole = fit_features(schema, log, RowRange(0, 3000))
+    monkeypatch.setattr(feature_fitting, "_CHUNK_ROWS", 37)
+    parts = fit_features(schema, log, RowRange(0, 3000))
     assert parts.edges == whole.edges
     assert parts.moments["d1"].mean == pytest.approx(whole.moments["d1"].mean, rel=1e-12)
     assert parts.moments["d1"].deviation == pytest.approx(whole.moments["d1"].deviation, rel=1e-12)
@@ -102,9 +104,11 @@ def test_moments_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_ranges_hold_equally_many_rows() -> None:
-    log = ClickLog(ClickLogConfig(num_rows=5000, missing=0.1))
-    schema = Schema(bucketed={"d1": BucketFeature(num_buckets=8)})
-    ids = Samples(log, RowRange(0, 5000), Encoder(schema, fit(schema, log, RowRange(0, 5000)))).batch(np.arange(5000))
+    log = SyntheticClicks(SyntheticClicksConfig(num_rows=5000, missing=0.1))
+    schema = FeatureSchema(bucketed={"d1": BucketFeature(num_buckets=8)})
+    ids = ClickDataset(
+        log, RowRange(0, 5000), FeatureEncoder(schema, fit_features(schema, log, RowRange(0, 5000)))
+    ).batch(np.arange(5000))
     counts = np.bincount(ids.ids["d1"])
     assert len(counts) == 9
     assert counts[0] == np.isnan(log.rows(np.arange(5000)).numbers[:, 0]).sum()
@@ -124,7 +128,7 @@ def test_ranges_hold_equally_many_rows() -> None:
 def test_a_value_that_fills_a_range_has_it_to_itself_and_the_rest_share_the_others(
     values: list[float], ranges: int
 ) -> None:
-    edges = fitting._edges_of(np.array(values), ranges)
+    edges = feature_fitting._edges_of(np.array(values), ranges)
     place = np.searchsorted(edges, values, side="right")
     counts = np.bincount(place, minlength=len(edges) + 1)
     assert counts.min() > 0
@@ -136,45 +140,47 @@ def test_a_value_that_fills_a_range_has_it_to_itself_and_the_rest_share_the_othe
 
 
 def test_no_values_have_no_edges() -> None:
-    assert len(fitting._edges_of(np.zeros(0), 8)) == 0
+    assert len(feature_fitting._edges_of(np.zeros(0), 8)) == 0
 
 
 def test_quantiles_of_many_rows_come_from_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = ClickLog(ClickLogConfig(num_rows=20_000, missing=0))
-    schema = Schema(bucketed={"d1": BucketFeature(num_buckets=4)})
-    exact = fit(schema, log, RowRange(0, 20_000)).edges["d1"]
-    monkeypatch.setattr(fitting, "_QUANTILE_VALUES", 4000)
-    assert fit(schema, log, RowRange(0, 20_000)).edges["d1"] == pytest.approx(exact, rel=0.1)
+    log = SyntheticClicks(SyntheticClicksConfig(num_rows=20_000, missing=0))
+    schema = FeatureSchema(bucketed={"d1": BucketFeature(num_buckets=4)})
+    exact = fit_features(schema, log, RowRange(0, 20_000)).edges["d1"]
+    monkeypatch.setattr(feature_fitting, "_QUANTILE_VALUES", 4000)
+    assert fit_features(schema, log, RowRange(0, 20_000)).edges["d1"] == pytest.approx(exact, rel=0.1)
 
 
 def test_a_value_on_an_edge_belongs_above_it() -> None:
-    found = encoded(Schema(bucketed={"x": BucketFeature(edges=(0.0, 1.0, 50.0))})).ids["x"]
+    found = encoded(FeatureSchema(bucketed={"x": BucketFeature(edges=(0.0, 1.0, 50.0))})).ids["x"]
     assert found.tolist() == [2, 3, 0, 3, 4, 1]
 
 
 def test_a_vocabulary_is_by_frequency_in_training_and_knows_what_it_does_not() -> None:
-    found = encoded(Schema(categorical={"site": CategoricalFeature(encoding="vocabulary")}), training=[0, 1, 2, 3])
+    found = encoded(
+        FeatureSchema(categorical={"site": CategoricalFeature(encoding="vocabulary")}), training=[0, 1, 2, 3]
+    )
     assert found.ids["site"].tolist() == [2, 3, 0, 2, 1, 2]
 
 
 def test_a_rare_value_is_unknown_and_counted() -> None:
-    schema = Schema(categorical={"site": CategoricalFeature(encoding="vocabulary", min_count=2)})
-    statistics = fit(schema, table_of(schema), RowRange(0, 6))
+    schema = FeatureSchema(categorical={"site": CategoricalFeature(encoding="vocabulary", min_count=2)})
+    statistics = fit_features(schema, table_of(schema), RowRange(0, 6))
     assert statistics.vocabularies["site"] == (hash_text("a"),)
     assert statistics.num_rare == {"site": 2}
-    limited = Schema(categorical={"site": CategoricalFeature(encoding="vocabulary", max_size=1)})
+    limited = FeatureSchema(categorical={"site": CategoricalFeature(encoding="vocabulary", max_size=1)})
     assert encoded(limited).ids["site"].tolist() == [2, 1, 0, 2, 1, 2]
 
 
 def test_an_exact_id_is_the_key_itself() -> None:
-    schema = Schema(categorical={"user": CategoricalFeature(kind="integer", encoding="exact")})
+    schema = FeatureSchema(categorical={"user": CategoricalFeature(kind="integer", encoding="exact")})
     assert encoded(schema).ids["user"].tolist() == [row["user"] for row in ROWS]
-    assert Encoder(schema, fit(schema, table_of(schema), RowRange(0, 6))).tables()[0].num_ids is None
+    assert FeatureEncoder(schema, fit_features(schema, table_of(schema), RowRange(0, 6))).tables()[0].num_ids is None
 
 
 def test_hashed_ids_fill_their_buckets_evenly_and_bucket_0_is_for_what_is_missing() -> None:
     rows = [{"id": number} for number in range(20_000)] + [{"id": None}]
-    schema = Schema(categorical={"id": CategoricalFeature(kind="integer", num_buckets=101)})
+    schema = FeatureSchema(categorical={"id": CategoricalFeature(kind="integer", num_buckets=101)})
     ids = encoded(schema, rows).ids["id"]
     counts = np.bincount(ids)
     assert (ids[-1], counts[0], len(counts)) == (0, 1, 101)
@@ -184,23 +190,23 @@ def test_hashed_ids_fill_their_buckets_evenly_and_bucket_0_is_for_what_is_missin
 
 def test_collisions_are_counted() -> None:
     rows = [{"id": number // 2} for number in range(2000)]
-    schema = Schema(categorical={"id": CategoricalFeature(kind="integer", num_buckets=1001)})
-    occupancy = fit(schema, table_of(schema, rows), RowRange(0, 2000)).occupancy["id"]
+    schema = FeatureSchema(categorical={"id": CategoricalFeature(kind="integer", num_buckets=1001)})
+    occupancy = fit_features(schema, table_of(schema, rows), RowRange(0, 2000)).collision_stats["id"]
     ids = encoded(schema, rows).ids["id"][::2]
     _, sizes = np.unique(ids, return_counts=True)
     assert (occupancy.num_values, occupancy.num_colliding) == (1000, sizes[sizes > 1].sum())
     assert not occupancy.is_estimated
-    words = fit(schema, table_of(schema, rows), RowRange(0, 2000)).collisions()
+    words = fit_features(schema, table_of(schema, rows), RowRange(0, 2000)).collisions()
     assert words == f"id {occupancy.num_colliding} of 1,000 values in 1,001 buckets"
-    assert Statistics(num_rows=2000).collisions() is None
+    assert FeatureStatistics(num_rows=2000).collisions() is None
 
 
 def test_collisions_among_too_many_values_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"id": number} for number in range(20_000)]
-    schema = Schema(categorical={"id": CategoricalFeature(kind="integer", num_buckets=30_000)})
-    exact = fit(schema, table_of(schema, rows), RowRange(0, 20_000)).occupancy["id"]
-    monkeypatch.setattr(fitting, "_COUNTED_VALUES", 2000)
-    found = fit(schema, table_of(schema, rows), RowRange(0, 20_000)).occupancy["id"]
+    schema = FeatureSchema(categorical={"id": CategoricalFeature(kind="integer", num_buckets=30_000)})
+    exact = fit_features(schema, table_of(schema, rows), RowRange(0, 20_000)).collision_stats["id"]
+    monkeypatch.setattr(feature_fitting, "_COUNTED_VALUES", 2000)
+    found = fit_features(schema, table_of(schema, rows), RowRange(0, 20_000)).collision_stats["id"]
     assert found.is_estimated and not exact.is_estimated
     assert found.num_values == pytest.approx(20_000, rel=0.1)
     assert found.num_colliding == pytest.approx(exact.num_colliding, rel=0.2)
@@ -210,19 +216,19 @@ def test_features_of_one_table_share_its_ids() -> None:
     rows = [{"item": item, "history": [1, 2, 3]} for item in (1, 2, 3, 4)]
     for encoding in ("hash", "vocabulary", "exact"):
         table: dict[str, Any] = {"kind": "integer", "encoding": encoding, "table": "items"}
-        schema = Schema(
+        schema = FeatureSchema(
             categorical={"item": CategoricalFeature(**table)}, sequences={"history": SequenceFeature(**table)}
         )
         found = encoded(schema, rows)
         assert found.sequences["history"].ids[0, :3].tolist() == found.ids["item"][:3].tolist()
-        (spec,) = Encoder(schema, fit(schema, table_of(schema, rows), RowRange(0, 4))).tables()
+        (spec,) = FeatureEncoder(schema, fit_features(schema, table_of(schema, rows), RowRange(0, 4))).tables()
         assert (spec.name, spec.features) == ("items", ("item", "history"))
 
 
 def test_features_of_one_table_must_agree() -> None:
     with pytest.raises(ConfigError, match="the features of table 't' disagree"):
         encoded(
-            Schema(
+            FeatureSchema(
                 categorical={
                     "site": CategoricalFeature(table="t"),
                     "user": CategoricalFeature(table="t", kind="integer"),
@@ -232,7 +238,7 @@ def test_features_of_one_table_must_agree() -> None:
 
 
 def test_bags_and_sequences_hold_all_ids_in_order() -> None:
-    schema = Schema(
+    schema = FeatureSchema(
         bags={"tags": BagFeature(kind="integer", encoding="exact")},
         sequences={"last": SequenceFeature(column="tags", kind="integer", encoding="exact", max_length=1)},
     )
@@ -243,7 +249,7 @@ def test_bags_and_sequences_hold_all_ids_in_order() -> None:
     assert found.sequences["last"].lengths.tolist() == [1, 0, 1, 1, 0, 1]
 
 
-CROSSES = Schema(
+CROSSES = FeatureSchema(
     bucketed={"x": BucketFeature(edges=(0.5,))},
     categorical={"site": CategoricalFeature(), "user": CategoricalFeature(kind="integer")},
     crosses={
@@ -266,30 +272,30 @@ def test_a_cross_tells_every_combination_apart() -> None:
 
 def test_a_cross_without_the_names_as_salt_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"a": "1", "b": "2"}, {"a": "2", "b": "1"}]
-    schema = Schema(
+    schema = FeatureSchema(
         categorical={"a": CategoricalFeature(), "b": CategoricalFeature()},
         crosses={"both": CrossFeature(of=("a", "b"), num_buckets=2**40)},
     )
     assert len(set(encoded(schema, rows).ids["both"].tolist())) == 2
-    monkeypatch.setattr(features, "scramble", lambda numbers, _: numbers)
+    monkeypatch.setattr(features, "hash_array", lambda numbers, _: numbers)
     assert len(set(encoded(schema, rows).ids["both"].tolist())) == 1
 
 
 def test_collisions_of_crosses_are_counted_too() -> None:
     schema = dataclasses.replace(CROSSES, crosses={"c": CrossFeature(of=("user", "site"), num_buckets=3)})
-    occupancy = fit(schema, table_of(schema), RowRange(0, 6)).occupancy["c"]
+    occupancy = fit_features(schema, table_of(schema), RowRange(0, 6)).collision_stats["c"]
     assert (occupancy.num_values, occupancy.num_buckets) == (5, 3)
     assert occupancy.num_colliding >= 4
 
 
 def test_groups_and_labels_come_along() -> None:
-    found = encoded(Schema(label=LABEL, numeric={"x": NumericFeature()}, group="user", group_kind="integer"))
+    found = encoded(FeatureSchema(label=LABEL, numeric={"x": NumericFeature()}, group="user", group_kind="integer"))
     assert found.groups is not None and found.groups.tolist() == [row["user"] for row in ROWS]
     assert found.labels is not None and found.labels.tolist() == [0, 1, 0, 1, 0, 1]
 
 
-def everything() -> Schema:
-    return Schema(
+def everything() -> FeatureSchema:
+    return FeatureSchema(
         label=LABEL,
         numeric={"d1": NumericFeature(log=True, indicator=True), "d2": NumericFeature(missing="zero")},
         bucketed={"b3": BucketFeature(column="d3")},
@@ -306,10 +312,10 @@ def everything() -> Schema:
 
 
 @pytest.fixture(scope="module")
-def fitted() -> tuple[ClickLog, Encoder]:
-    log, schema = ClickLog(ClickLogConfig(num_rows=3000, history=5)), everything()
-    training, _ = split(log, "random", 0.1, seed=0)
-    return log, Encoder(schema, fit(schema, log, training))
+def fitted() -> tuple[SyntheticClicks, FeatureEncoder]:
+    log, schema = SyntheticClicks(SyntheticClicksConfig(num_rows=3000, history=5)), everything()
+    training, _ = split_rows(log, "random", 0.1, seed=0)
+    return log, FeatureEncoder(schema, fit_features(schema, log, training))
 
 
 def same(one: FeatureBatch, other: FeatureBatch) -> bool:
@@ -325,10 +331,12 @@ def same(one: FeatureBatch, other: FeatureBatch) -> bool:
     )
 
 
-def test_what_is_saved_with_a_run_encodes_the_same(fitted: tuple[ClickLog, Encoder], tmp_path: Path) -> None:
+def test_what_is_saved_with_a_run_encodes_the_same(
+    fitted: tuple[SyntheticClicks, FeatureEncoder], tmp_path: Path
+) -> None:
     log, encoder = fitted
     save_features(tmp_path / "features.json", encoder.schema, encoder.statistics)
-    again = Encoder(*load_features(tmp_path / "features.json"))
+    again = FeatureEncoder(*load_features(tmp_path / "features.json"))
     assert again.fingerprint == encoder.fingerprint
     rows = NamedColumns(log.rows(np.arange(500)), log.layout)
     assert same(encoder.encode(rows), again.encode(rows))
@@ -341,9 +349,9 @@ def test_a_file_that_holds_no_features_is_refused(tmp_path: Path, text: str) -> 
         load_features(tmp_path / "features.json")
 
 
-def test_a_part_of_a_batch_is_the_batch_of_its_rows(fitted: tuple[ClickLog, Encoder]) -> None:
+def test_a_part_of_a_batch_is_the_batch_of_its_rows(fitted: tuple[SyntheticClicks, FeatureEncoder]) -> None:
     log, encoder = fitted
-    samples = Samples(log, RowRange(100, 200), encoder)
+    samples = ClickDataset(log, RowRange(100, 200), encoder)
     whole = samples.batch(np.arange(100))
     assert same(whole.narrow(20, 55), samples.batch(np.arange(20, 55)))
     assert same(whole.to(torch.device("cpu")), whole)
@@ -351,15 +359,15 @@ def test_a_part_of_a_batch_is_the_batch_of_its_rows(fitted: tuple[ClickLog, Enco
 
 
 def test_a_part_of_bags_is_the_bags_of_its_rows() -> None:
-    found = encoded(Schema(bags={"tags": BagFeature(kind="integer", encoding="exact")}))
+    found = encoded(FeatureSchema(bags={"tags": BagFeature(kind="integer", encoding="exact")}))
     part = found.narrow(2, 4).bags["tags"]
     assert (part.ids.tolist(), part.offsets.tolist()) == ([2, 1, 3], [0, 2, 3])
 
 
-def test_only_training_rows_are_looked_at(fitted: tuple[ClickLog, Encoder]) -> None:
+def test_only_training_rows_are_looked_at(fitted: tuple[SyntheticClicks, FeatureEncoder]) -> None:
     """Validation rows may hold anything without changing the statistics."""
     log, encoder = fitted
-    training, validation = split(log, "random", 0.1, seed=0)
+    training, validation = split_rows(log, "random", 0.1, seed=0)
     held_out = set(validation.rows(np.arange(validation.num_rows)).tolist())
 
     class Poisoned:
@@ -369,19 +377,27 @@ def test_only_training_rows_are_looked_at(fitted: tuple[ClickLog, Encoder]) -> N
             assert not held_out & set(indices.tolist())
             return log.rows(indices)
 
-    assert fit(everything(), Poisoned(), training) == encoder.statistics
+    assert fit_features(everything(), Poisoned(), training) == encoder.statistics
 
 
 def test_no_training_rows_are_refused() -> None:
-    schema = Schema(numeric={"x": NumericFeature()})
+    schema = FeatureSchema(numeric={"x": NumericFeature()})
     with pytest.raises(DataError, match="nothing to train on"):
-        fit(schema, table_of(schema), RowRange(0, 0))
+        fit_features(schema, table_of(schema), RowRange(0, 0))
 
 
 BROKEN: list[tuple[Callable[[], object], str]] = [
-    (lambda: Schema(), r"data\.schema.*"),
-    (lambda: Schema(numeric={"x": NumericFeature()}, categorical={"x": CategoricalFeature()}), "one feature only"),
-    (lambda: Schema(categorical={"a": CategoricalFeature(), "b": CategoricalFeature(column="a", kind="integer")}), "a"),
+    (lambda: FeatureSchema(), r"data\.schema.*"),
+    (
+        lambda: FeatureSchema(numeric={"x": NumericFeature()}, categorical={"x": CategoricalFeature()}),
+        "one feature only",
+    ),
+    (
+        lambda: FeatureSchema(
+            categorical={"a": CategoricalFeature(), "b": CategoricalFeature(column="a", kind="integer")}
+        ),
+        "a",
+    ),
     (lambda: dataclasses.replace(CROSSES, crosses={"c": CrossFeature(of=("site", "usr"))}), "did you mean 'user'"),
     (lambda: CrossFeature(of=("a",)), "two or more"),
     (lambda: BucketFeature(edges=(2.0, 1.0)), "rising"),
@@ -406,13 +422,13 @@ def test_a_schema_is_the_same_after_yaml(tmp_path: Path) -> None:
 
 
 def test_a_run_has_its_features_before_its_first_step_and_writes_them_once(tmp_path: Path) -> None:
-    schema = Schema(label=LABEL, categorical={"site": CategoricalFeature()})
+    schema = FeatureSchema(label=LABEL, categorical={"site": CategoricalFeature()})
     table = table_of(schema)
-    encoder = Encoder(schema, fit(schema, table, RowRange(0, len(ROWS))))
+    encoder = FeatureEncoder(schema, fit_features(schema, table, RowRange(0, len(ROWS))))
     run: Any = SimpleNamespace(
         folder=tmp_path, world=SimpleNamespace(rank=0), state=SimpleNamespace(cursor=SimpleNamespace(step=7))
     )
-    keep = KeepFeatures(encoder, None, "site is used")
+    keep = SaveFeatures(encoder, None, "site is used")
     keep.on_event(Event(kind="start"), run)
     assert load_features(tmp_path / FEATURES)[0] == schema
     (tmp_path / FEATURES).unlink()

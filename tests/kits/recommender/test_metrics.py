@@ -13,7 +13,7 @@ from kitforge.kits.recommender import auc as areas
 from kitforge.kits.recommender import metrics
 from kitforge.kits.recommender.auc import auc, grouped_auc, histogram_auc
 from kitforge.kits.recommender.metrics import ClickMetrics
-from kitforge.kits.recommender.ranking import RankingMetrics, target_ranks
+from kitforge.kits.recommender.ranking_metrics import RankingMetrics, target_ranks
 
 ROWS = st.lists(st.tuples(st.integers(-3, 3), st.booleans(), st.integers(0, 2)), min_size=1, max_size=40)
 
@@ -76,7 +76,7 @@ def test_the_metrics_are_scikit_learns(clicks: tuple[np.ndarray, np.ndarray, np.
     assert found["auc"] == pytest.approx(roc_auc_score(labels, logits), abs=1e-12)
     assert found["log_loss"] == pytest.approx(log_loss(labels, chances), abs=1e-10)
     entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
-    assert found["normalised_entropy"] == pytest.approx(log_loss(labels, chances) / entropy, abs=1e-9)
+    assert found["normalized_entropy"] == pytest.approx(log_loss(labels, chances) / entropy, abs=1e-9)
     assert found["calibration"] == pytest.approx(chances.sum() / labels.sum(), abs=1e-9)
 
 
@@ -135,7 +135,7 @@ def test_one_class_only_has_a_loss_and_no_auc() -> None:
     found.add(np.zeros(3), np.zeros(3))
     result = found.result()
     assert result["log_loss"] == pytest.approx(math.log(2))
-    assert all(math.isnan(result[name]) for name in ("auc", "normalised_entropy", "calibration"))
+    assert all(math.isnan(result[name]) for name in ("auc", "normalized_entropy", "calibration"))
     assert all(map(math.isnan, ClickMetrics().result().values()))
 
 

@@ -11,16 +11,16 @@ import torch
 from numpy.typing import NDArray
 
 from kitforge.api import composed
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tables.columns import NamedColumns
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.recommender.build import Inputs, assemble, evaluate, read_options
-from kitforge.kits.recommender.config import DataOptions, NegativeOptions
+from kitforge.kits.recommender.config import NegativeOptions, RecommendationDataOptions
 from kitforge.kits.recommender.data import load_dataset
 from kitforge.kits.recommender.negatives import ClickRows, NegativeSampler
 from kitforge.kits.recommender.schema import read_schema
 from kitforge.trainer.run import train
-from tests.distributed.training import TestLobby
+from tests.distributed.training import TestRendezvous
 from tests.kits.recommender.runs import FAMILIES, OPTIONS, numbers, ready, same, state_of
 
 ITEM = {"kind": "integer", "encoding": "vocabulary"}
@@ -47,9 +47,9 @@ def events(users: int = 80) -> list[dict[str, Any]]:
     return rows
 
 
-def options(**negatives: Any) -> DataOptions:
+def options(**negatives: Any) -> RecommendationDataOptions:
     given = NegativeOptions(**{"num_negatives": 3, "item_features": ("kind",), **negatives})
-    return DataOptions(schema=SCHEMA, negatives=given, validation=0.2)
+    return RecommendationDataOptions(schema=SCHEMA, negatives=given, eval_fraction=0.2)
 
 
 def drawn(
@@ -79,11 +79,11 @@ def test_no_negative_is_an_item_that_the_user_has_taken() -> None:
     assert len(negatives) == 3 * len(rows)
     assert not positives & set(negatives)
     assert found.starts.tolist() == list(range(0, 4 * len(rows) + 1, 4))
-    assert found.places.tolist() == [0, 1, 2, 3] * len(rows)
+    assert found.positions.tolist() == [0, 1, 2, 3] * len(rows)
     _, loose = drawn(rows, exclude_seen=False)
     again = zip(loose.batch.ids["user"].tolist(), loose.batch.ids["item"].tolist(), strict=True)
     own = np.repeat(items_of(loose)[::4], 4).reshape(-1, 4)[:, 1:]
-    assert positives & {pair for pair, place in zip(again, loose.places.tolist(), strict=True) if place}
+    assert positives & {pair for pair, place in zip(again, loose.positions.tolist(), strict=True) if place}
     assert not (items_of(loose).reshape(-1, 4)[:, 1:] == own).any()
 
 
@@ -136,7 +136,7 @@ def test_who_has_taken_all_but_one_item_gets_that_one_and_who_has_taken_all_none
     sizes = found.starts.diff().numpy()
     assert (sizes[users == 0] == 4).all()
     assert (sizes[users == 1] == 1).all()
-    (item,) = set(items_of(found)[found.places.numpy() > 0].tolist())
+    (item,) = set(items_of(found)[found.positions.numpy() > 0].tolist())
     assert item == load_dataset(rows, rows[:5], options(), 0, None).encoder.ids_of("item", np.array([77]))[0]
     assert "have taken all other items" in caplog.text
 
@@ -144,7 +144,9 @@ def test_who_has_taken_all_but_one_item_gets_that_one_and_who_has_taken_all_none
 def test_values_are_replaced_in_columns_of_every_sort() -> None:
     schema = {"numeric": {"n": {}}, "categorical": {"k": ITEM}, "bags": {"b": ITEM}}
     rows = [{"n": float(place), "k": place, "b": list(range(place + 1))} for place in range(4)]
-    columns = load_dataset(rows, rows, DataOptions(schema=schema), 0, None).train_rows().columns(np.arange(3))
+    columns = (
+        load_dataset(rows, rows, RecommendationDataOptions(schema=schema), 0, None).train_rows().columns(np.arange(3))
+    )
     changed = columns.replaced(np.array([0, 2]), columns.select(("n", "k", "b")), np.array([2, 1]))
     assert changed.numbers("n").tolist() == [2.0, 1.0, 1.0]
     assert changed.keys("k")[0].tolist() == [2, 1, 1]
@@ -199,11 +201,11 @@ def test_a_run_is_evaluated_again_on_the_same_negatives(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     values = composed("recommendation", {"model": "din", **OPTIONS, **FAMILIES["din"], **choices(), **given}).values
     options = read_options({**values, "output_dir": str(tmp_path / "run")})
-    assembly = assemble(options, Inputs(), TestLobby(Degrees()))
+    assembly = assemble(options, Inputs(), TestRendezvous(ParallelConfig()))
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     asked = {"task": "recommendation", "checkpoint": str(tmp_path / "run"), "device": "cpu"}
     found = [
-        evaluate(read_options({**asked, **data}), Inputs(), TestLobby(Degrees()))
+        evaluate(read_options({**asked, **data}), Inputs(), TestRendezvous(ParallelConfig()))
         for data in ({}, {"data": {"eval": given["data.eval"], "cache": given["data.cache"]}})
     ]
     assert found[0] == found[1]
@@ -222,7 +224,7 @@ def test_a_stream_draws_from_the_items_of_the_step(tmp_path: Path) -> None:
     assert numbers(first, "loss") + numbers(second, "loss") == numbers(whole, "loss")
     assert same(state_of(one), state_of(two))
     sampler = one.loop.task._objective._negatives
-    batch = load_dataset(rows, rows, DataOptions(schema=schema), 0, None).train_rows()
+    batch = load_dataset(rows, rows, RecommendationDataOptions(schema=schema), 0, None).train_rows()
     found = sampler.training_rows(batch, np.arange(40), slice(0, 40), 0)
     items, users = items_of(found).reshape(-1, 3), found.batch.ids["user"].numpy()[::3]
     assert set(items[:, 1:].flatten().tolist()) <= set(items[:, 0].tolist())

@@ -13,17 +13,17 @@ import torch
 from torch.nn import functional
 
 from kitforge.core.parallel.world import World
-from kitforge.kits.recommender.batch import Sequence
-from kitforge.kits.recommender.catalogue import catalogue_of
-from kitforge.kits.recommender.matching import side_vectors
+from kitforge.kits.recommender.batch import IdSequence
+from kitforge.kits.recommender.item_catalog import build_item_catalog
 from kitforge.kits.recommender.model import inputs_of
-from kitforge.kits.recommender.next_item import cut, network_of
+from kitforge.kits.recommender.sequential_objective import cut, network_of
+from kitforge.kits.recommender.two_tower_objective import side_vectors
 from tests.kits.recommender.runs import numbers, ready, run, same
 
 WORDS = {"kind": "integer", "encoding": "vocabulary"}
 CLICKS: dict[str, Any] = {
     "data.schema": {"label": {"name": "click"}, "categorical": {"user": WORDS, "item": WORDS}},
-    "data.validation": 0.0,
+    "data.eval_fraction": 0.0,
     "model.user": ["user"],
     "model.item": ["item"],
 }
@@ -31,7 +31,7 @@ CLICKS: dict[str, Any] = {
 
 def loaded(folder: Path, family: str, choices: dict[str, Any], rows: Any = None) -> tuple[Any, Any, Any]:
     """Model, objective and training rows, with vectors far from zero."""
-    assembly, _ = ready(folder, family, {"tables.spread": 1.0, **choices}, rows)
+    assembly, _ = ready(folder, family, {"tables.init_std": 1.0, **choices}, rows)
     model, task = assembly.loop.model, assembly.loop.task
     return model.eval(), task._objective, task._dataset.train  # type: ignore[attr-defined]
 
@@ -46,7 +46,7 @@ def next_loss(model: Any, objective: Any, rows: Any, negatives: torch.Tensor) ->
     """The loss of the kit with these negatives; that of a softmax over all items, whose last item is held out."""
     sequence = rows.batch(np.arange(40)).sequences["items"]
     drawn = dataclasses.replace(objective.read(rows, np.arange(40), slice(0, 40), 3), negatives=negatives)
-    part = {**objective.part(drawn, 0, 40), "step": 3}
+    part = {**objective.micro_batch(drawn, 0, 40), "step": 3}
     items = objective.item_vectors(model)
     place_of = {int(item): place for place, item in enumerate(objective._catalogue.ids)}
     expected = 0.0
@@ -80,8 +80,8 @@ def test_with_all_items_the_loss_of_sasrec_is_the_full_softmax(sequences: tuple[
     windows, _ = cut(one, 12, np.zeros(1, np.int64))
     drawn = dataclasses.replace(objective.read(rows, np.arange(1), slice(0, 1), 0), windows=windows)
     drawn = dataclasses.replace(drawn, negatives=torch.from_numpy(objective._catalogue.ids))
-    part = objective.part(drawn, 0, 1)
-    places = objective._catalogue.places(one.ids[0])
+    part = objective.micro_batch(drawn, 0, 1)
+    places = objective._catalogue.indices_of(one.ids[0])
     state = network_of(model)(items[places[:1]].unsqueeze(0), torch.tensor([1]))[0, -1:]
     full = functional.cross_entropy(state @ items.t(), torch.tensor([places[1]]))
     assert float(objective.loss(model, {**part, "step": 0})["loss"]) == pytest.approx(float(full), rel=1e-5)
@@ -106,7 +106,7 @@ def test_items_that_are_held_out_are_not_counted(tmp_path: Path) -> None:
     rows = [{"items": [1, 2, 3]}, {"items": [2, 9]}, {"items": [7]}, {"items": []}, {"items": [1, 1, 2]}]
     schema = {"data.schema": {"sequences": {"items": WORDS}}}
     _, _, train = loaded(tmp_path, "sasrec", schema, rows)
-    found = catalogue_of(train, "items", 1)
+    found = build_item_catalog(train, "items", 1)
     assert dict(zip(found.keys.tolist(), found.counts.tolist(), strict=True)) == {1: 3, 2: 2}
 
 
@@ -122,7 +122,7 @@ def test_the_loss_of_two_towers_is_the_corrected_softmax_over_the_batch(tmp_path
     indices = np.arange(len(ROWS))
     batch = rows.batch(indices)
     vectors = {
-        side: side_vectors(model, side, inputs_of(batch, model.plan), None).double() for side in ("user", "item")
+        side: side_vectors(model, side, inputs_of(batch, model.requests), None).double() for side in ("user", "item")
     }
     counts = {item: sum(row["item"] == item for row in ROWS) for item in (3, 5, 8, 9)}
     expected = 0.0
@@ -139,7 +139,7 @@ def test_the_loss_of_two_towers_is_the_corrected_softmax_over_the_batch(tmp_path
         own = float(vectors["user"][place] @ vectors["item"][place]) / 0.1
         expected += math.log(total) - own + math.log(counts[row["item"]] / len(ROWS))
     read = objective.read(rows, indices, slice(0, len(ROWS)), 0)
-    part = {**objective.part(read, 0, len(ROWS)), "step": 0}
+    part = {**objective.micro_batch(read, 0, len(ROWS)), "step": 0}
     assert objective.count(part) == 9
     assert float(objective.loss(model, part)["loss"]) == pytest.approx(expected, rel=1e-5)
 
@@ -153,7 +153,7 @@ def test_rows_without_a_click_look_for_nothing(tmp_path: Path) -> None:
     hits = []
     for place, row in enumerate(ROWS):
         if row["click"]:
-            wanted = int(objective._catalogue.places(rows.batch(np.array([place])).ids["item"])[0])
+            wanted = int(objective._catalogue.indices_of(rows.batch(np.array([place])).ids["item"])[0])
             hits.append(int((scores[place] >= scores[place, wanted]).sum() == 1))
     assert found["hr@1"] == pytest.approx(np.mean(hits))
 
@@ -163,7 +163,7 @@ def test_windows_ask_for_each_item_but_the_first_once_after_those_before_it(wind
     lengths = torch.arange(18)
     ids = 100 * lengths.unsqueeze(1) + torch.arange(17)
     cuts = np.random.default_rng(0).integers(0, window, 18)
-    windows, owners = cut(Sequence(ids=ids, lengths=lengths), window, cuts)
+    windows, owners = cut(IdSequence(ids=ids, lengths=lengths), window, cuts)
     asked: dict[int, list[int]] = {row: [] for row in range(18)}
     for found, length, owner in zip(windows.ids.tolist(), windows.lengths.tolist(), owners.tolist(), strict=True):
         assert found[length:] == [0] * (len(found) - length)

@@ -12,11 +12,11 @@ import torch
 
 from kitforge.api import evaluate, kit_of, load_model, load_tokenizer, pipeline, recorded_task
 from kitforge.cli import main as cli
-from kitforge.data.tables.click_log import ClickLog
 from kitforge.data.tables.hashing import hash_text
+from kitforge.data.tables.synthetic_clicks import SyntheticClicks
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, ModelError
 from kitforge.kits.recommender.build import Inputs, read_options
-from kitforge.kits.recommender.catalogue import load_catalogue
+from kitforge.kits.recommender.item_catalog import load_item_catalog
 from kitforge.kits.recommender.model import inputs_of
 from kitforge.trainer.run import train
 from tests.kits.recommender.runs import LOG, ready, rows_of, run
@@ -32,7 +32,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def rows(num_rows: int) -> list[dict[str, Any]]:
     """Rows of the log as a person would write them, without the label."""
-    log = ClickLog(LOG)
+    log = SyntheticClicks(LOG)
     columns = log.rows(np.arange(num_rows))
     return [
         {
@@ -68,7 +68,7 @@ def test_scores_are_those_that_the_run_was_evaluated_by(runs: dict[str, Path]) -
     expected = []
     for encoded in score._batches(samples):
         with torch.no_grad():
-            expected += trained.logits(inputs_of(encoded, trained.plan)).sigmoid().tolist()
+            expected += trained.logits(inputs_of(encoded, trained.requests)).sigmoid().tolist()
     assert [each["score"] for each in score(samples)] == expected
 
 
@@ -93,9 +93,9 @@ def test_items_are_found_best_first(runs: dict[str, Path], family: str) -> None:
     assert len({each["item"] for each in found}) == 5
     assert [each["score"] for each in found] == sorted((each["score"] for each in found), reverse=True)
     everything = find.retrieve(user, k=10_000)
-    assert len(everything) == len(find.model.catalogue)
+    assert len(everything) == len(find.model.item_catalog)
     assert everything[:5] == found
-    known = set(find.model.catalogue.keys.tolist())
+    known = set(find.model.item_catalog.keys.tolist())
     assert {each["item"] for each in everything} == known
 
 
@@ -107,8 +107,8 @@ def test_a_found_item_has_the_score_of_its_pair(runs: dict[str, Path]) -> None:
     for user in users:
         # The towers know an item by c2 and c3; in the catalogue it has the c3 of the first row that has it.
         best = {each["item"]: each["score"] for each in find.retrieve(user, k=10_000)}
-        place = find.model.catalogue.keys.tolist().index(user["c2"])
-        samples = find.model.catalogue.samples
+        place = find.model.item_catalog.keys.tolist().index(user["c2"])
+        samples = find.model.item_catalog.samples
         own_c3 = find.encoder.ids_of("c3", np.array([user["c3"]]))[0]
         if int(samples.ids["c3"][place]) == own_c3:
             chance = 1 / (1 + np.exp(-best[user["c2"]] / temperature))
@@ -144,18 +144,18 @@ def test_items_have_the_names_that_the_data_call_them(tmp_path: Path, family: st
         user["thing"] = None
     found = find.retrieve(user, k=12)
     assert {each["item"] for each in found} == {f"thing №{number}" for number in range(12)}
-    catalogue = find.model.catalogue
+    catalogue = find.model.item_catalog
     for place in range(12):
         assert catalogue.keys[place] == hash_text(catalogue.item(place))
     in_memory = kit_of("recommendation").open_pipeline(assembly.loop.model, assembly.tokenizer, assembly.options)
     assert [each["item"] for each in in_memory.retrieve(user, k=12)] == [each["item"] for each in found]
     find.save_index(tmp_path / "index")
-    assert load_catalogue(tmp_path / "index" / "items.safetensors").item(7) == catalogue.item(7)
+    assert load_item_catalog(tmp_path / "index" / "items.safetensors").item(7) == catalogue.item(7)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "int8"])
 def test_smaller_tables_score_nearly_alike_and_are_made_once(runs: dict[str, Path], dtype: str) -> None:
-    options = {"tables.served": dtype, "device": "cpu"}
+    options = {"tables.serving_dtype": dtype, "device": "cpu"}
     plain = pipeline("recommendation", model=runs["wide_deep"])(rows(20))
     smaller = pipeline("recommendation", model=runs["wide_deep"], options=options)
     assert {table.dtype for table in smaller.model.tables.tables.values()} == {dtype}
@@ -171,7 +171,7 @@ def test_smaller_tables_score_nearly_alike_and_are_made_once(runs: dict[str, Pat
 
 def test_a_model_that_is_trained_has_no_smaller_tables(tmp_path: Path) -> None:
     assembly, _ = ready(tmp_path, "wide_deep", {})
-    options = {"tables.served": "int8"}
+    options = {"tables.serving_dtype": "int8"}
     with pytest.raises(ConfigError, match="model=RUN"):
         pipeline("recommendation", assembly.loop.model, assembly.tokenizer, options)
 
@@ -182,10 +182,10 @@ def test_the_index_of_a_step_is_made_once(runs: dict[str, Path], monkeypatch: py
     (kept,) = (runs["two_tower"] / "serving").glob("*/items-*.faiss")
     again = pipeline("recommendation", model=runs["two_tower"])
     assert again.retrieve(user, k=5) == found
-    monkeypatch.setattr("kitforge.kits.recommender.pipeline.index_of", None)
+    monkeypatch.setattr("kitforge.kits.recommender.pipeline.build_index", None)
     assert pipeline("recommendation", model=runs["two_tower"]).retrieve(user, k=5) == found
     # Another step has another manifest, so nothing of this one is taken for its own.
-    manifest = again.model.origin / "manifest.json"
+    manifest = again.model.checkpoint_folder / "manifest.json"
     manifest.write_text(manifest.read_text() + " ")
     with pytest.raises(TypeError):
         pipeline("recommendation", model=runs["two_tower"]).retrieve(user, k=5)
@@ -210,7 +210,7 @@ def test_an_index_is_exported(runs: dict[str, Path], tmp_path: Path) -> None:
     find = pipeline("recommendation", model=runs["sasrec"])
     find.save_index(tmp_path / "index")
     index = faiss.read_index(str(tmp_path / "index" / "items.faiss"))
-    assert index.ntotal == len(find.model.catalogue)
+    assert index.ntotal == len(find.model.item_catalog)
     assert sorted(path.name for path in (tmp_path / "index").iterdir()) == ["items.faiss", "items.safetensors"]
 
 
@@ -221,7 +221,7 @@ def test_the_command_line_exports_an_index_or_says_who_has_one(
     target = tmp_path / "index"
     assert cli.run(["export", f"checkpoint={runs['two_tower']}", f"output_dir={target}"]) == 0
     assert "items.faiss, items.safetensors" in capsys.readouterr().out
-    catalogue = load_catalogue(target / "items.safetensors")
+    catalogue = load_item_catalog(target / "items.safetensors")
     assert faiss.read_index(str(target / "items.faiss")).ntotal == len(catalogue)
     with pytest.raises(ModelError, match="finds no items"):
         cli.run(["export", f"checkpoint={runs['wide_deep']}", f"output_dir={target}"])
@@ -276,5 +276,5 @@ def test_a_misspelt_option_of_the_schema_names_the_nearest(tmp_path: Path) -> No
 
 def test_the_report_shows_the_tables(runs: dict[str, Path]) -> None:
     page = (runs["wide_deep"] / "report.html").read_text()
-    assert "where rows were found" in page
-    assert "hit rate by rows of the device tier" in page
+    assert "lookups by tier" in page
+    assert "hit rate by device tier size" in page

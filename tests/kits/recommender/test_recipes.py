@@ -13,10 +13,10 @@ from pyarrow import parquet
 from kitforge.api import composed
 from kitforge.kits.recommender.build import Inputs, assemble, read_options
 from kitforge.kits.recommender.data import load_dataset
-from kitforge.kits.recommender.model import plan_of
+from kitforge.kits.recommender.model import build_request_plan
 from kitforge.models.catalog import recommender_of
 from kitforge.trainer.run import train
-from tests.distributed.training import Losses, TestLobby
+from tests.distributed.training import Losses, TestRendezvous
 from tests.kits.recommender.runs import numbers
 
 NUM_ROWS = 60
@@ -53,7 +53,7 @@ def test_a_recipe_trains_on_rows_of_its_form(recipe: str, tmp_path: Path) -> Non
     small = {"model.top": [8], "model.bottom": [8], "model.rank": 4} if "dlrm" in recipe else {"model.hidden": [8]}
     more = {"data.batch_size": 20, "trainer.max_steps": 3, "trainer.progress": False, "model.dim": 4}
     options, told = options_of(recipe, rows, **small, **more, output_dir=str(tmp_path / "run")), Losses()
-    assembly = assemble(options, Inputs(callbacks=[told]), TestLobby(options.parallel))
+    assembly = assemble(options, Inputs(callbacks=[told]), TestRendezvous(options.parallel))
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     assert len(numbers(told, "loss")) == 3
 
@@ -64,9 +64,9 @@ def test_recipes_have_the_sizes_that_are_told_of_them(tmp_path: Path) -> None:
         rows = rows_for(recipe, tmp_path)
         options = options_of(recipe, rows)
         dataset = load_dataset(str(rows), None, options.data, 0, None)
-        plan = plan_of(recommender_of(options.model), dataset.encoder)
+        plan = build_request_plan(recommender_of(options.model), dataset.encoder)
         tables = {name: table.num_rows for name, table in plan.tables.items()}
-        rule = options.tables.rule("deep")
+        rule = options.tables.optimizer_of("deep")
         found[recipe] = (options.data.batch_size, tables, rule.name, rule.learning_rate, options.tables.wide.name)
     assert found["wide_deep_mindspore"] == (
         16_000, {"wide": 5_860_000, "deep_16": 5_860_000}, "lazy_adam", 3.5e-4, "ftrl"

@@ -13,11 +13,11 @@ import torch
 from kitforge.api import load_model, load_tokenizer
 from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.kits.recommender import ranking
+from kitforge.kits.recommender import ranking_metrics
 from kitforge.kits.recommender.build import open_pipeline, read_options
 from kitforge.kits.recommender.data import load_dataset
-from kitforge.kits.recommender.pipeline import index_of, index_recall, set_search
-from kitforge.kits.recommender.ranking import rank_users, ranking_metrics, ranks_without, target_ranks
+from kitforge.kits.recommender.pipeline import build_index, index_recall, set_search
+from kitforge.kits.recommender.ranking_metrics import build_ranking_metrics, rank_users, ranks_without, target_ranks
 from kitforge.trainer.run import train
 from tests.kits.recommender.runs import ready
 from tests.kits.recommender.test_objectives import CLICKS, WORDS
@@ -31,7 +31,7 @@ def train_rows() -> list[dict[str, Any]]:
 
 
 def test_an_item_that_training_never_saw_is_a_miss_and_told(tmp_path: Path) -> None:
-    assembly, _ = ready(tmp_path, "two_tower", {**CLICKS, "retrieval.top": 4, "data.eval": None}, train_rows())
+    assembly, _ = ready(tmp_path, "two_tower", {**CLICKS, "retrieval.top_k": 4, "data.eval": None}, train_rows())
     objective, model = assembly.loop.task._objective, assembly.loop.model.eval()  # type: ignore[attr-defined]
     rows = assembly.loop.task._dataset.train  # type: ignore[attr-defined]
     with torch.no_grad():
@@ -47,7 +47,7 @@ def test_an_item_that_training_never_saw_is_a_miss_and_told(tmp_path: Path) -> N
 
 
 def test_popularity_ranks_items_by_how_often_they_were_taken(tmp_path: Path) -> None:
-    assembly, _ = ready(tmp_path, "two_tower", {**CLICKS, "retrieval.top": 1}, train_rows())
+    assembly, _ = ready(tmp_path, "two_tower", {**CLICKS, "retrieval.top_k": 1}, train_rows())
     task: Any = assembly.loop.task
     with torch.no_grad():
         found = task._objective.evaluate(
@@ -73,16 +73,16 @@ def test_items_are_never_merged_by_hash(tmp_path: Path, family: str) -> None:
 
 def test_a_guessed_schema_keeps_any_number_of_items_apart(tmp_path: Path) -> None:
     rows = [{"click": n % 2, "user": n % 40, "item_id": f"film {n}"} for n in range(1500)] * 2
-    choices = {"model.user": ["user"], "model.item": ["item_id"], "data.validation": 0.0}
+    choices = {"model.user": ["user"], "model.item": ["item_id"], "data.eval_fraction": 0.0}
     assembly, _ = ready(tmp_path, "two_tower", choices, rows)
-    assert len(assembly.loop.model.catalogue) == 1500  # type: ignore[arg-type]
+    assert len(assembly.loop.model.item_catalog) == 1500  # type: ignore[arg-type]
 
 
 def test_values_that_a_vocabulary_leaves_out_are_no_item(tmp_path: Path) -> None:
     rows = [{"click": 1, "user": n % 4, "item": n % 5 if n < 100 else n} for n in range(110)]
     schema = {"label": {"name": "click"}, "categorical": {"user": WORDS, "item": WORDS | {"min_count": 2}}}
     assembly, _ = ready(tmp_path, "two_tower", {**CLICKS, "data.schema": schema}, rows)
-    assert sorted(assembly.loop.model.catalogue.keys.tolist()) == [0, 1, 2, 3, 4]  # type: ignore[union-attr]
+    assert sorted(assembly.loop.model.item_catalog.keys.tolist()) == [0, 1, 2, 3, 4]  # type: ignore[union-attr]
 
 
 def test_users_are_ranked_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,13 +94,13 @@ def test_users_are_ranked_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(len(scores[block]))
         return scores[block]
 
-    monkeypatch.setattr(ranking, "_SCORES_AT_ONCE", 60)
+    monkeypatch.setattr(ranking_metrics, "_SCORES_AT_ONCE", 60)
     ranks, loss = rank_users(scores_of, targets, 11)
     assert max(asked) == 5 and sum(asked) == 37
     np.testing.assert_array_equal(ranks, target_ranks(scores.double().numpy(), targets))
     expected = torch.nn.functional.cross_entropy(scores.double(), torch.from_numpy(targets), reduction="sum")
     assert loss == pytest.approx(float(expected), rel=1e-12)
-    metrics = ranking_metrics(10)
+    metrics = build_ranking_metrics(10)
     metrics.add(ranks)
     metrics.merge(np.zeros(0, np.int64), num_cold=37)
     assert metrics.result()["cold_share"] == 0.5
@@ -109,15 +109,15 @@ def test_users_are_ranked_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_search_may_be_more_thorough_and_its_recall_is_measured() -> None:
     vectors = torch.nn.functional.normalize(torch.randn(2000, 16, generator=torch.Generator().manual_seed(0)), dim=1)
     retrieval = read_options({"retrieval": {"index": "IVF32,Flat"}}).retrieval
-    index = index_of(vectors, retrieval.index)
+    index = build_index(vectors, retrieval.index)
     narrow = index_recall(index, vectors, 10)
     set_search(index, read_options({"retrieval": {"index": "IVF32,Flat", "nprobe": 32}}).retrieval)
     assert narrow < 0.9 and index_recall(index, vectors, 10) == 1.0
-    graph = index_of(vectors, "HNSW8")
+    graph = build_index(vectors, "HNSW8")
     set_search(graph, read_options({"retrieval": {"index": "HNSW8", "ef_search": 500}}).retrieval)
     assert index_recall(graph, vectors, 10) > 0.95
     with pytest.raises(ConfigError, match=r"has no nprobe[^$]*retrieval\.nprobe=4"):
-        set_search(index_of(vectors, "Flat"), read_options({"retrieval": {"nprobe": 4}}).retrieval)
+        set_search(build_index(vectors, "Flat"), read_options({"retrieval": {"nprobe": 4}}).retrieval)
 
 
 def test_a_user_is_asked_for_its_own_columns_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -145,7 +145,7 @@ def test_a_user_is_asked_for_its_own_columns_alone(tmp_path: Path, caplog: pytes
 
 @pytest.mark.parametrize("block", [1, 2**24])
 def test_items_already_taken_can_be_left_out_of_the_ranks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(ranking, "_SCORES_AT_ONCE", block)
+    monkeypatch.setattr(ranking_metrics, "_SCORES_AT_ONCE", block)
     generator = torch.Generator().manual_seed(0)
     scores, targets = torch.randn(40, 11, generator=generator), np.arange(40) % 11
     seen = torch.randint(-1, 11, (40, 6), generator=generator).numpy()

@@ -13,21 +13,21 @@ import pytest
 import torch
 
 from kitforge.api import composed, evaluate
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.recommender.build import Inputs, assemble, read_options
-from kitforge.kits.recommender.config import sized
+from kitforge.kits.recommender.config import with_size_defaults
 from kitforge.kits.recommender.model import Recommender
 from kitforge.trainer.run import train
-from tests.distributed.training import TestLobby
+from tests.distributed.training import TestRendezvous
 from tests.kits.recommender.runs import FAMILIES, numbers, ready, rows_of, run, same
 
 CACHES: dict[str, dict[str, Any]] = {
     "smaller than a batch": {"cache.device_rows": 16},
-    "fetched ahead": {"cache.device_rows": 120, "cache.prefetch_depth": 2},
-    "lfu, far ahead": {"cache.device_rows": 60, "cache.prefetch_depth": 4, "cache.policy.name": "lfu"},
-    "looks ahead": {"cache.device_rows": 60, "cache.prefetch_depth": 1, "cache.policy.name": "lookahead"},
-    "files": {"cache.device_rows": 30, "cache.host_rows": 10, "cache.prefetch_depth": 2, "cache.path": "rows"},
+    "fetched ahead": {"cache.device_rows": 120, "cache.prefetch_batches": 2},
+    "lfu, far ahead": {"cache.device_rows": 60, "cache.prefetch_batches": 4, "cache.policy.name": "lfu"},
+    "looks ahead": {"cache.device_rows": 60, "cache.prefetch_batches": 1, "cache.policy.name": "lookahead"},
+    "files": {"cache.device_rows": 30, "cache.host_rows": 10, "cache.prefetch_batches": 2, "cache.path": "rows"},
 }
 PRODUCT = list(itertools.product(FAMILIES, CACHES))
 CASES = PRODUCT if "KITFORGE_PROVE" in os.environ else random.Random(3).sample(PRODUCT, 6)
@@ -45,7 +45,7 @@ def test_micro_batches_are_one_batch(tmp_path: Path, family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path, family: str) -> None:
-    choices = {"cache.device_rows": 40, "cache.prefetch_depth": 2}
+    choices = {"cache.device_rows": 40, "cache.prefetch_batches": 2}
     whole, state = run(tmp_path / "whole", family, choices)
     first, _ = run(tmp_path / "parts", family, choices, stop_at=3)
     second, resumed = run(tmp_path / "parts", family, {**choices, "resume": "auto"})
@@ -117,13 +117,13 @@ def test_the_metric_that_says_what_is_best_is_the_family_s_own(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_another_number_of_items_or_another_metric_may_say_what_is_best(tmp_path: Path) -> None:
-    told, _ = run(tmp_path / "run", "sasrec", {"retrieval.top": 7, "trainer.max_steps": 2})
+    told, _ = run(tmp_path / "run", "sasrec", {"retrieval.top_k": 7, "trainer.max_steps": 2})
     assert set(told.lines[-1]) >= {f"eval/{name}@{top}" for name in ("hr", "ndcg") for top in (1, 5, 7, 10, 20)}
-    assert ready(tmp_path / "top", "sasrec", {"retrieval.top": 7})[0].loop.options.monitor == "eval/hr@7"
+    assert ready(tmp_path / "top", "sasrec", {"retrieval.top_k": 7})[0].loop.options.monitor == "eval/hr@7"
     said = ready(tmp_path / "said", "sasrec", {"trainer.monitor": "eval/loss"})[0].loop.options
     assert (said.monitor, said.monitor_mode) == ("eval/loss", "min")
     asked = {"checkpoint": str(tmp_path / "run"), "device": "cpu"}
-    for top, choices in ((7, {}), (3, {"retrieval": {"top": 3}})):
+    for top, choices in ((7, {}), (3, {"retrieval": {"top_k": 3}})):
         found = evaluate(read_options(asked | choices), Inputs(train_dataset=rows_of("sasrec")))
         ranks = {f"eval/{name}@{k}" for name in ("hr", "ndcg") for k in (1, 5, 10, 20, top)}
         assert set(found) == {"eval/loss", "eval/mrr", "eval/cold_share", f"eval/popularity_hr@{top}"} | ranks
@@ -157,7 +157,7 @@ def test_bf16_is_near_fp32(tmp_path: Path) -> None:
 def test_what_is_not_said_is_left_to_the_number_of_rows(
     rows: int | None, size: int, epochs: float | None, rate: float
 ) -> None:
-    found = sized(read_options({}), rows, "wide_deep")
+    found = with_size_defaults(read_options({}), rows, "wide_deep")
     assert (found.data.batch_size, found.trainer.epochs) == (size, epochs)
     assert found.tables.wide.learning_rate == pytest.approx(rate, rel=1e-3)
     assert found.tables.wide.initial_sum == pytest.approx((4 * rate / size) ** 2, rel=1e-2)
@@ -167,15 +167,15 @@ def test_what_is_not_said_is_left_to_the_number_of_rows(
 
 
 def test_sequences_are_passed_over_more_often() -> None:
-    assert sized(read_options({}), 10**7, "sasrec").trainer.epochs == 10
-    few = sized(read_options({}), 943, "sasrec")
+    assert with_size_defaults(read_options({}), 10**7, "sasrec").trainer.epochs == 10
+    few = with_size_defaults(read_options({}), 943, "sasrec")
     assert (few.trainer.epochs, few.data.batch_size) == (50, 16)
 
 
 def test_what_is_said_stays() -> None:
     wide = {"learning_rate": 0.5, "initial_sum": 0.25}
     options = read_options({"data": {"batch_size": 7}, "trainer": {"max_steps": 3}, "tables": {"wide": wide}})
-    assert sized(options, 50, "sasrec") == options
+    assert with_size_defaults(options, 50, "sasrec") == options
 
 
 @pytest.mark.parametrize("family", ["wide_deep", "deepfm", "dcn_v2", "dlrm", "din"])
@@ -200,7 +200,7 @@ def test_a_small_table_is_learned_without_a_word_about_how(tmp_path: Path) -> No
     rows = [{"a": a, "b": b, "click": int(click)} for (a, b), click in zip(numbers, clicks, strict=True)]
     values = composed("recommendation", {"model": "wide_deep", "output_dir": str(tmp_path), "device": "cpu"}).values
     inputs = Inputs(train_dataset=rows[:3000], eval_dataset=rows[3000:])
-    assembly = assemble(read_options(values), inputs, TestLobby(Degrees()))
+    assembly = assemble(read_options(values), inputs, TestRendezvous(ParallelConfig()))
     found = train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     # A line through the numbers has 0.5, the truth about 0.84.
     assert found["eval/auc"] > 0.8

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.data.sampler import order
+from kitforge.data.sampler import shuffled_indices
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation import seed as seeds
 from kitforge.kits.rlhf.actor_critic import critic_of, policy_of
@@ -256,7 +256,7 @@ class PlainRun:
     def text_loss(self, update: int) -> Tensor:
         """The mean loss a token of the rows beside an update."""
         size = self.options.ptx.batch_size
-        rows = order(self.options.seed, len(self.texts), update * size, size, shuffle=True)
+        rows = shuffled_indices(self.options.seed, len(self.texts), update * size, size, shuffle=True)
         losses = []
         for prompt, completion in (self.texts[row] for row in rows):
             text = [*prompt.encode(), *completion.encode(), ByteTokenizer.eos_id]

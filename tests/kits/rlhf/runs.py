@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.parallel.lobby import Lobby
+from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.types import Cursor, MicroBatch
 from kitforge.kits.rlhf.build import STAGES, Assembly
 from kitforge.kits.rlhf.stages import Inputs
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import build
+from kitforge.models.loading import build
 from kitforge.trainer.run import train
 from kitforge.trainer.task import Task
 from tests.trainer import tiny
@@ -61,7 +61,7 @@ RL = ("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")
 OPTIONS: dict[str, Any] = {
     "data.sequence_length": 32,
     "data.batch_size": 4,
-    "data.validation": 0.2,
+    "data.eval_fraction": 0.2,
     "trainer.max_steps": 4,
     "trainer.progress": False,
     "optimizer.learning_rate": 1e-2,
@@ -96,7 +96,7 @@ def begin(stage: str, folder: Path | None = None, choices: Mapping[str, Any] | N
         given["roles"] = {"reward": letters}
     options = STAGES[stage].read_options(tiny.nested(values))
     return STAGES[stage].assemble(
-        options, Inputs(**(given | inputs)), Lobby.open(options.parallel, options.device, options.num_ranks)
+        options, Inputs(**(given | inputs)), Rendezvous.open(options.parallel, options.device, options.num_ranks)
     )
 
 

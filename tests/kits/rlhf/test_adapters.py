@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kitforge.api import Trainer, pipeline, replay, save_model
 from kitforge.cli.main import run
-from kitforge.core.checkpoint.tensor_file import TensorFile
+from kitforge.core.checkpoint.safetensors_file import TensorFile
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import adapter_tensors, config_of, deltas
 from kitforge.data.tokenizer import ByteTokenizer
@@ -25,8 +25,8 @@ from kitforge.kits.rlhf.networks import load_policy, open_policy
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.weights import copied
-from kitforge.models import folder as model_folder
-from kitforge.models.adapters import load_adapter, save_adapter
+from kitforge.models import loading as model_folder
+from kitforge.models.peft import load_adapter, save_adapter
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
@@ -220,7 +220,7 @@ def test_a_run_is_exported_from_file_to_file_with_its_adapter_in_its_weights(
     policy = copied(policy_of(assembly.loop.model), CPU)
     save_model(policy, tmp_path / "memory", ByteTokenizer(), "float32")
     # No network is made on the way.
-    with mock.patch.object(model_folder, "make_real", side_effect=AssertionError("memory was made")):
+    with mock.patch.object(model_folder, "materialize", side_effect=AssertionError("memory was made")):
         save_model(tmp_path / "run", tmp_path / "streamed", dtype="float32")
     files = sorted(path.name for path in (tmp_path / "memory").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "streamed").iterdir())

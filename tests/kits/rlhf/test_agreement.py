@@ -16,7 +16,7 @@ from kitforge.foundation.errors import ConfigError
 from kitforge.kits.rlhf.actor_critic import ActorCritic
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import build
+from kitforge.models.loading import build
 from kitforge.trainer.run import Run
 from tests.kits.rlhf import runs
 from tests.trainer import tiny

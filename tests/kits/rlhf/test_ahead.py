@@ -16,7 +16,7 @@ from kitforge.kits.rlhf.ahead import Ahead
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.rollouts import Trajectory, laid, token_log_probs
 from kitforge.kits.rlhf.weights import copied
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
@@ -38,7 +38,7 @@ class Watched(Callback):
         self.rounds: list[list[Trajectory]] = []
         self.task: RLTask | None = None
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         if event.kind in ("start", "step"):
             self.policies.append(copied(policy_of(run.model), torch.device("cpu")))
         if event.kind == "step":

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitforge.core.checkpoint.tensor_file import TensorFile
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.checkpoint.safetensors_file import TensorFile
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.rlhf.build import STAGES
@@ -18,27 +18,27 @@ from kitforge.kits.rlhf.networks import load_policy
 from kitforge.kits.rlhf.stages import Inputs
 from kitforge.trainer.run import train
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import TestLobby
+from tests.distributed.training import TestRendezvous
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
 # Five rows a step for two ranks and more, and answers of a round that two minibatches divide.
 CHOICES = {
     "data.batch_size": 5,
-    "data.validation": 0.3,
+    "data.eval_fraction": 0.3,
     "trainer.micro_batch_size": 2,
     "trainer.max_steps": 2,
     "trainer.checkpoint_every": 2,
 }
 # Matrices that are cut by rows and by columns, in attention and beyond it.
 ADAPTERS = {"adapter.rank": 3, "adapter.targets": ["query", "value", "out", "up", "down"]}
-ALONE = Degrees(sequence=False)
-SHARD = Degrees(shard=2, sequence=False)
-TENSOR = Degrees(tensor=2, sequence=False)
-SQUARE = Degrees(shard=2, tensor=2, sequence=False)
-LESS = [Degrees(shard=2, zero=zero, sequence=False) for zero in (1, 2)]
+ALONE = ParallelConfig(sequence_parallel=False)
+SHARD = ParallelConfig(shard=2, sequence_parallel=False)
+TENSOR = ParallelConfig(tensor=2, sequence_parallel=False)
+SQUARE = ParallelConfig(shard=2, tensor=2, sequence_parallel=False)
+LESS = [ParallelConfig(shard=2, zero_stage=zero, sequence_parallel=False) for zero in (1, 2)]
 # Stages, what they are told beside, and how networks are cut.
-SPLIT: list[tuple[str, dict[str, Any], Degrees]] = [
+SPLIT: list[tuple[str, dict[str, Any], ParallelConfig]] = [
     *(("sft", ADAPTERS, degrees) for degrees in (SHARD, *LESS, TENSOR)),
     *(("ppo", {}, degrees) for degrees in (SHARD, TENSOR)),
     ("reward", {}, SHARD),
@@ -46,19 +46,19 @@ SPLIT: list[tuple[str, dict[str, Any], Degrees]] = [
     ("kto", {}, SHARD),
     ("grpo", ADAPTERS, TENSOR),
 ]
-QUARTERS: list[tuple[str, dict[str, Any], Degrees]] = [("sft", ADAPTERS, SQUARE), ("ppo", ADAPTERS, SQUARE)]
+QUARTERS: list[tuple[str, dict[str, Any], ParallelConfig]] = [("sft", ADAPTERS, SQUARE), ("ppo", ADAPTERS, SQUARE)]
 
 
-def trained(_rank: int, folder: Path, cases: list[tuple[str, dict[str, Any], Degrees]]) -> list[dict[str, Any]]:
+def trained(_rank: int, folder: Path, cases: list[tuple[str, dict[str, Any], ParallelConfig]]) -> list[dict[str, Any]]:
     """Metrics and whole weights of a short run of each case, in float64."""
     torch.set_num_threads(1)
     return [run(folder / f"{number}", *case) for number, case in enumerate(cases)]
 
 
-def run(folder: Path, stage: str, choices: dict[str, Any], degrees: Degrees) -> dict[str, Any]:
+def run(folder: Path, stage: str, choices: dict[str, Any], degrees: ParallelConfig) -> dict[str, Any]:
     rounds = runs.ROUNDS | {"rl.minibatches": 2} if stage in runs.RL else {}
     values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | CHOICES | rounds | choices
-    values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence", "zero")}
+    values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel", "zero_stage")}
     options = STAGES[stage].read_options(tiny.nested(values | {"task": stage, "output_dir": str(folder)}))
     STAGES[stage].check_degrees(options)
     inputs = Inputs(
@@ -67,10 +67,10 @@ def run(folder: Path, stage: str, choices: dict[str, Any], degrees: Degrees) -> 
         train_dataset=runs.ROWS.get(stage, runs.PROMPTS),
         roles={"reward": runs.letters} if stage in runs.RL else {},
     )
-    made: Any = STAGES[stage].assemble(options, inputs, TestLobby(degrees))  # type: ignore[arg-type]
+    made: Any = STAGES[stage].assemble(options, inputs, TestRendezvous(degrees))  # type: ignore[arg-type]
     metrics = train(made.loop, made.options, made.folder, made.config_text)
     parallel = made.loop.state.parallel
-    weights = {name: parallel.whole(name) for name, each in parallel.parameters().items() if each.requires_grad}
+    weights = {name: parallel.full_tensor(name) for name, each in parallel.parameters().items() if each.requires_grad}
     return {"metrics": metrics, "weights": weights}
 
 
@@ -96,7 +96,9 @@ def test_ranks_with_pieces_equal_one(tmp_path: Path) -> None:
         for rank in run_ranks(size, trained, tmp_path / f"{size}", cases):
             for found, (stage, choices, degrees) in zip(rank, cases, strict=True):
                 one = wanted[f"{stage}{len(choices)}"]
-                assert_close(found["weights"], one["weights"], f"{stage} {degrees.words()} zero={degrees.zero}")
+                assert_close(
+                    found["weights"], one["weights"], f"{stage} {degrees.describe()} zero={degrees.zero_stage}"
+                )
                 # The loss of pairs is computed in fp32.
                 assert found["metrics"] == pytest.approx(one["metrics"], abs=1e-6)
     # One process goes on where four have ended, and what they left is an adapter and a policy like any other.

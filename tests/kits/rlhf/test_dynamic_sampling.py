@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kitforge.api import replay
-from kitforge.core.checkpoint.layout import step_folder
 from kitforge.core.checkpoint.load import open_checkpoint
+from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.types import Cursor
 from kitforge.kits.rlhf import collector
@@ -23,7 +23,7 @@ from tests.trainer import tiny
 
 # 24 prompts in the order of their numbers; those that three divides never score differently.
 CHOICES: dict[str, Any] = {
-    "data.validation": 0.0,
+    "data.eval_fraction": 0.0,
     "data.shuffle": False,
     "rl.overlong_soft": 0,
     "rl.samples_per_prompt": 3,
@@ -156,7 +156,7 @@ def test_a_cost_of_zero_holds_and_asks_no_reference(monkeypatch: pytest.MonkeyPa
     ("choices", "roles"), [({"kl.measure": True}, {}), ({}, {"reference": runs.network()})], ids=["option", "role"]
 )
 def test_distance_can_be_measured_where_it_costs_nothing(choices: dict[str, Any], roles: dict[str, Any]) -> None:
-    given = CHOICES | {"data.validation": 0.2, "trainer.max_steps": 2} | choices
+    given = CHOICES | {"data.eval_fraction": 0.2, "trainer.max_steps": 2} | choices
     with_kl = runs.begin("dapo", None, given, roles={"reward": runs.letters} | roles)
     metrics = runs.finish(with_kl)
     assert metrics["kl"] != 0 and metrics["eval/kl"] != 0

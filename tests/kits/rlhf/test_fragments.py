@@ -19,7 +19,7 @@ def test_ranks_that_train_or_draw_take_part_and_no_others(
     trains: bool, draws: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("kitforge.kits.rlhf.fragments.hand_over", lambda *given: calls.append(given))
+    monkeypatch.setattr("kitforge.kits.rlhf.fragments.sync_weights", lambda *given: calls.append(given))
     world = World(device=torch.device("cpu"))
     fragments = Fragments(PlacementOptions(rollout=(0, 3)), world)
     model, whole = (nn.Linear(2, 1) if each else None for each in (trains, draws))

@@ -21,7 +21,7 @@ NETWORK = {
     f"model.{name}": value
     for name, value in {"dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "mlp_dim": 48}.items()
 }
-SHORT: dict[str, Any] = {"trainer.max_steps": 2, "trainer.progress": False, "data.validation": 0.2, "device": "cpu"}
+SHORT: dict[str, Any] = {"trainer.max_steps": 2, "trainer.progress": False, "data.eval_fraction": 0.2, "device": "cpu"}
 ROUNDS = SHORT | {"rl.prompts_per_step": 4, "rollout.max_new_tokens": 4}
 
 

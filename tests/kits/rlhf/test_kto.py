@@ -15,7 +15,7 @@ from tests.kits.rlhf import runs
 
 def first_step(size: int | None = None, moved: float = 0.05) -> tuple[KTOTask, Any, list[dict[str, Any]]]:
     """The first step of a policy that is some way from its reference, in float64."""
-    choices = {"trainer.micro_batch_size": size, "data.shuffle": False, "data.validation": 0.0}
+    choices = {"trainer.micro_batch_size": size, "data.shuffle": False, "data.eval_fraction": 0.0}
     assembly = runs.begin("kto", None, choices, model=runs.network(torch.float64))
     task, model = cast(KTOTask, assembly.loop.task), assembly.loop.model
     with torch.no_grad():

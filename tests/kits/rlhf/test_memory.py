@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kitforge.core.checkpoint.load import find_checkpoint
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.kits.rlhf.build import STAGES
 from kitforge.kits.rlhf.networks import load_policy, load_scalar
 from kitforge.kits.rlhf.stages import Inputs
 from kitforge.kits.rlhf.weights import fingerprint
-from kitforge.models import folder as model_folder
+from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of
 from kitforge.trainer.run import train
 from tests.allocations import Allocations
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import TestLobby
+from tests.distributed.training import TestRendezvous
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
@@ -40,9 +40,9 @@ WIDE = {
     "vocab_size": 1001,
     "max_length": 64,
 }
-ALONE = Degrees(sequence=False)
-SHARD = Degrees(shard=2, sequence=False)
-TENSOR = Degrees(tensor=2, sequence=False)
+ALONE = ParallelConfig(sequence_parallel=False)
+SHARD = ParallelConfig(shard=2, sequence_parallel=False)
+TENSOR = ParallelConfig(tensor=2, sequence_parallel=False)
 CASES = [
     ("sft", "exported", SHARD),
     ("sft", "run", TENSOR),
@@ -69,23 +69,23 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(_rank: int, folder: Path, target: Path, case: tuple[str, str, Degrees]) -> dict[str, Any]:
+def run(_rank: int, folder: Path, target: Path, case: tuple[str, str, ParallelConfig]) -> dict[str, Any]:
     """The largest storage that is made until a run may start; its weights then, and its metrics afterwards."""
     torch.set_num_threads(1)
     stage, source, degrees = case
     values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | {"task": stage, "trainer.max_steps": 2}
-    values |= {"checkpoint": str(folder / source), "output_dir": str(target / f"{degrees.world}")}
-    values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence")}
+    values |= {"checkpoint": str(folder / source), "output_dir": str(target / f"{degrees.world_size}")}
+    values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel")}
     # Few tokens at once, beside which the weights are large.
     values |= {"trainer.micro_batch_size": 1, "trainer.checkpoint_every": 1, "optimizer.name": "sgd"}
     options = STAGES[stage].read_options(tiny.nested(values))
     with Allocations() as made:
         inputs = Inputs(train_dataset=runs.ROWS[stage])
-        begun: Any = STAGES[stage].assemble(options, inputs, TestLobby(degrees))  # type: ignore[arg-type]
+        begun: Any = STAGES[stage].assemble(options, inputs, TestRendezvous(degrees))  # type: ignore[arg-type]
     parallel = begun.loop.state.parallel
     pieces = parallel.parameters()
     limit = max(each.nbytes for each in pieces.values()) + 4 * cast(int, WIDE["dim"])
-    weights = {name: parallel.whole(name).clone() for name in pieces}
+    weights = {name: parallel.full_tensor(name).clone() for name in pieces}
     found = {"largest": made.largest, "limit": limit, "weights": weights}
     found["metrics"] = train(begun.loop, begun.options, begun.folder, begun.config_text)
     if degrees.shard > 1 and stage in ("dpo", "kto"):
@@ -95,9 +95,9 @@ def run(_rank: int, folder: Path, target: Path, case: tuple[str, str, Degrees]) 
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{case[2].words()}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{case[2].describe()}")
 def test_a_stage_reads_what_it_starts_from_by_pieces(
-    place: Path, tmp_path: Path, case: tuple[str, str, Degrees]
+    place: Path, tmp_path: Path, case: tuple[str, str, ParallelConfig]
 ) -> None:
     stage, source, _ = case
     alone = run(0, place, tmp_path, (stage, source, ALONE))
@@ -116,20 +116,20 @@ def test_a_stage_reads_what_it_starts_from_by_pieces(
         assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-5)
 
 
-def play(rank: int, folder: Path, target: Path, case: tuple[str, str, Degrees]) -> dict[str, Any]:
+def play(rank: int, folder: Path, target: Path, case: tuple[str, str, ParallelConfig]) -> dict[str, Any]:
     """A run of rewards whose ranks that train hold what they train, and nothing else; rank 2 has all the rest."""
     torch.set_num_threads(1)
     stage, judge, degrees = case
     values = runs.OPTIONS | runs.SHAPED[stage] | runs.ROUNDS | {"task": stage, "trainer.max_steps": 2}
-    values |= {"checkpoint": str(folder / "exported"), "output_dir": str(target / f"{degrees.world}")}
+    values |= {"checkpoint": str(folder / "exported"), "output_dir": str(target / f"{degrees.world_size}")}
     values |= {"reward": str(folder / judge) if judge == "judge" else judge, "trainer.micro_batch_size": 1}
-    values |= {"optimizer.name": "sgd", "data.validation": 0.0}
-    if degrees.world > 1:
-        values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence")}
+    values |= {"optimizer.name": "sgd", "data.eval_fraction": 0.0}
+    if degrees.world_size > 1:
+        values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel")}
         values |= {f"placement.{name}": [2] for name in ("rollout", "reference", "reward")}
     options = STAGES[stage].read_options(tiny.nested(values))
-    inputs, lobby = Inputs(train_dataset=runs.PROMPTS), cast(Any, TestLobby(degrees))
-    if lobby.rank >= degrees.world:
+    inputs, lobby = Inputs(train_dataset=runs.PROMPTS), cast(Any, TestRendezvous(degrees))
+    if lobby.rank >= degrees.world_size:
         return {"metrics": STAGES[stage].attend(options, inputs, lobby).metrics}
     with Allocations() as made:
         begun: Any = STAGES[stage].assemble(options, inputs, lobby)
@@ -139,7 +139,7 @@ def play(rank: int, folder: Path, target: Path, case: tuple[str, str, Degrees]) 
     found = {
         "largest": made.largest,
         "limit": limit,
-        "weights": {name: parallel.whole(name).clone() for name in pieces},
+        "weights": {name: parallel.full_tensor(name).clone() for name in pieces},
     }
     found["metrics"] = train(begun.loop, begun.options, begun.folder, begun.config_text)
     return found
@@ -148,9 +148,11 @@ def play(rank: int, folder: Path, target: Path, case: tuple[str, str, Degrees]) 
 @pytest.mark.parametrize(
     "case",
     [("ppo", "judge", SHARD), ("ppo", "judge", TENSOR), ("ppo", "lowercase", SHARD), ("grpo", "judge", TENSOR)],
-    ids=lambda case: f"{case[0]}-{case[1]}-{case[2].words()}",
+    ids=lambda case: f"{case[0]}-{case[1]}-{case[2].describe()}",
 )
-def test_policy_and_critic_are_read_by_pieces(place: Path, tmp_path: Path, case: tuple[str, str, Degrees]) -> None:
+def test_policy_and_critic_are_read_by_pieces(
+    place: Path, tmp_path: Path, case: tuple[str, str, ParallelConfig]
+) -> None:
     alone = play(0, place, tmp_path, (*case[:2], ALONE))
     for rank, found in enumerate(run_ranks(3, play, place, tmp_path, case)):
         assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-3, abs=1e-4)
@@ -173,16 +175,16 @@ def test_the_fingerprint_of_a_reference_in_pieces_is_that_of_the_whole(
     assert found == {fingerprint(load_policy(place / source, CPU))}
 
 
-def measured(_rank: int, folder: Path, case: tuple[str, Path, Degrees]) -> dict[str, float]:
+def measured(_rank: int, folder: Path, case: tuple[str, Path, ParallelConfig]) -> dict[str, float]:
     torch.set_num_threads(1)
     stage, source, degrees = case
     values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | (runs.ROUNDS if stage in runs.RL else {}) | {"task": stage}
     values |= {"checkpoint": str(source), "reward": "lowercase"} if stage in runs.RL else {"checkpoint": str(source)}
-    values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence")}
+    values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel")}
     options = STAGES[stage].read_options(tiny.nested(values))
     rows = runs.ROWS.get(stage, runs.PROMPTS)
     inputs = Inputs(eval_dataset=rows[:4], tokenizer=ByteTokenizer())
-    return STAGES[stage].evaluate(options, inputs, TestLobby(degrees))  # type: ignore[arg-type]
+    return STAGES[stage].evaluate(options, inputs, TestRendezvous(degrees))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stage", ["ppo", "grpo", "dpo", "reward"])

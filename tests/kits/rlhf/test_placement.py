@@ -29,18 +29,18 @@ from kitforge.kits.rlhf.config import FRAGMENTS
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.kits.rlhf.stages import Inputs
-from kitforge.models import folder as model_folder
+from kitforge.models import loading as model_folder
 from kitforge.trainer.run import train
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_command import environment, losses, wait_for
 from tests.distributed.test_command import ranks_of as process_numbers
-from tests.distributed.training import TestLobby
+from tests.distributed.training import TestRendezvous
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
 Choices = dict[str, Any]
 CHOICES: Choices = {
-    "data.validation": 0.3,
+    "data.eval_fraction": 0.3,
     "trainer.max_steps": 4,
     "trainer.evaluate_every": 3,
     "rl.prompts_per_step": 5,
@@ -103,13 +103,13 @@ def run(stage: str, folder: Path, choices: Choices, **given: Any) -> dict[str, A
     given.setdefault("model", None if "checkpoint" in choices else runs.network(torch.float64))
     given.setdefault("roles", {"reward": judge() if stage == "ppo" else runs.letters})
     inputs = Inputs(tokenizer=ByteTokenizer(), train_dataset=runs.PROMPTS, **given)
-    lobby: Any = TestLobby(options.parallel)
-    if lobby.rank >= options.parallel.world:
+    lobby: Any = TestRendezvous(options.parallel)
+    if lobby.rank >= options.parallel.world_size:
         return {"metrics": STAGES[stage].attend(options, inputs, lobby).metrics}
     made: Any = STAGES[stage].assemble(options, inputs, lobby)
     metrics = train(made.loop, made.options, made.folder, made.config_text)
     parallel = made.loop.state.parallel
-    weights = {name: parallel.whole(name).clone() for name in parallel.parameters()}
+    weights = {name: parallel.full_tensor(name).clone() for name in parallel.parameters()}
     return {"metrics": metrics, "weights": weights}
 
 
@@ -256,7 +256,7 @@ def evaluated(_rank: int, folders: list[Path], cases: list[Case]) -> list[dict[s
     stage, choices = cases[0]
     options = options_of(stage, folders[0], choices)
     roles = {"reward": judge(), "reference": runs.network(torch.float64, tiny.GPT2)}
-    model, lobby = ActorCritic(runs.network(torch.float64), judge()), cast(Any, TestLobby(options.parallel))
+    model, lobby = ActorCritic(runs.network(torch.float64), judge()), cast(Any, TestRendezvous(options.parallel))
     inputs = Inputs(tokenizer=ByteTokenizer(), train_dataset=runs.PROMPTS, model=model, roles=roles)
     return [STAGES[stage].evaluate(options, inputs, lobby)]
 

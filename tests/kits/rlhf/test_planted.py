@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.optim.build import Optimizer
-from kitforge.data.dialogues import DialogueReader, Response
+from kitforge.data.chat_datasets import ChatDatasetReader, TokenizedExample
 from kitforge.data.packing import IGNORED
-from kitforge.inference.text import InferenceOptions
+from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf import collate, rollouts
 from kitforge.kits.rlhf.actor_critic import critic_of
 from kitforge.kits.rlhf.algorithms.controllers import Adaptive
 from kitforge.kits.rlhf.config import RolloutOptions
 from kitforge.kits.rlhf.scalar_model import ScalarModel
 from kitforge.trainer.state import TrainingState
-from tests.data import test_dialogues
+from tests.data import test_chat_datasets
 from tests.kits.rlhf import test_contracts, test_reward, test_rl, test_rounds, test_sft
 
 Patch = pytest.MonkeyPatch
@@ -126,17 +126,17 @@ def unused_controller(patch: Patch) -> None:
 def mask_one_token_off(patch: Patch) -> None:
     lay = collate._lay
 
-    def late(tokens: Tensor, targets: Tensor, response: Response, start: int) -> None:
-        lay(tokens, targets, dataclasses.replace(response, learnt=(False, *response.learnt[:-1])), start)
+    def late(tokens: Tensor, targets: Tensor, response: TokenizedExample, start: int) -> None:
+        lay(tokens, targets, dataclasses.replace(response, loss_mask=(False, *response.loss_mask[:-1])), start)
 
     patch.setattr(collate, "_lay", late)
 
 
 def replies_of_the_prompt(patch: Patch) -> None:
-    def wrong(reader: Any, prompt: Any, completion: Any, inputs: Any, place: object) -> Response:
-        return reader._whole([*prompt, {"role": "assistant", "content": completion}], inputs, place)
+    def wrong(reader: Any, prompt: Any, completion: Any, inputs: Any, place: object) -> TokenizedExample:
+        return reader._full_sequence([*prompt, {"role": "assistant", "content": completion}], inputs, place)
 
-    patch.setattr(DialogueReader, "_response", wrong)
+    patch.setattr(ChatDatasetReader, "_response", wrong)
 
 
 def resumed(_: Patch, folder: Path) -> None:
@@ -212,7 +212,7 @@ MISTAKES = {
         project="NVIDIA-NeMo/RL",
         link="https://github.com/NVIDIA-NeMo/RL/issues/2176",
         plant=replies_of_the_prompt,
-        notices=lambda *_: test_dialogues.test_replies_within_a_prompt_are_not_learnt(),
+        notices=lambda *_: test_chat_datasets.test_replies_within_a_prompt_are_not_learnt(),
     ),
     "a mask that is one token off": Mistake(
         project="volcengine/verl",

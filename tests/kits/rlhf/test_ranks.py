@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from kitforge.api import composed, task_of
-from kitforge.core.parallel.degrees import Degrees
+from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.kits.rlhf.build import STAGES
 from kitforge.kits.rlhf.stages import Inputs, parts_of
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.loop import Loop
 from tests.distributed.ranks import run_ranks
 from tests.kits.rlhf import runs
@@ -22,7 +22,7 @@ from tests.trainer import tiny
 
 CPU = torch.device("cpu")
 # Five rows a step, so that ranks have different shares, and answers of a round that two minibatches divide.
-CHOICES = {"data.batch_size": 5, "trainer.micro_batch_size": 2, "trainer.max_steps": 2, "data.validation": 0.3}
+CHOICES = {"data.batch_size": 5, "trainer.micro_batch_size": 2, "trainer.max_steps": 2, "data.eval_fraction": 0.3}
 # Ranks that draw ahead, each its own part.
 AHEAD = {"rollout.max_staleness": 1, "rl.old": "trainer", "correction.mode": "truncate"}
 # Micro-batches of ragged sizes, of which ranks have different numbers, and text beside the answers.
@@ -35,10 +35,10 @@ STAGES_TRIED = (*runs.ROWS, *runs.RL)
 FOUR = ("sft", "orpo", "kto", "ppo", "dapo")
 
 
-def trained(_rank: int, degrees: Degrees, stages: tuple[str, ...] = STAGES_TRIED) -> dict[str, Any]:
+def trained(_rank: int, degrees: ParallelConfig, stages: tuple[str, ...] = STAGES_TRIED) -> dict[str, Any]:
     """Weights and metrics of the stages after two steps, in float64."""
     torch.set_num_threads(1)
-    world = World(device=CPU, mesh=Mesh(degrees, "cpu") if degrees.world > 1 else None)
+    world = World(device=CPU, mesh=Mesh(degrees, "cpu") if degrees.world_size > 1 else None)
     found = {"recipe": trained_by_recipe(world)}
     for stage in stages:
         shaped = (
@@ -57,7 +57,9 @@ def trained(_rank: int, degrees: Degrees, stages: tuple[str, ...] = STAGES_TRIED
         task, _ = STAGES[stage].prepare(parts_of(options, inputs, CPU)).task(world)
         loop = Loop(task, options, world)
         metrics = loop.train()
-        weights = torch.cat([loop.state.parallel.whole(name).flatten() for name in loop.state.parallel.parameters()])
+        weights = torch.cat(
+            [loop.state.parallel.full_tensor(name).flatten() for name in loop.state.parallel.parameters()]
+        )
         found[stage] = {"weights": weights, "metrics": metrics, "samples": loop.state.cursor.samples}
     return found
 
@@ -80,7 +82,7 @@ class Heard(Callback):
     def __init__(self) -> None:
         self.lines: list[dict[str, float]] = []
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         if event.kind == "log":
             self.lines.append({name: each for name, each in tiny.without_clock(event.record).items() if name != "kind"})
 
@@ -88,13 +90,13 @@ class Heard(Callback):
 @pytest.fixture(scope="module")
 def one() -> dict[str, Any]:
     """What one process does."""
-    return trained(0, Degrees())
+    return trained(0, ParallelConfig())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "stages"), [(2, STAGES_TRIED), pytest.param(4, FOUR, marks=pytest.mark.slow)])
 def test_ranks_equal_one(number: int, stages: tuple[str, ...], one: dict[str, Any]) -> None:
-    many = run_ranks(number, trained, Degrees(data=number), stages)
+    many = run_ranks(number, trained, ParallelConfig(data=number), stages)
     for rank in many:
         assert len(rank["recipe"]) == 3
         for line, wanted in zip(rank["recipe"], one["recipe"], strict=True):

@@ -11,7 +11,7 @@ import pytest
 
 from kitforge.api import replay
 from kitforge.cli import main as cli
-from kitforge.core.checkpoint.layout import steps
+from kitforge.core.checkpoint.manifest import steps
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
 from kitforge.kits.rlhf.record import kept_rounds, round_file
 from tests.kits.rlhf import runs
@@ -85,7 +85,7 @@ LONG: dict[str, Any] = {
     "trainer.evaluate_first": True,
     "rollout.kept_rounds": 3,
     "rollout.max_new_tokens": 3,
-    "data.validation": 0.0,
+    "data.eval_fraction": 0.0,
 }
 
 

@@ -35,7 +35,7 @@ def scores(model: ScalarModel) -> torch.Tensor:
 
 
 def test_scores_of_what_it_was_trained_on_have_mean_zero_and_deviation_one() -> None:
-    assembly = runs.begin("reward", None, {"data.validation": 0.0, "trainer.max_steps": 3})
+    assembly = runs.begin("reward", None, {"data.eval_fraction": 0.0, "trainer.max_steps": 3})
     runs.finish(assembly)
     found = scores(cast(ScalarModel, assembly.loop.model))
     assert abs(float(found.mean())) < 1e-5

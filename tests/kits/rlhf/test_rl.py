@@ -27,7 +27,7 @@ from kitforge.kits.rlhf.scalar_model import ScalarModel
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
-FLAT = {"data.validation": 0.0}
+FLAT = {"data.eval_fraction": 0.0}
 
 
 def first(stage: str, choices: Mapping[str, Any] | None = None, **inputs: Any) -> tuple[RLTask, nn.Module, MicroBatch]:

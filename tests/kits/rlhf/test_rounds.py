@@ -20,13 +20,13 @@ from kitforge.kits.rlhf.networks import load_policy
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.rollouts import token_log_probs
 from kitforge.kits.rlhf.scalar_model import ScalarModel
-from kitforge.models.folder import save
+from kitforge.models.loading import save
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
 ONE_PROMPT = [{"prompt": "Q: "}] * 8
 # A policy that stays as it is.
-STILL = {"trainer.max_steps": 2, "data.validation": 0.0}
+STILL = {"trainer.max_steps": 2, "data.eval_fraction": 0.0}
 
 
 def alone(network: Any, tokens: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kitforge.data.dialogues import DialogueReader, RowKind
-from kitforge.data.row_cache import build_rows
+from kitforge.data.chat_datasets import ChatDatasetReader, ExampleKind
+from kitforge.data.example_cache import build_example_cache
 from kitforge.data.template import template_of
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
@@ -17,23 +17,27 @@ from kitforge.kits.rlhf.config import DialogueOptions
 from kitforge.kits.rlhf.rows import Rows, read_rows
 
 TOKENIZER = ByteTokenizer()
-READER = DialogueReader(TOKENIZER, template_of(TOKENIZER))
+READER = ChatDatasetReader(TOKENIZER, template_of(TOKENIZER))
 SHORT, LONG = {"prompt": "a", "completion": "b"}, {"prompt": "pqrs", "completion": "uvw"}
 PAIR = {"prompt": "pqrs", "chosen": "uvw", "rejected": "x"}
 
 
-def read(kind: RowKind | None, rows: list[dict[str, Any]], folder: Path, reserved: int = 0, **more: Any) -> Rows[Any]:
+def read(
+    kind: ExampleKind | None, rows: list[dict[str, Any]], folder: Path, reserved: int = 0, **more: Any
+) -> Rows[Any]:
     def rows_of(spec: object) -> Any:
-        return list(READER.prompts(spec)) if kind is None else build_rows(READER, TOKENIZER, kind, spec, folder)
+        return (
+            list(READER.prompts(spec)) if kind is None else build_example_cache(READER, TOKENIZER, kind, spec, folder)
+        )
 
-    options = DialogueOptions(**{"sequence_length": 5, "validation": 0.0, **more})
+    options = DialogueOptions(**{"sequence_length": 5, "eval_fraction": 0.0, **more})
     return read_rows(rows_of, (rows, None), options, seed=0, pad_id=0, reserved=reserved)
 
 
 def said(response: Any) -> tuple[str, str]:
     """The tokens, and those that are learnt; a bar for the end."""
     letters = np.array(["|" if token == TOKENIZER.eos_id else chr(token) for token in response.tokens])
-    return "".join(letters), "".join(letters[np.array(response.learnt)])
+    return "".join(letters), "".join(letters[np.array(response.loss_mask)])
 
 
 @pytest.mark.parametrize(("side", "wanted"), [("left", ("suvw|", "uvw|")), ("right", ("pqrsu", "u"))])
@@ -49,7 +53,7 @@ def test_demonstrations_are_cut_on_either_side(
 def test_each_response_of_a_pair_is_cut_by_itself(tmp_path: Path) -> None:
     (pair,) = read("pairs", [PAIR], tmp_path, truncation="left").train
     assert (said(pair.chosen), said(pair.rejected)) == (("suvw|", "uvw|"), ("qrsx|", "x|"))
-    (judged,) = read("judged", [{**LONG, "label": True}], tmp_path, truncation="right").train
+    (judged,) = read("unpaired", [{**LONG, "label": True}], tmp_path, truncation="right").train
     assert said(judged.response) == ("pqrsu", "u")
 
 
@@ -97,8 +101,8 @@ def test_rows_are_not_cut_and_left_out_at_once() -> None:
 
 def test_evaluation_rows_are_a_share_of_those_that_fit(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": letter} for letter in "bcdefghij"]
-    options = DialogueOptions(sequence_length=5, validation=0.3, overlong="drop")
-    cache = build_rows(READER, TOKENIZER, "demonstrations", [*rows[:4], LONG, *rows[4:]], tmp_path)
+    options = DialogueOptions(sequence_length=5, eval_fraction=0.3, overlong="drop")
+    cache = build_example_cache(READER, TOKENIZER, "demonstrations", [*rows[:4], LONG, *rows[4:]], tmp_path)
     found = read_rows(lambda _: cache, ([], None), options, seed=0, pad_id=0)
     parts = [said(row)[1][0] for part in (found.train, found.eval) for row in part]
     assert sorted(parts) == list("bcdefghij") and len(found.eval) > 0

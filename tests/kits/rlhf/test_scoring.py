@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kitforge.data.dialogues import DialogueReader
+from kitforge.data.chat_datasets import ChatDatasetReader
 from kitforge.data.template import template_of
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError, TrainingError
@@ -152,7 +152,7 @@ def test_a_reward_model_with_a_tokenizer_of_its_own_reads_the_text() -> None:
 
     def wanted(row: dict[str, Any]) -> float:
         with torch.no_grad():
-            (response,) = DialogueReader(own, template_of(own)).demonstrations([row])
+            (response,) = ChatDatasetReader(own, template_of(own)).demonstrations([row])
             return float(model(torch.tensor([response.tokens]))[0, -1])
 
     said = [{"role": "user", "content": "How?"}]

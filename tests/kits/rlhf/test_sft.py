@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kitforge.data.dialogues import Response
+from kitforge.data.chat_datasets import TokenizedExample
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.rlhf.collate import input_tokens, packed, padded
@@ -18,7 +18,7 @@ from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
 RESPONSES = [
-    Response(tokens=tuple(range(size)), learnt=tuple(place >= size // 2 for place in range(size)))
+    TokenizedExample(tokens=tuple(range(size)), loss_mask=tuple(place >= size // 2 for place in range(size)))
     for size in (9, 3, 4, 2, 9, 5)
 ]
 
@@ -109,7 +109,7 @@ def test_packed_rows_hold_every_response_once_and_no_token_twice() -> None:
 
 def test_the_token_after_a_prompt_is_the_first_that_is_learnt() -> None:
     # volcengine/verl #3287 was off by one here.
-    row = padded([Response(tokens=(5, 6, 7, 8), learnt=(False, False, True, True))], pad_id=0)
+    row = padded([TokenizedExample(tokens=(5, 6, 7, 8), loss_mask=(False, False, True, True))], pad_id=0)
     assert row["targets"].tolist() == [[-100, 7, 8, -100]]
 
 
@@ -131,7 +131,7 @@ def test_a_run_goes_on_over_the_rows_it_began_with() -> None:
 WRONG = [
     ({"data.sequence_length": 1024}, "max_length"),
     ({"data.overlong": "cut"}, "overlong"),
-    ({"data.validation": 1.0}, "validation"),
+    ({"data.eval_fraction": 1.0}, "eval_fraction"),
 ]
 
 

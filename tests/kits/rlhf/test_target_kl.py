@@ -19,7 +19,7 @@ CHOICES: dict[str, Any] = {
     "trainer.max_steps": 8,
     "trainer.checkpoint_every": 1,
     "trainer.keep_checkpoints": 9,
-    "data.validation": 0.0,
+    "data.eval_fraction": 0.0,
 }
 
 

@@ -19,7 +19,7 @@ from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.rollouts import Trajectory, episode_figures
 from kitforge.kits.rlhf.tool_environment import FunctionTools, ToolCall, ToolEnvironment, parse_tool_calls
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import build
+from kitforge.models.loading import build
 from tests.data.chat_cases import CHATML, HEADERS, MERGING, THINKING, save_tokenizer
 from tests.kits.rlhf import runs
 from tests.trainer import tiny

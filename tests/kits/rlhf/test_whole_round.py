@@ -13,14 +13,14 @@ import torch
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.kits.rlhf.rl import RLTask
 from kitforge.kits.rlhf.rollouts import Trajectory
-from kitforge.trainer.callbacks.callback import Callback, Event, Run
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from tests.kits.rlhf import runs
 from tests.kits.rlhf.plain_round import PlainRun
 from tests.trainer import tiny
 
 Choices = dict[str, Any]
 COMMON: Choices = {
-    "data.validation": 0.0,
+    "data.eval_fraction": 0.0,
     "rl.prompts_per_step": 3,
     "rl.samples_per_prompt": 2,
     "rl.epochs": 2,
@@ -79,7 +79,7 @@ class Watched(Callback):
         self.rounds: dict[int, list[Trajectory]] = {}
         self.task: RLTask | None = None
 
-    def on_event(self, event: Event, run: Run) -> None:
+    def on_event(self, event: Event, run: RunContext) -> None:
         if event.kind == "step":
             assert self.task is not None and self.task.collected is not None
             number, answers = self.task.collected

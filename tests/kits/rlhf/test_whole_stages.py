@@ -31,7 +31,7 @@ PAIRS = [
 ]
 JUDGED = [{"prompt": "Q" * (n + 1), "completion": "yes no "[: 7 - n], "label": n % 3 != 1} for n in range(6)]
 COMMON: dict[str, Any] = {
-    "data.validation": 0.0,
+    "data.eval_fraction": 0.0,
     "data.shuffle": False,
     "data.batch_size": 6,
     "data.sequence_length": 24,
@@ -159,7 +159,7 @@ def test_a_step_is_that_of_the_papers(stage: str, choices: Mapping[str, Any], tm
 @pytest.mark.slow
 def test_every_checkpoint_of_a_reward_model_holds_the_mean_and_deviation_of_its_scores(tmp_path: Path) -> None:
     choices = {"trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 9, "trainer.max_steps": 3}
-    runs.finish(runs.begin("reward", tmp_path, choices | {"data.validation": 0.0}))
+    runs.finish(runs.begin("reward", tmp_path, choices | {"data.eval_fraction": 0.0}))
     for step in (1, 2, 3):
         model = cast(ScalarModel, load_scalar(tmp_path / "checkpoints" / f"step_{step}", torch.device("cpu")))
         scores = []

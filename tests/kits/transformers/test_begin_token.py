@@ -18,7 +18,7 @@ import transformers
 from kitforge import Trainer, load_model, load_tokenizer, pipeline
 from kitforge.cli import main as cli
 from kitforge.data.template import template_of
-from kitforge.inference.score import score
+from kitforge.inference.logprobs import token_logprobs
 from tests.small_run import WITHOUT_MODEL
 from tests.tokenizer_folders import CORPUS, KINDS, write_kind
 
@@ -108,7 +108,7 @@ def test_a_folder_is_measured_as_it_reads(folder: Path, tmp_path: Path, capsys: 
     arguments = [f"data.eval={tmp_path / 'corpus.jsonl'}", f"data.sequence_length={length}", f"data.cache={tmp_path}"]
     assert command("evaluate", folder, *arguments) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]
-    logprobs = [each for scores in score(network, texts, 64) for each in scores]
+    logprobs = [each for scores in token_logprobs(network, texts, 64) for each in scores]
     assert found == pytest.approx(-sum(logprobs) / len(logprobs), rel=1e-6)
 
 
@@ -130,14 +130,14 @@ def test_a_folder_that_is_finetuned_keeps_its_begin(folder: Path, tmp_path: Path
 
 
 def test_plain_text_of_alignment_begins_so_too(tmp_path: Path) -> None:
-    from kitforge.data.dialogues import DialogueReader
+    from kitforge.data.chat_datasets import ChatDatasetReader
 
     tokenizer = load_tokenizer(write_kind("glm", tmp_path))
-    reader = DialogueReader(tokenizer, template_of(tokenizer))
+    reader = ChatDatasetReader(tokenizer, template_of(tokenizer))
     (prompt,) = reader.prompts([{"prompt": "x y"}])
     assert list(prompt.tokens) == [1, 2, *tokenizer.encode("x y")]
     (response,) = reader.demonstrations([{"prompt": "x", "completion": " y"}])
     assert list(response.tokens) == [1, 2, *tokenizer.encode("x"), *tokenizer.encode(" y"), tokenizer.eos_id]
-    assert list(response.learnt) == [False, False, False, *(True for _ in tokenizer.encode(" y")), True]
+    assert list(response.loss_mask) == [False, False, False, *(True for _ in tokenizer.encode(" y")), True]
     (text,) = reader.demonstrations([{"text": "x"}])
     assert list(text.tokens) == [1, 2, *tokenizer.encode("x"), tokenizer.eos_id]

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kitforge.core.parallel.lobby import Lobby
+from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.kits.transformers.build import Inputs, evaluate, read_options
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import build
+from kitforge.models.loading import build
 from tests.trainer import tiny
 
 NETWORKS = {"llama": tiny.LLAMA, "gpt2": tiny.GPT2 | tiny.DROPOUT}
@@ -33,7 +33,7 @@ def loss(model: nn.Module, corpus: Path, file: str, **choices: Any) -> float:
     }
     options = read_options(tiny.nested(values))
     inputs = Inputs(model=model, tokenizer=ByteTokenizer())
-    return evaluate(options, inputs, Lobby.open(options.parallel, options.device))["eval/loss"]
+    return evaluate(options, inputs, Rendezvous.open(options.parallel, options.device))["eval/loss"]
 
 
 @pytest.mark.parametrize("file", ["corpus.txt", "documents.jsonl"])

@@ -20,7 +20,7 @@ from lm_eval.api.metrics import mean_stderr
 from lm_eval.models.huggingface import HFLM
 
 from kitforge import load_model, load_tokenizer
-from kitforge.inference.text import InferenceOptions
+from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.transformers.evaluation import Evaluation, Evaluator
 from kitforge.kits.transformers.questions import load_task
 from tests.tokenizer_folders import write_kind

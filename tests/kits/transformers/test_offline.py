@@ -12,10 +12,10 @@ from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
-from kitforge.inference.text import InferenceOptions, TextEngine
+from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from kitforge.kits.transformers.offline import answer, read_prompts
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import build
+from kitforge.models.loading import build
 from tests.trainer import tiny
 
 OPTIONS = InferenceOptions(max_new_tokens=8, temperature=1.0)
@@ -25,7 +25,7 @@ OPTIONS = InferenceOptions(max_new_tokens=8, temperature=1.0)
 def texts() -> TextEngine:
     config = config_of(tiny.LLAMA | {"vocab_size": ByteTokenizer.vocab_size})
     model = build(config, device=torch.device("cpu"), seed=3).eval()
-    return TextEngine(Engine(model, EngineOptions(max_sequences=2), stop_ids=(256,)), ByteTokenizer())
+    return TextEngine(Engine(model, EngineOptions(max_num_seqs=2), stop_ids=(256,)), ByteTokenizer())
 
 
 @pytest.fixture

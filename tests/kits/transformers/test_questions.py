@@ -14,8 +14,8 @@ import pytest
 from kitforge.api import load_model, load_tokenizer
 from kitforge.cli import main as cli
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.inference.continuations import Branches, ChoiceScore
-from kitforge.inference.score import score
+from kitforge.inference.choice_scoring import ChoiceBatch, ChoiceScore
+from kitforge.inference.logprobs import token_logprobs
 from kitforge.kits.transformers import evaluation
 from kitforge.kits.transformers.questions import load_task, number
 from tests.small_run import TEXT, write_run
@@ -65,7 +65,7 @@ def test_questions_are_measured_as_a_plain_loop_does(run: Path, tmp_path: Path, 
         stem = tokenizer.encode(str(question["query"]))
         scores = []
         for choice in question["choices"]:
-            (logprobs,) = score(model, [stem + tokenizer.encode(f" {choice}")], 512)
+            (logprobs,) = token_logprobs(model, [stem + tokenizer.encode(f" {choice}")], 512)
             scores.append(sum(logprobs[len(stem) - 1 :]))
         per_byte = [value / len(choice) for value, choice in zip(scores, question["choices"], strict=True)]
         right += scores.index(max(scores)) == question["gold"]
@@ -105,7 +105,7 @@ def test_an_empty_question_is_named(tmp_path: Path, line: str) -> None:
 def plain(run: Path, pairs: list[tuple[list[int], list[int]]]) -> list[float]:
     """The log-probability of each second part after its first, one at a time."""
     model = load_model(run, "cpu")
-    found = [score(model, [[*stem, *branch]], 512)[0][len(stem) - 1 :] for stem, branch in pairs]
+    found = [token_logprobs(model, [[*stem, *branch]], 512)[0][len(stem) - 1 :] for stem, branch in pairs]
     return [sum(each) for each in found]
 
 
@@ -131,10 +131,10 @@ def test_choices_are_weighed_by_bytes_and_not_by_letters(
     run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # By letters the first has -3, the second -2; by bytes the first has -1, the second -2.
-    def fixed(_model: object, trees: list[Branches], _max_tokens: int) -> list[list[ChoiceScore]]:
+    def fixed(_model: object, trees: list[ChoiceBatch], _max_tokens: int) -> list[list[ChoiceScore]]:
         return [[ChoiceScore(logprob=value, greedy=()) for value in (-6.0, -4.0)] for _ in trees]
 
-    monkeypatch.setattr(evaluation, "score_branches", fixed)
+    monkeypatch.setattr(evaluation, "choice_logprobs", fixed)
     path = write(tmp_path / "bytes.jsonl", [{"query": "a", "choices": ["三三", "ab"], "gold": 0}])
     assert command("evaluate", run, f"tasks=[{path}]") == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -13,11 +13,11 @@ import torch
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.inference.engine import Engine
 from kitforge.inference.options import EngineOptions
-from kitforge.inference.text import InferenceOptions
+from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.transformers import samples
 from kitforge.kits.transformers.samples import Samples, engine_options
 from kitforge.models.catalog import config_of
-from kitforge.models.folder import build
+from kitforge.models.loading import build
 from kitforge.trainer.callbacks.callback import Event
 from tests.trainer import tiny
 
@@ -26,8 +26,10 @@ PROMPTS = ["the sun", "a", "old cafe"]
 
 def run_of(model: Any, folder: Path, degree: int = 1, zero: int = 3) -> tuple[Any, list[tuple[str, str]]]:
     notes: list[tuple[str, str]] = []
-    mesh = SimpleNamespace(degree=lambda axis: degree if axis == "shard" else 1, degrees=SimpleNamespace(zero=zero))
-    state = SimpleNamespace(parallel=SimpleNamespace(rest=lambda: None), cursor=SimpleNamespace(step=1))
+    mesh = SimpleNamespace(
+        degree=lambda axis: degree if axis == "shard" else 1, degrees=SimpleNamespace(zero_stage=zero)
+    )
+    state = SimpleNamespace(parallel=SimpleNamespace(reshard=lambda: None), cursor=SimpleNamespace(step=1))
     world = SimpleNamespace(rank=0, mesh=None if degree == 1 else mesh)
     note = lambda event, message: notes.append((event, message))  # noqa: E731
     return SimpleNamespace(model=model, world=world, state=state, folder=folder, note=note), notes

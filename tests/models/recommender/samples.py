@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import REFERENCE
-from kitforge.core.nn.lookup import SampleShape
+from kitforge.core.nn.embedding_spec import SampleShape
 from kitforge.models.catalog import recommender_of
 
 SHAPE = SampleShape(

@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from kitforge.composition import preset_values
 from kitforge.core.kernels.dispatch import REFERENCE
-from kitforge.core.nn.cross import CrossNetwork, dot_interaction
-from kitforge.core.nn.lookup import SampleShape
-from kitforge.core.nn.noise import SampleNoise
-from kitforge.core.nn.tower import Tower
+from kitforge.core.nn.cross_network import CrossNetwork, dot_interaction
+from kitforge.core.nn.dropout import SampleDropout
+from kitforge.core.nn.embedding_spec import SampleShape
+from kitforge.core.nn.mlp_tower import MLPTower
 from kitforge.foundation.errors import ConfigError
 from kitforge.models.catalog import RECOMMENDERS, recommender_of
 from kitforge.models.deepfm.model import pairwise
@@ -25,7 +25,7 @@ from kitforge.models.wide_deep.model import WideDeep
 from tests.models.recommender.samples import FAMILIES, SHAPE, config_of, inputs_of, network_of
 
 
-def tower(weights: Tower, input: Tensor) -> Tensor:
+def tower(weights: MLPTower, input: Tensor) -> Tensor:
     for layer in list(weights.layers)[:-1]:
         input = torch.clamp(input @ layer.weight.T + layer.bias, min=0.0)
     last = weights.layers[-1]
@@ -190,10 +190,10 @@ def test_towers_need_the_features_of_either_side() -> None:
 
 def test_noise_depends_on_the_sample_alone() -> None:
     samples = torch.arange(250, 262)
-    whole = SampleNoise(seed=3, step=7, samples=samples).mask("tower.0", 8, 0.5)
-    part = SampleNoise(seed=3, step=7, samples=samples[4:9]).mask("tower.0", 8, 0.5)
+    whole = SampleDropout(seed=3, step=7, samples=samples).mask("tower.0", 8, 0.5)
+    part = SampleDropout(seed=3, step=7, samples=samples[4:9]).mask("tower.0", 8, 0.5)
     assert torch.equal(part, whole[4:9])
-    other = SampleNoise(seed=3, step=8, samples=samples).mask("tower.0", 8, 0.5)
+    other = SampleDropout(seed=3, step=8, samples=samples).mask("tower.0", 8, 0.5)
     assert not torch.equal(other, whole)
     assert set(whole.unique().tolist()) == {False, True}
 

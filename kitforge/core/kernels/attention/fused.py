@@ -1,5 +1,5 @@
 """`attention` by torch's scaled dot product attention, in fp32 where the processor has no half precision; where it has,
-short texts go by plain products (`products`)."""
+short texts go by plain products (`bf16_attention`)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels.attention import products
-from kitforge.core.kernels.half import storage_dtype
+from kitforge.core.kernels.attention import bf16_attention
+from kitforge.core.kernels.mixed_precision import storage_dtype
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """See `dispatch.Attention`."""
+    """See `dispatch.AttentionKernel`."""
     half = storage_dtype(query)
-    if half is None and mask is None and causal and products.are_few(query):
-        return products.attention(query, key, value, scale)
+    if half is None and mask is None and causal and bf16_attention.fits_in_memory(query):
+        return bf16_attention.attention(query, key, value, scale)
     with nullcontext() if half is None else _stored(half):
         return traceable_attention(query, key, value, mask=mask, causal=causal, scale=scale)
 

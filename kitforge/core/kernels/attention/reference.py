@@ -20,6 +20,6 @@ def probabilities(query: Tensor, key: Tensor, *, mask: Tensor | None, causal: bo
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """See `dispatch.Attention`."""
+    """See `dispatch.AttentionKernel`."""
     weights = probabilities(query, key, mask=mask, causal=causal, scale=scale)
     return weights @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)

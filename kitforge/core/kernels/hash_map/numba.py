@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.core.kernels.compiled import compiled, prefetch, share
+from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch
 
 # A place of the table is free where its slot is this; keys may be any number.
 FREE = -1
@@ -27,8 +27,8 @@ Keys = NDArray[np.int64]
 
 
 @final
-class HashMap:
-    """See `core.kernels.dispatch.HashMap`."""
+class OpenAddressingHashMap:
+    """See `core.kernels.dispatch.HashMapKernel`."""
 
     def __init__(self, room: int = 0) -> None:
         self._num_keys = 0
@@ -39,20 +39,22 @@ class HashMap:
 
     def lookup(self, keys: Tensor, out: Tensor | None = None, through: Tensor | None = None) -> Tensor:
         """See the protocol."""
-        found = torch.empty(len(keys), dtype=torch.int64) if out is None else out
-        table, wanted, slots = self._table, keys.numpy(), found.numpy()
+        result = torch.empty(len(keys), dtype=torch.int64) if out is None else out
+        table, wanted, slots = self._table, keys.numpy(), result.numpy()
         if through is None:
-            share(lambda start, stop: _lookup(table, wanted, slots, start, stop), len(wanted), GRAIN)
+            parallel_for(lambda start, stop: _lookup(table, wanted, slots, start, stop), len(wanted), GRAIN)
         else:
             others = through.numpy()
-            share(lambda start, stop: _lookup_through(table, wanted, others, slots, start, stop), len(wanted), GRAIN)
-        return found
+            parallel_for(
+                lambda start, stop: _lookup_through(table, wanted, others, slots, start, stop), len(wanted), GRAIN
+            )
+        return result
 
     def insert(self, keys: Tensor, slots: Tensor) -> Tensor:
         """See the protocol."""
         if len(self._table) < _size(self._num_keys + len(keys)):
             table = _empty(self._num_keys + len(keys))
-            _move(self._table, table)
+            _rehash(self._table, table)
             self._table = table
         before = torch.empty(len(keys), dtype=torch.int64)
         self._num_keys += _insert(self._table, keys.numpy(), slots.numpy(), before.numpy())
@@ -66,9 +68,9 @@ class HashMap:
 
     def items(self) -> tuple[Tensor, Tensor]:
         """See the protocol."""
-        taken = torch.from_numpy(self._table[self._table[:, 1] != FREE])
-        order = torch.argsort(taken[:, 0])
-        return taken[order, 0], taken[order, 1]
+        occupied = torch.from_numpy(self._table[self._table[:, 1] != FREE])
+        order = torch.argsort(occupied[:, 0])
+        return occupied[order, 0], occupied[order, 1]
 
 
 def _size(num_keys: int) -> int:
@@ -92,17 +94,17 @@ def _home(key: Any, mask: Any) -> Any:
 
 
 @compiled
-def _place(table: Table, key: Any) -> Any:
+def _probe(table: Table, key: Any) -> Any:
     """Where the key is, or the free place that it would take."""
     mask = len(table) - 1
-    place = _home(key, mask)
-    while table[place, 1] != FREE and table[place, 0] != key:
-        place = (place + 1) & mask
-    return place
+    position = _home(key, mask)
+    while table[position, 1] != FREE and table[position, 0] != key:
+        position = (position + 1) & mask
+    return position
 
 
 @compiled
-def _ask(table: Table, keys: Keys, number: int, stop: int) -> None:
+def _prefetch_key(table: Table, keys: Keys, number: int, stop: int) -> None:
     """Ask for the place of a key that comes later."""
     if number < stop:
         prefetch(table, _home(keys[number], len(table) - 1), 0)
@@ -111,17 +113,17 @@ def _ask(table: Table, keys: Keys, number: int, stop: int) -> None:
 @compiled
 def _lookup(table: Table, keys: Keys, slots: Keys, start: int, stop: int) -> None:
     for number in range(start, stop):
-        _ask(table, keys, number + AHEAD, stop)
-        slots[number] = table[_place(table, keys[number]), 1]
+        _prefetch_key(table, keys, number + AHEAD, stop)
+        slots[number] = table[_probe(table, keys[number]), 1]
 
 
 @compiled
 def _lookup_through(table: Table, keys: Keys, others: Keys, slots: Keys, start: int, stop: int) -> None:
     rows = others.reshape(-1, 1)
     for number in range(start, stop + AHEAD):
-        _ask(table, keys, number + AHEAD, stop)
+        _prefetch_key(table, keys, number + AHEAD, stop)
         if number < stop:
-            slots[number] = table[_place(table, keys[number]), 1]
+            slots[number] = table[_probe(table, keys[number]), 1]
             prefetch(rows, max(slots[number], 0), 0)
         # What was asked for a while ago is there by now.
         one = number - AHEAD
@@ -133,35 +135,35 @@ def _lookup_through(table: Table, keys: Keys, others: Keys, slots: Keys, start: 
 def _insert(table: Table, keys: Keys, slots: Keys, before: Keys) -> int:
     num_new = 0
     for number in range(len(keys)):
-        _ask(table, keys, number + AHEAD, len(keys))
-        place = _place(table, keys[number])
-        before[number] = table[place, 1]
-        if table[place, 1] == FREE:
+        _prefetch_key(table, keys, number + AHEAD, len(keys))
+        position = _probe(table, keys[number])
+        before[number] = table[position, 1]
+        if table[position, 1] == FREE:
             num_new += 1
-        table[place, 0] = keys[number]
-        table[place, 1] = slots[number]
+        table[position, 0] = keys[number]
+        table[position, 1] = slots[number]
     return num_new
 
 
 @compiled
-def _move(old: Table, new: Table) -> None:
+def _rehash(old: Table, new: Table) -> None:
     for number in range(len(old)):
         if old[number, 1] != FREE:
-            place = _place(new, old[number, 0])
-            new[place, 0] = old[number, 0]
-            new[place, 1] = old[number, 1]
+            position = _probe(new, old[number, 0])
+            new[position, 0] = old[number, 0]
+            new[position, 1] = old[number, 1]
 
 
 @compiled
 def _remove(table: Table, keys: Keys, slots: Keys) -> int:
     num_removed = 0
     for number in range(len(keys)):
-        _ask(table, keys, number + AHEAD, len(keys))
-        place = _place(table, keys[number])
-        slots[number] = table[place, 1]
-        if table[place, 1] != FREE:
+        _prefetch_key(table, keys, number + AHEAD, len(keys))
+        position = _probe(table, keys[number])
+        slots[number] = table[position, 1]
+        if table[position, 1] != FREE:
             num_removed += 1
-            _close(table, place)
+            _close(table, position)
     return num_removed
 
 
@@ -169,13 +171,13 @@ def _remove(table: Table, keys: Keys, slots: Keys) -> int:
 def _close(table: Table, gap: int) -> None:
     """Free a place, and move up whatever would not be found any more (Knuth, volume 3, algorithm 6.4R)."""
     mask = len(table) - 1
-    place = (gap + 1) & mask
-    while table[place, 1] != FREE:
-        home = _home(table[place, 0], mask)
+    position = (gap + 1) & mask
+    while table[position, 1] != FREE:
+        home = _home(table[position, 0], mask)
         # It may move unless its home lies, going round, behind the gap and up to where it is.
-        if ((place - home) & mask) >= ((place - gap) & mask):
-            table[gap, 0] = table[place, 0]
-            table[gap, 1] = table[place, 1]
-            gap = place
-        place = (place + 1) & mask
+        if ((position - home) & mask) >= ((position - gap) & mask):
+            table[gap, 0] = table[position, 0]
+            table[gap, 1] = table[position, 1]
+            gap = position
+        position = (position + 1) & mask
     table[gap, 1] = FREE

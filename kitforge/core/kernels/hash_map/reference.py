@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 @final
-class HashMap:
-    """See `core.kernels.dispatch.HashMap`."""
+class DictHashMap:
+    """See `core.kernels.dispatch.HashMapKernel`."""
 
     def __init__(self, room: int = 0) -> None:
         self._slots: dict[int, int] = {}
@@ -20,10 +20,10 @@ class HashMap:
 
     def lookup(self, keys: Tensor, out: Tensor | None = None, through: Tensor | None = None) -> Tensor:
         """See the protocol."""
-        found = torch.tensor([self._slots.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
+        slots = torch.tensor([self._slots.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
         if through is not None:
-            found[found >= 0] = through[found[found >= 0]]
-        return found if out is None else out.copy_(found)
+            slots[slots >= 0] = through[slots[slots >= 0]]
+        return slots if out is None else out.copy_(slots)
 
     def insert(self, keys: Tensor, slots: Tensor) -> Tensor:
         """See the protocol."""

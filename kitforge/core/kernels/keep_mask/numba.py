@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.core.kernels.compiled import compiled, share
 from kitforge.core.kernels.keep_mask.reference import INCREMENTS, MULTIPLIERS, ROUNDS, threshold
+from kitforge.core.kernels.numba_runtime import compiled, parallel_for
 
 # Counters that are worth a thread.
 GRAIN = 2**12
@@ -22,16 +22,18 @@ NEAR = 256
 
 
 def keep_mask(key: int, rows: Tensor, start: int, count: int, rate: float) -> Tensor:
-    """See `core.kernels.dispatch.KeepMask`."""
+    """See `core.kernels.dispatch.KeepMaskKernel`."""
     first, last = start // 4, -(-(start + count) // 4)
     size = last - first
     kept = torch.empty(len(rows), 4 * size, dtype=torch.bool)
     given = (np.uint64(key), rows.numpy(), first, np.uint64(threshold(rate)), kept.numpy())
     # Threads have rows of their own, or a part of every row where those are few and long.
     if len(rows) > size:
-        share(lambda begin, end: _keep(*given, begin, end, 0, size), len(rows), max(1, GRAIN // max(size, 1)))
+        parallel_for(lambda begin, end: _keep(*given, begin, end, 0, size), len(rows), max(1, GRAIN // max(size, 1)))
     else:
-        share(lambda begin, end: _keep(*given, 0, len(rows), begin, end), size, max(1, GRAIN // max(len(rows), 1)))
+        parallel_for(
+            lambda begin, end: _keep(*given, 0, len(rows), begin, end), size, max(1, GRAIN // max(len(rows), 1))
+        )
     return kept[:, start - 4 * first :][:, :count].contiguous()
 
 
@@ -54,22 +56,22 @@ def _keep(
         sample = np.uint64(rows[row])
         for start in range(begin, end, NEAR):
             size = min(NEAR, end - start)
-            for place in range(size):
-                group = np.uint64(first + start + place)
-                one[place], two[place] = group & _WORD, group >> _HALF
-                three[place], four[place] = sample & _WORD, sample >> _HALF
+            for index in range(size):
+                group = np.uint64(first + start + index)
+                one[index], two[index] = group & _WORD, group >> _HALF
+                three[index], four[index] = sample & _WORD, sample >> _HALF
             low, high = key & _WORD, key >> _HALF
             for _ in range(ROUNDS):
-                for place in range(size):
-                    left, right = _FACTORS[0] * one[place], _FACTORS[1] * three[place]
-                    one[place] = (right >> _HALF) ^ two[place] ^ low
-                    two[place] = right & _WORD
-                    three[place] = (left >> _HALF) ^ four[place] ^ high
-                    four[place] = left & _WORD
+                for index in range(size):
+                    left, right = _FACTORS[0] * one[index], _FACTORS[1] * three[index]
+                    one[index] = (right >> _HALF) ^ two[index] ^ low
+                    two[index] = right & _WORD
+                    three[index] = (left >> _HALF) ^ four[index] ^ high
+                    four[index] = left & _WORD
                 low, high = (low + _KEY_STEPS[0]) & _WORD, (high + _KEY_STEPS[1]) & _WORD
-            for place in range(size):
-                target = 4 * (start + place)
-                kept[row, target] = one[place] >= least
-                kept[row, target + 1] = two[place] >= least
-                kept[row, target + 2] = three[place] >= least
-                kept[row, target + 3] = four[place] >= least
+            for index in range(size):
+                target = 4 * (start + index)
+                kept[row, target] = one[index] >= least
+                kept[row, target + 1] = two[index] >= least
+                kept[row, target + 2] = three[index] >= least
+                kept[row, target + 3] = four[index] >= least

@@ -21,7 +21,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def keep_mask(key: int, rows: Tensor, start: int, count: int, rate: float) -> Tensor:
-    """See `core.kernels.dispatch.KeepMask`."""
+    """See `core.kernels.dispatch.KeepMaskKernel`."""
     device = rows.device
     first, last = start // 4, -(-(start + count) // 4)
     kept = torch.empty(len(rows), 4 * (last - first), dtype=torch.bool, device=device)

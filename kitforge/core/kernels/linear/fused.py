@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels.half import NATIVE, matched, storage_dtype
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, match_dtype, storage_dtype
 
 # Rows of which fp32 copies exist at once: enough for full speed of the products, few enough to stay in the caches.
 ROWS = 512
@@ -31,12 +31,12 @@ def linear(
     *,
     few_rows: Callable[[], Callable[[Tensor, Tensor, Tensor | None], Tensor]] | None = None,
 ) -> Tensor:
-    """See `dispatch.Linear`. `few_rows` gives the product to be used where `are_few` says so."""
+    """See `dispatch.LinearKernel`. `few_rows` gives the product to be used where `are_few` says so."""
     if few_rows is not None and are_few(input, weight):
         return few_rows()(input, weight, bias)
     half = storage_dtype(input)
     if half is None:
-        return functional.linear(input, *matched(input, weight, bias))
+        return functional.linear(input, *match_dtype(input, weight, bias))
     result: Tensor = _StoredHalf.apply(input, weight, bias, half)  # type: ignore[no-untyped-call]
     return result
 
@@ -46,7 +46,7 @@ def are_few(input: Tensor, weight: Tensor) -> bool:
     dtype = weight.dtype
     if torch.is_grad_enabled() or input.dtype is not dtype or dtype not in (torch.float32, torch.bfloat16):
         return False
-    few = FEW_NATIVE_ROWS if dtype is torch.bfloat16 and NATIVE[dtype] else FEW_ROWS
+    few = FEW_NATIVE_ROWS if dtype is torch.bfloat16 and NATIVE_DTYPES[dtype] else FEW_ROWS
     return (
         input.numel() <= few * input.shape[-1]
         and input.is_cpu
@@ -59,7 +59,7 @@ def traceable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     """The same in plain operations, which a compiler fuses with their neighbours."""
     half = storage_dtype(input)
     if half is None:
-        return functional.linear(input, *matched(input, weight, bias))
+        return functional.linear(input, *match_dtype(input, weight, bias))
     with torch.autocast(input.device.type, enabled=False):
         rounded = input.to(half).to(weight.dtype)
         return functional.linear(rounded, weight, bias).to(half)
@@ -89,11 +89,11 @@ class _StoredHalf(torch.autograd.Function):
         grad_input = torch.empty(stored.shape, dtype=ctx.input_dtype, device=grad.device) if wants_input else None
         grad_weight = torch.zeros_like(matrix) if wants_weight else None
         grad_bias = matrix.new_zeros(len(matrix)) if ctx.has_bias and wants_bias else None
-        places = _parts(stored if grad_input is None else grad_input)
-        for rows, part, place in zip(_parts(stored), _parts(grad), places, strict=True):
+        targets = _parts(stored if grad_input is None else grad_input)
+        for rows, part, target in zip(_parts(stored), _parts(grad), targets, strict=True):
             exact = _exact(part)
             if grad_input is not None:
-                place.copy_(exact @ matrix)
+                target.copy_(exact @ matrix)
             if grad_weight is not None:
                 grad_weight.addmm_(exact.t(), _exact(rows))
             if grad_bias is not None:

@@ -13,8 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.compiled import FLOAT, HALF, alike, floats, reordered, share, widened
-from kitforge.core.kernels.linear.tile import FEATURES, PAIRS, ROWS, tile
+from kitforge.core.kernels.linear.gemm_microkernel import FEATURES, PAIRS, ROWS, tile
+from kitforge.core.kernels.numba_runtime import (
+    FLOAT,
+    HALF,
+    array_at,
+    compiled_fastmath,
+    float32_at,
+    parallel_for,
+    widened,
+)
 
 # Multiplications that are worth a thread of their own: waking it takes as long as a million of them, and one thread
 # alone reads nearly as fast as memory gives.
@@ -22,7 +30,7 @@ GRAIN = 2**23
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `dispatch.Linear`; for contiguous weights in fp32 or bfloat16 on CPU, and without a gradient."""
+    """See `dispatch.LinearKernel`; for contiguous weights in fp32 or bfloat16 on CPU, and without a gradient."""
     num_outputs, num_features = weight.shape
     rows = input.contiguous()
     output = torch.empty(*input.shape[:-1], num_outputs)
@@ -42,14 +50,14 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if num_outputs < 2 * grain:
         multiply(*arguments, 0, num_outputs)
     else:
-        share(lambda start, stop: multiply(*arguments, start, stop), num_outputs, grain)
+        parallel_for(lambda start, stop: multiply(*arguments, start, stop), num_outputs, grain)
     return output if input.dtype is torch.float32 else output.to(input.dtype)
 
 
 _eight, _four, _two, _one = (tile(rows) for rows in (8, 4, 2, 1))
 
 
-@reordered
+@compiled_fastmath
 def multiply(
     like: Any,
     rows: int,
@@ -65,7 +73,7 @@ def multiply(
     """output [rows, out] = rows [rows, in] @ weight [out, in].T + bias [out] for the outputs start .. stop - 1, at
     these addresses. The output is in fp32, all else of numbers like that one; a bias at 0 is none."""
     sizes = num_rows, num_outputs, num_features
-    input, result = alike(rows, (num_rows, num_features), like), floats(output, (num_rows, num_outputs))
+    input, result = array_at(rows, (num_rows, num_features), like), float32_at(output, (num_rows, num_outputs))
     if PAIRS:
         _multiply(like, like, rows, weight, output, *sizes, start, stop)
     else:
@@ -75,12 +83,12 @@ def multiply(
                 exact[row, k] = widened(input[row, k])
         _multiply(FLOAT, like, exact.ctypes.data, weight, output, *sizes, start, stop)
     if num_features % FEATURES:
-        _add_rest(input, alike(weight, (num_outputs, num_features), like), result, start, stop)
+        _add_remainder(input, array_at(weight, (num_outputs, num_features), like), result, start, stop)
     if bias:
-        _add(alike(bias, (num_outputs,), like), result, start, stop)
+        _add(array_at(bias, (num_outputs,), like), result, start, stop)
 
 
-@reordered
+@compiled_fastmath
 def _multiply(
     one: Any,
     other: Any,
@@ -94,8 +102,11 @@ def _multiply(
     stop: int,
 ) -> None:
     """What the tiles give; rows are of numbers like the one, the weight like the other."""
-    row_bytes, output_bytes = num_features * alike(rows, (1,), one).itemsize, 4 * num_outputs
-    weight_bytes, whole = num_features * alike(weight, (1,), other).itemsize, num_features - num_features % FEATURES
+    row_bytes, output_bytes = num_features * array_at(rows, (1,), one).itemsize, 4 * num_outputs
+    weight_bytes, tiled_features = (
+        num_features * array_at(weight, (1,), other).itemsize,
+        num_features - num_features % FEATURES,
+    )
     # Three rows of the weight at a time, each of its own third, so that memory is read in three straight lines, which
     # the processor foresees. Where a third is short, the last row is multiplied once more.
     third = (stop - start + 2) // 3
@@ -106,29 +117,29 @@ def _multiply(
             x, y, left = rows + row * row_bytes, output + row * output_bytes, min(num_rows - row, ROWS)
             at, bt, ct = y + 4 * first, y + 4 * second, y + 4 * last
             if left > 4:
-                _eight(one, other, x, row_bytes, left - 1, a, b, c, whole, at, bt, ct, output_bytes)
+                _eight(one, other, x, row_bytes, left - 1, a, b, c, tiled_features, at, bt, ct, output_bytes)
             elif left > 2:
-                _four(one, other, x, row_bytes, left - 1, a, b, c, whole, at, bt, ct, output_bytes)
+                _four(one, other, x, row_bytes, left - 1, a, b, c, tiled_features, at, bt, ct, output_bytes)
             elif left > 1:
-                _two(one, other, x, row_bytes, 1, a, b, c, whole, at, bt, ct, output_bytes)
+                _two(one, other, x, row_bytes, 1, a, b, c, tiled_features, at, bt, ct, output_bytes)
             else:
-                _one(one, other, x, row_bytes, 0, a, b, c, whole, at, bt, ct, output_bytes)
+                _one(one, other, x, row_bytes, 0, a, b, c, tiled_features, at, bt, ct, output_bytes)
 
 
-@reordered
-def _add_rest(rows: Any, weight: Any, output: Any, start: int, stop: int) -> None:
+@compiled_fastmath
+def _add_remainder(rows: Any, weight: Any, output: Any, start: int, stop: int) -> None:
     """What the tiles have left out."""
     num_features = rows.shape[1]
     for row in range(len(rows)):
-        for place in range(start, stop):
-            total = output[row, place]
+        for column in range(start, stop):
+            total = output[row, column]
             for k in range(num_features - num_features % FEATURES, num_features):
-                total += widened(rows[row, k]) * widened(weight[place, k])
-            output[row, place] = total
+                total += widened(rows[row, k]) * widened(weight[column, k])
+            output[row, column] = total
 
 
-@reordered
+@compiled_fastmath
 def _add(bias: Any, output: Any, start: int, stop: int) -> None:
     for row in range(len(output)):
-        for place in range(start, stop):
-            output[row, place] += widened(bias[place])
+        for column in range(start, stop):
+            output[row, column] += widened(bias[column])

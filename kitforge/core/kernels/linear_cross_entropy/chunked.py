@@ -17,28 +17,28 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kitforge.core.kernels.half import compute_dtype, storage_dtype
+from kitforge.core.kernels.mixed_precision import compute_dtype, storage_dtype
 
 # Bytes of logits held at once: large enough for full speed of the products, small enough to stay near the caches.
 CHUNK_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VocabularyShare:
+class VocabularyShard:
     """Says that `weight` is only a part of a vocabulary, and how to reach the parts that others hold."""
 
     first: int  # the vocabulary's number of the first row
-    widest: int  # the rows of the largest part, so that all holders exchange as often
+    max_rows: int  # the rows of the largest part, so that all holders exchange as often
     gather: Callable[[Tensor], Tensor]  # a tensor to the tensors of all holders, stacked in a new first dim
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, share: VocabularyShare | None = None
+    hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """See `dispatch.LinearCrossEntropy`. With a `share` the loss is that of the whole vocabulary, on every holder; the
-    gradient of `hidden` is the part that comes from these rows."""
+    """See `dispatch.LinearCrossEntropyKernel`. With a `shard` the loss is that of the whole vocabulary, on every
+    holder; the gradient of `hidden` is the part that comes from these rows."""
     gradients = torch.is_grad_enabled()
-    result: Tensor = _Chunked.apply(hidden, weight, targets, gradients, share)  # type: ignore[no-untyped-call]
+    result: Tensor = _Chunked.apply(hidden, weight, targets, gradients, shard)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -50,7 +50,7 @@ class _Chunked(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         with_gradients: bool,
-        share: VocabularyShare | None,
+        shard: VocabularyShard | None,
     ) -> Tensor:
         rounded, matrix = _operands(hidden, weight)
         exact = torch.promote_types(rounded.dtype, torch.float32)
@@ -63,9 +63,9 @@ class _Chunked(torch.autograd.Function):
         # The logarithm of the sum of exponentials of each row.
         normalisers = torch.empty(hidden.shape[0], dtype=exact, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            for part in _chunks(hidden.shape[0], weight.shape[0] if share is None else share.widest, exact):
+            for part in _chunks(hidden.shape[0], weight.shape[0] if shard is None else shard.max_rows, exact):
                 logits = (rounded[part] @ matrix.t()).to(exact)
-                loss, normalisers[part] = _loss_into_gradient(logits, targets[part], share)
+                loss, normalisers[part] = _loss_into_gradient(logits, targets[part], shard)
                 total += loss
                 gradient = logits.to(rounded.dtype)
                 if grad_hidden is not None:
@@ -75,7 +75,7 @@ class _Chunked(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if ctx.scales_first and with_gradients:
-            ctx.first, ctx.hidden_dtype = 0 if share is None else share.first, hidden.dtype
+            ctx.first, ctx.hidden_dtype = 0 if shard is None else shard.first, hidden.dtype
             ctx.save_for_backward(rounded, weight, targets, normalisers)
         else:
             ctx.save_for_backward(grad_hidden, grad_weight)
@@ -135,14 +135,14 @@ def _scaled_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | N
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
-def _loss_into_gradient(logits: Tensor, targets: Tensor, share: VocabularyShare | None) -> tuple[Tensor, Tensor]:
+def _loss_into_gradient(logits: Tensor, targets: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor]:
     """The sum of the losses of logits [rows, vocab] and the normalisers [rows]; the logits become their gradient, zero
     where ignored."""
     counted = targets != -100
     # Only -100 is ignored: any other number outside the vocabulary has to fail in `gather`.
     index = torch.where(counted, targets, 0).unsqueeze(1)
-    if share is not None:
-        return _share_of_loss(logits, counted, index - share.first, share)
+    if shard is not None:
+        return _sharded_loss(logits, counted, index - shard.first, shard)
     highest = logits.amax(dim=1, keepdim=True)
     logits -= highest
     target_logits = logits.gather(1, index)
@@ -154,7 +154,7 @@ def _loss_into_gradient(logits: Tensor, targets: Tensor, share: VocabularyShare 
     return torch.where(counted, losses, 0).sum(), (below + highest).squeeze(1)
 
 
-def _share_of_loss(logits: Tensor, counted: Tensor, index: Tensor, share: VocabularyShare) -> tuple[Tensor, Tensor]:
+def _sharded_loss(logits: Tensor, counted: Tensor, index: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
     """The same over a part of the vocabulary: holders exchange a maximum, a sum and the target's logit a row."""
     rows, width = logits.shape
     is_here = (index >= 0) & (index < width)
@@ -164,7 +164,7 @@ def _share_of_loss(logits: Tensor, counted: Tensor, index: Tensor, share: Vocabu
     own[2] = torch.where(is_here, logits.gather(1, index), 0).squeeze(1) if width else 0
     logits -= own[0].unsqueeze(1)
     own[1] = logits.exp_().sum(dim=1)
-    highest, sums, target_logits = share.gather(own).unbind(1)  # each [holders, rows]
+    highest, sums, target_logits = shard.gather(own).unbind(1)  # each [holders, rows]
     top = highest.amax(dim=0)
     total = (sums * (highest - top).exp()).sum(dim=0)
     normalisers = total.log() + top

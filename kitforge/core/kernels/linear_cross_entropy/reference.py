@@ -8,7 +8,7 @@ from torch.nn import functional
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """See `dispatch.LinearCrossEntropy`."""
+    """See `dispatch.LinearCrossEntropyKernel`."""
     logits = functional.linear(hidden, weight)
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return functional.cross_entropy(exact, targets, ignore_index=-100, reduction="sum")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kitforge.core.kernels.half import compute_dtype, storage_dtype
-from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShare
+from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShard
+from kitforge.core.kernels.mixed_precision import compute_dtype, storage_dtype
 
 # Bytes of logits computed at once, and of those that are kept from the forward to the backward pass.
 CHUNK_BYTES = 32 * 2**20
@@ -22,14 +22,14 @@ def linear_log_probs(
     weight: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
-    share: VocabularyShare | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `dispatch.LinearLogProbs`. With a `share` both are those of the whole vocabulary, on every holder; the
+    """See `dispatch.LinearLogProbsKernel`. With a `shard` both are those of the whole vocabulary, on every holder; the
     gradient of `hidden` is the part that comes from these rows."""
-    apply = _Chunked.apply if share is None else _Shared.apply
-    further = () if share is None else (share,)
-    found: tuple[Tensor, Tensor] = apply(hidden, weight, targets, temperature, torch.is_grad_enabled(), *further)  # type: ignore[no-untyped-call]
-    return found
+    apply = _Chunked.apply if shard is None else _VocabularyParallel.apply
+    further = () if shard is None else (shard,)
+    result: tuple[Tensor, Tensor] = apply(hidden, weight, targets, temperature, torch.is_grad_enabled(), *further)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Chunked(torch.autograd.Function):
@@ -76,7 +76,7 @@ class _Chunked(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(ctx.dtypes[1]), None, None, None
 
 
-class _Shared(torch.autograd.Function):
+class _VocabularyParallel(torch.autograd.Function):
     """The same over a part of the vocabulary: holders exchange four numbers a row, all rows at once, as chunks of parts
     of different sizes would not meet. Logits are computed again in the backward pass."""
 
@@ -88,30 +88,30 @@ class _Shared(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         _with_gradients: bool,
-        share: VocabularyShare,
+        shard: VocabularyShard,
     ) -> tuple[Tensor, Tensor]:
         rounded, matrix = _operands(hidden, weight)
         exact = torch.promote_types(rounded.dtype, torch.float32)
         width, num_rows = weight.shape[0], hidden.shape[0]
-        places, is_here = _places(targets, share, width)
+        columns, is_here = _local_columns(targets, shard, width)
         # The maximum, the sum of exponentials under it, their product with the logits below it, the target's logit.
         own = torch.zeros(4, num_rows, dtype=exact, device=hidden.device)
         own[0] = -torch.inf
         for part in _chunks(num_rows, max(width, 1) * exact.itemsize) if width else []:
             logits = _logits(rounded[part], matrix, temperature, exact)
             own[0, part] = logits.amax(dim=1)
-            own[3, part] = torch.where(is_here[part], logits.gather(1, places[part].unsqueeze(1)).squeeze(1), 0)
+            own[3, part] = torch.where(is_here[part], logits.gather(1, columns[part].unsqueeze(1)).squeeze(1), 0)
             logits -= own[0, part].unsqueeze(1)
             own[1, part] = logits.exp().sum(dim=1)
             own[2, part] = (logits.exp() * logits).sum(dim=1)
-        highest, sums, products, chosen = share.gather(own).unbind(1)  # each [holders, rows]
+        highest, sums, products, chosen = shard.gather(own).unbind(1)  # each [holders, rows]
         top = highest.amax(dim=0)
         below = torch.where(sums > 0, highest - top, 0)
         total = (sums * below.exp()).sum(dim=0)
         normaliser = total.log() + top
         mean = ((products + sums * below) * below.exp()).sum(dim=0) / total
         entropies = total.log() - mean
-        ctx.save_for_backward(rounded, matrix, places, is_here, normaliser, entropies)
+        ctx.save_for_backward(rounded, matrix, columns, is_here, normaliser, entropies)
         ctx.temperature, ctx.dtypes = temperature, (hidden.dtype, weight.dtype)
         return chosen.sum(dim=0) - normaliser, entropies
 
@@ -120,7 +120,7 @@ class _Shared(torch.autograd.Function):
     def backward(
         ctx: Any, grad_chosen: Tensor, grad_entropies: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        rounded, matrix, places, is_here, normaliser, entropies = ctx.saved_tensors
+        rounded, matrix, columns, is_here, normaliser, entropies = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         exact, width = entropies.dtype, matrix.shape[0]
         grad_hidden = torch.zeros(rounded.shape, dtype=ctx.dtypes[0], device=rounded.device) if wants_hidden else None
@@ -130,7 +130,7 @@ class _Shared(torch.autograd.Function):
             gradient = (log_probs + entropies[part].unsqueeze(1)).mul_(-grad_entropies[part].unsqueeze(1))
             gradient = gradient.sub_(grad_chosen[part].unsqueeze(1)).mul_(log_probs.exp_())
             own = torch.where(is_here[part], grad_chosen[part], 0)
-            gradient.scatter_add_(1, places[part].unsqueeze(1), own.unsqueeze(1))
+            gradient.scatter_add_(1, columns[part].unsqueeze(1), own.unsqueeze(1))
             gradient = (gradient / ctx.temperature).to(rounded.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = gradient @ matrix
@@ -139,11 +139,11 @@ class _Shared(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(ctx.dtypes[1]), None, None, None, None
 
 
-def _places(targets: Tensor, share: VocabularyShare, width: int) -> tuple[Tensor, Tensor]:
+def _local_columns(targets: Tensor, shard: VocabularyShard, width: int) -> tuple[Tensor, Tensor]:
     """Where the targets stand among these rows, 0 where they do not, and whether they do."""
-    places = targets - share.first
-    is_here = (places >= 0) & (places < width)
-    return torch.where(is_here, places, 0), is_here
+    columns = targets - shard.first
+    is_here = (columns >= 0) & (columns < width)
+    return torch.where(is_here, columns, 0), is_here
 
 
 def _operands(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch.nn import functional
 def linear_log_probs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """See `dispatch.LinearLogProbs`."""
+    """See `dispatch.LinearLogProbsKernel`."""
     logits = functional.linear(hidden, weight)
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     log_probs = exact.log_softmax(-1)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.plain import is_small
+from kitforge.core.kernels.fast_path import is_small_and_eligible
 
 
 def rms_norm(
@@ -21,8 +21,8 @@ def rms_norm(
     *,
     few_rows: Callable[[], Callable[[Tensor, Tensor, float], Tensor]] | None = None,
 ) -> Tensor:
-    """See `dispatch.RMSNorm`. `few_rows` gives the loop to be used for a few rows without a gradient."""
-    if few_rows is not None and is_small(input) and weight.dtype is input.dtype:
+    """See `dispatch.RMSNormKernel`. `few_rows` gives the loop to be used for a few rows without a gradient."""
+    if few_rows is not None and is_small_and_eligible(input) and weight.dtype is input.dtype:
         return few_rows()(input, weight, eps)
     # Where nothing is kept for a backward pass, the bookkeeping of one would cost more than the norm of a token.
     if not torch.is_grad_enabled():
@@ -56,6 +56,6 @@ class _RMSNorm(torch.autograd.Function):
         )
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None
-        share = torch.linalg.vecdot(weighted.to(normal.dtype), normal).div_(input.shape[-1]).unsqueeze_(-1)
-        grad_input = normal.mul_(share).neg_().add_(weighted).mul_(scale)
+        projection = torch.linalg.vecdot(weighted.to(normal.dtype), normal).div_(input.shape[-1]).unsqueeze_(-1)
+        grad_input = normal.mul_(projection).neg_().add_(weighted).mul_(scale)
         return grad_input.to(input.dtype), grad_weight, None

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.compiled import floats, reordered
+from kitforge.core.kernels.numba_runtime import compiled_fastmath, float32_at
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `dispatch.RMSNorm`; on CPU, in fp32 or below, and without a gradient."""
+    """See `dispatch.RMSNormKernel`; on CPU, in fp32 or below, and without a gradient."""
     exact = input.float().contiguous()
     output = torch.empty_like(exact)
     is_exact = input.dtype is torch.float32
@@ -22,11 +22,11 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     return output if is_exact else output.to(input.dtype) * factors
 
 
-@reordered
+@compiled_fastmath
 def _normalise(input: int, weight: int, output: int, num_rows: int, dim: int, eps: float) -> None:
     """Over what lies at these addresses; a weight at 0 is none."""
     shape = (num_rows, dim)
-    rows, results, factors = floats(input, shape), floats(output, shape), floats(weight, (dim,))
+    rows, results, factors = float32_at(input, shape), float32_at(output, shape), float32_at(weight, (dim,))
     for row in range(num_rows):
         total = np.float32(0)
         for k in range(dim):

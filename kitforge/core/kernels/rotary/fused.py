@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.plain import is_small
+from kitforge.core.kernels.fast_path import is_small_and_eligible
 from kitforge.core.kernels.rotary import reference
 
 
@@ -20,11 +20,16 @@ def rotary(
     *,
     few_rows: Callable[[], Callable[[Tensor, Tensor, Tensor, bool], Tensor]] | None = None,
 ) -> Tensor:
-    """See `dispatch.Rotary`. `few_rows` gives the loop to be used for a few tokens without a gradient."""
-    if few_rows is not None and is_small(input) and cos.dtype is sin.dtype is torch.float32 and cos.shape[0] == 1:
+    """See `dispatch.RotaryKernel`. `few_rows` gives the loop to be used for a few tokens without a gradient."""
+    if (
+        few_rows is not None
+        and is_small_and_eligible(input)
+        and cos.dtype is sin.dtype is torch.float32
+        and cos.shape[0] == 1
+    ):
         return few_rows()(input, cos, sin, interleaved)
     if not torch.is_grad_enabled():
-        return _turn(input, cos, sin, interleaved)
+        return _rotate(input, cos, sin, interleaved)
     result: Tensor = _Rotary.apply(input, cos, sin, interleaved)  # type: ignore[no-untyped-call]
     return result
 
@@ -34,15 +39,15 @@ class _Rotary(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _turn(input, cos, sin, interleaved)
+        return _rotate(input, cos, sin, interleaved)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin, ctx.interleaved), None, None, None
+        return _rotate(grad, cos, -sin, ctx.interleaved), None, None, None
 
 
-def _turn(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _rotate(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Writes both halves into one output; between them stands a tensor only where half precision is rounded to."""
     if interleaved:
         return reference.rotary(input, cos, sin, interleaved)
@@ -50,7 +55,7 @@ def _turn(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     output = torch.empty_like(input)
     sizes = [pairs, pairs, input.shape[-1] - 2 * pairs]
-    (first, second, rest), (turned_first, turned_second, kept) = (
+    (first, second, unrotated), (turned_first, turned_second, kept) = (
         torch.split(input, sizes, -1),
         torch.split(output, sizes, -1),
     )
@@ -61,5 +66,5 @@ def _turn(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         turned_first.copy_((first * cos).addcmul_(second, sin, value=-1))
         turned_second.copy_((second * cos).addcmul_(first, sin))
     if sizes[2]:
-        kept.copy_(rest)
+        kept.copy_(unrotated)
     return output

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.compiled import floats, reordered
+from kitforge.core.kernels.numba_runtime import compiled_fastmath, float32_at
 
 
 def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """See `dispatch.Rotary`; for angles [1, length, pairs] in fp32, on CPU, in fp32 or below, without a gradient."""
+    """`dispatch.RotaryKernel` for angles [1, length, pairs] in fp32, on CPU, in fp32 or below, without a gradient."""
     # [batch, length, heads, head_dim], in which order a projection leaves them.
     tokens = input.transpose(1, 2).float().contiguous()
     output = torch.empty_like(tokens)
@@ -22,7 +22,7 @@ def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
     return output.to(input.dtype).transpose(1, 2)
 
 
-@reordered
+@compiled_fastmath
 def _turn(
     input: int,
     cos: int,
@@ -37,8 +37,8 @@ def _turn(
 ) -> None:
     """Over what lies at these addresses."""
     shape = (batch, length, num_heads, head_dim)
-    tokens, turned = floats(input, shape), floats(output, shape)
-    cosines, sines = floats(cos, (length, pairs)), floats(sin, (length, pairs))
+    tokens, turned = float32_at(input, shape), float32_at(output, shape)
+    cosines, sines = float32_at(cos, (length, pairs)), float32_at(sin, (length, pairs))
     step, apart = (2, 1) if interleaved else (1, pairs)
     for row in range(batch):
         for token in range(length):

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """See `dispatch.Rotary`. Angles are fp32; the products are taken in fp32 at least and cast back."""
-    turned, rest = input[..., : 2 * cos.shape[-1]], input[..., 2 * cos.shape[-1] :]
+    """See `dispatch.RotaryKernel`. Angles are fp32; the products are taken in fp32 at least and cast back."""
+    turned, unrotated = input[..., : 2 * cos.shape[-1]], input[..., 2 * cos.shape[-1] :]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if interleaved:
         first, second = turned[..., 0::2], turned[..., 1::2]
@@ -16,4 +16,4 @@ def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
     else:
         first, second = turned.chunk(2, dim=-1)
         pairs = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((pairs.to(input.dtype), rest), dim=-1)
+    return torch.cat((pairs.to(input.dtype), unrotated), dim=-1)

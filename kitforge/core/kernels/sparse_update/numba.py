@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.core.kernels.compiled import compiled, prefetch, share
+from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch
 from kitforge.core.kernels.sparse_update.powers import Powers
-from kitforge.core.kernels.sparse_update.reference import LAST_STEP, UPDATES, whole
+from kitforge.core.kernels.sparse_update.reference import LAST_STEP, UPDATES, integer_view
 from kitforge.foundation.errors import ModelError
 
 # Numbers that are worth a thread.
@@ -21,8 +21,8 @@ AHEAD = 16
 SMALLEST_EPS = 1e-15
 
 Floats = NDArray[Any]
-Whole = NDArray[Any]
-Places = NDArray[np.int64]
+Integers = NDArray[Any]
+Indices = NDArray[np.int64]
 
 
 def sgd(slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float) -> None:
@@ -109,12 +109,12 @@ def catch_up(
     # Then what a resting row moves in a step, but for rates and biases, never grows.
     is_bounded = mean_beta * mean_beta <= square_beta and eps >= SMALLEST_EPS
     kept, biases = (table.numpy() for table in powers.tables(step, slab))
-    rows = (slab.numpy(), whole(slab).numpy(), slots.numpy())
+    rows = (slab.numpy(), integer_view(slab).numpy(), slots.numpy())
     # The rates that a row may still have to be told of: all from the first step on are far more than most rows need.
-    told = rows[1][rows[2], LAST_STEP][rows[1][rows[2], UPDATES] > 0].min(initial=step - 1)
-    used = rates[told:step].to(slab.dtype)
-    numbers = (used.numpy(), int(told), *_numbers(slab, float(used.max()), eps))
-    share(
+    first_step = rows[1][rows[2], LAST_STEP][rows[1][rows[2], UPDATES] > 0].min(initial=step - 1)
+    used = rates[first_step:step].to(slab.dtype)
+    numbers = (used.numpy(), int(first_step), *_numbers(slab, float(used.max()), eps))
+    parallel_for(
         lambda start, stop: _catch_up(*rows, dim, step, numbers, kept, biases, is_bounded, start, stop),
         len(slots),
         GRAIN // max(dim, 1),
@@ -122,12 +122,12 @@ def catch_up(
 
 
 def _over_rows(
-    loop: Any, slab: Tensor, slots: Tensor, gradients: Tensor, step: int, numbers: tuple[Any, ...], *tables: Floats
+    update: Any, slab: Tensor, slots: Tensor, gradients: Tensor, step: int, numbers: tuple[Any, ...], *tables: Floats
 ) -> list[Any]:
     """Let threads share a loop over rows."""
-    rows = (slab.numpy(), whole(slab).numpy(), slots.numpy(), gradients.contiguous().numpy())
+    rows = (slab.numpy(), integer_view(slab).numpy(), slots.numpy(), gradients.contiguous().numpy())
     grain = GRAIN // max(gradients.shape[1], 1)
-    return share(lambda start, stop: loop(*rows, step, numbers, *tables, start, stop), len(slots), grain)
+    return parallel_for(lambda start, stop: update(*rows, step, numbers, *tables, start, stop), len(slots), grain)
 
 
 def _numbers(slab: Tensor, *values: float) -> tuple[Any, ...]:
@@ -142,7 +142,7 @@ def _betas(powers: Powers) -> tuple[float, ...]:
 
 
 @compiled
-def _ask(slab: Floats, slots: Places, number: int, stop: int) -> None:
+def _prefetch_row(slab: Floats, slots: Indices, number: int, stop: int) -> None:
     """Ask for a row that comes later."""
     if number < stop:
         for column in range(0, slab.shape[1], 16):
@@ -151,7 +151,7 @@ def _ask(slab: Floats, slots: Places, number: int, stop: int) -> None:
 
 
 @compiled
-def _count(counters: Whole, slot: int, step: int) -> None:
+def _count(counters: Integers, slot: int, step: int) -> None:
     width = counters.shape[1]
     counters[slot, width + LAST_STEP] = step
     counters[slot, width + UPDATES] += 1
@@ -160,8 +160,8 @@ def _count(counters: Whole, slot: int, step: int) -> None:
 @compiled
 def _sgd(
     slab: Floats,
-    counters: Whole,
-    slots: Places,
+    counters: Integers,
+    slots: Indices,
     gradients: Floats,
     step: int,
     numbers: tuple[Any, ...],
@@ -170,7 +170,7 @@ def _sgd(
 ) -> None:
     rate, decay = numbers
     for number in range(start, stop):
-        _ask(slab, slots, number + AHEAD, stop)
+        _prefetch_row(slab, slots, number + AHEAD, stop)
         slot = slots[number]
         if decay == 0:
             for column in range(gradients.shape[1]):
@@ -184,8 +184,8 @@ def _sgd(
 @compiled
 def _adagrad(
     slab: Floats,
-    counters: Whole,
-    slots: Places,
+    counters: Integers,
+    slots: Indices,
     gradients: Floats,
     step: int,
     numbers: tuple[Any, ...],
@@ -195,7 +195,7 @@ def _adagrad(
     rate, decay, eps = numbers
     dim = gradients.shape[1]
     for number in range(start, stop):
-        _ask(slab, slots, number + AHEAD, stop)
+        _prefetch_row(slab, slots, number + AHEAD, stop)
         row, total = slab[slots[number], :dim], slab[slots[number], dim : 2 * dim]
         for column in range(dim):
             gradient = gradients[number, column]
@@ -209,8 +209,8 @@ def _adagrad(
 @compiled
 def _rowwise_adagrad(
     slab: Floats,
-    counters: Whole,
-    slots: Places,
+    counters: Integers,
+    slots: Indices,
     gradients: Floats,
     step: int,
     numbers: tuple[Any, ...],
@@ -220,7 +220,7 @@ def _rowwise_adagrad(
     rate, decay, eps = numbers
     dim, kind = gradients.shape[1], slab.dtype.type
     for number in range(start, stop):
-        _ask(slab, slots, number + AHEAD, stop)
+        _prefetch_row(slab, slots, number + AHEAD, stop)
         row = slab[slots[number]]
         squares = kind(0)
         for column in range(dim):
@@ -241,8 +241,8 @@ def _rowwise_adagrad(
 @compiled
 def _lazy_adam(
     slab: Floats,
-    counters: Whole,
-    slots: Places,
+    counters: Integers,
+    slots: Indices,
     gradients: Floats,
     step: int,
     numbers: tuple[Any, ...],
@@ -250,24 +250,24 @@ def _lazy_adam(
     start: int,
     stop: int,
 ) -> int:
-    rate, decay, eps, mean_beta, mean_rest, square_beta, square_rest = numbers
+    rate, decay, eps, mean_beta, one_minus_mean_beta, square_beta, one_minus_square_beta = numbers
     dim, num_beyond = gradients.shape[1], 0
     for number in range(start, stop):
-        _ask(slab, slots, number + AHEAD, stop)
+        _prefetch_row(slab, slots, number + AHEAD, stop)
         slot = slots[number]
         count = counters[slot, counters.shape[1] + UPDATES] + 1
         if count < 1 or count > step:
             num_beyond += 1
             continue
         row, mean, square = slab[slot, :dim], slab[slot, dim : 2 * dim], slab[slot, 2 * dim : 3 * dim]
-        place = min(count, biases.shape[1] - 1)
-        mean_bias, square_bias = biases[0, place], biases[1, place]
+        index = min(count, biases.shape[1] - 1)
+        mean_bias, square_bias = biases[0, index], biases[1, index]
         for column in range(dim):
             gradient = gradients[number, column]
             if decay != 0:
                 gradient += row[column] * decay
-            mean[column] = mean[column] * mean_beta + gradient * mean_rest
-            square[column] = square[column] * square_beta + gradient * gradient * square_rest
+            mean[column] = mean[column] * mean_beta + gradient * one_minus_mean_beta
+            square[column] = square[column] * square_beta + gradient * gradient * one_minus_square_beta
             row[column] -= mean[column] / mean_bias * rate / (np.sqrt(square[column] / square_bias) + eps)
         _count(counters, slot, step)
     return num_beyond
@@ -276,8 +276,8 @@ def _lazy_adam(
 @compiled
 def _ftrl(
     slab: Floats,
-    counters: Whole,
-    slots: Places,
+    counters: Integers,
+    slots: Indices,
     gradients: Floats,
     step: int,
     numbers: tuple[Any, ...],
@@ -287,7 +287,7 @@ def _ftrl(
     rate, threshold, pull = numbers
     dim, zero = gradients.shape[1], slab.dtype.type(0)
     for number in range(start, stop):
-        _ask(slab, slots, number + AHEAD, stop)
+        _prefetch_row(slab, slots, number + AHEAD, stop)
         slot = slots[number]
         row, total, linear = slab[slot, :dim], slab[slot, dim : 2 * dim], slab[slot, 2 * dim : 3 * dim]
         for column in range(dim):
@@ -306,8 +306,8 @@ def _ftrl(
 @compiled
 def _adam(
     slab: Floats,
-    counters: Whole,
-    slots: Places,
+    counters: Integers,
+    slots: Indices,
     gradients: Floats,
     step: int,
     numbers: tuple[Any, ...],
@@ -315,18 +315,18 @@ def _adam(
     start: int,
     stop: int,
 ) -> None:
-    rate, eps, mean_beta, mean_rest, square_beta, square_rest, mean_bias, square_bias = numbers
+    rate, eps, mean_beta, one_minus_mean_beta, square_beta, one_minus_square_beta, mean_bias, square_bias = numbers
     dim = gradients.shape[1]
     for number in range(start, stop):
-        _ask(slab, slots, number + AHEAD, stop)
+        _prefetch_row(slab, slots, number + AHEAD, stop)
         slot = slots[number]
         resting = min(step - 1 - counters[slot, 3 * dim], powers.shape[1] - 1)
         mean_power, square_power = powers[0, resting], powers[1, resting]
         row, mean, square = slab[slot, :dim], slab[slot, dim : 2 * dim], slab[slot, 2 * dim : 3 * dim]
         for column in range(dim):
             gradient = gradients[number, column]
-            mean[column] = mean[column] * mean_power * mean_beta + gradient * mean_rest
-            square[column] = square[column] * square_power * square_beta + gradient * gradient * square_rest
+            mean[column] = mean[column] * mean_power * mean_beta + gradient * one_minus_mean_beta
+            square[column] = square[column] * square_power * square_beta + gradient * gradient * one_minus_square_beta
             row[column] -= mean[column] / mean_bias * rate / (np.sqrt(square[column] / square_bias) + eps)
         counters[slot, 3 * dim] = step
         _count(counters, slot, step)
@@ -335,8 +335,8 @@ def _adam(
 @compiled
 def _catch_up(
     slab: Floats,
-    counters: Whole,
-    slots: Places,
+    counters: Integers,
+    slots: Indices,
     dim: int,
     step: int,
     numbers: tuple[Any, ...],
@@ -349,7 +349,7 @@ def _catch_up(
     rates, first, largest_rate, eps = numbers
     width, end = counters.shape[1], powers.shape[1] - 1
     for number in range(start, stop):
-        _ask(slab, slots, number + AHEAD, stop)
+        _prefetch_row(slab, slots, number + AHEAD, stop)
         slot = slots[number]
         last, since = counters[slot, width + LAST_STEP], counters[slot, 3 * dim]
         counters[slot, width + LAST_STEP] = max(last, step)
@@ -357,16 +357,18 @@ def _catch_up(
         if counters[slot, width + UPDATES] == 0:
             continue
         for now in range(last + 1, step + 1):
-            record, resting, place = slab[slot], min(now - since, end), min(now, end)
-            decayed, biases_now = (powers[0, resting], powers[1, resting]), (biases[0, place], biases[1, place])
-            is_asked = is_bounded and (now - last) % 8 == 1
-            if is_asked and _is_at_rest(record, dim, decayed, biases_now[0], largest_rate, eps):
+            record, resting, index = slab[slot], min(now - since, end), min(now, end)
+            decayed, biases_now = (powers[0, resting], powers[1, resting]), (biases[0, index], biases[1, index])
+            is_checked = is_bounded and (now - last) % 8 == 1
+            if is_checked and _is_stationary(record, dim, decayed, biases_now[0], largest_rate, eps):
                 break
-            _rest(record, dim, decayed, biases_now, rates[now - 1 - first], eps)
+            _step_without_gradient(record, dim, decayed, biases_now, rates[now - 1 - first], eps)
 
 
 @compiled
-def _rest(record: Floats, dim: int, powers: tuple[Any, ...], biases: tuple[Any, ...], rate: Any, eps: Any) -> None:
+def _step_without_gradient(
+    record: Floats, dim: int, powers: tuple[Any, ...], biases: tuple[Any, ...], rate: Any, eps: Any
+) -> None:
     """One step of a row that has no gradient in it; of both moments the power and the bias."""
     row, mean, square = record[:dim], record[dim : 2 * dim], record[2 * dim : 3 * dim]
     for column in range(dim):
@@ -375,7 +377,7 @@ def _rest(record: Floats, dim: int, powers: tuple[Any, ...], biases: tuple[Any, 
 
 
 @compiled
-def _is_at_rest(record: Floats, dim: int, powers: tuple[Any, ...], bias: Any, largest_rate: Any, eps: Any) -> bool:
+def _is_stationary(record: Floats, dim: int, powers: tuple[Any, ...], bias: Any, largest_rate: Any, eps: Any) -> bool:
     """Whether twice the most that a number may still move in a step, now or later, rounds away against it."""
     for column in range(dim):
         root = np.sqrt(record[2 * dim + column] * powers[1]) + eps

@@ -19,7 +19,7 @@ LAST_STEP, UPDATES, VISITS = -3, -2, -1
 NUM_COUNTERS = 3
 
 
-def whole(slab: Tensor) -> Tensor:
+def integer_view(slab: Tensor) -> Tensor:
     """The same memory [rows, width] read as whole numbers of the same size."""
     return slab.view(torch.int64 if slab.dtype == torch.float64 else torch.int32)
 
@@ -80,7 +80,7 @@ def lazy_adam(
     """
     rows, dim = slab[slots], gradients.shape[1]
     row, mean, square = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
-    counts = whole(slab)[slots, UPDATES].long() + 1
+    counts = integer_view(slab)[slots, UPDATES].long() + 1
     gradients = _decayed(gradients, row, decay)
     _add_to_moments(mean, square, gradients, powers)
     row.sub_(_adam_move(mean, square, rate, eps, _at(powers.tables(step, slab)[1], counts)))
@@ -135,14 +135,14 @@ def adam(
     """
     rows, dim = slab[slots], gradients.shape[1]
     row, mean, square = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
-    resting = step - 1 - whole(rows)[:, 3 * dim].long()
+    resting = step - 1 - integer_view(rows)[:, 3 * dim].long()
     kept, biases = powers.tables(step, slab)
     mean_power, square_power = _at(kept, resting)
     mean.mul_(mean_power)
     square.mul_(square_power)
     _add_to_moments(mean, square, gradients, powers)
     row.sub_(_adam_move(mean, square, rate, eps, _at(biases, torch.full_like(slots, step))))
-    whole(rows)[:, 3 * dim] = step
+    integer_view(rows)[:, 3 * dim] = step
     _put(slab, slots, rows, step)
 
 
@@ -163,9 +163,9 @@ def catch_up(
     """
     rows = slab[slots]
     row, mean, square = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
-    last, since = whole(rows)[:, LAST_STEP].long(), whole(rows)[:, 3 * dim].long()
+    last, since = integer_view(rows)[:, LAST_STEP].long(), integer_view(rows)[:, 3 * dim].long()
     # A row that never had a gradient has no moments that could move it.
-    has_moments = whole(rows)[:, UPDATES] > 0
+    has_moments = integer_view(rows)[:, UPDATES] > 0
     first = int(last[has_moments].min()) + 1 if bool(has_moments.any()) else step + 1
     powers_of, biases_of = powers.tables(step, slab)
     for now in range(first, step + 1):
@@ -175,7 +175,7 @@ def catch_up(
         decayed = (mean[moving] * mean_power, square[moving] * square_power)
         biases = _at(biases_of, torch.full_like(moving, now))
         row[moving] -= _adam_move(*decayed, float(rates[now - 1]), eps, biases)
-    whole(rows)[:, LAST_STEP] = last.clamp(min=step).to(whole(rows).dtype)
+    integer_view(rows)[:, LAST_STEP] = last.clamp(min=step).to(integer_view(rows).dtype)
     slab[slots] = rows
 
 
@@ -200,14 +200,14 @@ def _root(squares: Tensor) -> Tensor:
     return torch.from_numpy(np.sqrt(squares.numpy()))
 
 
-def _at(table: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def _at(table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Of a table [2, n] of both betas the values [u, 1] at places [u], of those beyond the table the last."""
-    values = table[:, places.clamp(max=table.shape[1] - 1)].unsqueeze(2)
+    values = table[:, indices.clamp(max=table.shape[1] - 1)].unsqueeze(2)
     return values[0], values[1]
 
 
 def _put(slab: Tensor, slots: Tensor, rows: Tensor, step: int) -> None:
     """Lay moved rows back and count."""
-    whole(rows)[:, LAST_STEP] = step
-    whole(rows)[:, UPDATES] += 1
+    integer_view(rows)[:, LAST_STEP] = step
+    integer_view(rows)[:, UPDATES] += 1
     slab[slots] = rows

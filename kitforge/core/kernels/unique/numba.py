@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.core.kernels.compiled import compiled, share
-from kitforge.core.kernels.scratch import Scratch
+from kitforge.core.kernels.numba_runtime import compiled, parallel_for
 from kitforge.core.kernels.threads import num_threads
 from kitforge.core.kernels.unique import reference
+from kitforge.core.kernels.workspace import Workspace
 
 SMALLEST_TABLE = 64
 # Ids that are worth a thread.
@@ -28,12 +28,12 @@ Ids = NDArray[np.int64]
 Numbers = NDArray[np.int32]
 
 
-def unique(ids: Tensor, out: Tensor | None = None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
-    """See `core.kernels.dispatch.Unique`."""
+def unique(ids: Tensor, out: Tensor | None = None, scratch: Workspace | None = None) -> tuple[Tensor, Tensor]:
+    """See `core.kernels.dispatch.UniqueKernel`."""
     if len(ids) >= 2**31:
         return reference.unique(ids, out, scratch)
     inverse = torch.empty(len(ids), dtype=torch.int64) if out is None else out
-    scratch = scratch or Scratch()
+    scratch = scratch or Workspace()
     # Most batches repeat most of their ids, and a table that stays in the cache is worth a second try now and then.
     size = max(SMALLEST_TABLE, 1 << (len(ids) // 2).bit_length())
     distinct = scratch.take("unique.distinct", len(ids), dtype=torch.int64)
@@ -42,41 +42,41 @@ def unique(ids: Tensor, out: Tensor | None = None, scratch: Scratch | None = Non
     return torch.from_numpy(distinct.numpy()[:count].copy()), inverse
 
 
-def _try(ids: Ids, distinct: Ids, inverse: Ids, size: int, scratch: Scratch) -> int:
+def _try(ids: Ids, distinct: Ids, inverse: Ids, size: int, scratch: Workspace) -> int:
     """How many ids are distinct, with those in front of `distinct`, or FULL for tables of that size."""
-    num_pieces = max(1, min(num_threads(), len(ids) // GRAIN))
-    bounds = np.arange(num_pieces + 1) * len(ids) // num_pieces
-    tables = scratch.take("unique.tables", num_pieces, size, dtype=torch.int32).numpy()
+    num_chunks = max(1, min(num_threads(), len(ids) // GRAIN))
+    bounds = np.arange(num_chunks + 1) * len(ids) // num_chunks
+    tables = scratch.take("unique.tables", num_chunks, size, dtype=torch.int32).numpy()
 
     def number(first: int, last: int) -> list[int]:
-        pieces = range(first, last)
-        return [_number(ids, tables[each], distinct, inverse, bounds[each], bounds[each + 1]) for each in pieces]
+        chunks = range(first, last)
+        return [_number(ids, tables[each], distinct, inverse, bounds[each], bounds[each + 1]) for each in chunks]
 
     # A thread may get several pieces, where there are fewer by now.
-    counts = [count for several in share(number, num_pieces, 1) for count in several]
+    counts = [count for several in parallel_for(number, num_chunks, 1) for count in several]
     if FULL in counts:
         return FULL
     total: int = counts[0]
-    places = scratch.take("unique.places", len(ids), dtype=torch.int32).numpy()
-    for piece in range(1, num_pieces):
-        total = _join(tables[0], distinct, total, places, bounds[piece], counts[piece])
+    new_numbers = scratch.take("unique.new_numbers", len(ids), dtype=torch.int32).numpy()
+    for chunk in range(1, num_chunks):
+        total = _merge(tables[0], distinct, total, new_numbers, bounds[chunk], counts[chunk])
         if total == FULL:
             return FULL
-    share(lambda first, last: _renumber(places, inverse, bounds, max(first, 1), last), num_pieces, 1)
+    parallel_for(lambda first, last: _renumber(new_numbers, inverse, bounds, max(first, 1), last), num_chunks, 1)
     return total
 
 
 @compiled
-def _place(table: Numbers, distinct: Ids, offset: int, key: Any) -> Any:
+def _probe(table: Numbers, distinct: Ids, offset: int, key: Any) -> Any:
     """Where in the table the number of an id is, counted from 1, or a 0 in its stead."""
     mask = len(table) - 1
     bits = np.uint64(key)
     bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    place = np.int64((bits ^ (bits >> np.uint64(33))) & np.uint64(mask))
-    while table[place] != 0 and distinct[offset + table[place] - 1] != key:
-        place = (place + 1) & mask
-    return place
+    position = np.int64((bits ^ (bits >> np.uint64(33))) & np.uint64(mask))
+    while table[position] != 0 and distinct[offset + table[position] - 1] != key:
+        position = (position + 1) & mask
+    return position
 
 
 @compiled
@@ -84,38 +84,38 @@ def _number(ids: Ids, table: Numbers, distinct: Ids, inverse: Ids, start: int, s
     """Number the ids of one piece, whose distinct ones are laid out from its own start on."""
     count, room = 0, len(table) // 4 * 3
     table[:] = 0
-    for place in range(start, stop):
-        key = ids[place]
-        entry = _place(table, distinct, start, key)
+    for index in range(start, stop):
+        key = ids[index]
+        entry = _probe(table, distinct, start, key)
         if table[entry] == 0:
             if count == room:
                 return FULL
             distinct[start + count] = key
             count += 1
             table[entry] = count
-        inverse[place] = table[entry] - 1
+        inverse[index] = table[entry] - 1
     return count
 
 
 @compiled
-def _join(table: Numbers, distinct: Ids, count: int, places: Numbers, start: int, num_others: int) -> int:
+def _merge(table: Numbers, distinct: Ids, count: int, new_numbers: Numbers, start: int, num_others: int) -> int:
     """Append what is new among another piece's ids, which lie further back, and say which numbers they get."""
     room = len(table) // 4 * 3
     for other in range(start, start + num_others):
         key = distinct[other]
-        entry = _place(table, distinct, 0, key)
+        entry = _probe(table, distinct, 0, key)
         if table[entry] == 0:
             if count == room:
                 return FULL
             distinct[count] = key
             count += 1
             table[entry] = count
-        places[other] = table[entry] - 1
+        new_numbers[other] = table[entry] - 1
     return count
 
 
 @compiled
-def _renumber(places: Numbers, inverse: Ids, bounds: Ids, first: int, last: int) -> None:
-    for piece in range(first, last):
-        for place in range(bounds[piece], bounds[piece + 1]):
-            inverse[place] = places[bounds[piece] + inverse[place]]
+def _renumber(new_numbers: Numbers, inverse: Ids, bounds: Ids, first: int, last: int) -> None:
+    for chunk in range(first, last):
+        for index in range(bounds[chunk], bounds[chunk + 1]):
+            inverse[index] = new_numbers[bounds[chunk] + inverse[index]]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.scratch import Scratch
+from kitforge.core.kernels.workspace import Workspace
 
 
-def unique(ids: Tensor, out: Tensor | None = None, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
-    """See `core.kernels.dispatch.Unique`."""
-    ascending, places = torch.unique(ids, return_inverse=True)
+def unique(ids: Tensor, out: Tensor | None = None, scratch: Workspace | None = None) -> tuple[Tensor, Tensor]:
+    """See `core.kernels.dispatch.UniqueKernel`."""
+    ascending, sorted_inverse = torch.unique(ids, return_inverse=True)
     first = torch.full_like(ascending, len(ids))
-    first.scatter_reduce_(0, places, torch.arange(len(ids), device=ids.device), "amin")
+    first.scatter_reduce_(0, sorted_inverse, torch.arange(len(ids), device=ids.device), "amin")
     order = torch.argsort(first)
-    inverse = torch.argsort(order)[places]
+    inverse = torch.argsort(order)[sorted_inverse]
     return ascending[order], inverse if out is None else out.copy_(inverse)

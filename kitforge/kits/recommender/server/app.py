@@ -16,11 +16,11 @@ from kitforge.inference.server.application import (
     read_body,
     unless_gone,
 )
-from kitforge.inference.server.refusal import RefusalError
-from kitforge.inference.server.request_body import wrong_value
+from kitforge.inference.server.errors import ApiError
+from kitforge.inference.server.request_body import invalid_value
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.server.requests import RowReader, fields_of, whole_number
-from kitforge.kits.recommender.server.service import Query, RecommenderService, Reply
+from kitforge.kits.recommender.server.service import Query, RecommenderService, ScoringReply
 
 PATHS = ("/", "/health", "/metrics", "/openapi.json", "/score", "/retrieve")
 _ROWS = ("rows", "columns")
@@ -50,7 +50,7 @@ def _add_refusal(app: Any, path: str, words: str) -> None:
 
     @routes.post(path, include_in_schema=False)
     async def refuse() -> None:
-        raise RefusalError(404, words, code="wrong_route")
+        raise ApiError(404, words, code="wrong_route")
 
 
 def _add_facts(app: Any, service: RecommenderService) -> None:
@@ -63,7 +63,7 @@ def _add_facts(app: Any, service: RecommenderService) -> None:
     @routes.get("/health", responses=documented(503))
     async def health() -> JSONResponse:
         if service.worker.failure is not None:
-            raise RefusalError(503, "the engine has stopped; the server's log says why", code="engine_stopped")
+            raise ApiError(503, "the engine has stopped; the server's log says why", code="engine_stopped")
         return JSONResponse({"status": "ok", "model": service.name, "step": service.version.step})
 
     @routes.get("/metrics", response_class=PlainTextResponse, responses=documented(401, 403))
@@ -124,24 +124,22 @@ def _add_retrieve(app: Any, service: RecommenderService, reader: RowReader) -> N
         return JSONResponse({"model": service.name, "step": reply.step, "items": reply.rows})
 
 
-async def _answer(request: Any, service: RecommenderService, query: Query) -> Reply:
-    """The reply. Raises RefusalError where the server is full or the model fails at this query."""
+async def _answer(request: Any, service: RecommenderService, query: Query) -> ScoringReply:
+    """The reply. Raises ApiError where the server is full or the model fails at this query."""
     # From here on the number of requests is what is limited.
-    service.check_room()
+    service.check_capacity()
     request.scope[BODY].close()
     service.metrics.num_live += 1
     try:
         return await unless_gone(request, service.batcher.submit(query, len(query.batch)))
-    except RefusalError as refusal:
+    except ApiError as refusal:
         if refusal.code == "client_left":
             service.metrics.cancelled.inc()
         raise
     except KitforgeError as error:
         if service.worker.failure is not None:
-            raise RefusalError(
-                503, "the engine has stopped; the server's log says why", code="engine_stopped"
-            ) from None
-        raise RefusalError(400, str(error), code="invalid_value") from None
+            raise ApiError(503, "the engine has stopped; the server's log says why", code="engine_stopped") from None
+        raise ApiError(400, str(error), code="invalid_value") from None
     finally:
         service.metrics.num_live -= 1
 
@@ -153,18 +151,20 @@ def _excluded(value: Any, service: RecommenderService, num_rows: int) -> NDArray
     is_nested = isinstance(value, list) and all(isinstance(each, list) for each in value)
     lists = value if is_nested else [value]
     if is_nested and len(value) != num_rows:
-        raise wrong_value("exclude", value, f"a list of items for all rows, or a list for each of the {num_rows} rows")
+        raise invalid_value(
+            "exclude", value, f"a list of items for all rows, or a list for each of the {num_rows} rows"
+        )
     most = service.limits.max_top_k
     for each in lists:
         is_list = isinstance(each, list) and all(type(item) in (int, str) for item in each)
         if not is_list or len(each) > most or any(isinstance(item, int) and abs(item) >= 2**63 for item in each):
-            raise wrong_value("exclude", each, f"at most {most} items, whole numbers or texts as the data call them")
+            raise invalid_value("exclude", each, f"at most {most} items, whole numbers or texts as the data call them")
     try:
-        places = [service.version.pipeline.places_of(each) for each in lists]
+        item_indices = [service.version.pipeline.indices_of(each) for each in lists]
     except ValueError:
-        raise wrong_value("exclude", value, "whole numbers, as the data call the items") from None
-    padded = np.full((len(places), max(map(len, places))), -1, np.int64)
-    for row, found in enumerate(places):
+        raise invalid_value("exclude", value, "whole numbers, as the data call the items") from None
+    padded = np.full((len(item_indices), max(map(len, item_indices))), -1, np.int64)
+    for row, found in enumerate(item_indices):
         padded[row, : len(found)] = found
     return padded if is_nested else np.repeat(padded, num_rows, axis=0)
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, final
 
-from kitforge.core.checkpoint.layout import MANIFEST, step_folder, steps
 from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
+from kitforge.core.checkpoint.manifest import MANIFEST, step_folder, steps
 from kitforge.foundation.errors import CheckpointError, KitforgeError
 from kitforge.foundation.files import sha256
 from kitforge.foundation.log import logger
 from kitforge.inference.server.metrics import BatchMetrics
-from kitforge.kits.recommender.keeping import find_features
+from kitforge.kits.recommender.artifacts import find_features
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
 from kitforge.kits.recommender.serving import refreshed
 
@@ -49,7 +49,7 @@ class VersionedService(Protocol):
 
 def marks_of(checkpoint: Checkpoint) -> dict[Path, str]:
     """The checksums of the manifests of a step and of those that it builds on."""
-    return {link.folder: sha256(link.folder / MANIFEST) for link in checkpoint.links}
+    return {link.folder: sha256(link.folder / MANIFEST) for link in checkpoint.increments}
 
 
 @final
@@ -118,7 +118,7 @@ class Refresher:
         num_newer = paths.index(own) if marks.get(own) == served.mark else len(paths)
         newer = refreshed(model, checkpoint, num_newer, "O1")
         pipeline = RecommendationPipeline(newer, served.pipeline.encoder, served.pipeline.options)
-        if pipeline.finds_items:
+        if pipeline.is_retrieval:
             # The index of the items is made here, while the older version answers.
             pipeline.user_encoder()
         return Version(step=checkpoint.step, pipeline=pipeline, marks=marks)

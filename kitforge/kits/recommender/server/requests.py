@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, final
 
-from kitforge.data.tables.canonical import to_columns
-from kitforge.data.tables.chunk import Problem
+from kitforge.data.tables.arrow_to_columns import to_columns
+from kitforge.data.tables.bad_rows import Problem
 from kitforge.data.tables.columns import NamedColumns
-from kitforge.data.tables.objects import chunk_of
+from kitforge.data.tables.python_rows import chunk_of
 from kitforge.foundation.errors import DataError, nearest
-from kitforge.inference.server.refusal import RefusalError
-from kitforge.inference.server.request_body import MOST_SHOWN, cut, parse, wrong_value
+from kitforge.inference.server.errors import ApiError
+from kitforge.inference.server.request_body import MAX_SHOWN_CHARACTERS, invalid_value, parse, truncate
 from kitforge.kits.recommender.batch import FeatureBatch
-from kitforge.kits.recommender.features import Encoder
+from kitforge.kits.recommender.features import FeatureEncoder
 
 _TYPES = {"integer": ["integer", "null"], "text": ["string", "integer", "null"]}
 
@@ -24,7 +24,9 @@ class RowReader:
     """From the rows of a body to features. Rows need the columns `wanted`, all other columns of the schema are empty;
     `ignored` are columns of the training rows that may come and are not read."""
 
-    def __init__(self, encoder: Encoder, wanted: Collection[str], ignored: Collection[str], max_rows: int) -> None:
+    def __init__(
+        self, encoder: FeatureEncoder, wanted: Collection[str], ignored: Collection[str], max_rows: int
+    ) -> None:
         self._encoder = encoder
         self._layout = encoder.schema.layout(with_label=False)
         self._wanted = [name for name in self._layout.names if name in wanted]
@@ -33,7 +35,7 @@ class RowReader:
         self._lists = {column.name for column in self._layout.lists}
 
     def read(self, fields: Mapping[str, Any]) -> FeatureBatch:
-        """The features of `rows` or `columns`. Raises RefusalError that names the cell."""
+        """The features of `rows` or `columns`. Raises ApiError that names the cell."""
         rows = self._rows(fields)
         if not 0 < len(rows) <= self._max_rows:
             what = f"{len(rows)} rows" if rows else "no rows"
@@ -44,11 +46,11 @@ class RowReader:
         others = dict.fromkeys(name for name in self._layout.names if name not in self._wanted)
         chunk = chunk_of([{**others, **row} for row in rows], 0, self._layout.names)
         try:
-            columns, bad = to_columns(dataclasses.replace(chunk, place=lambda row: f"rows[{row}]"), self._layout)
+            columns, bad = to_columns(dataclasses.replace(chunk, location=lambda row: f"rows[{row}]"), self._layout)
         except DataError as error:
-            raise RefusalError(400, str(error), parameter="rows", code="invalid_value") from None
+            raise ApiError(400, str(error), parameter="rows", code="invalid_value") from None
         if bad:
-            raise _of_problem(bad[0].place(), bad[0].problem)
+            raise _of_problem(bad[0].location(), bad[0].problem)
         return self._encoder.encode(NamedColumns(columns, self._layout))
 
     def schema(self) -> dict[str, Any]:
@@ -74,42 +76,42 @@ class RowReader:
             raise _refused("rows", "the request needs rows", got, "either 'rows' or 'columns'")
         if given == ["rows"]:
             if not isinstance(fields["rows"], list):
-                raise wrong_value("rows", fields["rows"], "a list of objects")
+                raise invalid_value("rows", fields["rows"], "a list of objects")
             rows: Sequence[Any] = fields["rows"]
             return rows
         columns = fields["columns"]
         if not isinstance(columns, dict) or not all(isinstance(values, list) for values in columns.values()):
-            raise wrong_value("columns", columns, "an object with a list for each column")
+            raise invalid_value("columns", columns, "an object with a list for each column")
         lengths = {name: len(values) for name, values in columns.items()}
         if len(set(lengths.values())) > 1:
-            got = cut(", ".join(f"{name}: {length}" for name, length in lengths.items()))
+            got = truncate(", ".join(f"{name}: {length}" for name, length in lengths.items()))
             raise _refused("columns", "the columns are of different lengths", got, "one value for each row")
         return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
 
     def _check(self, number: int, row: Any) -> None:
         if not isinstance(row, dict):
-            raise wrong_value(f"rows[{number}]", row, "an object with a value for each column")
+            raise invalid_value(f"rows[{number}]", row, "an object with a value for each column")
         for name in row:
             if name not in self._known:
-                shown = cut(name)
+                shown = truncate(name)
                 got, do = f"a column {shown!r}", nearest(shown, self._known)
                 raise _refused(f"rows[{number}]", f"rows[{number}] has an unknown column", got, self._words(), do)
         for name in self._wanted:
             if name not in row:
-                got = cut(", ".join(row)) or "no columns"
+                got = truncate(", ".join(row)) or "no columns"
                 problem = f"rows[{number}] has no column {name!r}"
                 raise _refused(f"rows[{number}].{name}", problem, got, "the column, null where there is no value")
             self._check_cell(f"rows[{number}].{name}", row[name], is_list=name in self._lists)
 
-    def _check_cell(self, place: str, value: Any, *, is_list: bool) -> None:
+    def _check_cell(self, location: str, value: Any, *, is_list: bool) -> None:
         if not is_list:
             if isinstance(value, (list, dict)):
-                raise wrong_value(place, value, "one value")
+                raise invalid_value(location, value, "one value")
             return
         # A text is cut at the column's separator; a list of several kinds would be taken for a text.
         kinds = {type(each) for each in value} if isinstance(value, list) else set()
         if isinstance(value, (dict, bool, int, float)) or len(kinds) > 1 or not kinds <= {int, str}:
-            raise wrong_value(place, value, "a list of whole numbers or a list of texts")
+            raise invalid_value(location, value, "a list of whole numbers or a list of texts")
 
     def _cell(self, name: str) -> dict[str, Any]:
         if name in self._layout.numbers:
@@ -127,32 +129,34 @@ class RowReader:
 
 
 def fields_of(body: bytes, known: Sequence[str]) -> dict[str, Any]:
-    """The fields of a body, all of them known. Raises RefusalError."""
+    """The fields of a body, all of them known. Raises ApiError."""
     fields: dict[str, Any] = parse(body)
     for name in fields:
         if name not in known:
-            shown = cut(name)
+            shown = truncate(name)
             problem = f"unknown parameter {shown!r}"
-            raise RefusalError(400, f"{problem}\n  do:       {nearest(shown, known)}", parameter=shown,
+            raise ApiError(400, f"{problem}\n  do:       {nearest(shown, known)}", parameter=shown,
                                code="unknown_parameter")  # fmt: skip
     return fields
 
 
 def whole_number(fields: Mapping[str, Any], name: str, default: int, most: int) -> int:
-    """A field from 1 to `most`. Raises RefusalError."""
+    """A field from 1 to `most`. Raises ApiError."""
     value = fields.get(name)
     if value is None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise wrong_value(name, value, f"a whole number from 1 to {most}")
+        raise invalid_value(name, value, f"a whole number from 1 to {most}")
     return value
 
 
-def _of_problem(place: str, problem: Problem) -> RefusalError:
-    got = str(problem.got)[:MOST_SHOWN]
-    return _refused(place, f"{place} {problem.reason}", got, problem.expected, "mend the row; no row was answered")
+def _of_problem(location: str, problem: Problem) -> ApiError:
+    got = str(problem.got)[:MAX_SHOWN_CHARACTERS]
+    return _refused(
+        location, f"{location} {problem.reason}", got, problem.expected, "mend the row; no row was answered"
+    )
 
 
-def _refused(name: str, problem: str, got: str, expected: str, do: str | None = None) -> RefusalError:
+def _refused(name: str, problem: str, got: str, expected: str, do: str | None = None) -> ApiError:
     message = f"{problem}\n  got:      {got}\n  expected: {expected}"
-    return RefusalError(400, message + (f"\n  do:       {do}" if do else ""), parameter=name, code="invalid_value")
+    return ApiError(400, message + (f"\n  do:       {do}" if do else ""), parameter=name, code="invalid_value")

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import logger
-from kitforge.inference.server.authentication import tokens_of
+from kitforge.inference.server.authentication import auth_tokens
 from kitforge.inference.server.batcher import DynamicBatcher
 from kitforge.inference.server.bodies import BodyBuffers
+from kitforge.inference.server.errors import queue_full
 from kitforge.inference.server.metrics import BatchMetrics
-from kitforge.inference.server.refusal import too_busy
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
 from kitforge.kits.recommender.server.refresh import Refresher, Version, marks_of
@@ -41,18 +41,18 @@ class Query:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class ScoringReply:
     """The step that answered, and a score or a list of items for each row."""
 
     step: int
     rows: list[Any]
 
 
-Batcher: TypeAlias = DynamicBatcher[Query, Reply]
+Batcher: TypeAlias = DynamicBatcher[Query, ScoringReply]
 
 
 @final
-class Worker:
+class ScoringWorker:
     """The batcher, and what refreshes its model."""
 
     def __init__(self, batcher: Batcher, refresher: Refresher | None) -> None:
@@ -86,11 +86,11 @@ class RecommenderService:
 
     def __init__(self, pipeline: RecommendationPipeline, name: str) -> None:
         limits = self.limits = pipeline.options.serve
-        origin = pipeline.model.origin
+        origin = pipeline.model.checkpoint_folder
         if origin is None:
             raise ConfigError("a model in memory is not served", fix="name the run: checkpoint=RUN")
         self.name = limits.name or name
-        self.tokens = tokens_of(limits)
+        self.auth_tokens = auth_tokens(limits)
         self.metrics = BatchMetrics()
         self.bodies = BodyBuffers(limits)
         checkpoint = open_checkpoint(origin, verify=False)
@@ -104,7 +104,7 @@ class RecommenderService:
             encoder = pipeline.scoring_encoder()
             names = encoder.schema.layout(with_label=False).names
             self.row_reader = RowReader(encoder, names, ignored, limits.max_rows)
-        if pipeline.finds_items:
+        if pipeline.is_retrieval:
             encoder, wanted = pipeline.user_encoder()
             others = [*ignored, *schema.layout(with_label=False).names]
             self.user_reader = RowReader(encoder, wanted, others, limits.max_rows)
@@ -113,12 +113,12 @@ class RecommenderService:
         )
         seconds = limits.refresh_seconds
         refresher = None if seconds is None else Refresher(self, origin.parent, seconds)
-        self.worker = Worker(self.batcher, refresher)
+        self.worker = ScoringWorker(self.batcher, refresher)
 
-    def check_room(self) -> None:
-        """Raise RefusalError where one request more is too much at once."""
+    def check_capacity(self) -> None:
+        """Raise ApiError where one request more is too much at once."""
         if self.metrics.num_live >= self.limits.max_requests:
-            raise too_busy(self.limits.max_requests, "requests")
+            raise queue_full(self.limits.max_requests, "requests")
 
     def take_over(self, version: Version) -> None:
         """Answer by another version from the next batch on."""
@@ -128,10 +128,10 @@ class RecommenderService:
         self.metrics.refreshes.inc()
 
     @torch.no_grad()
-    def answer(self, queries: Sequence[Query]) -> list[Reply]:
+    def answer(self, queries: Sequence[Query]) -> list[ScoringReply]:
         """The replies to the queries of a batch, all by one version."""
         version = self.version
-        replies: list[Reply | None] = [None] * len(queries)
+        replies: list[ScoringReply | None] = [None] * len(queries)
         for answer, is_wanted in ((_scored, False), (_found, True)):
             numbers = [number for number, query in enumerate(queries) if (query.k is not None) == is_wanted]
             if not numbers:
@@ -139,7 +139,7 @@ class RecommenderService:
             chosen = [queries[number] for number in numbers]
             rows = answer(version.pipeline, chosen)
             for number, query in zip(numbers, chosen, strict=True):
-                replies[number] = Reply(step=version.step, rows=rows[: len(query.batch)])
+                replies[number] = ScoringReply(step=version.step, rows=rows[: len(query.batch)])
                 rows = rows[len(query.batch) :]
         return [reply for reply in replies if reply is not None]
 

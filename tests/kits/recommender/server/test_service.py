@@ -18,7 +18,7 @@ import pytest
 
 from kitforge.api import load_model, load_tokenizer, pipeline
 from kitforge.foundation.errors import ConfigError
-from kitforge.inference.server.run import server_of
+from kitforge.inference.server.serve import build_server
 from kitforge.kits.recommender.build import new_app, open_service, read_options
 from kitforge.kits.recommender.server import refresh
 from kitforge.kits.recommender.server.service import RecommenderService
@@ -51,7 +51,7 @@ def opened(folder: Path, **serve: Any) -> RecommenderService:
 @contextlib.contextmanager
 def serving(service: RecommenderService) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    server = server_of(service, new_app(service))
+    server = build_server(service, new_app(service))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -1,0 +1,55 @@
+"""Work that all ranks do at once and that succeeds on all of them or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from kitforge.core.parallel.rank_errors import explain
+from kitforge.foundation.errors import CheckpointError, KitforgeError
+
+T = TypeVar("T")
+# From one rank's plain value to those of all ranks, in rank order.
+AllGather = Callable[[Any], list[Any]]
+
+
+def collective_try(work: Callable[[], T], agree: AllGather, error: type[KitforgeError] = CheckpointError) -> list[T]:
+    """What `work` returns on each rank. When it raises `error` on some, all raise that of the first of them.
+
+    An exception of another kind is a fault of the program: it goes on where it was raised, and the other ranks are told
+    before, so that they do not wait for ever. Raises PeerError when another rank is gone.
+    """
+    result: T | None = None
+    failure: KitforgeError | None = None
+    message: str | None = None
+    try:
+        result = work()
+    except error as caught:
+        failure, message = caught, str(caught)
+    except BaseException as caught:
+        message = f"a rank failed in a way that was not foreseen: {type(caught).__name__}: {caught}"
+        raise
+    finally:
+        answers = all_gather_or_explain((message, result), agree)
+    first = next((message for message, _ in answers if message is not None), None)
+    if first is None:
+        return [cast(T, answer) for _, answer in answers]
+    raise failure if failure is not None and str(failure) == first else error(first)
+
+
+def local_try(work: Callable[[], T], agree: AllGather, error: type[KitforgeError] = CheckpointError) -> T:
+    """`together` for results that no other rank needs: only this rank's is returned, and none is sent."""
+    results: list[T] = []
+    collective_try(lambda: results.append(work()), agree, error)
+    return results[0]
+
+
+def all_gather_or_explain(value: T, agree: AllGather) -> list[T]:
+    """What `agree` makes of the value. Raises PeerError when another rank is gone."""
+    try:
+        return agree(value)
+    except RuntimeError as cause:
+        explained = explain(cause)
+        if explained is None:
+            raise
+        raise explained from cause

@@ -1,0 +1,100 @@
+"""Causal `attention` by plain products, for texts of moderate length in bfloat16 on a processor that multiplies in it.
+
+Queries come a block at a time, each block beside the keys up to its last, so that little is computed that nobody may
+see. Scores, softmax and their gradients are in fp32 at least. torch's fused kernel keeps no weights for the backward
+pass, which long texts need; for short ones it takes two to three times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kitforge.core.kernels.mixed_precision import compute_dtype
+
+# Queries of a block.
+BLOCK = 64
+# Bytes of weights that are kept for the backward pass.
+KEPT_BYTES = 8 * 2**20
+
+
+def fits_in_memory(query: Tensor) -> bool:
+    """Whether queries [batch, heads, length, head_dim] on CPU, in bfloat16 or under its autocast, have weights that are
+    few enough to be kept."""
+    batch, num_heads, length, _ = query.shape
+    num_bytes = batch * num_heads * length * (length + BLOCK) // 2 * torch.bfloat16.itemsize
+    return query.is_cpu and compute_dtype(query) is torch.bfloat16 and 0 < num_bytes <= KEPT_BYTES
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """See `dispatch.AttentionKernel`, without a mask and causal."""
+    dtype, group = compute_dtype(query), query.shape[1] // key.shape[1]
+    if group > 1:
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    with torch.autocast("cpu", enabled=False):
+        mixed: Tensor = _Products.apply(query.to(dtype), key.to(dtype), value.to(dtype), scale)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        exact = torch.promote_types(query.dtype, torch.float32)
+        queries, keys, values = (_matrices(each) for each in (query, key, value))
+        exact_queries, exact_keys = queries.to(exact), keys.to(exact).transpose(1, 2)
+        unseen = torch.full((BLOCK, BLOCK), -torch.inf, dtype=exact).triu(1)
+        mixed, kept = _like_rows(value), []
+        for first, stop in _blocks(query):
+            size = stop - first
+            scores = queries.new_empty((len(queries), size, stop), dtype=exact)
+            torch.baddbmm(
+                scores, exact_queries[:, first:stop], exact_keys[:, :, :stop], beta=0, alpha=scale, out=scores
+            )
+            scores[:, :, first:] += unseen[:size, :size]
+            weights = torch.softmax(scores, dim=-1).to(query.dtype)
+            mixed[:, :, first:stop] = torch.bmm(weights, values[:, :stop]).view(*query.shape[:2], size, -1)
+            kept.append(weights)
+        ctx.save_for_backward(queries, keys, values, *kept)
+        ctx.scale, ctx.shape = scale, query.shape
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        queries, keys, values, *kept = ctx.saved_tensors
+        exact = torch.promote_types(queries.dtype, torch.float32)
+        gradients = _matrices(gradient)
+        exact_gradients, exact_values = gradients.to(exact), values.to(exact).transpose(1, 2)
+        of_queries, of_keys, of_values = (torch.zeros(keys.shape, dtype=exact) for _ in range(3))
+        for weights, (first, stop) in zip(kept, _blocks(gradient), strict=True):
+            of_weights = torch.bmm(exact_gradients[:, first:stop], exact_values[:, :, :stop])
+            of_scores = torch.ops.aten._softmax_backward_data(of_weights, weights.to(exact), -1, exact)
+            of_scores = of_scores.mul_(ctx.scale).to(queries.dtype)
+            of_queries[:, first:stop] = torch.bmm(of_scores, keys[:, :stop])
+            of_keys[:, :stop] += torch.bmm(of_scores.transpose(1, 2), queries[:, first:stop])
+            of_values[:, :stop] += torch.bmm(weights.transpose(1, 2), gradients[:, first:stop])
+        of_query, of_key, of_value = (
+            _like_rows(gradient).copy_(each.view(ctx.shape)) for each in (of_queries, of_keys, of_values)
+        )
+        return of_query, of_key, of_value, None
+
+
+def _blocks(heads: Tensor) -> Iterator[tuple[int, int]]:
+    """Where the blocks of [batch, heads, length, head_dim] begin and end."""
+    length = heads.shape[2]
+    return ((first, min(first + BLOCK, length)) for first in range(0, length, BLOCK))
+
+
+def _matrices(heads: Tensor) -> Tensor:
+    """[batch, heads, length, ...] as [batch * heads, length, ...]."""
+    return heads.reshape(-1, *heads.shape[2:])
+
+
+def _like_rows(heads: Tensor) -> Tensor:
+    """Memory for [batch, heads, length, head_dim] in which the heads of a position follow one another, as the layers
+    before and behind want them."""
+    return torch.empty_like(heads.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)

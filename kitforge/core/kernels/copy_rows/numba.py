@@ -1,0 +1,65 @@
+"""`copy_rows` in one pass: each row is read and written once, both places asked for ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kitforge.core.kernels.copy_rows.reference import require_rows
+from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch
+
+# Numbers that are worth a thread.
+GRAIN = 2**17
+# How many rows ahead one is asked for: rows lie anywhere, and memory answers late.
+AHEAD = 16
+
+Floats = NDArray[Any]
+Indices = NDArray[np.int64]
+NO_INDICES = np.empty(0, np.int64)
+
+
+def copy_rows(source: Tensor, target: Tensor, *, at: Tensor | None = None, to: Tensor | None = None) -> None:
+    """See `core.kernels.dispatch.CopyRowsKernel`."""
+    require_rows(source, target, at, to)
+    rows = (source.numpy(), target.numpy())
+    indices = (
+        NO_INDICES if at is None else at.numpy(),
+        at is None,
+        NO_INDICES if to is None else to.numpy(),
+        to is None,
+    )
+    count, width = len(source if at is None else at), max(source.shape[1], 1)
+    parallel_for(lambda start, stop: _copy(*rows, *indices, start, stop), count, GRAIN // width)
+
+
+@compiled
+def _prefetch_row(rows: Floats, row: int) -> None:
+    for column in range(0, rows.shape[1], 16):
+        prefetch(rows, row, column)
+    prefetch(rows, row, rows.shape[1] - 1)
+
+
+@compiled
+def _copy(
+    source: Floats,
+    target: Floats,
+    at: Indices,
+    is_from_front: bool,
+    to: Indices,
+    is_to_front: bool,
+    start: int,
+    stop: int,
+) -> None:
+    for number in range(start, stop):
+        if number + AHEAD < stop:
+            if not is_from_front:
+                _prefetch_row(source, at[number + AHEAD])
+            if not is_to_front:
+                _prefetch_row(target, to[number + AHEAD])
+        one = number if is_from_front else at[number]
+        other = number if is_to_front else to[number]
+        for column in range(source.shape[1]):
+            target[other, column] = source[one, column]

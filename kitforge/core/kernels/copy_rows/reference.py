@@ -1,0 +1,29 @@
+"""The definition of `copy_rows`, in plain torch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kitforge.core.kernels.indexing import check_indices
+from kitforge.foundation.errors import ModelError
+
+
+def copy_rows(source: Tensor, target: Tensor, *, at: Tensor | None = None, to: Tensor | None = None) -> None:
+    """See `core.kernels.dispatch.CopyRowsKernel`."""
+    require_rows(source, target, at, to)
+    rows = source if at is None else source.index_select(0, at)
+    if to is None:
+        target.copy_(rows)
+    else:
+        target.index_copy_(0, to, rows)
+
+
+def require_rows(source: Tensor, target: Tensor, at: Tensor | None, to: Tensor | None) -> None:
+    """Raise ModelError for what cannot be moved."""
+    if at is not None:
+        check_indices(at, len(source), "rows of the source")
+    if to is not None:
+        check_indices(to, len(target), "rows of the target")
+    num_from, num_to = len(source if at is None else at), len(target if to is None else to)
+    if num_from != num_to:
+        raise ModelError("rows cannot be moved", got=f"{num_from} rows to {num_to} places", expected="as many")

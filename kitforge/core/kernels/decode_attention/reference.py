@@ -1,0 +1,33 @@
+"""The definition of `decode_attention`: text by text, by the attention that it is handed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.attention import reference
+
+
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    *,
+    window: int | None,
+    scale: float,
+    attention: Callable[..., Tensor] = reference.attention,
+) -> Tensor:
+    """See `dispatch.DecodeAttentionKernel`."""
+    output = torch.empty_like(query)
+    for text, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        first = start if window is None else start + max(0, length - window)
+        # [1, kv_heads, positions, D]
+        seen = [slab[first : start + length].transpose(0, 1).unsqueeze(0).to(query.dtype) for slab in (keys, values)]
+        token = query[text].unsqueeze(0).unsqueeze(2)
+        mixed = attention(token, *seen, mask=None, causal=False, scale=scale)
+        output[text] = mixed[0, :, 0]
+    return output

@@ -1,0 +1,131 @@
+"""`embedding_bag` from rows that are near: where many ids share few rows, those are fetched once and stay in the cache.
+
+Otherwise rows go from the slab to the output in one pass. Rows of a bag are never laid out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kitforge.core.kernels.indexing import check_indices
+from kitforge.core.kernels.jagged_bags import Bags
+from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch
+from kitforge.core.kernels.workspace import Workspace
+
+# Numbers that are worth a thread.
+GRAIN = 2**16
+# How many ids ahead a row is asked for: rows lie anywhere, and memory answers late.
+AHEAD = 32
+# Distinct rows of so many bytes stay in the cache while they are handed out.
+CACHED_BYTES = 2**24
+
+Floats = NDArray[Any]
+Indices = NDArray[np.int64]
+NO_INDICES = np.empty(0, np.int64)
+
+
+def embedding_bag(
+    slab: Tensor,
+    slots: Tensor,
+    dim: int,
+    *,
+    inverse: Tensor | None = None,
+    bags: Bags | None = None,
+    out: Tensor | None = None,
+    scratch: Workspace | None = None,
+) -> Tensor:
+    """See `core.kernels.dispatch.EmbeddingBagKernel`."""
+    num_ids = len(slots if inverse is None else inverse)
+    check_indices(slots, len(slab), "slots of the slab")
+    if inverse is not None:
+        check_indices(inverse, len(slots), "places among the slots")
+    if out is None:
+        out = slab.new_empty(num_ids if bags is None else bags.num_bags, dim)
+    target, grain = out.numpy(), GRAIN // max(dim, 1)
+    if inverse is not None and num_ids >= 2 * len(slots) and len(slots) * dim * slab.element_size() <= CACHED_BYTES:
+        near = (scratch or Workspace()).take("embedding_bag.near", len(slots), dim, dtype=slab.dtype).numpy()
+        fetched = (slab.numpy(), slots.numpy(), NO_INDICES, True, dim, near)
+        parallel_for(lambda start, stop: _gather(*fetched, start, stop), len(slots), grain)
+        source = (near, inverse.numpy(), NO_INDICES, True, dim)
+    else:
+        indices = NO_INDICES if inverse is None else inverse.numpy()
+        source = (slab.numpy(), slots.numpy(), indices, inverse is None, dim)
+    if bags is None:
+        parallel_for(lambda start, stop: _gather(*source, target, start, stop), num_ids, grain)
+        return out
+    bags.require(num_ids)
+    offsets, is_mean = bags.offsets.numpy(), bags.mode == "mean"
+    weights = out.new_empty(0) if bags.weights is None else bags.weights.to(out.dtype)
+    weighting = (weights.numpy(), bags.weights is not None)
+    parallel_for(
+        lambda start, stop: _pool(*source, offsets, *weighting, is_mean, target, start, stop),
+        bags.num_bags,
+        grain * bags.num_bags // max(num_ids, 1),
+    )
+    return out
+
+
+@compiled
+def _prefetch_row(slab: Floats, slots: Indices, inverse: Indices, is_direct: bool, dim: int, number: int) -> None:
+    """Ask for the row of an id that comes later."""
+    slot = slots[number] if is_direct else slots[inverse[number]]
+    for column in range(0, dim, 16):
+        prefetch(slab, slot, column)
+    prefetch(slab, slot, dim - 1)
+
+
+@compiled
+def _gather(
+    slab: Floats,
+    slots: Indices,
+    inverse: Indices,
+    is_direct: bool,
+    dim: int,
+    out: Floats,
+    start: int,
+    stop: int,
+) -> None:
+    for number in range(start, stop):
+        if number + AHEAD < stop:
+            _prefetch_row(slab, slots, inverse, is_direct, dim, number + AHEAD)
+        slot = slots[number] if is_direct else slots[inverse[number]]
+        for column in range(dim):
+            out[number, column] = slab[slot, column]
+
+
+@compiled
+def _pool(
+    slab: Floats,
+    slots: Indices,
+    inverse: Indices,
+    is_direct: bool,
+    dim: int,
+    offsets: Indices,
+    weights: Floats,
+    is_weighted: bool,
+    is_mean: bool,
+    out: Floats,
+    start: int,
+    stop: int,
+) -> None:
+    one = out.dtype.type(1)
+    for bag in range(start, stop):
+        first, last = offsets[bag], offsets[bag + 1]
+        for column in range(dim):
+            out[bag, column] = 0
+        for number in range(first, last):
+            if number + AHEAD < offsets[stop]:
+                _prefetch_row(slab, slots, inverse, is_direct, dim, number + AHEAD)
+            slot = slots[number] if is_direct else slots[inverse[number]]
+            # A product with one changes no bit.
+            weight = weights[number] if is_weighted else one
+            for column in range(dim):
+                out[bag, column] += slab[slot, column] * weight
+        if is_mean and last > first + 1:
+            count = out.dtype.type(last - first)
+            for column in range(dim):
+                out[bag, column] /= count

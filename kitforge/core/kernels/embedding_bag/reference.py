@@ -1,0 +1,40 @@
+"""The definition of `embedding_bag`, in plain torch: every row of a batch is laid out, then added up in order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.indexing import check_indices
+from kitforge.core.kernels.jagged_bags import Bags
+from kitforge.core.kernels.workspace import Workspace
+
+
+def embedding_bag(
+    slab: Tensor,
+    slots: Tensor,
+    dim: int,
+    *,
+    inverse: Tensor | None = None,
+    bags: Bags | None = None,
+    out: Tensor | None = None,
+    scratch: Workspace | None = None,
+) -> Tensor:
+    """See `core.kernels.dispatch.EmbeddingBagKernel`."""
+    check_indices(slots, len(slab), "slots of the slab")
+    if inverse is not None:
+        check_indices(inverse, len(slots), "places among the slots")
+    rows = slab[slots if inverse is None else slots[inverse], :dim]
+    if bags is not None:
+        bags.require(len(rows))
+        rows = _pooled(rows, bags)
+    return rows if out is None else out.copy_(rows)
+
+
+def _pooled(rows: Tensor, bags: Bags) -> Tensor:
+    if bags.weights is not None:
+        rows = rows * bags.weights.to(rows.dtype).unsqueeze(1)
+    counts = bags.offsets.diff()
+    members = torch.repeat_interleave(torch.arange(bags.num_bags, device=rows.device), counts)
+    pooled = rows.new_zeros(bags.num_bags, rows.shape[1]).index_add_(0, members, rows)
+    return pooled / counts.clamp(min=1).to(rows.dtype).unsqueeze(1) if bags.mode == "mean" else pooled

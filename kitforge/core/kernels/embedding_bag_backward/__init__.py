@@ -1,0 +1,1 @@
+"""The operation `embedding_bag_backward`."""

@@ -1,0 +1,35 @@
+"""The definition of `embedding_bag_backward`, in plain torch: one gradient for each id, then summed in order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.indexing import check_indices
+from kitforge.core.kernels.jagged_bags import Bags
+
+
+def embedding_bag_backward(
+    gradients: Tensor,
+    inverse: Tensor,
+    num_rows: int,
+    *,
+    bags: Bags | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `core.kernels.dispatch.EmbeddingBagBackwardKernel`."""
+    check_indices(inverse, num_rows, "places among the rows")
+    parts = gradients if bags is None else _id_gradients(gradients, bags, len(inverse))
+    if out is None:
+        out = parts.new_empty(num_rows, parts.shape[1])
+    return out.zero_().index_add_(0, inverse, parts)
+
+
+def _id_gradients(gradients: Tensor, bags: Bags, num_ids: int) -> Tensor:
+    """What of the gradients [num_bags, dim] comes to each id [num_ids, dim]."""
+    bags.require(num_ids)
+    counts = bags.offsets.diff()
+    if bags.mode == "mean":
+        gradients = gradients / counts.clamp(min=1).to(gradients.dtype).unsqueeze(1)
+    parts = gradients[torch.repeat_interleave(torch.arange(bags.num_bags, device=counts.device), counts)]
+    return parts if bags.weights is None else parts * bags.weights.to(parts.dtype).unsqueeze(1)

@@ -1,1 +1,0 @@
-"""The operation `exchange_rows`."""

@@ -1,0 +1,1 @@
+"""The operation `fused_decode_step`."""

@@ -1,0 +1,333 @@
+"""`fused_decode_step` in one compiled call: what lies between the products costs more in single calls than in work.
+
+Threads share each part of a layer and meet after it (`spin_barrier`). Bits do not depend on how many there are. Half
+precision is rounded where the network of modules rounds it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.decode_attention.numba import attend
+from kitforge.core.kernels.fused_decode_step.weights import BlockWeights, DecoderWeights
+from kitforge.core.kernels.linear.numba import multiply
+from kitforge.core.kernels.numba_runtime import (
+    FLOAT,
+    HALF,
+    array_at,
+    compiled_fastmath,
+    exponential,
+    float32_at,
+    int64_at,
+    narrowed,
+    rounded,
+    widened,
+)
+from kitforge.core.kernels.spin_barrier import BYTES_PER_PHASE, ThreadAutotuner, barrier, finish, next_chunk
+
+# Pieces of a product: enough for the slower of two threads to keep the other waiting for a moment only.
+NUM_CHUNKS = 8
+# Multiplications in a step that are worth waking a thread.
+GRAIN = 2**23
+# What a layer does one after another, and what stands before and behind all layers.
+_PHASES, _ENDS = 7, 2
+
+
+@final
+class NumbaDecodeStep:
+    """See `dispatch.DecodeStepKernel`; for contiguous weights and slabs of one dtype, fp32 or bfloat16, on CPU."""
+
+    def __init__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> None:
+        layers = [[*layer.tensors(), *pair] for layer, pair in zip(weights.layers, slabs, strict=True)]
+        # What is read by address must live as long as this does.
+        self._keepalive = weights, slabs
+        self._dtype = weights.head.dtype
+        self._autotuner = ThreadAutotuner()
+        self._options = weights.norm_eps, weights.qk_norm_eps, weights.interleaved_rotary
+        self._table = np.array([[_address(each) for each in layer] for layer in layers])
+        self._ends = np.array([_address(each) for each in (weights.norm, weights.norm_bias, weights.head, None)])
+        self._scales = np.array(weights.scales, dtype=np.float32)
+        self._windows = np.array([window or 0 for window in weights.windows])
+        self._num_weights = sum(
+            each.numel() for layer in weights.layers for each in layer.tensors() if each is not None
+        )
+        (vocab, dim), first = weights.head.shape, weights.layers[0]
+        num_heads, num_kv_heads = (len(each) // weights.head_dim for each in (first.query, first.key))
+        self._sizes = dim, num_heads, num_kv_heads, weights.head_dim, len(first.up), vocab, len(slabs[0][0])
+
+    def __call__(
+        self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, starts: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `dispatch.DecodeStepKernel`."""
+        num_texts = len(stream)
+        dim, num_heads, num_kv_heads, head_dim, mlp_dim, vocab, num_slots = self._sizes
+        own = torch.empty(stream.shape).copy_(stream)
+        angles = [each.contiguous() for each in rotary or (own, own)]
+        hidden, logits = torch.empty(stream.shape, dtype=self._dtype), torch.empty(num_texts, vocab)
+        widths = [dim, *[num_heads * head_dim] * 3, *[num_kv_heads * head_dim] * 2, *[mlp_dim] * 3]
+        # Each in whole lines of memory.
+        ends = list(itertools.accumulate((num_texts * width + 15) // 16 * 64 for width in widths))
+        scratch = torch.empty(ends[-1] // 4)
+        counts = torch.zeros((_PHASES * len(self._table) + _ENDS) * BYTES_PER_PHASE // 8, dtype=torch.long)
+        is_large = num_texts * self._num_weights >= GRAIN
+        step = _Step(
+            FLOAT if self._dtype is torch.float32 else HALF,
+            *self._options,
+            num_texts,
+            *self._sizes,
+            angles[0].shape[1] if rotary else 0,
+            NUM_CHUNKS if is_large else 1,
+            *(each.data_ptr() for each in (own, *angles, starts, lengths, hidden, logits)),
+            *(scratch.data_ptr() + start for start in (0, *ends[:-1])),
+        )
+        tables = self._table, self._ends, self._scales, self._windows
+        run: Any = _run
+
+        def work() -> None:
+            run(step, *tables, counts.data_ptr())
+
+        if is_large:
+            self._autotuner.call(num_texts, work)
+        else:
+            work()
+        return hidden, logits
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+_NAMES = list(BlockWeights.__dataclass_fields__)
+_QUERY, _KEY, _VALUE, _OUT = (_NAMES.index(name) for name in ("query", "key", "value", "out"))
+_GATE, _UP, _DOWN = (_NAMES.index(name) for name in ("gate", "up", "down"))
+_QUERY_NORM, _KEY_NORM = _NAMES.index("query_norm"), _NAMES.index("key_norm")
+_ATTENTION_NORM, _ATTENTION_OUT_NORM = _NAMES.index("attention_norm"), _NAMES.index("attention_out_norm")
+_MLP_NORM, _MLP_OUT_NORM = _NAMES.index("mlp_norm"), _NAMES.index("mlp_out_norm")
+_KEYS, _VALUES = len(_NAMES), len(_NAMES) + 1
+
+
+class _Step(NamedTuple):
+    """What all parts of a step are told. Behind the sizes come addresses: of fp32, or where it is said like weights."""
+
+    like: Any
+    eps: float
+    qk_eps: float
+    interleaved: bool
+    num_texts: int
+    dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    vocab: int
+    num_slots: int
+    num_pairs: int
+    num_chunks: int
+    stream: int  # [texts, dim]
+    cos: int  # [texts, pairs]
+    sin: int  # [texts, pairs]
+    starts: int  # int64 [texts]
+    lengths: int  # int64 [texts]
+    normal: int  # [texts, dim], like weights
+    logits: int  # [texts, vocab]
+    branch: int  # [texts, dim]
+    query: int  # [texts, heads, head_dim]
+    exact: int  # [texts, heads, head_dim]
+    mixed: int  # [texts, heads, head_dim], like weights
+    key: int  # [texts, kv_heads, head_dim]
+    value: int  # [texts, kv_heads, head_dim]
+    gate: int  # [texts, mlp_dim]
+    up: int  # [texts, mlp_dim]
+    inner: int  # [texts, mlp_dim], like weights
+
+
+@compiled_fastmath
+def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, phase: int) -> None:
+    """One thread's share of all layers. Layers are rows of the table, in the order of `Layer`'s fields."""
+    width, last = step.num_heads * step.head_dim, len(table) - 1
+    phase = _join(step, ends[3:], table[0, _ATTENTION_NORM:], phase, False)
+    for layer in range(len(table)):
+        row = table[layer]
+        phase = _project(step, row, phase)
+        phase = _attend(step, row, windows[layer], scales[layer], phase)
+        phase = _product(step, step.mixed, width, row[_OUT:], step.branch, step.dim, phase)
+        phase = _join(step, row[_ATTENTION_OUT_NORM:], row[_MLP_NORM:], phase, True)
+        phase = _expand(step, row, phase)
+        phase = _product(step, step.inner, step.mlp_dim, row[_DOWN:], step.branch, step.dim, phase)
+        following = table[layer + 1, _ATTENTION_NORM:] if layer < last else ends
+        phase = _join(step, row[_MLP_OUT_NORM:], following, phase, True)
+    _product(step, step.normal, step.dim, ends[2:], step.logits, step.vocab, phase)
+
+
+@compiled_fastmath
+def _multiply(step: Any, rows: int, num_features: int, weights: Any, output: int, num_outputs: int, chunk: int) -> None:
+    """A piece of the outputs of a linear layer, whose weight and bias come first in `weights`."""
+    start, stop = num_outputs * chunk // step.num_chunks, num_outputs * (chunk + 1) // step.num_chunks
+    multiply(step.like, rows, weights[0], weights[1], output, step.num_texts, num_outputs, num_features, start, stop)
+    result = float32_at(output, (step.num_texts, num_outputs))
+    for row in range(step.num_texts):
+        for column in range(start, stop):
+            result[row, column] = rounded(result[row, column], step.like)
+
+
+@compiled_fastmath
+def _product(step: Any, rows: int, num_features: int, weights: Any, output: int, num_outputs: int, phase: int) -> Any:
+    chunk = next_chunk(phase)
+    while chunk < step.num_chunks:
+        _multiply(step, rows, num_features, weights, output, num_outputs, chunk)
+        chunk = finish(phase)
+    return barrier(phase, step.num_chunks)
+
+
+@compiled_fastmath
+def _project(step: Any, row: Any, phase: int) -> Any:
+    """Queries, keys and values."""
+    width, kv_width = step.num_heads * step.head_dim, step.num_kv_heads * step.head_dim
+    chunk = next_chunk(phase)
+    while chunk < step.num_chunks:
+        _multiply(step, step.normal, step.dim, row[_QUERY:], step.query, width, chunk)
+        _multiply(step, step.normal, step.dim, row[_KEY:], step.key, kv_width, chunk)
+        _multiply(step, step.normal, step.dim, row[_VALUE:], step.value, kv_width, chunk)
+        chunk = finish(phase)
+    return barrier(phase, step.num_chunks)
+
+
+@compiled_fastmath
+def _attend(step: Any, row: Any, window: int, scale: Any, phase: int) -> Any:
+    """From queries, keys and values to what is mixed; text by text."""
+    like, num_texts = step.like, step.num_texts
+    heads, kv_heads = (num_texts, step.num_heads, step.head_dim), (num_texts, step.num_kv_heads, step.head_dim)
+    query, key, value = float32_at(step.query, heads), float32_at(step.key, kv_heads), float32_at(step.value, kv_heads)
+    exact, mixed = float32_at(step.exact, heads), array_at(step.mixed, heads, like)
+    cos, sin = float32_at(step.cos, (num_texts, step.num_pairs)), float32_at(step.sin, (num_texts, step.num_pairs))
+    starts, lengths = int64_at(step.starts, (num_texts,)), int64_at(step.lengths, (num_texts,))
+    slab = step.num_slots, step.num_kv_heads, step.head_dim
+    keys, values = array_at(row[_KEYS], slab, like), array_at(row[_VALUES], slab, like)
+    text = next_chunk(phase)
+    while text < num_texts:
+        slot, one = starts[text] + lengths[text] - 1, slice(text, text + 1)
+        _rotate(step, query[text], row[_QUERY_NORM], cos[text], sin[text])
+        _rotate(step, key[text], row[_KEY_NORM], cos[text], sin[text])
+        _write(key[text], keys[slot], like)
+        _write(value[text], values[slot], like)
+        attend(query[one], keys, values, starts[one], lengths[one], exact[one], window, scale)
+        _write(exact[text], mixed[text], like)
+        text = finish(phase)
+    return barrier(phase, num_texts)
+
+
+@compiled_fastmath
+def _expand(step: Any, row: Any, phase: int) -> Any:
+    """The wide middle of the feed-forward half."""
+    chunk = next_chunk(phase)
+    while chunk < step.num_chunks:
+        _multiply(step, step.normal, step.dim, row[_UP:], step.up, step.mlp_dim, chunk)
+        if row[_GATE]:
+            _multiply(step, step.normal, step.dim, row[_GATE:], step.gate, step.mlp_dim, chunk)
+        start, stop = step.mlp_dim * chunk // step.num_chunks, step.mlp_dim * (chunk + 1) // step.num_chunks
+        _activate(step, row[_GATE] != 0, start, stop)
+        chunk = finish(phase)
+    return barrier(phase, step.num_chunks)
+
+
+@compiled_fastmath
+def _join(step: Any, out_norm: Any, norm: Any, phase: int, has_branch: bool) -> Any:
+    """The branch joins the stream, normalised where there is a norm for it, and the next one begins with the stream,
+    normalised. Text by text."""
+    like, num_texts, dim = step.like, step.num_texts, step.dim
+    shape = num_texts, dim
+    streams, branches, normals = (
+        float32_at(step.stream, shape),
+        float32_at(step.branch, shape),
+        array_at(step.normal, shape, like),
+    )
+    text = next_chunk(phase)
+    while text < num_texts:
+        stream, branch, normal = streams[text], branches[text], normals[text]
+        if has_branch:
+            if out_norm[0]:
+                _normalise(branch, like, out_norm[0], out_norm[1], step.eps)
+            for k in range(dim):
+                stream[k] = rounded(stream[k] + branch[k], like)
+        for k in range(dim):
+            branch[k] = stream[k]
+        _normalise(branch, like, norm[0], norm[1], step.eps)
+        for k in range(dim):
+            normal[k] = narrowed(branch[k], like)
+        text = finish(phase)
+    return barrier(phase, num_texts)
+
+
+@compiled_fastmath
+def _write(source: Any, target: Any, like: Any) -> None:
+    """Rounded, from one [heads, head_dim] to another."""
+    for head in range(len(source)):
+        for k in range(source.shape[1]):
+            target[head, k] = narrowed(source[head, k], like)
+
+
+@compiled_fastmath
+def _normalise(row: Any, like: Any, weight: int, bias: int, eps: float) -> None:
+    """In place, by the weight at that address and the bias, if there is one."""
+    count, total, mean = len(row), np.float32(0), np.float32(0)
+    factors, shifts = array_at(weight, (count,), like), array_at(bias, (count,), like)
+    if bias:
+        for k in range(count):
+            mean += row[k]
+        mean /= np.float32(count)
+    for k in range(count):
+        total += (row[k] - mean) * (row[k] - mean)
+    scale = np.float32(1) / np.sqrt(total / np.float32(count) + np.float32(eps))
+    if bias:
+        for k in range(count):
+            row[k] = rounded((row[k] - mean) * scale * widened(factors[k]) + widened(shifts[k]), like)
+    else:
+        for k in range(count):
+            row[k] = rounded(rounded(row[k] * scale, like) * widened(factors[k]), like)
+
+
+@compiled_fastmath
+def _rotate(step: Any, heads: Any, norm: int, cos: Any, sin: Any) -> None:
+    """Heads [heads, head_dim] of a token, normalised where there is a norm, and rotated; in place."""
+    like = step.like
+    stride, offset = (2, 1) if step.interleaved else (1, len(cos))
+    for head in range(len(heads)):
+        row = heads[head]
+        if norm:
+            _normalise(row, like, norm, 0, step.qk_eps)
+        for pair in range(len(cos)):
+            x, y = row[pair * stride], row[pair * stride + offset]
+            row[pair * stride] = rounded(x * cos[pair] - y * sin[pair], like)
+            row[pair * stride + offset] = rounded(y * cos[pair] + x * sin[pair], like)
+
+
+_LARGEST = np.float32(88)
+# Twice the factors of the GELU's tangent.
+_LINEAR, _CUBIC = np.float32(2 * 0.7978845608028654), np.float32(2 * 0.7978845608028654 * 0.044715)
+
+
+@compiled_fastmath
+def _gated(number: Any, power: Any) -> Any:
+    """`number / (1 + e**-power)`."""
+    power = -power
+    return number / (np.float32(1) + exponential(_LARGEST if power > _LARGEST else power))
+
+
+@compiled_fastmath
+def _activate(step: Any, has_gate: bool, start: int, stop: int) -> None:
+    like, shape = step.like, (step.num_texts, step.mlp_dim)
+    gate, up, inner = float32_at(step.gate, shape), float32_at(step.up, shape), array_at(step.inner, shape, like)
+    for row in range(len(up)):
+        if has_gate:
+            for k in range(start, stop):
+                x = gate[row, k]
+                inner[row, k] = narrowed(rounded(_gated(x, x), like) * up[row, k], like)
+        else:
+            for k in range(start, stop):
+                x = up[row, k]
+                inner[row, k] = narrowed(_gated(x, x * (_LINEAR + _CUBIC * x * x)), like)

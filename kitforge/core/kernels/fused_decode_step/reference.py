@@ -1,0 +1,79 @@
+"""The definition of `fused_decode_step`, of the references of its parts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kitforge.core.kernels.decode_attention.reference import decode_attention
+from kitforge.core.kernels.fused_decode_step.weights import BlockWeights, DecoderWeights
+from kitforge.core.kernels.linear.reference import linear
+from kitforge.core.kernels.rms_norm.reference import rms_norm
+from kitforge.core.kernels.rotary.reference import rotary as rotate
+from kitforge.core.kernels.swiglu.reference import swiglu
+
+Slabs = list[tuple[Tensor, Tensor]]
+Angles = tuple[Tensor, Tensor]
+
+
+class ReferenceDecodeStep:
+    """See `dispatch.DecodeStepKernel`."""
+
+    def __init__(self, weights: DecoderWeights, slabs: Slabs) -> None:
+        self._weights = weights
+        self._slabs = slabs
+
+    def __call__(self, stream: Tensor, rotary: Angles | None, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """See `dispatch.DecodeStepKernel`."""
+        weights = self._weights
+        for index, layer in enumerate(weights.layers):
+            normal = _norm(stream, layer.attention_norm, layer.attention_norm_bias, weights.norm_eps)
+            mixed = self._attended(index, normal, rotary, starts, lengths)
+            branch = linear(mixed, layer.out, layer.out_bias)
+            stream = stream + _norm(branch, layer.attention_out_norm, layer.attention_out_norm_bias, weights.norm_eps)
+            normal = _norm(stream, layer.mlp_norm, layer.mlp_norm_bias, weights.norm_eps)
+            branch = linear(_activated(layer, normal), layer.down, layer.down_bias)
+            stream = stream + _norm(branch, layer.mlp_out_norm, layer.mlp_out_norm_bias, weights.norm_eps)
+        hidden = _norm(stream, weights.norm, weights.norm_bias, weights.norm_eps)
+        return hidden, linear(hidden, weights.head).to(torch.promote_types(hidden.dtype, torch.float32))
+
+    def _attended(self, index: int, normal: Tensor, rotary: Angles | None, starts: Tensor, lengths: Tensor) -> Tensor:
+        weights, layer, (keys, values) = self._weights, self._weights.layers[index], self._slabs[index]
+
+        def heads(weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
+            """[texts, heads, head_dim]."""
+            result = linear(normal, weight, bias).view(len(normal), -1, weights.head_dim)
+            return _norm(result, norm, None, weights.qk_norm_eps)
+
+        query = heads(layer.query, layer.query_bias, layer.query_norm)
+        key = heads(layer.key, layer.key_bias, layer.key_norm)
+        value = heads(layer.value, layer.value_bias, None)
+        if rotary is not None:
+            query, key = (_rotated(each, rotary, weights.interleaved_rotary) for each in (query, key))
+        last = starts + lengths - 1
+        keys[last], values[last] = key, value
+        scale, window = weights.scales[index], weights.windows[index]
+        mixed = decode_attention(query, keys, values, starts, lengths, window=window, scale=scale)
+        return mixed.flatten(1)
+
+
+def _rotated(heads: Tensor, angles: Angles, interleaved: bool) -> Tensor:
+    """[texts, heads, head_dim], for which the texts are one row of tokens."""
+    cos, sin = (each.unsqueeze(0) for each in angles)
+    return rotate(heads.transpose(0, 1).unsqueeze(0), cos, sin, interleaved)[0].transpose(0, 1)
+
+
+def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    if weight is None:
+        return input
+    if bias is None:
+        return rms_norm(input, weight, eps)
+    return functional.layer_norm(input, weight.shape, weight, bias, eps)
+
+
+def _activated(layer: BlockWeights, normal: Tensor) -> Tensor:
+    up = linear(normal, layer.up, layer.up_bias)
+    if layer.gate is None:
+        return functional.gelu(up, approximate="tanh")
+    return swiglu(linear(normal, layer.gate, layer.gate_bias), up)

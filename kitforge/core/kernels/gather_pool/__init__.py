@@ -1,1 +1,0 @@
-"""The operation `gather_pool`."""

@@ -1,1 +1,0 @@
-"""The operation `move_rows`."""

@@ -1,0 +1,1 @@
+"""The operation `pread_rows`."""

@@ -1,0 +1,34 @@
+"""`pread_rows` by calls of the system from a compiled loop, which holds no lock of Python's while the disk is waited
+for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kitforge.core.kernels.indexing import check_indices
+from kitforge.core.kernels.numba_runtime import compiled
+
+Indices = NDArray[np.int64]
+
+_external: Any = types.ExternalFunction
+# POSIX's, with addresses as numbers.
+_pread: Any = _external("pread", types.intp(types.intc, types.intp, types.uintp, types.int64))
+
+
+def pread_rows(file: int, out: Tensor, at: Tensor, to: Tensor) -> int:
+    """See `core.kernels.dispatch.PreadRowsKernel`."""
+    check_indices(to, len(out), "rows of the target")
+    return int(_read(file, out.data_ptr(), out.shape[1] * out.element_size(), at.numpy(), to.numpy()))
+
+
+@compiled
+def _read(file: int, address: int, size: int, at: Indices, to: Indices) -> int:
+    num_read = 0
+    for number in range(len(at)):
+        num_read += _pread(file, address + to[number] * size, size, at[number] * size) == size
+    return num_read

@@ -1,0 +1,22 @@
+"""The definition of `pread_rows`, in plain Python."""
+
+from __future__ import annotations
+
+import os
+
+from torch import Tensor
+
+from kitforge.core.kernels.indexing import check_indices
+
+
+def pread_rows(file: int, out: Tensor, at: Tensor, to: Tensor) -> int:
+    """See `core.kernels.dispatch.PreadRowsKernel`."""
+    check_indices(to, len(out), "rows of the target")
+    rows, size = out.numpy(), out.shape[1] * out.element_size()
+    num_read = 0
+    for position, row in zip(at.tolist(), to.tolist(), strict=True):
+        try:
+            num_read += os.preadv(file, [rows[row].data], position * size) == size
+        except OSError:
+            continue
+    return num_read

@@ -1,1 +1,0 @@
-"""The operation `read_rows`."""

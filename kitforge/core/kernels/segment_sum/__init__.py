@@ -1,1 +1,0 @@
-"""The operation `segment_sum`."""

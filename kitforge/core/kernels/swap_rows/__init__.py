@@ -1,0 +1,1 @@
+"""The operation `swap_rows`."""

@@ -1,0 +1,24 @@
+"""The definition of `swap_rows`, in plain torch; the two slabs may be on different devices."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kitforge.core.kernels.indexing import check_indices
+from kitforge.foundation.errors import ModelError
+
+
+def swap_rows(one: Tensor, other: Tensor, at: Tensor, to: Tensor) -> None:
+    """See `core.kernels.dispatch.SwapRowsKernel`."""
+    require_pairs(one, other, at, to)
+    rows = one.index_select(0, at).to(other.device)
+    one.index_copy_(0, at, other.index_select(0, to).to(one.device))
+    other.index_copy_(0, to, rows)
+
+
+def require_pairs(one: Tensor, other: Tensor, at: Tensor, to: Tensor) -> None:
+    """Raise ModelError for what cannot be exchanged."""
+    check_indices(at, len(one), "rows of the one slab")
+    check_indices(to, len(other), "rows of the other slab")
+    if len(at) != len(to):
+        raise ModelError("rows cannot be exchanged", got=f"{len(at)} rows for {len(to)}", expected="as many")

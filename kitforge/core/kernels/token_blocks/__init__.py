@@ -1,1 +1,0 @@
-"""The operation `token_blocks`."""

@@ -1,0 +1,136 @@
+"""A decoder over one token of each of several texts in one call, where its kernels have such a call and it is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from kitforge.core.kernels.dispatch import DecodeStepKernel
+from kitforge.core.kernels.fused_decode_step.weights import BlockWeights, DecoderWeights
+from kitforge.core.nn.block import Block
+from kitforge.core.nn.context import Context
+from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.norm import Norm
+
+# With more of them the vendor's products are faster.
+MAX_SEQUENCES = 32
+
+
+@final
+class FusedDecodeStep:
+    """Runs `model` over slabs of keys and values [slots, kv_heads, head_dim], which `slabs` gives for a layer and a key
+    [1, kv_heads, 1, head_dim] like those that come."""
+
+    def __init__(self, model: nn.Module, slabs: Callable[[int, Tensor], tuple[Tensor, Tensor]]) -> None:
+        self._model = model
+        self._slabs = slabs
+        self.forget()
+
+    def forget(self) -> None:
+        """The network has changed."""
+        self._modules = list(self._model.modules())
+        self._owners = [(each._parameters, name) for each in self._modules for name in each._parameters]
+        self._addresses: list[int] = []
+        self._blocks: DecodeStepKernel | None = None
+
+    def __call__(
+        self, tokens: Tensor, context: Context, starts: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Normalised output [texts, dim] and logits [texts, vocab] of tokens [1, texts], each the last of a text of
+        `lengths` [texts] positions that lie one after another from slot `starts` [texts] on. None where modules have to
+        be asked one by one."""
+        if len(starts) > MAX_SEQUENCES or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return None
+        if cast(Any, _has_any_global_hook)() or any(map(_is_wrapped, self._modules)):
+            return None
+        # Weights are read where they lie: one that was moved or replaced is found here.
+        parameters = [owned[name] for owned, name in self._owners]
+        addresses = [0 if each is None else each.data_ptr() for each in parameters]
+        if addresses != self._addresses:
+            self._addresses, self._blocks = addresses, self._new_blocks()
+        if self._blocks is None:
+            return None
+        stream, rotary = cast(Decoder, self._model).enter(tokens, context)
+        angles = None if rotary is None else (rotary[0][0], rotary[1][0])
+        return self._blocks(stream[0], angles, starts, lengths)
+
+    def _new_blocks(self) -> DecodeStepKernel | None:
+        model = self._model
+        if type(model) is not Decoder or model.kernels.fused_decode_step is None or not _is_plain(model):
+            return None
+        blocks = cast(list[Block], list(model.blocks))
+        if len(set(map(_shape, blocks))) > 1:
+            return None
+        head_dim = model.geometry.head_dim
+        like = model.head_weight.new_empty(1, len(blocks[0].attention.key.weight) // head_dim, 1, head_dim)
+        slabs = [self._slabs(layer, like) for layer in range(len(blocks))]
+        if any(each.dtype is not like.dtype for pair in slabs for each in pair):
+            return None
+        return model.kernels.fused_decode_step()(stack_of(model), slabs)
+
+
+def stack_of(model: Decoder) -> DecoderWeights:
+    """The weights of a decoder whose blocks have equal shapes."""
+    blocks = cast(list[Block], list(model.blocks))
+    first = blocks[0].attention
+    return DecoderWeights(
+        layers=tuple(map(_layer, blocks)),
+        scales=tuple(block.attention.scale for block in blocks),
+        windows=tuple(block.attention.spec.window for block in blocks),
+        norm=model.norm.weight,
+        norm_bias=model.norm.bias,
+        head=model.head_weight,
+        head_dim=first.config.head_dim,
+        norm_eps=model.norm.eps,
+        qk_norm_eps=0.0 if first.query_norm is None else first.query_norm.eps,
+        interleaved_rotary=first.config.interleaved_rotary,
+    )
+
+
+def _layer(block: Block) -> BlockWeights:
+    attention, mlp = block.attention, block.mlp
+    linears = {
+        "query": attention.query,
+        "key": attention.key,
+        "value": attention.value,
+        "out": attention.out,
+        "gate": mlp.gate,
+        "up": mlp.up,
+        "down": mlp.down,
+    }
+    norms = {
+        "attention_norm": block.attention_norm,
+        "attention_out_norm": block.attention_out_norm,
+        "mlp_norm": block.mlp_norm,
+        "mlp_out_norm": block.mlp_out_norm,
+    }
+    heads = {"query_norm": attention.query_norm, "key_norm": attention.key_norm}
+    found: dict[str, Any] = {}
+    for name, each in (linears | norms | heads).items():
+        found[name] = None if each is None else each.weight
+    for name, each in (linears | norms).items():
+        found[f"{name}_bias"] = None if each is None else each.bias
+    return BlockWeights(**found)
+
+
+def _shape(block: Block) -> tuple[object, ...]:
+    """What all blocks of a stack have in common."""
+    shapes = [None if each is None else each.shape for each in _layer(block).tensors()]
+    norms = [each.eps for each in block.modules() if isinstance(each, Norm)]
+    return (*shapes, *norms, block.attention.config.head_dim, block.attention.config.interleaved_rotary)
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    """Whether a call of the module is more than its class says: adapters, axes of parallelism, hooks."""
+    return "forward" in module.__dict__ or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _is_plain(model: Decoder) -> bool:
+    dtype = model.head_weight.dtype
+    return dtype in (torch.float32, torch.bfloat16) and all(
+        each.dtype is dtype and each.is_cpu and each.is_contiguous() for each in model.parameters()
+    )

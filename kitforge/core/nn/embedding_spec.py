@@ -1,0 +1,129 @@
+"""What a recommender's network is told about a sample, and which rows it wants looked up. It holds no table.
+
+B samples, F features of a lookup, L positions of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.kernels.dispatch import Kernels
+from kitforge.foundation.config import check
+
+# each: [B, F, dim], a bag counts as the sum or mean of its rows, a sequence as their mean. sum: [B, dim] over all
+# features. sequence: [B, L, dim] of one feature, in order, padded at the end.
+Pooling = Literal["each", "sum", "sequence"]
+# wide rows begin at zero and are moved by the wide optimizer; deep rows begin at random and are moved by the deep one.
+TableKind = Literal["wide", "deep"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleShape:
+    """The features of a sample by name."""
+
+    numeric: tuple[str, ...] = ()
+    categorical: tuple[str, ...] = ()  # one id or a bag of them
+    crosses: tuple[str, ...] = ()  # categorical too, made of others; for wide parts, or as one more vector
+    sequences: tuple[str, ...] = ()
+    # The tables of features that share one, such as a history and the item that it is a history of.
+    tables: Mapping[str, str] = field(default_factory=dict)
+    dims: Mapping[str, int] = field(default_factory=dict)  # features whose rows have a width of their own
+
+    def table_of(self, feature: str) -> str:
+        """The table that holds the feature's rows; one of its own where nothing else is said."""
+        return self.tables.get(feature, feature)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingLookup:
+    """Rows that a network wants of every sample; it is handed the vectors under `name`."""
+
+    name: str
+    features: tuple[str, ...]
+    dim: int
+    pooling: Pooling = "each"
+    kind: TableKind = "deep"
+
+
+class RecommenderConfig(Protocol):
+    """A family's own dataclass of options."""
+
+    @property
+    def family(self) -> str:
+        """The family's name in the catalog."""
+        ...
+
+    @property
+    def logit(self) -> str | None:
+        """The module of the network whose last bias is that of the logit; None: the family finds items."""
+        ...
+
+    def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
+        """What the network wants looked up of samples of that shape; raises ConfigError for a feature it lacks."""
+        ...
+
+    def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
+        """The numbers that the network reads."""
+        ...
+
+    def network(self, shape: SampleShape, kernels: Kernels) -> nn.Module:
+        """The network, its tables left out. Most are called `network(dense [B, d], vectors, noise) -> logits [B]`."""
+        ...
+
+
+def used_features(config: RecommenderConfig, shape: SampleShape) -> str:
+    """Which features a network uses, how sequences enter, and which it does not use: for the log and the report."""
+    lookups = config.lookups(shape)
+    looked_up = {name for lookup in lookups for name in lookup.features}
+    as_mean = {name for lookup in lookups if lookup.pooling != "sequence" for name in lookup.features}
+    kinds = {
+        "numeric": (shape.numeric, set(config.dense_features(shape))),
+        "categorical": (shape.categorical, looked_up),
+        "crosses": (shape.crosses, looked_up),
+        "sequences": (shape.sequences, looked_up),
+    }
+    parts = []
+    for kind, (names, used) in kinds.items():
+        found = [
+            f"{name} (mean of its vectors)" if name in shape.sequences and name in as_mean else name
+            for name in names
+            if name in used
+        ]
+        parts += [f"{kind} {', '.join(found)}"] if found else []
+    unused = [name for names, used in kinds.values() for name in names if name not in used]
+    end = f"; not used: {', '.join(unused)}" if unused else ""
+    return f"{config.family} uses {'; '.join(parts)}{end}"
+
+
+def deep_lookups(shape: SampleShape, dim: int, features: Sequence[str]) -> tuple[EmbeddingLookup, ...]:
+    """The rows of these features, one lookup for each width: `dim` where the shape says nothing else."""
+    widths: dict[int, list[str]] = {dim: []}
+    for name in features:
+        widths.setdefault(shape.dims.get(name, dim), []).append(name)
+    return tuple(
+        EmbeddingLookup(name="deep" if width == dim else f"deep_{width}", features=tuple(names), dim=width)
+        for width, names in widths.items()
+        if names
+    )
+
+
+def one_width(shape: SampleShape, features: Sequence[str], dim: int) -> None:
+    """Raise ConfigError where the vectors of these features would not have one width, which this family needs."""
+    for name in features:
+        found = shape.dims.get(name, dim)
+        check(found == dim, f"data.schema {name}.dim", found, f"model.dim={dim}, as their vectors meet in products")
+
+
+def concat_features(dense: Tensor, vectors: Mapping[str, Tensor], lookups: Sequence[EmbeddingLookup]) -> Tensor:
+    """dense [B, d] and the vectors of the lookups side by side: [B, d + sum of F * dim]."""
+    return torch.cat([dense, *(vectors[lookup.name].flatten(1) for lookup in lookups)], dim=1)
+
+
+def width(lookups: Sequence[EmbeddingLookup]) -> int:
+    """Numbers of a sample in the vectors of these lookups."""
+    return sum(len(lookup.features) * lookup.dim for lookup in lookups)

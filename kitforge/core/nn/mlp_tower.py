@@ -1,0 +1,51 @@
+"""A stack of linear layers, each but the last followed by ReLU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor, nn
+
+from kitforge.core.kernels.dispatch import Kernels
+from kitforge.core.nn.dropout import SampleDropout, sample_dropout
+from kitforge.core.nn.linear import Linear
+from kitforge.foundation.config import check
+
+
+@final
+class MLPTower(nn.Module):
+    """`input [B, dims[0]] -> [B, dims[-1]]`. Every layer but the last, or every one with `ends_in_relu`, is
+    followed by ReLU and dropout. With a single width it is the identity."""
+
+    def __init__(
+        self,
+        name: str,
+        dims: Sequence[int],
+        *,
+        kernels: Kernels,
+        dropout: float = 0.0,
+        ends_in_relu: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            Linear(narrow, wide, bias=True, kernels=kernels) for narrow, wide in zip(dims[:-1], dims[1:], strict=True)
+        )
+        self._names = [f"{name}.{layer}" for layer in range(len(self.layers))]
+        self._dropout = dropout
+        self._num_activated = len(self.layers) if ends_in_relu else len(self.layers) - 1
+
+    def forward(self, input: Tensor, noise: SampleDropout | None = None) -> Tensor:
+        """See the class."""
+        for number, layer in enumerate(self.layers):
+            input = layer(input)
+            if number < self._num_activated:
+                # In place: the product keeps its input for the backward pass and not its output.
+                input = sample_dropout(input.relu_(), self._dropout, self._names[number], noise)
+        return input
+
+
+def check_widths(path: str, widths: Sequence[int], dropout: float = 0.0) -> None:
+    """Raise ConfigError unless these can be the widths and the dropout of hidden layers."""
+    check(all(width > 0 for width in widths), path, list(widths), "positive whole numbers")
+    check(0 <= dropout < 1, "model.dropout", dropout, "at least 0, below 1")

@@ -1,0 +1,72 @@
+"""How many ways a run is split, and along which axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import ConfigError
+
+# Outermost first: ranks that talk most stand next to one another.
+AXES = ("pipeline", "data", "shard", "context", "tensor")
+UNBUILT_AXES = ("context", "pipeline", "expert")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Degrees of parallelism: world = data x shard x tensor x context x pipeline."""
+
+    data: int = 1  # copies of the model, each with a share of every batch
+    shard: int = 1  # pieces of weights, gradients and optimizer state, each with a share of every batch
+    tensor: int = 1  # pieces of every matrix, all with the same batch
+    context: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    sequence_parallel: bool = (
+        True  # tensor parallel: split norms, dropout and the stream between blocks along the sequence
+    )
+    zero_stage: Literal[1, 2, 3] = 3  # shard: 1 splits optimizer state, 2 gradients too, 3 weights too
+    timeout: float = 600.0  # seconds that a rank waits for another before the run is given up
+    restarts: int = 0  # how often local ranks that died are started again, with resume=auto
+
+    def __post_init__(self) -> None:
+        for name in (*AXES, "expert"):
+            degree = getattr(self, name)
+            check(degree >= 1, f"parallel.{name}", degree, "a whole number of at least 1")
+        for name in UNBUILT_AXES:
+            check(getattr(self, name) == 1, f"parallel.{name}", getattr(self, name), "1; this axis is not built yet")
+        check(self.timeout > 0, "parallel.timeout", self.timeout, "a number of seconds above 0")
+        check(self.restarts >= 0, "parallel.restarts", self.restarts, "a whole number of at least 0")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that these degrees need."""
+        return self.data * self.shard * self.tensor * self.context * self.pipeline
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold different samples of a batch."""
+        return self.data * self.shard
+
+    def describe(self) -> str:
+        """The arithmetic, for messages: `shard=2 x tensor=2 = 4`."""
+        split = [f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1]
+        return f"{' x '.join(split) or 'no axis split'} = {self.world_size}"
+
+    def check_world(self, size: int, num_ranks: int | None = None) -> None:
+        """Raise ConfigError unless `num_ranks`, by default what the degrees multiply to, were started."""
+        if size == (num_ranks or self.world_size):
+            return
+        if num_ranks is not None and num_ranks > self.world_size:
+            raise ConfigError(
+                "the run names other ranks than those that were started",
+                got=f"{self.describe()} that train and {num_ranks - self.world_size} beside them, of {size} ranks",
+                fix=f"start {num_ranks} ranks, or change parallel.* and placement.*",
+            )
+        raise ConfigError(
+            "the degrees of parallelism do not multiply to the number of ranks",
+            got=f"{self.describe()} of {size} ranks",
+            expected="data x shard x tensor x context x pipeline to be the number of ranks",
+            fix=f"start {self.world_size} ranks, or change parallel.* (for example parallel.shard={size})",
+        )

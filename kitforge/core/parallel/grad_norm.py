@@ -1,0 +1,33 @@
+"""The norm of all gradients of all ranks as one number, whatever mixture of meshes they lie on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kitforge.core.optim.grad_norm import global_norm
+from kitforge.core.parallel import collectives
+from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.mesh import Mesh
+
+
+def global_grad_norm(
+    gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout], rows: Tensor, mesh: Mesh
+) -> Tensor:
+    """The Euclidean norm, 0-dim float64 and the same on every rank, of gradients that are complete on their pieces and
+    of table rows, which live once and whose squares on this rank are `rows`.
+
+    Each of a tensor's pieces is held by `mesh.size / num_pieces` ranks, so its squares count that much less; one sum
+    over the whole world is then the sum over all distinct elements.
+    """
+    alike: dict[int, list[Tensor]] = {}
+    for name, gradient in gradients.items():
+        alike.setdefault(layouts[name].num_shards, []).append(gradient)
+    squares = rows.cpu().double()
+    for num_shards, members in alike.items():
+        squares = squares + global_norm(members).cpu().double() ** 2 * (num_shards / mesh.size)
+    # Not the device of the gradients: a rank may have none, and its word still has to reach the others.
+    device = torch.device(mesh.device_mesh.device_type)
+    return collectives.all_reduce_(squares.to(device), mesh.world).sqrt()

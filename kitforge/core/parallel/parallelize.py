@@ -1,0 +1,251 @@
+"""Carries a declaration out: cuts a model's parameters along the axes of a mesh and says what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.init import init_weights, materialize
+from kitforge.core.optim.grad_norm import global_norm
+from kitforge.core.optim.groups import ParameterGroup
+from kitforge.core.optim.row_optimizers import SparseModule
+from kitforge.core.parallel import collectives
+from kitforge.core.parallel.data import GradientBuckets
+from kitforge.core.parallel.fsdp import FSDPUnits, local_tensor
+from kitforge.core.parallel.gather import FullMatrices, gather_full_tensor
+from kitforge.core.parallel.grad_norm import global_grad_norm
+from kitforge.core.parallel.layout import Layout
+from kitforge.core.parallel.mesh import Mesh
+from kitforge.core.parallel.replicas import broadcast_replicas, check_same_parameters, replica_drift
+from kitforge.core.parallel.sharding import TENSOR, Sharding, check_geometry
+from kitforge.core.parallel.tensor import TensorParallelModel
+from kitforge.core.parallel.world import World
+from kitforge.foundation.dtype import DTYPES
+from kitforge.foundation.types import Region
+
+_ATTRIBUTE = "parallel_model"
+
+
+@final
+class ParallelModel:
+    """A model's place in a world: where its parameters lie, and how gradients become those of the whole batch.
+
+    In a world of one rank every method does nothing or what the name says in plain torch.
+    """
+
+    def __init__(self, model: nn.Module, sharding: Sharding, world: World) -> None:
+        self.model = model
+        self.tables = [module for module in model.modules() if isinstance(module, SparseModule)]
+        self.rank = world.rank
+        self._mesh = world.mesh
+        self.layouts = {name: Layout(shape=tuple(each.shape)) for name, each in model.named_parameters()}
+        self._tensor_parallel: TensorParallelModel | None = None
+        self._fsdp: FSDPUnits | None = None
+        self._buckets: GradientBuckets | None = None
+        if world.mesh is not None:
+            self._replicate_init(world.mesh)
+            self._distribute(sharding, world.mesh, DTYPES[world.precision])
+        self._bind()
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that the model lies over; None where it lies on one rank."""
+        return self._mesh
+
+    def broadcast_replicas(self) -> None:
+        """Give every replica of a weight or buffer the values of the first rank that holds it; all ranks call this
+        once the model has its values."""
+        if self._mesh is not None:
+            broadcast_replicas({**dict(self.tensors()), **dict(self.model.named_buffers())}, self.layouts, self._mesh)
+
+    def repair_replicas(self, states: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> dict[str, list[int]]:
+        """Compare the replicas of weights, buffers and `states` bit by bit. Where they differ all take the values of
+        the first rank that holds them; the answer names these tensors, and the ranks that had others."""
+        if self._mesh is None:
+            return {}
+        tensors = {**dict(self.tensors()), **states}
+        drift = replica_drift(tensors, layouts, self._mesh)
+        broadcast_replicas({name: tensors[name] for name in drift}, layouts, self._mesh)
+        return drift
+
+    def materialize(self, device: torch.device) -> None:
+        """Give a model that was laid out on the meta device its memory, without values."""
+        materialize(self.model, device)
+        self._bind()
+
+    def _bind(self) -> None:
+        """Take hold of the parameters as they are now; materialising makes new ones."""
+        self._parameters = dict(self.model.named_parameters())
+        self._local = self._parameters
+        if self._fsdp is not None:
+            self._local = {
+                name: nn.Parameter(local_tensor(each.detach()), each.requires_grad)
+                for name, each in self._parameters.items()
+            }
+        elif self._mesh is not None and (group := self._mesh.group("data")) is not None:
+            self._buckets = GradientBuckets(list(self._parameters.values()), group)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's piece of every parameter by name, plain tensors that share the model's memory."""
+        return self._local
+
+    def local_groups(self, groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
+        """The same groups over the pieces."""
+        return [replace(group, parameters=tuple(self._local[name] for name in group.names)) for group in groups]
+
+    def full_matrices(self) -> FullMatrices | None:
+        """What an optimizer of whole matrices needs; None where nothing is cut."""
+        if self._mesh is None:
+            return None
+        layouts: dict[Tensor, Layout] = {shard: self.layouts[name] for name, shard in self._local.items()}
+        return FullMatrices(layouts, self._mesh)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and piece of all parameters and persistent buffers; tied ones under each of their names."""
+        shards = {id(parameter): self._local[name] for name, parameter in self._parameters.items()}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            yield name, shards.get(id(tensor), tensor)
+
+    def full_tensor(self, name: str) -> Tensor:
+        """A whole parameter, gathered on all ranks, which call this together; its own memory when alone."""
+        shard = self._local[name].detach()
+        return shard if self._mesh is None else gather_full_tensor(shard, self.layouts[name], self._mesh)
+
+    def region(self, name: str) -> Region:
+        """Which part of the global parameter this rank has."""
+        return self.region_of(self.layouts[name])
+
+    def region_of(self, layout: Layout) -> Region:
+        """Which part of a tensor of that layout this rank has."""
+        return layout.region({} if self._mesh is None else self._mesh.index)
+
+    def shard(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """This rank's pieces of a stream of whole tensors; a name that is no parameter's passes whole."""
+        for name, tensor in tensors:
+            fits = name in self.layouts and tuple(tensor.shape) == self.layouts[name].shape
+            yield name, self.region(name).of(tensor) if fits else tensor
+
+    def micro_batch(self, *, is_last: bool) -> None:
+        """The next forward and backward pass begins."""
+        if self._fsdp is not None:
+            self._fsdp.micro_batch(is_last)
+        if self._buckets is not None:
+            self._buckets.micro_batch(is_last)
+
+    def reduce_gradients(self) -> None:
+        """After the last backward pass of a step: the gradient of every piece is complete, and `.grad` of it."""
+        if self._mesh is None:
+            return
+        if self._buckets is not None:
+            self._buckets.finish()
+        shards = self._local
+        if self._fsdp is not None:
+            for name, parameter in self._parameters.items():
+                gradient = None if parameter.grad is None else local_tensor(parameter.grad)
+                shards[name].grad, parameter.grad = gradient, None
+        if self._tensor_parallel is not None:
+            _all_reduce_partial(
+                [shards[name] for name in self._tensor_parallel.partial_gradients()], self._mesh.group(TENSOR)
+            )
+
+    def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
+        """The norm, over all ranks, of all gradients, or of those of the parameters of these names."""
+        gradients = {
+            name: each.grad
+            for name, each in self.parameters().items()
+            if each.grad is not None and (names is None or name in names)
+        }
+        if names is not None and self._mesh is None:
+            return global_norm(list(gradients.values()))
+        if names is not None and self._mesh is not None:
+            return global_grad_norm(gradients, self.layouts, torch.zeros(()), self._mesh)
+        rows = sum((table.squared_norm() for table in self.tables), torch.zeros((), dtype=torch.float64))
+        if self._mesh is not None:
+            return global_grad_norm(gradients, self.layouts, rows, self._mesh)
+        norm = global_norm(list(gradients.values()))
+        return (norm.double() ** 2 + rows).sqrt() if self.tables else norm
+
+    def reshard(self) -> None:
+        """After forward passes without a backward pass: everything lies cut again."""
+        if self._fsdp is not None:
+            self._fsdp.reshard()
+
+    def _replicate_init(self, mesh: Mesh) -> None:
+        """Let all ranks begin with the first one's values, before each keeps a piece of them."""
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        real = {name: each for name, each in tensors.items() if not each.is_meta}
+        check_same_parameters(real, mesh)
+        broadcast_replicas(real, {}, mesh)
+
+    def _distribute(self, sharding: Sharding, mesh: Mesh, compute_dtype: torch.dtype) -> None:
+        decoders: list[nn.Module] = [each for each in self.model.modules() if isinstance(each, Decoder)]
+        for each in decoders or [self.model]:
+            check_geometry(sharding, each.geometry if isinstance(each, CausalLM) else None, mesh.degrees)
+        if mesh.degree(TENSOR) > 1:
+            self._tensor_parallel = TensorParallelModel(self.model, sharding, mesh)
+            self.layouts = self._tensor_parallel.layouts
+        if mesh.degree("shard") > 1:
+            self._fsdp = FSDPUnits(self.model, mesh, _fsdp_roots(self.model, sharding), compute_dtype)
+            degree = mesh.degree("shard")
+            self.layouts = {name: layout.split("shard", 0, degree) for name, layout in self.layouts.items()}
+
+
+def parallelize(model: nn.Module, sharding: Sharding, world: World) -> ParallelModel:
+    """Distribute a model, on the meta device or with values, of which those of the first rank count, over the world,
+    on all ranks together; see the model from then on through what is returned. Raises ConfigError for degrees that the
+    model cannot be split by, ModelError where ranks have built different models."""
+    parallel = ParallelModel(model, sharding, world)
+    model.__dict__[_ATTRIBUTE] = parallel
+    return parallel
+
+
+def init_sharded(network: Decoder, sharding: Sharding, world: World, seed: int) -> Decoder:
+    """A decoder on the meta device cut, given memory and its initial weights; no rank ever holds it whole."""
+    parallel = parallelize(network, sharding, world)
+    parallel.materialize(world.device)
+    regions = {name: parallel.region(name) for name in parallel.parameters()}
+    init_weights(parallel.parameters().items(), network.geometry.num_layers, seed, regions)
+    return network
+
+
+def parallel_model_of(model: nn.Module, world: World, sharding: Sharding | None = None) -> ParallelModel:
+    """What `apply` made of the model; a model that never was applied is now."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, ParallelModel) else parallelize(model, sharding or Sharding(), world)
+
+
+def _fsdp_roots(model: nn.Module, sharding: Sharding) -> Mapping[str, Sequence[str]]:
+    """What is called by itself, and how; a language model without a declaration also by `hidden`."""
+    is_plain = sharding.fsdp_roots == {"": ()} and isinstance(model, CausalLM)
+    return {"": ("hidden",)} if is_plain else sharding.fsdp_roots
+
+
+def _all_reduce_partial(parameters: list[nn.Parameter], group: collectives.Group) -> None:
+    """Sum small gradients over the ranks in one message, which also says who has one: a missing gradient counts as
+    zero, and one that no rank has stays None."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
+    flats = [gradient.reshape(-1) for gradient in gradients]
+    used = flats[0].new_tensor([each.grad is not None for each in trained])
+    flat = collectives.all_reduce_(torch.cat([*flats, used]), group)
+    *sums, answers = torch.split(flat, [*(each.numel() for each in flats), len(trained)])
+    for parameter, gradient, is_used in zip(trained, sums, answers.tolist(), strict=True):
+        parameter.grad = gradient.view_as(parameter) if is_used else None
+
+
+def state_layouts(layouts: Mapping[str, Layout], states: Mapping[str, Tensor]) -> dict[str, Layout]:
+    """The layouts of parameters and, under their own names, of those optimizer states that are cut like them."""
+    found = dict(layouts)
+    for name, state in states.items():
+        owner = layouts.get(name.rpartition(".")[0])
+        if owner is not None and state.dim() == len(owner.shape):
+            found[name] = owner
+    return found

@@ -1,0 +1,354 @@
+"""Where the ranks of a run meet: they find one another, take turns, compare what they are about to run, and part.
+
+Reads the environment that torchrun (or our own launch) sets, and starts no process. Alone, all of it does nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast, final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.rank_errors import (
+    RESUME,
+    FailureMonitor,
+    describe_error,
+    explain,
+    first_failure,
+    is_timeout,
+    publish_failure,
+)
+from kitforge.core.parallel.world import World
+from kitforge.foundation import device as devices
+from kitforge.foundation.errors import ConfigError, DeviceError, KitforgeError, PeerError, TrainingError
+
+# Seconds between two looks at what another rank is to say, and how long ranks wait for one another's complaints.
+LOOK, PATIENCE = 0.5, 1.0
+PACKAGE = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchInfo:
+    """What the launcher says of this process: its number among all ranks and among those of its machine."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: str
+    restarts: int = 0  # how often the ranks have been started again
+
+    @property
+    def round(self) -> str:
+        """A name that no earlier start of the same ranks had, as their store may outlive them."""
+        return f"kitforge/{self.restarts}"
+
+
+def launch_info() -> LaunchInfo | None:
+    """This process's place among the ranks that a launcher started; None where none did."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank = _number("RANK")
+    local_rank = _number("LOCAL_RANK")
+    return LaunchInfo(
+        rank=rank,
+        world_size=_number("WORLD_SIZE"),
+        local_rank=local_rank,
+        local_world_size=_number("LOCAL_WORLD_SIZE", local_rank + 1),
+        node=os.environ.get("GROUP_RANK", socket.gethostname()),
+        restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
+    )
+
+
+@final
+class Rendezvous:
+    """The way of a rank into its run and out of it: `with Lobby.open(...) as lobby`, turns, join, check_same."""
+
+    def __init__(
+        self, degrees: ParallelConfig, device: torch.device, where: LaunchInfo | None, store: Store | None
+    ) -> None:
+        self.device = device
+        self._degrees = degrees
+        self._launch = where
+        self._store = store
+        # From the start, as a rank may be at work on its own for hours before it joins the others.
+        self._watch = None if where is None or store is None else FailureMonitor(cast(Any, store).clone(), where.rank)
+        self._world: World | None = None
+        self._has_joined = False
+        self._num_turns = 0
+        self._num_checks = 0
+
+    @classmethod
+    def open(cls, degrees: ParallelConfig, device: str, num_ranks: int | None = None) -> Rendezvous:
+        """Find the other ranks: those that the degrees ask for and, up to `num_ranks`, some beside them. Raises
+        ConfigError where others were started, and DeviceError where this machine has fewer accelerators than ranks."""
+        where, wanted = launch_info(), num_ranks or degrees.world_size
+        if where is None and wanted > 1:
+            further = f" and {wanted - degrees.world_size} beside" if wanted > degrees.world_size else ""
+            raise ConfigError(
+                "a run of several ranks has to be launched",
+                got=f"{degrees.describe()} ranks{further} in one process",
+                expected="a process per rank",
+                fix=f"kitforge train starts them by itself; or torchrun --nproc-per-node {wanted} with this program",
+            )
+        if where is not None:
+            degrees.check_world(where.world_size, wanted)
+        if where is None or where.world_size == 1:
+            return cls(degrees, devices.pick(device), None, None)
+        own = devices.of_rank(device, where.local_rank, where.local_world_size)
+        _check_restarts()
+        store = PrefixStore(where.round, _connect_store(degrees))
+        # A program may hold several runs, one after the other, and each has keys of its own.
+        number = store.add(f"opened/{where.rank}", 1)
+        return cls(degrees, own, where, PrefixStore(str(number), store))
+
+    def __enter__(self) -> Rendezvous:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if self._watch is not None and error is not None:
+            self._watch.publish(error)
+        explained = None if error is None else self.explain(error)
+        self.shutdown(failed=error is not None, words="" if error is None else describe_error(explained or error))
+        if explained is not None:
+            raise explained from error
+
+    @property
+    def rank(self) -> int:
+        """This process's number among all."""
+        return 0 if self._launch is None else self._launch.rank
+
+    @contextmanager
+    def local_rank_zero_first(self) -> Iterator[None]:
+        """The first rank of each machine runs the block, then its others do; all leave it together.
+
+        The block may take hours. One that fails ends the waiting of all the others at once.
+        """
+        if self._launch is None or self._store is None:
+            yield
+            return
+        self._num_turns += 1
+        done = f"turn/{self._num_turns}"
+        if self._launch.local_rank > 0:
+            self._wait(f"{done}/{self._launch.node}")
+        try:
+            yield
+        except BaseException as error:
+            with suppress(dist.DistError):
+                publish_failure(self._store, self._launch.rank, describe_error(error))
+            raise
+        if self._launch.local_rank == 0:
+            self._store.set(f"{done}/{self._launch.node}", "done")
+        if self._store.add(f"{done}/count", 1) == self._launch.world_size:
+            self._store.set(f"{done}/all", "done")
+        self._wait(f"{done}/all")
+
+    def init_process_group(self) -> World:
+        """Make the process groups; from here on the ranks are one world. A second call gives the same one."""
+        if self._world is not None:
+            return self._world
+        if self._launch is None or self._store is None:
+            return World(device=self.device)
+        backend = devices.backend(self.device.type)
+        if not dist.is_backend_available(backend):
+            raise DeviceError(f"this torch was built without {backend}", got=self.device, fix="device=cpu uses gloo")
+        devices.use(self.device)
+        # A program under torchrun may have joined its ranks before; it then parts them as well.
+        if not dist.is_initialized():
+            dist.init_process_group(
+                backend,
+                store=self._store,
+                rank=self._launch.rank,
+                world_size=self._launch.world_size,
+                timeout=timedelta(seconds=self._degrees.timeout),
+                device_id=None if self.device.type == "cpu" else self.device,
+            )
+            self._has_joined = True
+        self._world = World.of_process_group(self._degrees, self.device, self._watch)
+        return self._world
+
+    def check_same(self, facts: Mapping[str, str]) -> None:
+        """Raise ConfigError on all ranks, naming the fact and the ranks, unless every rank has the same facts and runs
+        the same code."""
+        if self._launch is None or self._store is None:
+            return
+        self._num_checks += 1
+        name = f"facts/{self._num_checks}"
+        hashes = {
+            fact: hashlib.sha256(value.encode()).hexdigest()
+            for fact, value in {**facts, "code": code_version()}.items()
+        }
+        self._store.set(f"{name}/{self._launch.rank}", json.dumps(hashes))
+        if self._launch.rank == 0:
+            explained = [json.loads(self._store.get(f"{name}/{rank}")) for rank in range(self._launch.world_size)]
+            self._store.set(f"{name}/verdict", json.dumps(_differences(explained)))
+        differences = json.loads(self._store.get(f"{name}/verdict"))
+        # Rank 0 may hold the store itself, and is about to go where there are differences.
+        if self._store.add(f"{name}/read", 1) == self._launch.world_size:
+            self._store.set(f"{name}/all", "read")
+        self._store.wait([f"{name}/all"])
+        if differences:
+            raise ConfigError(
+                f"the ranks do not run the same {' and the same '.join(differences)}",
+                got="; ".join(f"{fact}: {words}" for fact, words in differences.items()),
+                expected="all ranks alike",
+                fix="start every rank with the same command, package and files",
+            )
+
+    def explain(self, error: BaseException) -> KitforgeError | None:
+        """`explain`, with the ranks that gave no sign of life or the one that said that it failed."""
+        is_explained = isinstance(error, PeerError)
+        if self._launch is None or self._store is None or not (is_explained or explain(error)):
+            return None
+        waited = self._degrees.timeout if is_timeout(error) else None
+        with suppress(dist.DistError):
+            # The store may be gone with rank 0 by now.
+            known = None if self._watch is None else self._watch.first
+            if (first := known or first_failure(self._store)) is not None:
+                return PeerError(f"rank {first['rank']} failed: {first['words']}", fix=RESUME)
+            if not is_explained:
+                return explain(error, waited=waited, silent=self._missing_ranks(self._launch, self._store))
+        return explain(error, waited=waited)
+
+    def shutdown(self, *, failed: bool, words: str = "") -> None:
+        """Part: quietly, or after telling the others that this rank failed, and then without waiting for them."""
+        if self._launch is None or self._store is None:
+            return
+        if failed:
+            with suppress(dist.DistError):
+                publish_failure(self._store, self._launch.rank, words)
+        if self._has_joined and dist.is_initialized():
+            if failed:
+                with suppress(RuntimeError):
+                    _world_group().abort()
+            dist.destroy_process_group()
+        if failed and self._launch.rank == 0 and not _launcher_keeps_store():
+            # The store goes with this process, so the others get the time to read it.
+            time.sleep(2 * LOOK)
+        # It ends this process when one of the lines above does not return.
+        if self._watch is not None:
+            self._watch.end(failed=failed)
+
+    def _wait(self, name: str) -> None:
+        """Until a rank has set `name`, however long that takes; raises PeerError as soon as one has failed."""
+        assert self._store is not None
+        pause = 0.01
+        while not self._store.check([name]):
+            if (first := first_failure(self._store)) is not None:
+                raise PeerError(f"rank {first['rank']} failed: {first['words']}", fix=RESUME)
+            time.sleep(pause)
+            pause = min(2 * pause, LOOK)
+
+    def _missing_ranks(self, where: LaunchInfo, store: Store) -> list[int]:
+        """The ranks that do not say, as this one does, that they wait for another."""
+        store.set(f"waits/{where.rank}", "")
+        silent = [rank for rank in range(where.world_size) if rank != where.rank]
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            time.sleep(0.1)
+            silent = [rank for rank in silent if not store.check([f"waits/{rank}"])]
+        return silent
+
+
+def code_version() -> str:
+    """The version of the package and of torch, and a hash of the package's source files."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
+    try:
+        version = importlib.metadata.version("kitforge")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
+    return f"{version} on torch {torch.__version__}, {digest.hexdigest()}"
+
+
+def _connect_store(degrees: ParallelConfig) -> Store:
+    """The store that the launcher's environment names."""
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    timeout = timedelta(seconds=degrees.timeout)
+    try:
+        store: Store = next(rendezvous("env://", timeout=timeout))[0]
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                "the port at which the ranks are to meet is in use",
+                got=where,
+                expected="a free port on the machine of rank 0",
+                fix="choose another MASTER_PORT, or wait until the other run has ended",
+            ) from None
+        raise TrainingError(
+            "rank 0 cannot be reached",
+            got=f"{where}, tried for {degrees.timeout:g} s",
+            expected="all ranks to start within parallel.timeout",
+            fix="see that MASTER_ADDR and MASTER_PORT name the machine of rank 0, and that no firewall is between",
+        ) from error
+    except ValueError as error:
+        raise ConfigError("the launcher's environment is not whole", got=error, fix="use torchrun") from None
+    store.set_timeout(timeout)
+    return store
+
+
+def _check_restarts() -> None:
+    """A restart over several machines finds the keys of the start before it in a store that the launcher keeps, and
+    its machines count restarts differently."""
+    if _launcher_keeps_store() and _number("GROUP_WORLD_SIZE", 1) > 1 and _number("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
+        raise ConfigError(
+            "ranks on several machines cannot be restarted with a store that torchrun keeps",
+            fix="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine (scripts/torchrun.sh does), "
+            "or --max-restarts 0",
+        )
+
+
+def _world_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _launcher_keeps_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        raise ConfigError(f"the launcher's environment has no usable {name}", got=repr(text), expected="a whole number")
+    return int(text)
+
+
+def _differences(reported: list[dict[str, str]]) -> dict[str, str]:
+    """Each fact that is not the same everywhere, with the ranks that share a value."""
+    result = {}
+    for fact in sorted({fact for facts in reported for fact in facts}):
+        groups: dict[str | None, list[int]] = {}
+        for rank, facts in enumerate(reported):
+            groups.setdefault(facts.get(fact), []).append(rank)
+        if len(groups) > 1:
+            # The many are right more often than the few.
+            most, *others = sorted(groups.values(), key=len, reverse=True)
+            words = f"rank {_rank_list(sorted(sum(others, [])))} unlike rank {_rank_list(most)}"
+            result[fact] = words
+    return result
+
+
+def _rank_list(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

@@ -1,0 +1,102 @@
+"""What a shard of a corpus is, and how a row becomes a document. Knows no file formats and no tokenizers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, Protocol
+
+from kitforge.foundation.errors import DataError, nearest
+
+EncodingErrors = Literal["strict", "replace", "ignore"]
+
+# Fixed, so that a corpus is cut into the same shards on every machine; small enough to hold in memory many times over.
+SHARD_BYTES = 2 * 2**20
+
+
+class DocumentShard(Protocol):
+    """A part of a corpus that one process can read alone. Implementations can be sent to another process."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the documents may have changed."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Roughly how many bytes are read; measures progress and decides whether processes pay."""
+        ...
+
+    def documents(self) -> Iterable[str]:
+        """The documents in a fixed order, without the empty ones."""
+        ...
+
+
+class RecordShard(Protocol):
+    """A part of the rows of a data set that one process can read alone. Can be sent to another process."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the rows may have changed."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Roughly how many bytes are read."""
+        ...
+
+    def rows(self) -> Iterator[tuple[object, Any]]:
+        """Every row in a fixed order with where it stands, which becomes text only for a message."""
+        ...
+
+
+def fingerprint_of(*parts: object) -> str:
+    """A hexadecimal fingerprint of the parts' representations."""
+    return hashlib.blake2b(repr(parts).encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
+
+
+def document_of(row: object, column: str, errors: EncodingErrors, location: object) -> str:
+    """The text of a row, which is the text itself or a mapping with the column `column`.
+
+    `place` tells a person, as text, where the row stands; it is made into text only for a message.
+    """
+    if isinstance(row, Mapping):
+        if column not in row:
+            raise missing_column(column, map(str, row), location)
+        row = row[column]
+    if isinstance(row, str):
+        return row if row.isascii() else _encodable(row, errors, location)
+    raise DataError(
+        f"{location} holds no text in column {column!r}",
+        got=f"{type(row).__name__} {str(row)[:60]!r}",
+        expected="text",
+        fix="choose a column that holds text (data.column=NAME), or leave such rows out of the data",
+    )
+
+
+def missing_column(column: str, columns: Iterable[str], location: object) -> DataError:
+    """The error about rows without the column that was asked for."""
+    present = sorted(columns)
+    fix = f"data.column=NAME; {nearest(column, present)}" if present else "data.column=NAME"
+    return DataError(
+        f"{location} has no column {column!r}",
+        got=f"columns {', '.join(present)}",
+        expected=f"a column {column!r}",
+        fix=fix,
+    )
+
+
+def _encodable(text: str, errors: EncodingErrors, location: object) -> str:
+    """JSON may spell half of a surrogate pair, which is a Python string but no text that has UTF-8 bytes."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError as error:
+        if errors != "strict":
+            return text.encode("utf-8", "surrogatepass").decode("utf-8", errors)
+        raise DataError(
+            f"{location} holds half of a surrogate pair, which no encoding can write",
+            got=f"U+{ord(text[error.start]):04X} at character {error.start}",
+            expected="text that UTF-8 can hold (data.encoding_errors=strict)",
+            fix="repair the row, or data.encoding_errors=replace (marks it with U+FFFD) or ignore (leaves it out)",
+        ) from None

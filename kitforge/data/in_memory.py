@@ -1,0 +1,173 @@
+"""Documents that the caller hands over as Python objects: any iterable of rows, or a datasets.Dataset."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, document_of, fingerprint_of, missing_column
+from kitforge.foundation.errors import DataError
+
+_DATASET_ROWS = 20_000
+_MEMORY_ROWS = 1_000
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InMemoryShard:
+    """Documents held in memory."""
+
+    texts: tuple[str, ...]
+    fingerprint: str
+    size: int
+
+    def documents(self) -> Iterator[str]:
+        """The texts as they are."""
+        return iter(self.texts)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFDatasetShard:
+    """A range of the rows of a datasets.Dataset."""
+
+    rows: Any
+    column: str
+    encoding_errors: EncodingErrors
+    start: int
+
+    @property
+    def fingerprint(self) -> str:
+        """The one that the dataset carries, with the options that decide what is read of it."""
+        return fingerprint_of(
+            "dataset", self.rows._fingerprint, self.start, self.size, self.column, self.encoding_errors
+        )
+
+    @property
+    def size(self) -> int:
+        """Bytes in memory, as the dataset's own tables count them."""
+        return int(self.rows.data.nbytes)
+
+    def documents(self) -> Iterator[str]:
+        """The column's texts, the empty ones left out."""
+        number = self.start
+        for batch in self.rows.iter(batch_size=1000):
+            for value in batch[self.column]:
+                number += 1
+                location = f"the dataset's row {number}"
+                text = document_of({self.column: value}, self.column, self.encoding_errors, location)
+                if text:
+                    yield text
+
+
+@final
+class InMemoryRows:
+    """Rows held in memory, from the one with number `start` on."""
+
+    def __init__(self, items: list[object], start: int) -> None:
+        self._items = items
+        self._start = start
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of what the rows look like."""
+        return fingerprint_of("memory rows", *map(repr, self._items))
+
+    @cached_property
+    def size(self) -> int:
+        """Characters of what the rows look like."""
+        return sum(len(repr(row)) for row in self._items)
+
+    def rows(self) -> Iterator[tuple[object, Any]]:
+        """The rows as they are."""
+        return ((f"row {number} of the data", row) for number, row in enumerate(self._items, start=self._start))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFDatasetRows:
+    """A range of the rows of a datasets.Dataset, from the one with number `start` on."""
+
+    items: Any
+    start: int
+
+    @property
+    def fingerprint(self) -> str:
+        """The one that the dataset carries."""
+        return fingerprint_of("dataset rows", self.items._fingerprint, self.start, len(self.items))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the range, as the dataset's own tables count them."""
+        return int(self.items.data.nbytes)
+
+    def rows(self) -> Iterator[tuple[object, Any]]:
+        """The rows as mappings."""
+        return ((f"row {number} of the data", row) for number, row in enumerate(self.items, start=self.start))
+
+
+def memory_rows(rows: Iterable[object]) -> Iterator[InMemoryRows]:
+    """Read an iterable once, shard by shard."""
+    items: list[object] = []
+    start = 1
+    for row in rows:
+        items.append(row)
+        if len(items) == _MEMORY_ROWS:
+            yield InMemoryRows(items, start)
+            items, start = [], start + len(items)
+    if items:
+        yield InMemoryRows(items, start)
+
+
+def dataset_rows(dataset: Any) -> list[HFDatasetRows]:
+    """Ranges of a dataset's rows."""
+    starts = range(0, len(dataset), _DATASET_ROWS)
+    return [
+        HFDatasetRows(items=dataset.select(range(start, min(start + _DATASET_ROWS, len(dataset)))), start=start + 1)
+        for start in starts
+    ]
+
+
+def memory_shards(rows: Iterable[object], column: str, errors: EncodingErrors) -> list[InMemoryShard]:
+    """Read an iterable once, to its end, and keep its documents."""
+    shards: list[InMemoryShard] = []
+    texts: list[str] = []
+    size = 0
+    for number, row in enumerate(rows, start=1):
+        text = document_of(row, column, errors, f"row {number} of the data")
+        if text:
+            texts.append(text)
+            size += len(text)
+        if size >= SHARD_BYTES:
+            shards.append(InMemoryShard(texts=tuple(texts), fingerprint=fingerprint_of("memory", *texts), size=size))
+            texts, size = [], 0
+    if texts:
+        shards.append(InMemoryShard(texts=tuple(texts), fingerprint=fingerprint_of("memory", *texts), size=size))
+    return shards
+
+
+def is_dataset(spec: object) -> bool:
+    """Whether it is a datasets.Dataset. Nobody can hold one without having imported its package."""
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(spec, datasets.Dataset)
+
+
+def dataset_shards(dataset: Any, column: str, errors: EncodingErrors) -> list[HFDatasetShard]:
+    """Ranges of a dataset's rows. DataError when it lacks the column or has no rows."""
+    if column not in dataset.column_names:
+        raise missing_column(column, dataset.column_names, "the dataset")
+    if len(dataset) == 0:
+        raise DataError("the dataset is empty", got="no rows", expected="at least one")
+    texts = dataset.select_columns([column])
+    return [
+        HFDatasetShard(
+            rows=texts.select(range(start, min(start + _DATASET_ROWS, len(texts)))),
+            column=column,
+            encoding_errors=errors,
+            start=start,
+        )
+        for start in range(0, len(texts), _DATASET_ROWS)
+    ]

@@ -1,0 +1,332 @@
+"""The documents of one file: plain text, JSON, tables, Parquet. Knows neither folders nor tokenizers."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Any, final
+
+from kitforge.data.document_shard import SHARD_BYTES, EncodingErrors, document_of, fingerprint_of, missing_column
+from kitforge.data.optional_imports import import_optional
+from kitforge.foundation.errors import DataError
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_BLOCK_BYTES = 2**20
+_FIELD_CHARACTERS = 2**31 - 1
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileShard:
+    """The documents of a file, or of one range of its bytes."""
+
+    path: Path  # absolute
+    column: str
+    separator: str | None
+    encoding_errors: EncodingErrors
+    # When the corpus was opened: size in bytes, and in nanoseconds the times of change of the bytes, which anyone can
+    # set, and of the file's entry, which only the system does.
+    stamp: tuple[int, int, int]
+    start: int = 0
+    # In bytes; None reads to the end, which a packed file only knows once it is unpacked.
+    stop: int | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Made of path, size, times of change, range and every option that decides what is read. It finds what was made
+        of this very file before; whether two files hold the same is told by what was made of them."""
+        options = (self.column, self.separator, self.encoding_errors)
+        return fingerprint_of("file", str(self.path), self.stamp, options, self.start, self.stop)
+
+    @property
+    def size(self) -> int:
+        """Bytes on the disk."""
+        return (self.stamp[0] if self.stop is None else self.stop) - self.start
+
+    def documents(self) -> Iterator[str]:
+        """Read the file. Raises DataError for whatever is wrong with it, by line or byte where there is one."""
+        self._check_unchanged()
+        yield from filter(None, _READERS[kind_of(self.path)](self))
+
+    def rows(self) -> Iterator[tuple[object, Any]]:
+        """Every row with where it stands, which becomes text only for a message."""
+        self._check_unchanged()
+        yield from _ROWS[kind_of(self.path)](self)
+
+    def _check_unchanged(self) -> None:
+        # A new name or other rights change the entry and no byte.
+        if _stamp(self.path)[:2] != self.stamp[:2]:
+            raise DataError(f"{self.path} has changed since the corpus was opened", fix="run the command again")
+
+
+def kind_of(path: Path) -> str:
+    """The suffix that tells the format: ".jsonl" of `a.jsonl.gz`. DataError when it is none that we read."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    is_packed = suffixes[-1:] == [".gz"]
+    kind = "".join(suffixes[:-1][-1:] if is_packed else suffixes[-1:])
+    if kind not in _READERS or (is_packed and kind == ".parquet"):
+        raise DataError(
+            f"{path} is of no format that can be read",
+            got=f"suffix {kind!r}" if kind else "no suffix",
+            expected=f"{' '.join(_READERS)} (all but Parquet also packed, as .gz)",
+            fix="rename the file to tell its format (.txt for plain text), or convert it",
+        )
+    return kind
+
+
+def is_known(path: Path) -> bool:
+    """Whether the name tells a format that can be read."""
+    try:
+        return bool(kind_of(path))
+    except DataError:
+        return False
+
+
+def file_shards(path: Path, column: str, separator: str | None, encoding_errors: EncodingErrors) -> list[FileShard]:
+    """The shards of one file: several ranges of bytes where a big file can be cut between documents."""
+    path = path.absolute()
+    kind = kind_of(path)
+    if kind == ".parquet":
+        _pyarrow()
+    single = FileShard(
+        path=path, column=column, separator=separator, encoding_errors=encoding_errors, stamp=_stamp(path)
+    )
+    mark = "\n" if kind == ".jsonl" else separator if _READERS[kind] is _read_text else None
+    if mark is None or _is_packed(path) or single.size < 2 * SHARD_BYTES or _overlaps_itself(mark):
+        return [single]
+    cuts = [0, *_cuts(single, mark.encode()), single.size]
+    return [replace(single, start=start, stop=stop) for start, stop in pairwise(cuts)]
+
+
+def _overlaps_itself(mark: str) -> bool:
+    """Whether the mark can begin inside of itself; then where it stands depends on where the search began."""
+    return any(mark.startswith(mark[start:]) for start in range(1, len(mark)))
+
+
+def _cuts(shard: FileShard, mark: bytes) -> Iterator[int]:
+    """The end of the first mark after every so many bytes, in rising order."""
+    cut = 0
+    for begin in range(SHARD_BYTES, shard.size, SHARD_BYTES):
+        if begin >= cut:
+            _, record = next(_split_blocks(replace(shard, start=begin), mark))
+            cut = begin + len(record) + len(mark)
+            if cut < shard.size:
+                yield cut
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise DataError(f"cannot read {path}", got=error.strerror) from None
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _is_packed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+@contextmanager
+def _opened(shard: FileShard) -> Iterator[IO[bytes]]:
+    try:
+        with gzip.open(shard.path) if _is_packed(shard.path) else open(shard.path, "rb") as stream:
+            yield stream  # type: ignore[misc]
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(
+            f"cannot read {shard.path}", got=error, fix="check the file's permissions and that it is complete"
+        ) from None
+
+
+def _split_blocks(shard: FileShard, separator: bytes) -> Iterator[tuple[int, bytes]]:
+    """What stands between separators, with the offset of its first byte in the (unpacked) file."""
+    offset, remaining, position = shard.start, b"", shard.start
+    with _opened(shard) as stream:
+        stream.seek(shard.start)
+        while True:
+            # Blocks grow with an unfinished piece, or a very long one would be searched again for every block.
+            wanted = max(_BLOCK_BYTES, len(remaining))
+            block = stream.read(wanted if shard.stop is None else min(wanted, shard.stop - position))
+            if not block:
+                break
+            position += len(block)
+            *complete, remaining = (remaining + block).split(separator)
+            for record in complete:
+                yield offset, record
+                offset += len(record) + len(separator)
+    yield offset, remaining
+
+
+def _decode(shard: FileShard, offset: int, raw: bytes) -> str:
+    """The text of bytes that begin at `offset`. The mark that some editors put at a file's head is no text."""
+    if offset == 0 and raw.startswith(_BYTE_ORDER_MARK):
+        offset, raw = len(_BYTE_ORDER_MARK), raw[len(_BYTE_ORDER_MARK) :]
+    try:
+        return raw.decode("utf-8", shard.encoding_errors)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{shard.path} is not UTF-8",
+            got=f"byte 0x{raw[error.start]:02x} at offset {offset + error.start}",
+            expected="UTF-8 throughout (data.encoding_errors=strict)",
+            fix="convert it, or data.encoding_errors=replace (marks such bytes with U+FFFD) or ignore (drops them)",
+        ) from None
+
+
+def _everything(shard: FileShard) -> str:
+    with _opened(shard) as stream:
+        return _decode(shard, 0, stream.read())
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """Where a line stands. Its number is counted only when a message asks for it."""
+
+    shard: FileShard
+    offset: int
+
+    def __str__(self) -> str:
+        with _opened(self.shard) as stream:
+            number = stream.read(self.offset).count(b"\n") + 1
+        return f"{self.shard.path}:{number}"
+
+
+def _read_text(shard: FileShard) -> Iterator[str]:
+    if shard.separator is None:
+        yield _everything(shard)
+        return
+    for offset, raw in _split_blocks(shard, shard.separator.encode()):
+        yield _decode(shard, offset, raw)
+
+
+def _read_json_lines(shard: FileShard) -> Iterator[str]:
+    for location, row in _json_lines(shard):
+        yield document_of(row, shard.column, shard.encoding_errors, location)
+
+
+def _json_lines(shard: FileShard) -> Iterator[tuple[object, Any]]:
+    for offset, raw in _split_blocks(shard, b"\n"):
+        if raw.strip():
+            location = _Line(shard=shard, offset=offset)
+            yield location, _parse(_decode(shard, offset, raw), location)
+
+
+def _read_json(shard: FileShard) -> Iterator[str]:
+    for location, row in _json_rows(shard):
+        yield document_of(row, shard.column, shard.encoding_errors, location)
+
+
+def _json_rows(shard: FileShard) -> Iterator[tuple[object, Any]]:
+    rows = _parse(_everything(shard), shard.path)
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
+        yield f"{shard.path}, row {number}", row
+
+
+def _parse(text: str, location: object) -> Any:
+    try:
+        # Half a surrogate pair is left in: `data.encoding_errors` says what becomes of it.
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{location} is not JSON",
+            got=f"{text.strip()[:60]!r} ({error})",
+            expected="one JSON value a line in .jsonl, one list of rows in .json",
+            fix="repair or remove it, or name a file of plain text .txt",
+        ) from None
+
+
+def _read_table(shard: FileShard) -> Iterator[str]:
+    # The limit belongs to the process, and a document may well be longer than its 128 KiB.
+    csv.field_size_limit(_FIELD_CHARACTERS)
+    delimiter = "\t" if kind_of(shard.path) == ".tsv" else ","
+    with (
+        _opened(shard) as stream,
+        io.TextIOWrapper(stream, encoding="utf-8-sig", errors=shard.encoding_errors, newline="") as text,
+    ):
+        lines = csv.reader(text, delimiter=delimiter, strict=True)
+        try:
+            yield from _table_documents(shard, lines)
+        except csv.Error as error:
+            raise DataError(f"{shard.path}:{lines.line_num} is no row of a table", got=error) from None
+        except UnicodeDecodeError:
+            # The reader decodes block by block and knows no offset; this raises again, with it.
+            _everything(shard)
+
+
+def _table_documents(shard: FileShard, lines: Any) -> Iterator[str]:
+    header: list[str] = next(lines, [])
+    if shard.column not in header:
+        raise missing_column(shard.column, header, f"{shard.path}:1")
+    column = header.index(shard.column)
+    for cells in lines:
+        if cells and len(cells) != len(header):
+            raise DataError(
+                f"{shard.path}:{lines.line_num} has the wrong number of cells",
+                got=len(cells),
+                expected=f"{len(header)}, as in the header",
+                fix="put cells that hold separators, quotes or line breaks in double quotes",
+            )
+        if cells:
+            yield cells[column]
+
+
+def _read_parquet(shard: FileShard) -> Iterator[str]:
+    try:
+        with _pyarrow().ParquetFile(shard.path) as file:
+            if shard.column not in file.schema_arrow.names:
+                raise missing_column(shard.column, file.schema_arrow.names, str(shard.path))
+            batches = file.iter_batches(batch_size=1024, columns=[shard.column])
+            rows = (row for batch in batches for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield document_of(row, shard.column, shard.encoding_errors, f"{shard.path}, row {number}")
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {shard.path}", got=error, expected="a whole Parquet file") from None
+
+
+def _parquet_rows(shard: FileShard) -> Iterator[tuple[object, Any]]:
+    try:
+        with _pyarrow().ParquetFile(shard.path) as file:
+            rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield f"{shard.path}, row {number}", row
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {shard.path}", got=error, expected="a whole Parquet file") from None
+
+
+def row_file_shards(path: Path) -> list[FileShard]:
+    """The shards of a file of rows. Raises DataError for a file of texts."""
+    kind = kind_of(path)
+    if kind not in _ROWS:
+        raise DataError(
+            f"{path} holds texts, not rows", got=f"suffix {kind!r}", expected=" ".join(_ROWS), fix="write rows as jsonl"
+        )
+    return file_shards(path, column="", separator=None, encoding_errors="strict")
+
+
+def _pyarrow() -> Any:
+    return import_optional("pyarrow.parquet", needed_for="reading Parquet files", extra="transformers")
+
+
+_READERS: dict[str, Callable[[FileShard], Iterator[str]]] = {
+    ".txt": _read_text,
+    ".py": _read_text,
+    ".md": _read_text,
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_table,
+    ".tsv": _read_table,
+    ".parquet": _read_parquet,
+}
+_ROWS: dict[str, Callable[[FileShard], Iterator[tuple[object, Any]]]] = {
+    ".jsonl": _json_lines,
+    ".json": _json_rows,
+    ".parquet": _parquet_rows,
+}

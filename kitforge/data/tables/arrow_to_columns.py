@@ -1,0 +1,285 @@
+"""From Arrow columns of any type to numbers and 64-bit keys. A row that has a value of the wrong kind is a bad row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kitforge.data.optional_imports import import_optional
+from kitforge.data.tables.bad_rows import ArrowChunk, BadRow, Problem
+from kitforge.data.tables.columns import ColumnLayout, Columns, KeyColumn, KeyKind, LabelColumn, ListColumn, ListValues
+from kitforge.data.tables.hashing import hash_texts
+from kitforge.foundation.errors import DataError
+
+_LARGEST = 2**63
+# Row and what is wrong with it.
+RowProblem = tuple[int, Problem]
+
+
+def pyarrow(module: str = "pyarrow") -> Any:
+    """pyarrow or one of its modules."""
+    return import_optional(module, needed_for="reading tables", extra="recommender")
+
+
+def to_columns(chunk: ArrowChunk, layout: ColumnLayout) -> tuple[Columns, list[BadRow]]:
+    """The good rows of a chunk, and the bad ones."""
+    table, problem_of = chunk.table, dict[int, Problem]()
+
+    def note(name: str, problems: Iterable[RowProblem]) -> None:
+        for row, problem in problems:
+            problem_of.setdefault(row, _about(name, problem))
+
+    # Columns are written one by one, so each lies in one piece.
+    numbers = np.empty((table.num_rows, len(layout.numbers)), order="F")
+    for index, name in enumerate(layout.numbers):
+        numbers[:, index], problems = _numbers(_array(table, name), name)
+        note(name, problems)
+    keys = np.empty((table.num_rows, len(layout.keys)), np.int64, order="F")
+    absent = np.empty(keys.shape, bool, order="F")
+    for index, column in enumerate(layout.keys):
+        keys[:, index], absent[:, index], problems = _keys(_array(table, column.name), column.kind, column.name)
+        note(column.name, problems)
+        if column.is_required:
+            note(column.name, ((int(row), _NO_VALUE) for row in np.flatnonzero(absent[:, index])))
+    lists = {}
+    for item in layout.lists:
+        lists[item.name], problems = _lists(_array(table, item.name), item)
+        note(item.name, problems)
+    labels = None
+    if layout.label is not None:
+        labels, problems = _labels(_array(table, layout.label.name), layout.label)
+        note(layout.label.name, problems)
+    columns = Columns(numbers=numbers, keys=keys, absent=absent, lists=lists, labels=labels)
+    if not problem_of:
+        return columns, list(chunk.bad)
+    rows = sorted(problem_of)
+    good = np.setdiff1d(np.arange(table.num_rows), rows)
+    bad = [BadRow(problem=problem_of[row], location=partial(chunk.location, row)) for row in rows]
+    return columns.take(good), [*chunk.bad, *bad]
+
+
+_NO_VALUE = Problem(reason="has no value", got="nothing", expected="a value in every row")
+
+
+def _about(name: str, problem: Problem) -> Problem:
+    reason = f"{problem.reason} in column {name!r}"
+    return Problem(reason=reason, got=problem.got, expected=problem.expected, fix=problem.fix)
+
+
+def _array(table: Any, name: str) -> Any:
+    """A column as one Arrow array."""
+    column = table.column(name).combine_chunks()
+    return column if hasattr(column, "buffers") else pyarrow().concat_arrays(column.chunks)
+
+
+def _is_text(array: Any) -> bool:
+    types = pyarrow().types
+    return bool(types.is_string(array.type) or types.is_large_string(array.type))
+
+
+def _plain(array: Any) -> Any:
+    """Without a dictionary; bytes and views of text as text."""
+    arrow = pyarrow()
+    types = arrow.types
+    if types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if types.is_string_view(array.type) or types.is_binary(array.type) or types.is_large_binary(array.type):
+        array = array.cast(arrow.large_string())
+    return _without_empty(array) if _is_text(array) else array
+
+
+def _without_empty(texts: Any) -> Any:
+    """An empty text is no value, as in a file an empty cell is none."""
+    compute = pyarrow("pyarrow.compute")
+    is_empty = compute.equal(compute.binary_length(texts), 0)
+    return compute.if_else(is_empty, None, texts) if compute.any(is_empty).as_py() else texts
+
+
+def _numbers(array: Any, name: str) -> tuple[NDArray[np.float64], list[RowProblem]]:
+    """Values [n], NaN where there is none or no number."""
+    arrow, array = pyarrow(), _plain(array)
+    types = arrow.types
+    if types.is_boolean(array.type):
+        array = array.cast(arrow.uint8())
+    is_number = types.is_integer(array.type) or types.is_floating(array.type) or types.is_decimal(array.type)
+    if not (is_number or types.is_null(array.type) or _is_text(array)):
+        raise _wrong_type(name, array, "numbers")
+    problems: list[RowProblem] = []
+    try:
+        values = np.array(array.cast(arrow.float64(), safe=False).to_numpy(zero_copy_only=False))
+    except arrow.ArrowInvalid:
+        values, problems = _one_by_one(array.to_pylist(), _number, np.nan, "holds no number", "a number")
+    infinite = np.flatnonzero(np.isinf(values))
+    for row in infinite:
+        got = str(array[int(row)])
+        problem = Problem(reason="holds no finite number", got=got, expected="a finite number", fix=_missing_fix(got))
+        problems.append((int(row), problem))
+    return values, problems
+
+
+def _number(text: str) -> float:
+    """A number, or nothing at all. Python alone would take 1_0 for ten."""
+    if "_" in text:
+        raise ValueError(text)
+    return float(text) if text.strip() else float("nan")
+
+
+def _keys(array: Any, kind: KeyKind, name: str) -> tuple[NDArray[np.int64], NDArray[np.bool_], list[RowProblem]]:
+    """Keys [n], where there is none [n], and what is no key."""
+    arrow = pyarrow()
+    types = arrow.types
+    if kind == "text" and types.is_dictionary(array.type) and _is_text(array.dictionary):
+        # Each different text is hashed once.
+        words, nothing, problems = _keys(array.dictionary, kind, name)
+        codes = array.indices.fill_null(0).to_numpy(zero_copy_only=False)
+        absent = array.is_null().to_numpy(zero_copy_only=False)
+        if len(words) == 0:
+            return np.zeros(len(array), np.int64), absent, problems
+        absent = absent | nothing[codes]
+        return np.where(absent, 0, words[codes]), absent, problems
+    array = _plain(array)
+    absent = array.is_null().to_numpy(zero_copy_only=False)
+    if types.is_null(array.type):
+        return np.zeros(len(array), np.int64), absent, []
+    array = _discrete(array, name)
+    if kind == "text":
+        return np.where(absent, 0, hash_texts(_as_texts(array))), absent, []
+    try:
+        # No step from text to a smaller type or past the range of int64 is taken in silence.
+        integers = array.cast(arrow.int64())
+    except arrow.ArrowInvalid:
+        wrong, right = "holds no 64-bit id", f"a whole number from {-_LARGEST} to {_LARGEST - 1}"
+        keys, problems = _one_by_one(array.to_pylist(), _integer, 0, wrong, right)
+        return keys.astype(np.int64), absent, problems
+    return integers.fill_null(0).to_numpy(zero_copy_only=False), absent, []
+
+
+def texts_of(table: Any, column: KeyColumn | ListColumn) -> Any:
+    """The different texts of a column, in the order of their first rows: what becomes its keys."""
+    array = _plain(_array(table, column.name))
+    if isinstance(column, ListColumn):
+        array = _plain(_cut(array, column)[0])
+    if pyarrow().types.is_null(array.type):
+        return pyarrow().array([], pyarrow().string())
+    return _as_texts(_discrete(array, column.name)).drop_null().unique()
+
+
+def _discrete(array: Any, name: str) -> Any:
+    """Texts or whole numbers, no others."""
+    types = pyarrow().types
+    if types.is_floating(array.type):
+        array = _integers(array, name)
+    if not (_is_text(array) or types.is_integer(array.type) or types.is_boolean(array.type)):
+        raise _wrong_type(name, array, "texts or whole numbers")
+    return array
+
+
+def _as_texts(array: Any) -> Any:
+    return array if _is_text(array) else array.cast(pyarrow().string())
+
+
+def _integer(text: object) -> int:
+    number = int(str(text))
+    if "_" in str(text) or not -_LARGEST <= number < _LARGEST:
+        raise ValueError(text)
+    return number
+
+
+def _integers(array: Any, name: str) -> Any:
+    """Ids that became floating-point numbers because some were missing."""
+    arrow = pyarrow()
+    try:
+        return array.cast(arrow.int64())
+    except arrow.ArrowInvalid:
+        raise _wrong_type(name, array, "texts or whole numbers") from None
+
+
+def _one_by_one(
+    values: list[Any], parse: Callable[[Any], Any], nothing: float, reason: str, expected: str
+) -> tuple[NDArray[Any], list[RowProblem]]:
+    """The slow way, which finds the rows that stopped the fast one."""
+    parsed: list[Any] = []
+    problems: list[RowProblem] = []
+    for row, value in enumerate(values):
+        try:
+            parsed.append(nothing if value is None else parse(value))
+        except ValueError:
+            parsed.append(nothing)
+            is_id = expected.startswith("a whole")
+            fix = "read the column as text (kind: text)" if is_id else _missing_fix(str(value))
+            problems.append((row, Problem(reason=reason, got=repr(value)[:60], expected=expected, fix=fix)))
+    return np.array(parsed, dtype=np.float64 if isinstance(nothing, float) else np.int64), problems
+
+
+def _missing_fix(text: str) -> str:
+    """What to do where such a cell is meant to be empty, in quotes that the shell and Hydra take off."""
+    words = f'["{text[:60]}"]'
+    return f"if it means that there is no value, data.missing_values='{words}', else repair the row"
+
+
+def _lists(array: Any, column: ListColumn) -> tuple[ListValues, list[RowProblem]]:
+    values, lengths = _cut(_plain(array), column)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    keys, absent, problems = _keys(values, column.kind, column.name)
+    problems += [(int(row), _NO_VALUE) for row in np.flatnonzero(absent)]
+    row_problems = [(int(np.searchsorted(offsets, index, side="right")) - 1, problem) for index, problem in problems]
+    return ListValues(values=keys, offsets=offsets), row_problems
+
+
+def _cut(array: Any, column: ListColumn) -> tuple[Any, NDArray[np.int64]]:
+    """The items of all lists end to end, and how many each row [n] has."""
+    arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
+    types = arrow.types
+    cut = _is_text(array)
+    if cut:
+        array = compute.split_pattern(array, column.separator)
+    elif types.is_null(array.type):
+        array = array.cast(arrow.list_(arrow.string()))
+    if not (types.is_list(array.type) or types.is_large_list(array.type)):
+        raise _wrong_type(column.name, array, "lists, or texts with a separator")
+    lengths = compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    values = array.flatten()
+    if cut:
+        # Nothing between two separators is no value.
+        there = compute.greater(compute.binary_length(values), 0)
+        rows = np.repeat(np.arange(len(lengths)), lengths)[there.to_numpy(zero_copy_only=False)]
+        values, lengths = values.filter(there), np.bincount(rows, minlength=len(lengths)).astype(np.int64)
+    return values, lengths
+
+
+def _labels(array: Any, label: LabelColumn) -> tuple[NDArray[np.float32], list[RowProblem]]:
+    if label.positive is None:
+        values, problems = _numbers(array, label.name)
+        wrong = np.flatnonzero((values != 0) & (values != 1))
+        known = {row for row, _ in problems}
+        rows = [int(row) for row in wrong if int(row) not in known]
+        expected = "0 or 1"
+    else:
+        array = _plain(array).cast(pyarrow().string())
+        is_positive, problems = _equals(array, label.positive), list[RowProblem]()
+        is_negative = _equals(array, label.negative) if label.negative is not None else _equals(array, None)
+        values, rows = is_positive.astype(np.float64), np.flatnonzero(~(is_positive | is_negative)).tolist()
+        expected = f"{label.positive!r} or {'another text' if label.negative is None else repr(label.negative)}"
+    for row in rows:
+        problems.append((row, Problem(reason="holds no label", got=array[row], expected=expected)))
+    return np.nan_to_num(values).astype(np.float32), problems
+
+
+def _equals(texts: Any, wanted: str | None) -> NDArray[np.bool_]:
+    """Which texts [n] are the one that is wanted; None: which are there at all."""
+    equal = pyarrow("pyarrow.compute").equal
+    mask = texts.is_valid() if wanted is None else equal(texts, wanted).fill_null(False)
+    return np.asarray(mask.to_numpy(zero_copy_only=False))
+
+
+def _wrong_type(name: str, array: Any, expected: str) -> DataError:
+    return DataError(
+        f"column {name!r} is of a type that cannot be used so",
+        got=str(array.type),
+        expected=expected,
+        fix="leave the column out of data.schema, or write it as text or whole numbers",
+    )

@@ -1,0 +1,85 @@
+"""From a source to numbers and keys: chunks are parsed by several threads and come in their order all the same."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+
+import numpy as np
+
+from kitforge.data.tables.arrow_to_columns import to_columns
+from kitforge.data.tables.bad_rows import BadRow, BadRows
+from kitforge.data.tables.columns import ColumnLayout, Columns, concatenate
+from kitforge.data.tables.csv_files import Job
+from kitforge.data.tables.source import TableSource
+from kitforge.foundation.errors import DataError
+
+_MAX_WORKERS = 4
+
+
+def read_columns(
+    source: TableSource, layout: ColumnLayout, bad: BadRows, num_workers: int | None = None, start: int = 0
+) -> Iterator[Columns]:
+    """The good rows of each chunk from number `start` on, in their order; memory holds a few chunks.
+
+    Chunks in front of `start` are not parsed, and must have held good rows. Raises DataError by the policy on bad rows,
+    when a file has changed meanwhile, and when there is no row at all. `num_workers` threads parse; None: one per core,
+    up to four.
+    """
+    is_empty = start == 0
+    # Rows that are still being made are not waited for before those that are there are handed on.
+    count = 1 if source.is_once else num_workers or min(os.cpu_count() or 1, _MAX_WORKERS)
+    for columns, rows in _in_order(islice(source.jobs(layout.names), start, None), layout, count):
+        bad.handle(rows)
+        is_empty = is_empty and len(columns) == 0
+        yield columns
+    source.check_unchanged()
+    if is_empty:
+        left_out = f", {bad.total} bad ones left out" if bad.total else ""
+        raise DataError(f"there are no rows in {source.name}", got=f"no rows{left_out}", expected="at least one")
+
+
+def _in_order(jobs: Iterator[Job], layout: ColumnLayout, count: int) -> Iterator[tuple[Columns, list[BadRow]]]:
+    if count == 1:
+        yield from (to_columns(job(), layout) for job in jobs)
+        return
+    waiting: deque[Future[tuple[Columns, list[BadRow]]]] = deque()
+    with ThreadPoolExecutor(count, thread_name_prefix="tables") as pool:
+        try:
+            for job in jobs:
+                waiting.append(pool.submit(_made, job, layout))
+                if len(waiting) > count:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _made(job: Job, layout: ColumnLayout) -> tuple[Columns, list[BadRow]]:
+    return to_columns(job(), layout)
+
+
+def blocks(parts: Iterator[Columns], size: int, start: int = 0) -> Iterator[Columns]:
+    """The rows from number `start` on, `size` at a time; the last block may be smaller."""
+    held: list[Columns] = []
+    num_held = 0
+    for part in parts:
+        if start >= len(part):
+            start -= len(part)
+            continue
+        held.append(part.take(np.arange(start, len(part))) if start else part)
+        start, num_held = 0, num_held + len(held[-1])
+        if num_held < size:
+            continue
+        rows = concatenate(held)
+        for begin in range(0, num_held - size + 1, size):
+            yield rows.take(np.arange(begin, begin + size))
+        held = [rows.take(np.arange(num_held - num_held % size, num_held))]
+        num_held %= size
+    if num_held:
+        yield concatenate(held)

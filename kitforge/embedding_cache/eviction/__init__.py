@@ -1,0 +1,1 @@
+"""Which rows leave a full tier first: policies and the queues behind them."""

@@ -1,0 +1,1 @@
+"""Keys and slots of a tier."""

@@ -1,0 +1,132 @@
+"""Where the rows of ids lie in files that are mapped into memory. Nothing is read before it is asked for.
+
+Legend: m ids or places asked for, n rows in all files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.dispatch import HashMapFactory
+from kitforge.core.optim.table_protocols import Chunk
+
+# The place of an id whose row went away: behind all rows.
+REMOVED = 2**62
+
+
+@final
+class RowShards:
+    """Tensors [.., width] one below another, as if they were one [n, width]."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts = list(parts)
+        self._ends = torch.tensor([len(part) for part in parts], dtype=torch.int64).cumsum(0)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self.parts else 0
+
+    def gather(self, positions: Tensor) -> Tensor:
+        """The rows [m, width] at places [m], copied. There is at least one part."""
+        if len(self.parts) == 1:
+            return self.parts[0].index_select(0, positions)
+        part_of = torch.searchsorted(self._ends, positions, right=True)
+        rows = self.parts[0].new_empty(len(positions), self.parts[0].shape[1])
+        for number in torch.unique(part_of).tolist():
+            is_here = part_of == number
+            part = self.parts[number]
+            rows[is_here] = part.index_select(0, positions[is_here] - (int(self._ends[number]) - len(part)))
+        return rows
+
+
+class RowIndex(Protocol):
+    """Places of ids in a stack."""
+
+    def find(self, ids: Tensor) -> Tensor:
+        """The places [m] of ids [m]; -1 for one that is not there."""
+        ...
+
+    def ids(self) -> tuple[Tensor, Tensor]:
+        """All ids in ascending order, and their places."""
+        ...
+
+
+@final
+class HashedRowIndex:
+    """An index in memory over files in any order, of which a newer one hides what older ones say of an id."""
+
+    def __init__(
+        self,
+        new_hash_map: HashMapFactory,
+        layers: Iterable[tuple[Sequence[Chunk], Sequence[Tensor]]],
+        older: HashedRowIndex | None = None,
+    ) -> None:
+        """`layers`: from the newest on, files of ids and rows, and ids that went away; see `StoredTable.layers`. They
+        go on from `older`, which stays as it is: its largest index is shared, what came after that is copied."""
+        parts: list[Tensor] = [] if older is None else list(older.rows.parts)
+        self._positions = new_hash_map()
+        # The index of the oldest, whole checkpoint below.
+        self._whole: HashedRowIndex | None = None if older is None else older._whole or older
+        start = 0 if older is None else len(older.rows)
+        for files, removed in layers:
+            for ids, rows in files:
+                self._add(ids, torch.arange(start, start + len(ids)))
+                parts.append(rows)
+                start += len(ids)
+            for ids in removed:
+                self._add(ids, torch.full((len(ids),), REMOVED))
+        if older is not None and older._whole is not None:
+            self._add(*older._positions.items())
+        self.rows: RowShards = RowShards(parts)
+
+    def find(self, ids: Tensor) -> Tensor:
+        """See `RowIndex`."""
+        positions = self._positions.lookup(ids)
+        if self._whole is not None:
+            unknown = (positions < 0).nonzero().squeeze(1)
+            positions[unknown] = self._whole._positions.lookup(ids[unknown].contiguous())
+        return torch.where(positions == REMOVED, -1, positions)
+
+    def ids(self) -> tuple[Tensor, Tensor]:
+        """See `RowIndex`."""
+        ids, positions = self._positions.items()
+        if self._whole is not None:
+            known, (older, older_at) = torch.unique(ids), self._whole._positions.items()
+            left = ~torch.isin(older, known)
+            order = torch.cat([ids, older[left]]).argsort()
+            ids, positions = (torch.cat(pair)[order] for pair in ((ids, older[left]), (positions, older_at[left])))
+        is_there = positions != REMOVED
+        return ids[is_there], positions[is_there]
+
+    def _add(self, ids: Tensor, positions: Tensor) -> None:
+        is_new = self._positions.lookup(ids) < 0
+        self._positions.insert(ids[is_new].contiguous(), positions[is_new])
+
+
+@final
+class SortedRowIndex:
+    """An index that is the files themselves: ids that ascend from the first file to the last. It takes no memory."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self._parts = list(parts)
+        self._firsts = torch.tensor([int(part[0]) for part in parts], dtype=torch.int64)
+        self._starts = [0, *torch.tensor([len(part) for part in parts]).cumsum(0).tolist()]
+
+    def find(self, ids: Tensor) -> Tensor:
+        """See `RowIndex`."""
+        positions = torch.full((len(ids),), -1)
+        part_of = torch.searchsorted(self._firsts, ids, right=True) - 1
+        for number in torch.unique(part_of[part_of >= 0]).tolist():
+            part, asked = self._parts[number], (part_of == number).nonzero().squeeze(1)
+            near = torch.searchsorted(part, ids[asked]).clamp_(max=len(part) - 1)
+            is_there = part.index_select(0, near) == ids[asked]
+            positions[asked[is_there]] = near[is_there] + self._starts[number]
+        return positions
+
+    def ids(self) -> tuple[Tensor, Tensor]:
+        """See `RowIndex`."""
+        ids = torch.cat([*self._parts, torch.empty(0, dtype=torch.int64)])
+        return ids, torch.arange(len(ids))

@@ -1,0 +1,152 @@
+"""Tables of a checkpoint made into files for serving: ids in order, embeddings alone, in fewer bits if so wished.
+
+The folder is a checkpoint without model and optimizer, so that it is verified and opened like one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from kitforge.core.checkpoint.load import Checkpoint
+from kitforge.core.checkpoint.manifest import FORMAT_VERSION, Manifest, write_manifest
+from kitforge.core.checkpoint.shard_writer import package_version, write_state
+from kitforge.core.checkpoint.table_writer import TableWriter
+from kitforge.core.optim.table_protocols import ROWS, Chunk, RowShard
+from kitforge.embedding_cache.serving.table import SCALES, SERVED, ServedTable, ServingDtype
+from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.files import atomic_folder
+
+# Rows converted at a time.
+CHUNK_ROWS = 2**15
+MAX_INT8 = 127
+MAX_FP16 = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationResult:
+    """What became of a table."""
+
+    num_rows: int
+    num_bytes: int  # of its files
+    largest_error: float  # of any number of any row, measured
+
+
+def quantize_tables(
+    checkpoint: Checkpoint, folder: Path, dtype: ServingDtype = "int8"
+) -> dict[str, QuantizationResult]:
+    """Write all tables of a checkpoint to `folder`, which appears whole or not at all; what was made, by table.
+
+    fp16 rounds to nearest: an error of at most 2^-11 of the number, or 2^-25. int8 keeps for each row a scale, its
+    largest number over 127, and whole multiples of it: an error of at most half the scale. Raises DataError for a row
+    that is not finite or does not fit, ConfigError where `folder` would be the checkpoint itself.
+    """
+    if folder.resolve() == checkpoint.folder.resolve():
+        raise ConfigError("a checkpoint cannot be converted in its own place", got=folder, expected="another folder")
+    made: dict[str, QuantizationResult] = {}
+    with atomic_folder(folder) as draft:
+        state = write_state(draft, b"{}")
+        files = TableWriter(draft, checkpoint.step)
+        for name in checkpoint.tables:
+            num_before = len(files.files)
+            source = _QuantizedRows(checkpoint, name, dtype)
+            files.write({name: source})
+            num_bytes = sum(file.bytes for file in files.files[num_before:])
+            made[name] = QuantizationResult(
+                num_rows=source.num_rows, num_bytes=num_bytes, largest_error=source.largest_error
+            )
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            package_version=package_version(),
+            kind="serving",
+            step=checkpoint.step,
+            model=(),
+            optimizer=(),
+            files=(state, *files.files),
+            tables=tuple(files.tables),
+        )
+        write_manifest(draft, manifest)
+    return made
+
+
+@final
+class _QuantizedRows:
+    """A `RowSource` of converted rows in the order of their ids."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, dtype: ServingDtype) -> None:
+        stored = checkpoint.table(name)
+        self._table = ServedTable(stored, mode=None)
+        self._dtype = dtype
+        self._plain = stored.schema
+        self._ids = self._table.ids()
+        self._scales: list[Tensor] = []
+        self.version = stored.version
+        self.since: int | None = None
+        self.shard: RowShard = (0, 1)
+        self.state: Mapping[str, Tensor] = {}
+        self.largest_error = 0.0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+        return len(self._ids)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """See `RowSource`; with the error that was measured, once all rows have been asked for."""
+        return {**self._plain, SERVED: {"dtype": self._dtype, "largest_error": self.largest_error}}
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """See `RowSource`."""
+        return (ROWS, SCALES) if self._dtype == "int8" else (ROWS,)
+
+    def chunks(self, part: str = ROWS) -> Iterator[Chunk]:
+        """See `RowSource`. The scales are known when the rows have been asked for."""
+        portions = torch.split(self._ids, CHUNK_ROWS) if len(self._ids) else ()
+        if part == SCALES:
+            yield from zip(portions, self._scales, strict=True)
+            return
+        for ids in portions:
+            rows = self._table.vectors(ids)
+            _check_fits(self._plain["name"], ids, rows, self._dtype)
+            stored = self._encode(rows)
+            decoded = stored.float() * self._scales[-1] if self._dtype == "int8" else stored.float()
+            self.largest_error = max(self.largest_error, float((decoded - rows).abs().max()))
+            yield ids, stored
+
+    def removed(self) -> Iterator[Tensor]:
+        """See `RowSource`."""
+        return iter(())
+
+    def close(self) -> None:
+        """See `RowSource`."""
+
+    def _encode(self, rows: Tensor) -> Tensor:
+        if self._dtype == "fp32":
+            return rows
+        if self._dtype == "fp16":
+            return rows.half()
+        scales = rows.abs().amax(1, keepdim=True) / MAX_INT8
+        self._scales.append(scales)
+        # Numbers so small that their scale is none are zero.
+        multiples = (rows / scales).nan_to_num_(0.0).round_().clamp_(-MAX_INT8, MAX_INT8)
+        return multiples.to(torch.int8)
+
+
+def _check_fits(name: str, ids: Tensor, rows: Tensor, dtype: ServingDtype) -> None:
+    largest = rows.abs().amax(1)
+    # NaN is no number at most as large as another.
+    fits = largest <= (MAX_FP16 if dtype == "fp16" else torch.finfo(torch.float32).max)
+    if not bool(fits.all()):
+        row = int((~fits).nonzero()[0])
+        raise DataError(
+            f"a row of table {name!r} cannot be served as {dtype}",
+            got=f"id {int(ids[row])} with {float(largest[row])}",
+            expected=f"finite numbers of at most {MAX_FP16:g}" if dtype == "fp16" else "finite numbers",
+        )

@@ -1,0 +1,1 @@
+"""How the rows of a table lie on several ranks, and who chooses."""

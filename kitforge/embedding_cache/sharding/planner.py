@@ -1,0 +1,141 @@
+"""Where tables live when there are several ranks: each by rows, by columns, whole on one rank, or whole on all.
+
+The chooser counts the bytes that the busiest rank sends and receives in a step. It looks at sizes and at how many
+distinct rows a step needs; it changes no number, only who holds what.
+
+Legend: W ranks, n distinct rows that a rank needs in a step, d bytes of an embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, final
+
+from kitforge.core.optim.row_optimizers import SparseOptimizerName
+from kitforge.core.parallel import collectives
+from kitforge.core.parallel.collectives import Group
+from kitforge.embedding_cache.sharding.strategies import ColumnWise, Replicated, RowWise, TableSharding
+from kitforge.foundation.config import check
+
+ShardingType = Literal["row", "column", "table", "replicate"]
+SHARDING_TYPES: tuple[ShardingType, ...] = ("row", "column", "table", "replicate")
+# Optimizers that move every number of a row by itself, so that a row may be cut.
+ELEMENTWISE_OPTIMIZERS = ("sgd", "adagrad", "adam", "lazy_adam", "ftrl")
+# Messages below this size take as long as if they had it.
+MESSAGE_BYTES = 4096
+ID_BYTES = 8
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableLoad:
+    """What a table is and how much it is used."""
+
+    num_rows: int
+    dim: int
+    width: int  # numbers of a row with its state
+    distinct: float  # rows that a rank needs in a step
+    optimizer: SparseOptimizerName = "adagrad"
+    sharding_types: tuple[ShardingType, ...] = SHARDING_TYPES  # that it may go; rows are always one of them
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all rows."""
+        return 4 * self.width * self.num_rows
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TablePlacement:
+    """Where one table lives."""
+
+    sharding_type: ShardingType
+    owner: int | None = None  # table: the rank that has all of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingPlannerOptions:
+    """What the chooser may use."""
+
+    replicated_bytes: int = 64 * 2**20  # memory of each rank for tables that are whole on all
+    small_bytes: int = 2**20  # tables up to this size are whole on all: their lookups wait for nobody
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        check(self.replicated_bytes >= 0, "placement.replicated_bytes", self.replicated_bytes, "0 or more")
+        check(self.small_bytes >= 0, "placement.small_bytes", self.small_bytes, "0 or more")
+
+
+def plan_sharding(
+    loads: Mapping[str, TableLoad], num_ranks: int, options: ShardingPlannerOptions
+) -> dict[str, TablePlacement]:
+    """Small tables are replicated as far as memory allows, the smallest first; the others go the cheapest way."""
+    room, owned = options.replicated_bytes, [0.0] * num_ranks
+    chosen: dict[str, TablePlacement] = {}
+    for name, load in sorted(loads.items(), key=lambda item: (item[1].num_bytes, item[0])):
+        costs = step_bytes(load, num_ranks)
+        if num_ranks > 1 and load.num_bytes > room:
+            costs.pop("replicate", None)
+        is_small = "replicate" in costs and load.num_bytes <= options.small_bytes
+        way: ShardingType = "replicate" if is_small else min(costs, key=lambda way: (costs[way], way))
+        if way == "replicate":
+            room -= load.num_bytes
+        owner = None
+        if way == "table":
+            owner = owned.index(min(owned))
+            owned[owner] += load.num_bytes
+        chosen[name] = TablePlacement(sharding_type=way, owner=owner)
+    return {name: chosen[name] for name in loads}
+
+
+def step_bytes(load: TableLoad, num_ranks: int) -> dict[ShardingType, float]:
+    """By way, what a step costs the busiest rank.
+
+    By rows each id goes to one rank, and a vector and a gradient come and go; the hash gives the busiest rank about two
+    deviations more than its share. By columns ids go to all ranks, and shares are equal. On all ranks only gradients
+    go, but to everybody. One rank alone has all requests, the cheapest way where they are but a few messages.
+    """
+    if num_ranks == 1:
+        return {"replicate": 0.0}
+    needed, vector, others = load.distinct, 4.0 * load.dim, num_ranks - 1
+    fraction = others / num_ranks
+    excess = 2.0 * math.sqrt(num_ranks / needed) if needed else 0.0
+
+    def messages(num_bytes: float, num: int) -> float:
+        return max(num_bytes, float(MESSAGE_BYTES * num))
+
+    costs: dict[ShardingType, float] = {
+        "row": messages(fraction * needed * (ID_BYTES + 2 * vector) * (1 + excess), 3 * others),
+        "table": messages(others * needed * (ID_BYTES + 2 * vector), 3),
+        "replicate": messages(others * min(needed, load.num_rows) * (ID_BYTES + vector), 2 * others),
+    }
+    if load.optimizer in ELEMENTWISE_OPTIMIZERS and load.dim % num_ranks == 0:
+        costs["column"] = messages(others * needed * ID_BYTES + fraction * needed * 2 * vector, 3 * others)
+    return {way: cost for way, cost in costs.items() if way in load.sharding_types}
+
+
+def build_sharding(placement: TablePlacement, load: TableLoad, group: Group, prefetch_group: Group) -> TableSharding:
+    """What a table is given as `ranks`. `side_group` holds the same ranks, for the thread that runs ahead.
+
+    Raises ConfigError for columns of a table whose rows cannot be cut.
+    """
+    if placement.sharding_type == "column":
+        fix = "another placement, or an optimizer that moves each number by itself"
+        check(
+            load.optimizer in ELEMENTWISE_OPTIMIZERS,
+            "sparse_optimizer.name",
+            load.optimizer,
+            " or ".join(ELEMENTWISE_OPTIMIZERS),
+            fix,
+        )
+        return ColumnWise(group, prefetch_group, load.dim)
+    if placement.sharding_type == "replicate":
+        return Replicated(group, prefetch_group)
+    if placement.sharding_type == "table":
+        owner, num_ranks = placement.owner, collectives.group_size(group)
+        is_rank = owner is not None and 0 <= owner < num_ranks
+        check(is_rank, "placement.owner", owner, f"a rank from 0 to {num_ranks - 1}")
+        return RowWise(group, prefetch_group, owner)
+    return RowWise(group, prefetch_group)

@@ -1,0 +1,114 @@
+"""Decoding steps of fixed shapes, recorded once and replayed, for devices that compute faster than they are asked.
+
+B texts, filled up to a power of two; M blocks of the longest, likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.context import Context
+from kitforge.foundation import device as devices
+from kitforge.inference.paged_attention import KeyValueCache, PagedAttention, PagedBatch
+from kitforge.inference.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphBuffers:
+    """What a recorded step reads, written anew before each replay."""
+
+    tokens: Tensor  # [1, B]
+    positions: Tensor  # [1, B]
+    max_lengths: Tensor  # [1, B] how long each text may become
+    slots: Tensor  # [B]
+    lengths: Tensor  # [B]
+    tables: Tensor  # [B, M]
+
+
+@final
+class CudaGraphRunner:
+    """Steps in which every text reads one token. A row that is filled up writes to the cache's spare block."""
+
+    def __init__(self, model: nn.Module, cache: KeyValueCache) -> None:
+        self._network = cast(CausalLM, model)
+        self._cache = cache
+        self._graphs: dict[tuple[int, int], tuple[GraphBuffers, Callable[[], Tensor]]] = {}
+        self._weight_addresses = self._addresses()
+
+    def run(self, sequences: list[Sequence]) -> Tensor:
+        """Logits [texts, vocab]."""
+        num_blocks = max(sequence.num_cached // self._cache.block_size + 1 for sequence in sequences)
+        shape = (_power_of_two(len(sequences)), _power_of_two(num_blocks))
+        if shape not in self._graphs:
+            self._graphs[shape] = self._capture(*shape)
+        buffers, replay = self._graphs[shape]
+        self._fill(buffers, sequences)
+        return replay()[: len(sequences)]
+
+    def drop_graphs_of_moved_weights(self) -> None:
+        """A step reads weights where they were when it was recorded; record anew if they are elsewhere now."""
+        weights = self._addresses()
+        if weights != self._weight_addresses:
+            self._weight_addresses, self._graphs = weights, {}
+
+    def _capture(self, num_texts: int, num_blocks: int) -> tuple[GraphBuffers, Callable[[], Tensor]]:
+        device = self._network.head_weight.device
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.long, device=device)
+
+        buffers = GraphBuffers(
+            tokens=numbers(1, num_texts),
+            positions=numbers(1, num_texts),
+            max_lengths=numbers(1, num_texts) + 1,
+            slots=numbers(num_texts) + self._cache.spare_slot,
+            lengths=numbers(num_texts) + 1,
+            tables=numbers(num_texts, num_blocks),
+        )
+
+        def step() -> Tensor:
+            pages = PagedBatch(first=0, tables=buffers.tables, lengths=buffers.lengths)
+            kernel = self._network.kernels.decode_attention
+            attend = PagedAttention(self._cache, buffers.slots, [pages], kernel)
+            context = Context(positions=buffers.positions, lengths=buffers.max_lengths, attend=attend)
+            return self._network.head(self._network.hidden(buffers.tokens, context)[0])
+
+        # Once as it is, so that the cache has its memory before anything is recorded.
+        step()
+        return buffers, devices.recorded(step, device)
+
+    def _fill(self, buffers: GraphBuffers, sequences: list[Sequence]) -> None:
+        num_texts, num_blocks = buffers.tables.shape
+        rows = [_row(sequence, self._cache.block_size, num_blocks) for sequence in sequences]
+        rows += [[0, 0, 1, self._cache.spare_slot, 1] + [0] * num_blocks] * (num_texts - len(rows))
+        # One transfer for everything.
+        filled = torch.tensor(rows).to(buffers.tables.device)
+        columns = (buffers.tokens[0], buffers.positions[0], buffers.max_lengths[0], buffers.slots, buffers.lengths)
+        for index, column in enumerate(columns):
+            column.copy_(filled[:, index])
+        buffers.tables.copy_(filled[:, len(columns) :])
+
+    def _addresses(self) -> tuple[int, ...]:
+        return tuple(parameter.data_ptr() for parameter in cast(nn.Module, self._network).parameters())
+
+
+def pad_block_table(blocks: list[int], num_blocks: int) -> list[int]:
+    """The first blocks of a table, and its last one where there are not as many."""
+    return (blocks + blocks[-1:] * num_blocks)[:num_blocks]
+
+
+def _row(sequence: Sequence, size: int, num_blocks: int) -> list[int]:
+    position = sequence.num_cached
+    slot = sequence.block_table[position // size] * size + position % size
+    table = pad_block_table(sequence.block_table, num_blocks)
+    return [sequence.tokens[position], position, sequence.max_length, slot, position + 1, *table]
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

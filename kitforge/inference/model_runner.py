@@ -1,0 +1,200 @@
+"""From planned work to logits: lays the tokens of a step in one row and lets the model read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import cast, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.context import Context
+from kitforge.core.nn.decode_step import FusedDecodeStep
+from kitforge.inference.cuda_graphs import CudaGraphRunner, pad_block_table
+from kitforge.inference.logprobs import prompt_logprobs_of
+from kitforge.inference.paged_attention import (
+    AttentionSegment,
+    DecodeBatch,
+    KeyValueCache,
+    PagedAttention,
+    PagedBatch,
+    PrefillSpan,
+)
+from kitforge.inference.scheduler import ScheduledTokens
+from kitforge.inference.sequence import Sequence
+
+
+@final
+class ModelRunner:
+    """Runs a model over sequences whose keys lie in `cache`. With `is_paged` the texts of a batch are gathered from
+    wherever their blocks are; else they are read in place as far as they lie one after another."""
+
+    def __init__(
+        self, model: nn.Module, cache: KeyValueCache, *, is_paged: bool, cuda_graphs: CudaGraphRunner | None = None
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self._is_paged = is_paged
+        self._cuda_graphs = cuda_graphs
+        self._fused_decode = FusedDecodeStep(model, cache.layer)
+        self._size = cache.block_size
+
+    def on_weights_changed(self) -> None:
+        """The weights have changed."""
+        self._fused_decode.forget()
+        if self._cuda_graphs is not None:
+            self._cuda_graphs.drop_graphs_of_moved_weights()
+
+    def run(self, works: list[ScheduledTokens]) -> tuple[Tensor, set[int]]:
+        """Logits [R, vocab]: for each work in order that completes its text, one row for the last of its tokens and one
+        for each of its draft tokens; and the indices of the works whose keys may not be numbers. Works must be ordered
+        as by `decodes_first`. Sequences that ask for log-probabilities of prompts get those of the tokens read."""
+        if self._cuda_graphs is not None and all(work.is_single_token and work.needs_logits for work in works):
+            # Single tokens all have logits, which tell as much.
+            return self._cuda_graphs.run([work.sequence for work in works]), set()
+        if not self._is_paged and all(_is_fused_decode(work) for work in works):
+            result = self._run_fused_decode(works)
+            if result is not None:
+                return result
+        network = cast(CausalLM, self.model)
+        device = network.head_weight.device
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        rows: list[int] = []
+        for work in works:
+            sequence, start = work.sequence, work.sequence.num_cached
+            end = start + work.num_tokens
+            tokens += sequence.tokens[start:end] + work.draft_tokens
+            positions += range(start, end + len(work.draft_tokens))
+            slots += self._slots(sequence, start, end + len(work.draft_tokens))
+            if work.needs_logits:
+                rows += range(len(tokens) - len(work.draft_tokens) - 1, len(tokens))
+        segments, kernel = self._attention_segments(works, device), network.kernels.decode_attention
+        attention = PagedAttention(self.cache, torch.tensor(slots, device=device), segments, kernel)
+        context = Context(
+            positions=torch.tensor([positions], device=device),
+            lengths=self._max_lengths(works, device),
+            attend=attention,
+        )
+        hidden = network.hidden(torch.tensor([tokens], device=device), context)[0]
+        self._add_prompt_logprobs(works, hidden)
+        return network.head(hidden if len(rows) == len(tokens) else hidden[rows]), _diverged(works, hidden)
+
+    def _add_prompt_logprobs(self, works: list[ScheduledTokens], hidden: Tensor) -> None:
+        """Log-probabilities of prompts from hidden [N, dim]. A token is predicted by the row of the one before it."""
+        first = 0
+        for work in works:
+            sequence = work.sequence
+            logprobs = sequence.prompt_logprobs
+            if logprobs is not None and sequence.needs_prompt_logprobs:
+                # A prompt that was given up half-way is read again from its beginning.
+                start, known = first - sequence.num_cached, len(logprobs)
+                end = min(sequence.num_cached + work.num_tokens, sequence.prompt_length - 1)
+                if end > known:
+                    rows = hidden[start + known : start + end]
+                    targets = torch.tensor(sequence.tokens[known + 1 : end + 1], device=hidden.device)
+                    num_alternatives = sequence.options.prompt_logprobs or 0
+                    network = cast(CausalLM, self.model)
+                    logprobs += prompt_logprobs_of(network, rows, targets, num_alternatives)
+            first += work.num_tokens + len(work.draft_tokens)
+
+    def _run_fused_decode(self, works: list[ScheduledTokens]) -> tuple[Tensor, set[int]] | None:
+        """The same for single tokens of texts that lie in place, in one call where that can be."""
+        texts = [work.sequence for work in works]
+        tokens, positions, starts, lengths = torch.tensor(
+            [
+                [text.tokens[text.num_cached] for text in texts],
+                [text.num_cached for text in texts],
+                [text.block_table[0] * self._size for text in texts],
+                [text.num_cached + 1 for text in texts],
+            ]
+        )
+        max_lengths = self._max_lengths(works, tokens.device)
+        context = Context(positions=positions.unsqueeze(0), lengths=max_lengths)
+        result = self._fused_decode(tokens.unsqueeze(0), context, starts, lengths)
+        if result is None:
+            return None
+        hidden, logits = result
+        return logits, _diverged(works, hidden)
+
+    def _slots(self, sequence: Sequence, start: int, end: int) -> Iterable[int]:
+        """Where positions start .. end - 1 of the sequence lie."""
+        size, table = self._size, sequence.block_table
+        if sequence.is_consecutive:
+            return range(table[0] * size + start, table[0] * size + end)
+        return [table[position // size] * size + position % size for position in range(start, end)]
+
+    def _max_lengths(self, works: list[ScheduledTokens], device: torch.device) -> Tensor | None:
+        """[1, N], for models whose positions depend on how long a text becomes."""
+        if not cast(CausalLM, self.model).geometry.depends_on_length:
+            return None
+        lengths = [work.sequence.max_length for work in works for _ in range(work.num_tokens + len(work.draft_tokens))]
+        return torch.tensor([lengths], device=device)
+
+    def _attention_segments(self, works: list[ScheduledTokens], device: torch.device) -> list[AttentionSegment]:
+        num_decodes = 0
+        while num_decodes < len(works) and works[num_decodes].is_single_token:
+            num_decodes += 1
+        segments: list[AttentionSegment] = []
+        if self._is_paged and num_decodes:
+            segments.append(self._paged_batch([work.sequence for work in works[:num_decodes]], device))
+        elif num_decodes:
+            segments += self._decode_batches([work.sequence for work in works[:num_decodes]], device)
+        first = num_decodes
+        for work in works[num_decodes:]:
+            count = work.num_tokens + len(work.draft_tokens)
+            segments.append(self._prefill_span(work.sequence, first, count, device))
+            first += count
+        return segments
+
+    def _prefill_span(self, sequence: Sequence, first: int, num_tokens: int, device: torch.device) -> PrefillSpan:
+        length = sequence.num_cached + num_tokens
+        start, slots = sequence.block_table[0] * self._size, None
+        if not sequence.is_consecutive:
+            slots = torch.tensor(list(self._slots(sequence, 0, length)), device=device)
+        return PrefillSpan(
+            first=first, num_tokens=num_tokens, length=length, start=start if slots is None else None, slots=slots
+        )
+
+    def _paged_batch(self, sequences: list[Sequence], device: torch.device) -> PagedBatch:
+        lengths = [sequence.num_cached + 1 for sequence in sequences]
+        num_blocks = -(-max(lengths) // self._size)
+        tables = [pad_block_table(sequence.block_table, num_blocks) for sequence in sequences]
+        return PagedBatch(
+            first=0, tables=torch.tensor(tables, device=device), lengths=torch.tensor(lengths, device=device)
+        )
+
+    def _decode_batches(self, sequences: list[Sequence], device: torch.device) -> list[AttentionSegment]:
+        """Single tokens, as many as can be in one part."""
+        segments: list[AttentionSegment] = []
+        first = 0
+        for is_consecutive, group in groupby(sequences, key=lambda sequence: sequence.is_consecutive):
+            texts = list(group)
+            if is_consecutive:
+                starts = torch.tensor([text.block_table[0] * self._size for text in texts], device=device)
+                lengths = torch.tensor([text.num_cached + 1 for text in texts], device=device)
+                segments.append(DecodeBatch(first=first, starts=starts, lengths=lengths))
+            else:
+                segments += [self._prefill_span(text, first + index, 1, device) for index, text in enumerate(texts)]
+            first += len(texts)
+        return segments
+
+
+def _is_fused_decode(work: ScheduledTokens) -> bool:
+    return work.is_single_token and work.needs_logits and work.sequence.is_consecutive
+
+
+def _diverged(works: list[ScheduledTokens], hidden: Tensor) -> set[int]:
+    """The places of works with hidden [N, dim] that is not finite; so is that of every token with such a key."""
+    if torch.isfinite(hidden.sum()):
+        return set()
+    sizes = [work.num_tokens + len(work.draft_tokens) for work in works]
+    return {index for index, rows in enumerate(torch.split(hidden, sizes)) if not rows.isfinite().all()}
+
+
+def decodes_first(works: list[ScheduledTokens]) -> list[ScheduledTokens]:
+    """Single tokens first, in the order in which they lie in the cache."""
+    return sorted(works, key=lambda work: (not work.is_single_token, work.sequence.block_table[0]))

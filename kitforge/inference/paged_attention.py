@@ -1,0 +1,190 @@
+"""Keys and values of all running texts, and the attention over them.
+
+N tokens of a step, of any number of texts, in one row; D head_dim. A slot is one position of a block: block b of size s
+has the slots b * s to b * s + s - 1.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.dispatch import DecodeAttentionKernel
+from kitforge.core.nn.context import AttentionSpec, causal_mask
+
+
+@final
+class KeyValueCache:
+    """For each layer a slab [slots, kv_heads, D] of keys and one of values. Behind the blocks there is a spare one."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_slots = self.spare_slot = num_blocks * block_size
+        self._slabs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The slabs of a layer; made when its first key [.., kv_heads, .., D] comes, as a rank may hold only some of
+        the heads. Zero from the start: what a mask hides must still be a number."""
+        slabs = self._slabs.get(layer)
+        if slabs is None:
+            shape = (self.num_slots + self.block_size, like.shape[1], like.shape[3])
+            slabs = self._slabs[layer] = (_zeros(shape, like), _zeros(shape, like))
+        return slabs
+
+    def copy(self, copies: Mapping[int, int]) -> None:
+        """Copy whole blocks, {to: from}; all are read before any is written."""
+        for pair in self._slabs.values():
+            for slab in pair:
+                blocks = slab.view(-1, self.block_size, *slab.shape[1:])
+                blocks[list(copies)] = blocks[list(copies.values())]
+
+    def clear(self, blocks: list[int]) -> None:
+        """Make them zero again, so that they hold numbers."""
+        for pair in self._slabs.values():
+            for slab in pair:
+                slab.view(-1, self.block_size, *slab.shape[1:])[blocks] = 0
+
+    def num_bytes(self) -> int:
+        """What the slabs take."""
+        return sum(slab.nbytes for pair in self._slabs.values() for slab in pair)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSpan:
+    """Tokens `first` .. `first + num_tokens - 1` of a step, the last ones of a text of `length` tokens."""
+
+    first: int
+    num_tokens: int
+    length: int
+    start: int | None  # the slot of the text's first token, if the others follow it one by one
+    slots: Tensor | None  # [length], if they do not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBatch:
+    """Tokens `first` .. `first + len(lengths) - 1` of a step, each the last one of a text whose slots follow
+    one another from where it starts."""
+
+    first: int
+    starts: Tensor  # [texts]
+    lengths: Tensor  # [texts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedBatch:
+    """The same for texts whose blocks lie anywhere and are gathered; every tensor has a fixed shape, as recorded steps
+    need."""
+
+    first: int
+    tables: Tensor  # [texts, blocks], filled up with the text's own last block
+    lengths: Tensor  # [texts]
+
+
+AttentionSegment = PrefillSpan | DecodeBatch | PagedBatch
+
+
+@final
+class PagedAttention:
+    """Attends for all tokens of a step, part by part. Is an `Attend`.
+
+    `slots` [N] is where the step's keys go; parts are in the order of the tokens and leave none out.
+    """
+
+    def __init__(
+        self,
+        cache: KeyValueCache,
+        slots: Tensor,
+        segments: list[AttentionSegment],
+        decode_attention: DecodeAttentionKernel,
+    ) -> None:
+        self._cache = cache
+        self._decode_attention = decode_attention
+        self._slots = slots
+        self._segments = segments
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Write the new keys and values [1, kv_heads, N, D], attend to all that are seen; see `Attend`."""
+        keys, values = self._cache.layer(spec.layer, key)
+        keys.index_copy_(0, self._slots, key[0].transpose(0, 1).to(keys.dtype))
+        values.index_copy_(0, self._slots, value[0].transpose(0, 1).to(values.dtype))
+        slabs = keys.to(query.dtype), values.to(query.dtype)
+        outputs = [
+            self._attend_segment(index, segment, query, slabs, spec) for index, segment in enumerate(self._segments)
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+    def _attend_segment(
+        self, index: int, segment: AttentionSegment, query: Tensor, slabs: tuple[Tensor, Tensor], spec: AttentionSpec
+    ) -> Tensor:
+        """The mixture [1, heads, tokens of the part, D]."""
+        if isinstance(segment, PrefillSpan):
+            return self._attend_prefill(index, segment, query, slabs, spec)
+        num_texts = len(segment.lengths)
+        if isinstance(segment, DecodeBatch):
+            tokens = query[0, :, segment.first : segment.first + num_texts].transpose(0, 1)
+            window, scale = spec.window, spec.scale
+            mixed = self._decode_attention(tokens, *slabs, segment.starts, segment.lengths, window=window, scale=scale)
+            return mixed.transpose(0, 1).unsqueeze(0)
+        view = [_gather_pages(slab, segment.tables, self._cache.block_size) for slab in slabs]
+        if (index, spec.window) not in self._masks:
+            self._masks[index, spec.window] = _length_mask(segment, view[0].shape[2], spec.window, query.device)
+        # Each token is a text of its own, [texts, heads, 1, D].
+        tokens = query[:, :, segment.first : segment.first + num_texts].transpose(0, 2)
+        mask = self._masks[index, spec.window]
+        return spec.kernel(tokens, *view, mask=mask, causal=False, scale=spec.scale).transpose(0, 2)
+
+    def _attend_prefill(
+        self, index: int, span: PrefillSpan, query: Tensor, slabs: tuple[Tensor, Tensor], spec: AttentionSpec
+    ) -> Tensor:
+        tokens = query[:, :, span.first : span.first + span.num_tokens]
+        # A single token sees its window and nothing else, so that it needs no mask.
+        skipped = 0 if spec.window is None or span.num_tokens > 1 else max(0, span.length - spec.window)
+        if span.slots is not None:
+            view = [slab.index_select(0, span.slots[skipped:]) for slab in slabs]
+        else:
+            assert span.start is not None
+            view = [slab[span.start + skipped : span.start + span.length] for slab in slabs]
+        view = [each.transpose(0, 1).unsqueeze(0) for each in view]
+        if (index, spec.window) not in self._masks:
+            self._masks[index, spec.window] = _prefill_mask(span, spec.window, query.device)
+        mask = self._masks[index, spec.window]
+        causal = mask is None and span.num_tokens > 1
+        return spec.kernel(tokens, *view, mask=mask, causal=causal, scale=spec.scale)
+
+
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros. Of a processor's memory they take nothing where they are never written to, as most of a cache is not."""
+    if not like.is_cpu:
+        return like.new_zeros(shape)
+    num_bytes = math.prod(shape) * like.element_size()
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=like.dtype).view(shape)
+
+
+def _gather_pages(slab: Tensor, tables: Tensor, block_size: int) -> Tensor:
+    """[texts, kv_heads, positions, D], gathered."""
+    num_texts, num_blocks = tables.shape
+    blocks = slab.view(-1, block_size, *slab.shape[1:])[tables]
+    return blocks.view(num_texts, num_blocks * block_size, *slab.shape[1:]).transpose(1, 2)
+
+
+def _length_mask(batch: PagedBatch, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[texts, 1, 1, keys]."""
+    positions = torch.arange(num_keys, device=device)
+    return causal_mask(batch.lengths.unsqueeze(1) - 1, positions, window).unsqueeze(1)
+
+
+def _prefill_mask(span: PrefillSpan, window: int | None, device: torch.device) -> Tensor | None:
+    """[tokens, keys]; None where a single token sees all that it is shown, or the plain causal mask holds."""
+    is_full_causal = span.num_tokens == span.length and (window is None or window >= span.length)
+    if span.num_tokens == 1 or is_full_causal:
+        return None
+    positions = torch.arange(span.length, device=device)
+    return causal_mask(positions[span.length - span.num_tokens :], positions, window)

@@ -1,0 +1,181 @@
+"""What every request passes through: its id, who may ask, how long a client may keep us waiting, and what is counted
+and logged of it.
+
+Written against ASGI itself (https://asgi.readthedocs.io), so that it sees the end of every answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from contextlib import ExitStack
+from typing import Any, final
+from urllib.parse import quote
+
+from kitforge.foundation.log import logger
+from kitforge.inference.server.authentication import has_token
+from kitforge.inference.server.errors import CLIENT_CLOSED_REQUEST, ApiError
+from kitforge.inference.server.metrics import ServerMetrics
+from kitforge.inference.server.options import HttpOptions, is_loopback
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# The page asks for the token itself, and whoever watches over us need not know it.
+_PUBLIC_PATHS = ("/", "/health")
+# In the scope of a request: what is to be closed when its answer has ended, however it ended.
+CLOSING = "kitforge.closing"
+# In the scope of a request: a function that gives the numbers of tokens that it came to, where it has any.
+USAGE = "kitforge.usage"
+# In the scope of a request: a function that ends its connection at once, whatever is still to be sent.
+ABORT = "kitforge.abort"
+
+ACCESS_LOG = "kitforge.access"
+_log = logger(__name__)
+_access_log = logger(ACCESS_LOG)
+# What a client may call its request; anything else could be a line of the log.
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+@final
+class AuthMiddleware:
+    """Stands before an application. Without `tokens` the clients of this machine may ask. Requests are counted by
+    `paths`, and as "other" where theirs is none of them."""
+
+    def __init__(
+        self,
+        application: Application,
+        limits: HttpOptions,
+        tokens: tuple[str, ...],
+        metrics: ServerMetrics,
+        paths: Collection[str],
+    ) -> None:
+        self._application = application
+        self._limits = limits
+        self._tokens = tokens
+        self._metrics = metrics
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let one request pass, or not."""
+        if scope["type"] != "http":
+            await self._application(scope, receive, send)
+            return
+        since, headers = time.perf_counter(), {name.lower(): value for name, value in scope["headers"]}
+        reply = _Reply(send, _request_id(headers), self._limits.client_timeout)
+        try:
+            with ExitStack() as closing:
+                scope[CLOSING] = closing
+                await self._handle(scope, headers, receive, reply)
+        finally:
+            self._log_request(scope, reply, time.perf_counter() - since)
+
+    async def _handle(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, reply: _Reply) -> None:
+        refusal = self._auth_error(scope["path"], headers)
+        try:
+            if refusal is None:
+                await self._application(scope, receive, reply.send)
+            else:
+                await send_error(refusal, reply.send)
+        except TimeoutError:
+            # The client takes nothing any more, so there is nobody to wait for.
+            await _abort(scope)
+        except Exception:  # noqa: BLE001 (whatever it is, the client hears that it was no fault of its own)
+            _log.exception("request %s failed", reply.request_id)
+            if reply.has_begun:
+                await _abort(scope)
+            else:
+                words = f"the server made a mistake; its log says more of request {reply.request_id}"
+                await send_error(ApiError(500, words, code="internal_error"), reply.send)
+
+    def _auth_error(self, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
+        if not self._tokens:
+            # A page of another site may have its own name point to this machine, and then talk to us as our own would.
+            host = headers.get(b"host", b"").decode("latin-1")
+            name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+            if not is_loopback(name):
+                return ApiError(403, f"the host {host[:200]!r} is not this machine", code="wrong_host")
+            return None
+        if path in _PUBLIC_PATHS or has_token(headers.get(b"authorization", b""), self._tokens):
+            return None
+        message = "the token is wrong or missing; send it as `Authorization: Bearer TOKEN`"
+        return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    def _log_request(self, scope: Scope, reply: _Reply, seconds: float) -> None:
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        self._metrics.requests.labels(path, str(reply.status)).inc()
+        self._metrics.request_seconds.observe(seconds)
+        if not self._limits.access_log:
+            return
+        usage = scope[USAGE]() if USAGE in scope else {}
+        host, port = scope.get("client") or ("-", "-")
+        # Percent-encoded, so that no name or path can be taken for the end of a line or move a terminal's cursor.
+        _access_log.info(
+            "%s %s:%s %s %s %d prompt_tokens=%d completion_tokens=%d seconds=%.3f",
+            reply.request_id,
+            quote(str(host), safe=".:"),
+            port,
+            quote(scope["method"]),
+            quote(scope["path"]),
+            reply.status,
+            usage.get("prompt_tokens", 0),
+            usage.get("completion_tokens", 0),
+            seconds,
+        )
+
+
+@final
+class _Reply:
+    """The answer to one request as it is sent. Raises TimeoutError where its client does not take it."""
+
+    def __init__(self, send: Send, request_id: str, timeout: float) -> None:
+        self.request_id = request_id
+        self.has_begun = False
+        self._status = CLIENT_CLOSED_REQUEST
+        self._is_complete = False
+        self._send = send
+        self._timeout = timeout
+
+    @property
+    def status(self) -> int:
+        """As it is counted: an answer that did not come to its end has lost its client."""
+        return self._status if self._is_complete else CLIENT_CLOSED_REQUEST
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Send a part of it."""
+        if message["type"] == "http.response.start":
+            self.has_begun, self._status = True, message["status"]
+            name = (b"x-request-id", self.request_id.encode())
+            message = {**message, "headers": [*message.get("headers", ()), name]}
+        async with asyncio.timeout(self._timeout):
+            await self._send(message)
+        if message["type"] == "http.response.body":
+            self._is_complete = not message.get("more_body", False)
+
+
+def _request_id(headers: Mapping[bytes, bytes]) -> str:
+    """What the client calls its request, or a name for it."""
+    given = headers.get(b"x-request-id", b"")
+    return given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+async def _abort(scope: Scope) -> None:
+    if ABORT in scope:
+        scope[ABORT]()
+        # The server hears of it before it looks at how far the answer has come.
+        await asyncio.sleep(0)
+
+
+async def send_error(refusal: ApiError, send: Send) -> None:
+    """Send a refusal as it is."""
+    body = json.dumps(refusal.body()).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **refusal.headers}
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})

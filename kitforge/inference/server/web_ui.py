@@ -1,0 +1,46 @@
+"""The page on which people talk to the model: one document that fetches nothing but answers."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from html import escape
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+
+
+def page(name: str, *, needs_token: bool) -> str:
+    """The document for a model of that name."""
+    hidden = "" if needs_token else " hidden"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(name)} \N{MIDDLE DOT} Kitforge</title>\n<style>{_read('page.css')}</style>\n</head>\n<body>\n"
+        f'<header><p>Kitforge</p><h1>{escape(name)}</h1><button type="button" id="new">New chat</button></header>\n'
+        '<main id="talk" aria-live="polite"></main>\n<form id="form">\n'
+        f'<label{hidden}>Token <input id="token" type="password" autocomplete="off"></label>\n'
+        '<label class="unseen" for="text">Message</label>\n'
+        '<textarea id="text" rows="2" placeholder="Say something" required></textarea>\n'
+        '<button id="send">Send</button><button type="button" id="stop" hidden>Stop</button>\n</form>\n'
+        f"<script>{_read('page.js')}</script>\n</body>\n</html>\n"
+    )
+
+
+def content_security_policy() -> str:
+    """Nothing is fetched from elsewhere, and no script runs but ours, whatever a model may write."""
+    return (
+        "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        f"frame-ancestors 'none'; style-src 'sha256-{_digest('page.css')}'; script-src 'sha256-{_digest('page.js')}'"
+    )
+
+
+@cache
+def _read(name: str) -> str:
+    return (_FOLDER / name).read_text("utf-8")
+
+
+def _digest(name: str) -> str:
+    return base64.b64encode(hashlib.sha256(_read(name).encode()).digest()).decode("ascii")

@@ -1,0 +1,195 @@
+"""What a table holds: columns, values, the share of clicks, the first rows, and the schema that it seems to ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+
+from kitforge.data.tables.arrow_to_columns import pyarrow
+from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.columns import LabelColumn
+from kitforge.data.tables.source import TableSource, TableSourceConfig, open_table
+from kitforge.foundation.errors import DataError
+from kitforge.kits.recommender.schema import FeatureSchema, schema_yaml
+from kitforge.kits.recommender.schema_inference import (
+    ColumnView,
+    guess_targets,
+    infer_event_schema,
+    infer_label,
+    infer_schema,
+    why_no_label,
+)
+
+DESCRIBED_ROWS = 200_000
+_HEAD_ROWS = 5
+# A column with so many cells that are numbers is one of numbers; the others are likely to stand for no value.
+_MIN_NUMERIC_FRACTION = 0.95
+_LIST = r"^\d{1,18}( \d{1,18})*$"
+_DIGITS_IN_THREES = r"^\d{1,3}( \d{3})*$"
+_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableDescription:
+    """What is known of a table."""
+
+    name: str
+    num_rows: int  # that were looked at
+    is_complete: bool  # whether these are all
+    columns: tuple[ColumnView, ...]
+    head: tuple[tuple[str, ...], ...]  # the first rows, as text
+    schema: FeatureSchema
+    left_out: Mapping[str, str]  # columns that the schema does not use, and why
+    label_rate: float | None
+    bad_rows: Mapping[str, int]  # rows that could not be read, by reason
+    no_label: str | None = None  # why no column is the label, where none is
+    sequences: FeatureSchema | None = None  # of the same rows as events (user, item, time), where they seem to be such
+    targets: FeatureSchema | None = None  # of the same events: each as a row with its user and the items taken before
+
+    @property
+    def missing_values(self) -> tuple[str, ...]:
+        """Texts in columns of numbers that may stand for no value: what to name in data.missing_values."""
+        return tuple(dict.fromkeys(text for view in self.columns for text, _ in view.no_numbers))
+
+    @property
+    def yaml(self) -> str:
+        """The schema as it may stand in the file of `data.schema`."""
+        return schema_yaml(self.schema)
+
+
+def describe(spec: object, config: TableSourceConfig | None = None, num_rows: int = DESCRIBED_ROWS) -> TableDescription:
+    """Look at the first rows of a table. Bad rows are counted, whatever the policy about them is. DataError for a table
+    without rows or features, and for an iterator, whose rows would be lost."""
+    source = spec if isinstance(spec, TableSource) else open_table(spec, config or TableSourceConfig())
+    if source.is_once:
+        raise DataError(
+            "rows that can be read only once cannot be looked at first",
+            got=type(spec).__name__,
+            expected="a file, a list, a dataset",
+            fix="give a schema (data.schema=FILE)",
+        )
+    table, bad, is_complete = _first_rows(source, num_rows)
+    if table.num_rows == 0:
+        raise DataError(f"there are no rows in {source.name}", got=f"{bad.total} bad ones", expected="at least one")
+    columns = tuple(_view(name, table.column(name)) for name in table.column_names)
+    label = infer_label(columns)
+    schema, left_out = infer_schema(columns, label, table.num_rows, is_complete=is_complete)
+    texts = [[_cell(value) for value in column.to_pylist()] for column in table.slice(0, _HEAD_ROWS).columns]
+    return TableDescription(
+        name=source.name,
+        num_rows=table.num_rows,
+        is_complete=is_complete,
+        columns=columns,
+        head=tuple(zip(*texts, strict=True)),
+        schema=schema,
+        left_out=left_out,
+        label_rate=None if label is None else _label_rate(table, label),
+        bad_rows=dict(bad.counts),
+        no_label=why_no_label(columns, table.num_rows) if label is None else None,
+        sequences=infer_event_schema(columns),
+        targets=guess_targets(columns),
+    )
+
+
+def _first_rows(source: TableSource, num_rows: int) -> tuple[Any, BadRows, bool]:
+    tables: list[Any] = []
+    bad, count = BadRows(policy="skip"), 0
+    for job in source.jobs(source.names):
+        if count >= num_rows:
+            return pyarrow().concat_tables(tables).slice(0, num_rows), bad, False
+        chunk = job()
+        bad.handle(chunk.bad)
+        tables.append(chunk.table)
+        count += chunk.table.num_rows
+    options = {"promote_options": "permissive"} if len(tables) > 1 else {}
+    table = pyarrow().concat_tables(tables, **options)
+    return table.slice(0, num_rows), bad, count <= num_rows
+
+
+def _view(name: str, column: Any) -> ColumnView:
+    arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
+    types = arrow.types
+    if types.is_dictionary(column.type):
+        column = compute.cast(column, column.type.value_type)
+    if types.is_null(column.type):
+        return ColumnView(name=name, type="nothing", stored="null", num_values=0, num_missing=len(column))
+    if types.is_list(column.type) or types.is_large_list(column.type):
+        values = compute.count_distinct(compute.list_flatten(column)).as_py()
+        return ColumnView(
+            name=name, type="list", stored=str(column.type), num_values=values, num_missing=column.null_count
+        )
+    if types.is_string(column.type) or types.is_large_string(column.type):
+        column = compute.if_else(compute.equal(compute.binary_length(column), 0), None, column)
+        if _holds_lists(column.drop_null()):
+            items = compute.list_flatten(compute.split_pattern(column.drop_null(), " "))
+            values, missing = compute.count_distinct(items).as_py(), column.null_count
+            return ColumnView(name=name, type="list", stored="list<int64>", num_values=values, num_missing=missing)
+    counts = compute.value_counts(column.drop_null().combine_chunks())
+    frequent = np.argsort(-np.asarray(counts.field("counts")), kind="stable")[:3]
+    view = ColumnView(
+        name=name,
+        type="text" if len(counts) else "nothing",
+        stored=str(column.type),
+        num_values=len(counts),
+        num_missing=column.null_count,
+        common=tuple((_cell(pair["values"]), pair["counts"]) for pair in counts.take(frequent).to_pylist()),
+    )
+    return _with_range(view, column)
+
+
+def _holds_lists(texts: Any) -> bool:
+    """Whether all texts are whole numbers with spaces between, several in most, but not digits in threes."""
+    compute = pyarrow("pyarrow.compute")
+
+    def fraction(pattern: str) -> float:
+        return compute.mean(compute.match_substring_regex(texts, pattern)).as_py() or 0.0
+
+    return len(texts) > 0 and fraction(_LIST) == 1.0 and fraction(" ") >= 0.5 and fraction(_DIGITS_IN_THREES) < 1.0
+
+
+def _with_range(view: ColumnView, column: Any) -> ColumnView:
+    """The view of a column of numbers, where nearly all its values are finite numbers; the others are named."""
+    arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
+    values, odd = column.drop_null(), None
+    if arrow.types.is_string(values.type) or arrow.types.is_large_string(values.type):
+        is_number = compute.match_substring_regex(values, _NUMBER)
+        values, odd = values.filter(is_number), values.filter(compute.invert(is_number))
+    try:
+        numbers = np.asarray(compute.cast(values, arrow.float64(), safe=False))
+    except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError):
+        return view
+    if odd is None:
+        odd = values.filter(arrow.array(np.isinf(numbers)))
+        view = replace(view, num_missing=view.num_missing + int(np.isnan(numbers).sum()))
+        numbers = numbers[np.isfinite(numbers)]
+    if len(numbers) == 0 or len(numbers) < _MIN_NUMERIC_FRACTION * (len(numbers) + len(odd)):
+        return view
+    texts = compute.value_counts(odd.combine_chunks()).to_pylist()
+    texts = sorted(((_cell(pair["values"]), pair["counts"]) for pair in texts), key=lambda pair: -pair[1])
+    is_integer = bool((numbers == np.floor(numbers)).all())
+    return replace(
+        view,
+        type="integer" if is_integer else "number",
+        smallest=float(numbers.min()),
+        largest=float(numbers.max()),
+        median=float(np.median(numbers)),
+        no_numbers=tuple(texts),
+    )
+
+
+def _cell(value: object) -> str:
+    """A value as a person reads it."""
+    if value is None:
+        return ""
+    text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return text if len(text) <= 32 else text[:31] + "…"
+
+
+def _label_rate(table: Any, label: LabelColumn) -> float:
+    labels = table.column(label.name).cast(pyarrow().string()).to_pylist()
+    positive = ("1", "true", "True", "1.0") if label.positive is None else (label.positive,)
+    return sum(value in positive for value in labels) / len(labels)

@@ -1,0 +1,177 @@
+"""Recommenders and what they are trained for, made from options or from a run's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kitforge.core.checkpoint.load import Checkpoint, find_checkpoint, load_tensors
+from kitforge.core.checkpoint.table_reader import tables_of
+from kitforge.core.nn.embedding_spec import RecommenderConfig
+from kitforge.core.parallel.world import World
+from kitforge.data.tables.id_names import load_id_names
+from kitforge.foundation.config import check, from_dict
+from kitforge.foundation.errors import ConfigError, DataError, ModelError
+from kitforge.kits.recommender.config import TASK, RecommendationDataOptions, RecommendationOptions
+from kitforge.kits.recommender.data import RecommendationDataset
+from kitforge.kits.recommender.dataset import ClickDataset
+from kitforge.kits.recommender.describe import describe
+from kitforge.kits.recommender.features import FeatureEncoder
+from kitforge.kits.recommender.item_catalog import ItemCatalog, build_item_catalog
+from kitforge.kits.recommender.model import (
+    Recommender,
+    build_request_plan,
+    build_tables,
+    init_output_bias,
+    init_weights,
+    sample_shape,
+)
+from kitforge.kits.recommender.negatives import NegativeSampler
+from kitforge.kits.recommender.objective import Objective, RetrievalObjective
+from kitforge.kits.recommender.pointwise_objective import PointwiseObjective
+from kitforge.kits.recommender.sequential_objective import NUM_HELD_OUT, SampledSoftmax
+from kitforge.kits.recommender.table_sharding import EMPTY, shard_tables
+from kitforge.kits.recommender.two_tower_objective import InBatchSoftmax
+from kitforge.models.catalog import recommender_of
+from kitforge.models.sasrec.model import SASRecConfig
+from kitforge.models.two_tower.model import TwoTowerConfig
+
+Options = TypeVar("Options")
+
+
+def new_recommender(
+    config: RecommenderConfig,
+    encoder: FeatureEncoder,
+    options: RecommendationOptions,
+    world: World,
+    distinct: Mapping[str, float] = EMPTY,
+) -> Recommender:
+    """A network with its initial weights and tables, on the world's device; nothing is cut yet. `distinct`: how many
+    rows of each table a rank needs in a step, by which tables are spread over several."""
+    plan = build_request_plan(config, encoder)
+    shardings = shard_tables(plan, options, world, distinct)
+    tables = build_tables(plan, options.tables, options.cache, options.seed, world, shardings)
+    model = Recommender(config, encoder, tables, options.compile_level)
+    init_weights(model.network, options.seed)
+    if config.logit is not None:
+        statistics = encoder.statistics
+        if num_negatives := options.data.negatives.num_negatives:
+            statistics = dataclasses.replace(statistics, positive_rate=1 / (1 + num_negatives))
+        init_output_bias(model.network, config.logit, statistics)
+    return model.to(world.device)
+
+
+def restore_recommender(
+    checkpoint: Checkpoint,
+    encoder: FeatureEncoder,
+    options: RecommendationOptions,
+    world: World,
+    distinct: Mapping[str, float] = EMPTY,
+) -> Recommender:
+    """The recommender of a checkpoint, its rows in the tiers that `options` say, ready to train further."""
+    recorded = dataclasses.replace(recorded_options(checkpoint), cache=options.cache, trainer=options.trainer)
+    model = new_recommender(recommender_of(recorded.model), encoder, recorded, world, distinct)
+    load_tensors(dict(model.named_parameters()), checkpoint.model(), what="model")
+    checkpoint.load_tables(tables_of(model.modules()))
+    return model
+
+
+def build_objective(
+    config: RecommenderConfig, options: RecommendationOptions, dataset: RecommendationDataset
+) -> Objective[Any]:
+    """What a network of that family is trained for. Raises ConfigError for rows that it cannot be trained on."""
+    objective = build_retrieval_objective(config, options, dataset.encoder, dataset.catalogue)
+    negatives = options.data.negatives
+    if objective is not None:
+        name, expected = "data.negatives.num_negatives", f"0: a {config.family} learns from the other items of a step"
+        check(not negatives.num_negatives, name, negatives.num_negatives, expected)
+        return objective
+    if negatives.num_negatives:
+        rows = dataset.train if isinstance(dataset.train, ClickDataset) else None
+        sampler = NegativeSampler(negatives, dataset.encoder.schema, options.seed, rows)
+        return PointwiseObjective(build_request_plan(config, dataset.encoder), options.seed, sampler)
+    if dataset.encoder.schema.label is None:
+        is_guessed = options.data.schema is None and dataset.source is not None
+        raise DataError(
+            "these rows have no label",
+            got=describe(dataset.source).no_label if is_guessed else "a data.schema without a label",
+            expected="a column of 0 and 1, of two texts, or of -1 and 1",
+            fix="name it in data.schema: `label: {name: COLUMN}`, with `positive: TEXT` where it is not 0 and 1; where "
+            "all rows are positives (purchases, ratings, views), data.negatives.num_negatives=4 draws the others",
+        )
+    return PointwiseObjective(build_request_plan(config, dataset.encoder), options.seed)
+
+
+def build_retrieval_objective(
+    config: RecommenderConfig, options: RecommendationOptions, encoder: FeatureEncoder, catalogue: ItemCatalog | None
+) -> RetrievalObjective[Any] | None:
+    """The objective of a family that finds items; None for one that scores rows."""
+    if not isinstance(config, (TwoTowerConfig, SASRecConfig)):
+        return None
+    plan = build_request_plan(config, encoder)
+    if catalogue is None:
+        raise ConfigError("there are no items to find", got="data.train=null", expected="rows to train on")
+    if isinstance(config, TwoTowerConfig):
+        return InBatchSoftmax(config, plan, catalogue, options.retrieval, options.seed)
+    feature = config.items(sample_shape(encoder))
+    return SampledSoftmax(feature, config.max_length, plan, catalogue, options.retrieval, options.seed)
+
+
+def with_item_catalog(dataset: RecommendationDataset, config: RecommenderConfig, root: Path) -> RecommendationDataset:
+    """The data set with the items that can be found, for families that find some. Where whole sequences are asked to
+    go on, the sequences that are trained on are evaluated as well, by the items that training leaves out. What
+    items are called is kept in caches below `root`."""
+    if isinstance(config, SASRecConfig):
+        given = dataset.eval is not None and dataset.eval.num_rows > 0
+        dataset = dataset if given else dataclasses.replace(dataset, eval=dataset.train_rows())
+    if dataset.catalogue is not None or not isinstance(dataset.train, ClickDataset):
+        return dataset
+    if isinstance(config, TwoTowerConfig):
+        config.lookups(sample_shape(dataset.encoder))
+        item, held_out = config.item[0], 0
+    elif isinstance(config, SASRecConfig):
+        item, held_out = config.items(sample_shape(dataset.encoder)), NUM_HELD_OUT
+    else:
+        return dataset
+    catalogue = build_item_catalog(dataset.train, item, held_out)
+    column = dataset.encoder.schema.column_of(item)
+    if dataset.source is not None and column.kind == "text":
+        names = load_id_names(dataset.source, column, catalogue.keys, root)
+        catalogue = dataclasses.replace(catalogue, names=names)
+    return dataclasses.replace(dataset, catalogue=catalogue)
+
+
+def open_run_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint of a run folder or a step folder; raises ModelError for any other."""
+    checkpoint = find_checkpoint(folder) if folder.is_dir() else None
+    if checkpoint is None:
+        raise ModelError("there is no run", got=folder, expected="a run folder or a step folder of the recommender")
+    return checkpoint
+
+
+def recorded_options(checkpoint: Checkpoint) -> RecommendationOptions:
+    """What the run was trained with; raises ModelError for a run of another task."""
+    values = checkpoint.state.get("config", {})
+    if values.get("task") != TASK:
+        raise ModelError("this is no run of the recommender", got=checkpoint.folder, expected=f"task: {TASK}")
+    return from_dict(RecommendationOptions, values)
+
+
+def merge_data_options(
+    given: RecommendationDataOptions, recorded: RecommendationDataOptions
+) -> RecommendationDataOptions:
+    """How the rows of a run were read, but for what is asked for otherwise; the run's own where no other are named."""
+    merged = merge_options(given, recorded)
+    if given.train is None and given.eval is None:
+        return merged
+    return dataclasses.replace(merged, train=given.train, eval=given.eval)
+
+
+def merge_options(given: Options, recorded: Options) -> Options:
+    """The options of a run, but for those that are asked for otherwise now."""
+    plain: Any = type(given)()
+    names = (field.name for field in dataclasses.fields(recorded))  # type: ignore[arg-type]
+    asked = {name: value for name in names if (value := getattr(given, name)) != getattr(plain, name)}
+    return dataclasses.replace(recorded, **asked)  # type: ignore[type-var]

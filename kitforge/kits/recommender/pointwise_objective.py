@@ -1,0 +1,108 @@
+"""Clicks: how likely is one? Log loss, and the metrics of clicks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from kitforge.core.nn.dropout import SampleDropout
+from kitforge.core.parallel.world import World
+from kitforge.foundation.errors import DataError
+from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.kits.recommender.batch import FeatureBatch
+from kitforge.kits.recommender.dataset import ClickDataset
+from kitforge.kits.recommender.embedding_requests import EmbeddingRequestPlan
+from kitforge.kits.recommender.metrics import ClickMetrics
+from kitforge.kits.recommender.model import Recommender, inputs_of
+from kitforge.kits.recommender.negatives import ClickRows, NegativeSampler
+from kitforge.kits.recommender.objective import Objective
+
+
+@final
+class PointwiseObjective(Objective[ClickRows]):
+    """The cross entropy of labels 0 and 1: those of the rows, or 1 for all of them and 0 for the negatives drawn."""
+
+    metric_for_best = "eval/auc"
+
+    def __init__(self, plan: EmbeddingRequestPlan, seed: int, negatives: NegativeSampler | None = None) -> None:
+        self._plan = plan
+        self._seed = seed
+        self._negatives = negatives
+
+    def read(self, rows: ClickDataset, indices: NDArray[np.int64], own: slice, step: int) -> ClickRows:
+        """See `Objective`."""
+        if self._negatives is not None:
+            return self._negatives.training_rows(rows, indices, own, step)
+        batch = rows.batch(indices[own])
+        starts = torch.arange(len(batch) + 1)
+        return ClickRows(batch=batch, starts=starts, positions=torch.zeros_like(starts[1:]))
+
+    def micro_batch(self, batch: ClickRows, start: int, stop: int) -> Mapping[str, Any]:
+        """See `Objective`."""
+        starts = batch.starts[start : stop + 1]
+        first, last = int(starts[0]), int(starts[-1])
+        own = batch.batch.narrow(first, last)
+        inputs = inputs_of(own, self._plan)
+        owners = torch.repeat_interleave(torch.arange(stop - start), starts.diff())
+        numbers = {"owners": owners, "positions": batch.positions[first:last]}
+        return {**inputs, **numbers, "labels": labels_of(own), "calls": [inputs["requests"]]}
+
+    def loss(self, model: Recommender, micro_batch: MicroBatch) -> Sums:
+        """See `Objective`."""
+        noise = None
+        if model.training:
+            samples = micro_batch["samples"][micro_batch["owners"]]
+            if self._negatives is not None:
+                samples = samples * self._negatives.rows_of_sample + micro_batch["positions"]
+            noise = SampleDropout(seed=self._seed, step=micro_batch["step"], samples=samples)
+        logits = model(lambda: model.logits(micro_batch, noise))
+        labels = micro_batch["labels"].to(logits.device)
+        return {"loss": functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")}
+
+    def count(self, micro_batch: MicroBatch) -> int:
+        """See `Objective`."""
+        return len(micro_batch["dense"])
+
+    def evaluate(
+        self, model: Recommender, rows: ClickDataset, batches: Iterable[NDArray[np.int64]], world: World
+    ) -> dict[str, float]:
+        """loss in nats a sample, auc, normalized_entropy, calibration; grouped_auc where a group key is named; where a
+        log is made up best_auc, that of the true chances."""
+        is_grouped = rows.encoder.schema.group is not None
+        metrics, truth = ClickMetrics(is_grouped=is_grouped), ClickMetrics()
+        for indices in batches:
+            result = None if self._negatives is None else self._negatives.evaluation_rows(rows, indices)
+            batch = rows.batch(indices) if result is None else result.batch
+            inputs = inputs_of(batch, self._plan)
+            logits = model(lambda inputs=inputs: model.logits(inputs)).double().cpu().numpy()
+            groups = None if batch.groups is None else batch.groups.numpy()
+            labels = labels_of(batch).numpy()
+            metrics.add(logits, labels, groups)
+            if (chances := rows.true_probabilities(indices)) is not None:
+                truth.add(np.log(chances / (1 - chances)), labels)
+        values = all_reduce_click_metrics(metrics, world)
+        best = {}
+        if rows.is_synthetic:
+            best["best_auc"] = all_reduce_click_metrics(truth, world)["auc"]
+        return {"loss": values.pop("log_loss"), **values, **best}
+
+
+def all_reduce_click_metrics(metrics: ClickMetrics, world: World) -> dict[str, float]:
+    """The metrics of all ranks' rows, the same on each."""
+    merged = metrics.empty()
+    for state in world.all_gather_object(metrics.state()):
+        merged.merge(state)
+    return merged.result()
+
+
+def labels_of(batch: FeatureBatch) -> Tensor:
+    """The labels [B]; raises DataError where the rows have none."""
+    if batch.labels is None:
+        raise DataError("these rows have no label", expected="a column of 0 and 1", fix="name it in data.schema, label")
+    return batch.labels

@@ -1,0 +1,134 @@
+"""Counts of the tables for the report: where rows were found, what moved, and what other sizes would have done."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kitforge.core.nn.embedding_spec import RecommenderConfig
+from kitforge.core.optim.row_optimizers import build_row_optimizer
+from kitforge.data.sampler import shuffled_indices
+from kitforge.embedding_cache.miss_ratio_curve import estimate
+from kitforge.embedding_cache.options import CachedEmbeddingOptions as Tiers
+from kitforge.embedding_cache.table import CachedEmbedding
+from kitforge.foundation.files import write_text
+from kitforge.kits.recommender.config import RecommendationOptions
+from kitforge.kits.recommender.data import RecommendationDataset
+from kitforge.kits.recommender.dataset import ClickDataset
+from kitforge.kits.recommender.embedding_requests import EmbeddingRequestPlan
+from kitforge.kits.recommender.model import build_request_plan
+from kitforge.kits.recommender.objective import Objective
+from kitforge.report.tables import TABLES_FILE
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
+
+# A curve is drawn from at most so many steps, the first half of which fill the tier, and from so many needs of a row.
+_MAX_STEPS, _MAX_LOOKUPS = 256, 2**17
+
+
+@final
+class TableStatsCallback(Callback):
+    """Writes tables.jsonl: the curves when the run starts, then what each table counted since the last line."""
+
+    def __init__(self, curves: Callable[[], list[dict[str, Any]]]) -> None:
+        self._curves = curves
+        self._before: dict[str, dict[str, Counter[str]]] = {}
+
+    def on_event(self, event: Event, run: RunContext) -> None:
+        """Write what is due. A resumed run begins its counts anew."""
+        if run.folder is None or run.world.rank > 0 or event.kind not in ("start", "log"):
+            return
+        path = run.folder / TABLES_FILE
+        if event.kind == "start":
+            _begin(path, run.state.cursor.step, self._curves)
+            return
+        tables = {each.options.name: each for each in run.model.modules() if isinstance(each, CachedEmbedding)}
+        line = {"kind": "tables", "step": run.state.cursor.step, "tables": {}}
+        line["tables"] = {name: self._since(name, table) for name, table in tables.items()}
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _since(self, name: str, table: CachedEmbedding) -> dict[str, dict[str, int]]:
+        """Counts since the last time."""
+        stats = table.stats()
+        now = {"hits": Counter(stats.hits), "moved": Counter(stats.moved)}
+        before = self._before.get(name, {"hits": Counter(), "moved": Counter()})
+        self._before[name] = now
+        return {what: {tier: count - before[what][tier] for tier, count in now[what].items()} for what in now}
+
+
+def hit_rate_curves(
+    config: RecommenderConfig, options: RecommendationOptions, dataset: RecommendationDataset, objective: Objective[Any]
+) -> Callable[[], list[dict[str, Any]]]:
+    """What makes, for each table, the hit rate by rows of its device tier, from the batches that a run begins with."""
+
+    def make() -> list[dict[str, Any]]:
+        if not isinstance(dataset.train, ClickDataset):
+            return []
+        plan, size = build_request_plan(config, dataset.encoder), options.data.step_size
+        steps = min(options.trainer.max_steps or _MAX_STEPS, _MAX_STEPS)
+        curves = []
+        for name, batches in sample_lookups(plan, options, dataset.train, objective, size, steps).items():
+            table = plan.tables[name]
+            width = build_row_optimizer(options.tables.optimizer_of(table.kind)).layout(table.dim).width
+            tiers = Tiers(num_embeddings=table.num_rows, dim=table.dim)
+            rate = min(1.0, _MAX_LOOKUPS / sum(ids.numel() for ids in batches))
+            points = estimate(tiers, width, batches, warm_up=len(batches) // 2, sample_rate=rate).curve()
+            curves.append({"kind": "curve", "table": name, "points": np.array(points).tolist()})
+        return curves
+
+    return make
+
+
+def sample_lookups(
+    plan: EmbeddingRequestPlan,
+    options: RecommendationOptions,
+    rows: ClickDataset,
+    objective: Objective[Any],
+    size: int,
+    num_steps: int,
+) -> dict[str, list[Tensor]]:
+    """The ids of the lookups in every table, in the steps of `size` samples that a run begins with."""
+    size, ids = min(size, rows.num_rows), dict[str, list[Tensor]]()
+    for step in range(num_steps):
+        indices = shuffled_indices(options.seed, rows.num_rows, step * size, size, shuffle=options.data.shuffle)
+        part = objective.micro_batch(objective.read(rows, indices, slice(0, size), step), 0, size)
+        for name, request in (item for call in part["calls"] for item in call.items()):
+            ids.setdefault(plan.features[name], []).append(request[0] if isinstance(request, tuple) else request)
+    return ids
+
+
+def distinct_rows(
+    config: RecommenderConfig, options: RecommendationOptions, dataset: RecommendationDataset, objective: Objective[Any]
+) -> dict[str, float]:
+    """How many rows of each table a replica needs in the first step; nothing where nobody knows what will come."""
+    if not isinstance(dataset.train, ClickDataset):
+        return {}
+    size = -(-options.data.step_size // options.parallel.num_replicas)
+    lookups = sample_lookups(build_request_plan(config, dataset.encoder), options, dataset.train, objective, size, 1)
+    return {
+        name: float(len(torch.unique(torch.cat([ids.flatten() for ids in each])))) for name, each in lookups.items()
+    }
+
+
+def _begin(path: Path, step: int, curves: Callable[[], list[dict[str, Any]]]) -> None:
+    """The file up to `step`, as a resumed run finds it; a fresh one with the curves alone."""
+    if step and path.exists():
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_before(line, step)]
+    else:
+        lines = [json.dumps(record) for record in curves()]
+    write_text(path, "".join(line + "\n" for line in lines))
+
+
+def _is_before(line: str, step: int) -> bool:
+    """Whether it was written by then, and whole."""
+    try:
+        return int(json.loads(line).get("step", 0)) <= step
+    except ValueError:
+        return False

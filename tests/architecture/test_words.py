@@ -1,0 +1,114 @@
+"""Names are the field's: a public class name exists once, and words of a private language do not come back."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source import PACKAGE, Source, read
+
+# Words given up, as whole words of identifiers and file names (split at `_` and capitals), with what to say instead.
+GIVEN_UP = {
+    "beside": "inference, peer, extra",
+    "company": "autotuner, threads",
+    "deed": "command",
+    "deeds": "commands",
+    "everyone": "all_ranks",
+    "gains": "advantages",
+    "guest": "unadmitted",
+    "guests": "unadmitted",
+    "heard": "observation",
+    "judged": "experience",
+    "ladder": "hierarchy",
+    "laid": "padded, sharded",
+    "learnt": "loss_mask",
+    "lobby": "rendezvous",
+    "looks": "poll, forward",
+    "meeting": "barrier",
+    "nats": "kl",
+    "piece": "shard, chunk, token",
+    "pieces": "shards, chunks, tokens",
+    "place": "position, index, path, rank",
+    "places": "positions, indices, paths, ranks",
+    "played": "run",
+    "share": "shard, fraction",
+    "spoken": "text_tokens",
+    "stem": "prefix",
+    "tally": "counter",
+    "ticket": "handle",
+    "tickets": "handles",
+    "told": "message, reported",
+}
+# Rooms that have the field's names; the others follow.
+ROOMS = ("core", "data", "embedding_cache", "inference", "models", "kits/recommender")
+# The names of other libraries, and of Python.
+FOREIGN = re.compile(r"SentencePiece\w*|id_to_piece|piece_to_id")
+
+
+def class_names(sources: list[Source]) -> dict[str, list[str]]:
+    """The files of every public class by its name."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files[node.name].append(str(source.path))
+    return files
+
+
+def identifiers(tree: ast.AST) -> set[str]:
+    """The names that a module gives: to modules, classes, functions, parameters, variables and attributes."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+    return names
+
+
+def given_up_words(source: Source) -> list[str]:
+    """The names of a file, its own among them, that hold a word given up."""
+    found = []
+    for name in sorted(identifiers(source.tree) | {source.path.stem}):
+        words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+        if not FOREIGN.fullmatch(name) and words & GIVEN_UP.keys():
+            found.append(name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[Source]:
+    return read(PACKAGE)
+
+
+def test_a_public_class_name_exists_once(sources: list[Source]) -> None:
+    twice = {name: files for name, files in class_names(sources).items() if len(files) > 1}
+    assert twice == {}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_words_given_up_do_not_come_back(sources: list[Source], room: str) -> None:
+    own = [source for source in sources if source.path.is_relative_to(Path("kitforge", room))]
+    assert own
+    assert {str(source.path): words for source in own if (words := given_up_words(source))} == {}
+
+
+@pytest.mark.parametrize("text", ["def place(): ...", "x.num_pieces", "class TicketOffice: ...", "def f(told): ..."])
+def test_a_planted_word_is_seen(text: str) -> None:
+    assert given_up_words(Source(path=Path("kitforge/data/a.py"), text=text, tree=ast.parse(text)))
+
+
+def test_a_planted_class_is_seen_and_a_word_within_another_is_not() -> None:
+    text = "class Reader: ...\n"
+    source = Source(path=Path("kitforge/data/a.py"), text=text, tree=ast.parse(text))
+    assert class_names([source, source])["Reader"] == ["kitforge/data/a.py"] * 2
+    text = "replace = placement = shared = 1"
+    assert given_up_words(Source(path=Path("kitforge/data/a.py"), text=text, tree=ast.parse(text))) == []

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.decode_attention import fused
+from kitforge.core.kernels.decode_attention.reference import decode_attention as reference
+from kitforge.core.kernels.dispatch import select
+from tests.core.kernels.comparison import poison, random, relative
+
+SCALE = 0.3
+
+
+def texts(
+    lengths: list[int], heads: int = 4, kv_heads: int = 2, head_dim: int = 7, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, ...]:
+    """Query, keys, values, starts, lengths; texts lie apart from one another, and what lies between is not a number."""
+    starts = [3 + place * (max(lengths, default=0) + 2) for place in range(len(lengths))]
+    slots = 3 + (max(lengths, default=0) + 2) * (len(lengths) + 1)
+    slabs = [torch.full((slots, kv_heads, head_dim), float("nan"), dtype=dtype) for _ in range(2)]
+    for seed, slab in enumerate(slabs):
+        for start, length in zip(starts, lengths, strict=True):
+            slab[start : start + length] = random(length, kv_heads, head_dim, seed=seed + start).to(dtype)
+    query = random(len(lengths), heads, head_dim, seed=9).to(dtype)
+    return query, *slabs, torch.tensor(starts, dtype=torch.long), torch.tensor(lengths, dtype=torch.long)
+
+
+def compiled() -> partial[Tensor]:
+    module = pytest.importorskip("kitforge.core.kernels.decode_attention.numba")
+    return partial(module.decode_attention, scale=SCALE)
+
+
+def exact(inputs: tuple[Tensor, ...], window: int | None) -> Tensor:
+    query, keys, values, starts, lengths = inputs
+    doubles = query.double(), keys.double(), values.double()
+    return reference(*doubles, starts, lengths, window=window, scale=SCALE)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 100])
+@pytest.mark.parametrize("lengths", [[], [1], [2], [4], [5], [17, 1, 3, 64, 40]], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2, 7), (3, 3, 16), (8, 1, 33), (1, 1, 1)], ids=str)
+@torch.no_grad()
+def test_the_compiled_loop_is_the_reference(
+    heads: tuple[int, int, int], lengths: list[int], window: int | None
+) -> None:
+    inputs = texts(lengths, *heads)
+    poison()
+    assert relative(compiled()(*inputs, window=window), exact(inputs, window)) < 2e-6
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_keys_in_bfloat16_are_read_as_they_are() -> None:
+    inputs = texts([17, 1, 3, 64, 40], dtype=torch.bfloat16)
+    found = compiled()(*inputs, window=None)
+    assert found.dtype == torch.bfloat16
+    # All is found in fp32 and rounded once.
+    assert relative(found, exact(inputs, None)) < 2**-8
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 40.0, 1e4])
+@torch.no_grad()
+def test_scores_of_any_size_make_a_softmax(size: float) -> None:
+    query, *others = texts([1, 9, 30])
+    inputs = query * size, *others
+    assert relative(compiled()(*inputs, window=None), exact(inputs, None)) < 2e-6 * max(1.0, size / 10)
+
+
+@pytest.mark.parametrize("place", range(6))
+@pytest.mark.parametrize("slab", [1, 2], ids=["keys", "values"])
+@torch.no_grad()
+def test_a_key_that_is_not_a_number_shows_in_its_text_only(slab: int, place: int) -> None:
+    inputs = texts([6, 6])
+    inputs[slab][inputs[3][1] + place] = float("nan")
+    found = compiled()(*inputs, window=None)
+    assert found[0].isfinite().all()
+    assert found[1].isnan().all()
+
+
+@torch.no_grad()
+def test_models_take_the_compiled_loop_where_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = texts([5, 3])
+    options = {"window": None, "scale": SCALE}
+    assert torch.equal(select("O1").decode_attention(*inputs, **options), compiled()(*inputs, window=None))
+    with torch.enable_grad():
+        assert not torch.equal(select("O1").decode_attention(*inputs, **options), compiled()(*inputs, window=None))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert select.__wrapped__("O1").decode_attention is fused.decode_attention
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_without_it_text_by_text_is_the_reference_too(window: int | None) -> None:
+    query, keys, values, starts, lengths = texts([5, 1, 3])
+    inputs = query.double(), keys.double(), values.double(), starts, lengths
+    found = fused.decode_attention(*inputs, window=window, scale=SCALE)
+    assert relative(found, exact(inputs, window)) < 1e-12

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.fused_decode_step.reference import ReferenceDecodeStep as Reference
+from kitforge.core.kernels.fused_decode_step.weights import BlockWeights, DecoderWeights
+from kitforge.core.kernels.numba_runtime import run_on_two_threads
+from kitforge.core.kernels.spin_barrier import ThreadAutotuner
+from tests.core.kernels.comparison import poison, random, relative
+
+KINDS = ["gated", "plain", "sandwich", "normed_heads"]
+HEADS, KV_HEADS, HEAD_DIM, MLP_DIM, DIM, VOCAB = 4, 2, 6, 35, 24, 31
+SHAPES = {
+    "query": (HEADS * HEAD_DIM, DIM),
+    "key": (KV_HEADS * HEAD_DIM, DIM),
+    "value": (KV_HEADS * HEAD_DIM, DIM),
+    "out": (DIM, HEADS * HEAD_DIM),
+    "gate": (MLP_DIM, DIM),
+    "up": (MLP_DIM, DIM),
+    "down": (DIM, MLP_DIM),
+}
+HEAD_NORMS, OUT_NORMS = {"query_norm", "key_norm"}, {"attention_out_norm", "mlp_out_norm"}
+
+
+def has(kind: str, name: str) -> bool:
+    """Whether blocks of that kind have that weight; `plain` is GPT-2's, `sandwich` is GLM-4's."""
+    if name in HEAD_NORMS:
+        return kind == "normed_heads"
+    if name.startswith("gate"):
+        return kind != "plain" and name == "gate"
+    if name.removesuffix("_bias") in OUT_NORMS:
+        return kind == "sandwich" and name in OUT_NORMS
+    if name in {"query_bias", "key_bias", "value_bias"}:
+        return kind in {"plain", "sandwich"}
+    return kind == "plain" or not name.endswith("_bias")
+
+
+def weight(name: str, seed: int) -> Tensor:
+    owner = name.removesuffix("_bias")
+    if owner in SHAPES:
+        rows, columns = SHAPES[owner]
+        return random(rows, seed=seed) if name != owner else random(rows, columns, seed=seed) / columns**0.5
+    return random(HEAD_DIM if owner in HEAD_NORMS else DIM, seed=seed) * 0.2 + (name == owner)
+
+
+def stack(kind: str, dtype: torch.dtype, windows: tuple[int | None, ...] = (None, 3)) -> DecoderWeights:
+    layers = []
+    for layer in range(len(windows)):
+        found: dict[str, Any] = {}
+        for place, name in enumerate(field.name for field in fields(BlockWeights)):
+            found[name] = weight(name, 40 * layer + place).to(dtype) if has(kind, name) else None
+        layers.append(BlockWeights(**found))
+    return DecoderWeights(
+        layers=tuple(layers),
+        scales=(0.4, 0.3),
+        windows=windows,
+        norm=(1 + 0.2 * random(DIM, seed=5)).to(dtype),
+        norm_bias=random(DIM, seed=6).to(dtype) if kind == "plain" else None,
+        head=random(VOCAB, DIM, seed=7).to(dtype),
+        head_dim=HEAD_DIM,
+        norm_eps=1e-5,
+        qk_norm_eps=1e-3,
+        interleaved_rotary=kind == "sandwich",
+    )
+
+
+def inputs(num_texts: int, kind: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Slabs, then what a call is given. Texts lie apart, and what lies between is not a number; nor is what comes."""
+    lengths = torch.tensor([1 + 5 * text % 17 for text in range(num_texts)], dtype=torch.long)
+    starts = torch.arange(num_texts) * 20 + 3
+    slabs = []
+    for layer in range(2):
+        pair = tuple(random(20 * num_texts + 3, KV_HEADS, HEAD_DIM, seed=9 + 2 * layer + each) for each in range(2))
+        seen = torch.zeros(len(pair[0]), dtype=torch.bool)
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            seen[start : start + length - 1] = True
+        slabs.append(tuple(slab.masked_fill(~seen[:, None, None], float("nan")).to(dtype) for slab in pair))
+    # GLM rotates a part of each head, GPT-2 none.
+    pairs = 2 if kind == "sandwich" else HEAD_DIM // 2
+    angles = 3 * random(num_texts, pairs, dtype=torch.float32)
+    rotary = None if kind == "plain" else (angles.cos(), angles.sin())
+    return slabs, random(num_texts, DIM).to(dtype), rotary, starts, lengths
+
+
+def run(kind: str, num_texts: int, dtype: torch.dtype, made: Callable[..., Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden, logits, and all slabs after the call."""
+    slabs, *rest = inputs(num_texts, kind, dtype)
+    poison()
+    hidden, logits = made(stack(kind, dtype), slabs)(*rest)
+    return hidden, logits, torch.stack([each for pair in slabs for each in pair])
+
+
+def fast(*arguments: Any) -> Any:
+    from kitforge.core.kernels.fused_decode_step.numba import NumbaDecodeStep
+
+    return NumbaDecodeStep(*arguments)
+
+
+def equal(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_texts", [1, 2, 3, 5, 8, 9, 17])
+@torch.no_grad()
+def test_one_call_is_the_reference(kind: str, num_texts: int) -> None:
+    found, wanted = run(kind, num_texts, torch.float32, fast), run(kind, num_texts, torch.float64, Reference)
+    assert torch.equal(found[2].isnan(), wanted[2].isnan())
+    for got, exact in zip(found, wanted, strict=True):
+        assert relative(got.nan_to_num(0), exact.nan_to_num(0)) < 3e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_texts", [1, 9])
+@torch.no_grad()
+def test_bfloat16_is_rounded_where_the_reference_rounds(kind: str, num_texts: int) -> None:
+    found, wanted = run(kind, num_texts, torch.bfloat16, fast), run(kind, num_texts, torch.bfloat16, Reference)
+    exact = run(kind, num_texts, torch.float64, Reference)
+    for got, own, true in zip(found, wanted, exact, strict=True):
+        assert got.dtype is own.dtype
+        # Sums are taken in another order, so that a number now and then falls to the other side.
+        assert relative(got.nan_to_num(0), own.nan_to_num(0)) < 2**-5
+        assert relative(got.nan_to_num(0), true.nan_to_num(0)) < 2 * relative(own.nan_to_num(0), true.nan_to_num(0))
+
+
+@pytest.fixture
+def shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As though there was enough to do for more threads than one."""
+    monkeypatch.setattr("kitforge.core.kernels.fused_decode_step.numba.GRAIN", 0)
+
+
+def late(work: Callable[[], None]) -> None:
+    """The second thread comes when everything is done."""
+    work()
+    work()
+
+
+def at_once(work: Callable[[], None]) -> None:
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("way", [late, at_once, run_on_two_threads])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_threads_change_no_bit(
+    dtype: torch.dtype, way: Callable[..., None], shared_out: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = run("gated", 9, dtype, fast)
+    monkeypatch.setattr(ThreadAutotuner, "call", lambda _company, _kind, work: way(work))
+    for _ in range(30):
+        assert equal(run("gated", 9, dtype, fast), alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_text_that_is_not_finite_is_alone_with_it(kind: str) -> None:
+    slabs, stream, *rest = inputs(9, kind, torch.float32)
+    stream[4, 3] = float("nan")
+    hidden, logits = fast(stack(kind, torch.float32), slabs)(stream, *rest)
+    lost = torch.arange(9) == 4
+    assert torch.equal(hidden.isnan().all(1), lost)
+    assert torch.equal(logits.isnan().all(1), lost)
+    assert torch.equal(logits.isnan().any(1), lost)
+
+
+@torch.no_grad()
+def test_large_numbers_pass_both_activations() -> None:
+    for kind in ("gated", "plain"):
+        whole = stack(kind, torch.float32)
+        layers = tuple(
+            replace(layer, up=layer.up * 300, gate=None if layer.gate is None else layer.gate * 300)
+            for layer in whole.layers
+        )
+        large = replace(whole, layers=layers)
+        (slabs, *rest), (others, *_) = inputs(3, kind, torch.float32), inputs(3, kind, torch.float32)
+        found, wanted = fast(large, slabs)(*rest), Reference(large, others)(*rest)
+        assert relative(found[1], wanted[1]) < 1e-5

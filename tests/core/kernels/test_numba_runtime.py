@@ -1,0 +1,68 @@
+"""Loops compiled by two processes at once: what is kept for one signature is never called for another."""
+
+import contextlib
+import importlib
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+from kitforge.core.kernels.numba_runtime import compiled
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A function of a file with a folder of its own for what is compiled."""
+    source = tmp_path / f"loops_of_{tmp_path.name}.py"
+    source.write_text("def half(value):\n    return value / 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    function: Callable[..., Any] = importlib.import_module(source.stem).half
+    return function
+
+
+def compile_at_once(function: Callable[..., Any], values: list[object], seconds: float) -> None:
+    """A process for each value compiles the function for it; all read the index before one of them writes it, if the
+    lock lets them: they wait `seconds` for one another."""
+    arrived = FORK.Barrier(len(values))
+    read = IndexDataCacheFile._load_index
+    num_reads = [0]
+
+    def read_together(file: Any) -> Any:
+        overloads = read(file)
+        num_reads[0] += 1
+        if num_reads[0] == 2:  # the first looks for what was kept, the second is about to keep
+            with contextlib.suppress(Exception):
+                arrived.wait(seconds)
+        return overloads
+
+    def use(value: object) -> None:
+        IndexDataCacheFile._load_index = read_together
+        compiled(function)(value)
+
+    processes = [FORK.Process(target=use, args=(value,)) for value in values]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * len(values)
+
+
+def test_two_signatures_keep_two_files(half: Callable[..., Any], tmp_path: Path) -> None:
+    compile_at_once(half, [3, 2.5], seconds=0.2)
+    assert len(list(tmp_path.rglob("*.nbc"))) == 2
+    again = compiled(half)
+    assert (again(3), again(2.5)) == (1.5, 1.25)
+    assert sum(again.stats.cache_hits.values()) == 2
+
+
+def test_planted_without_a_lock_one_signature_takes_the_file_of_the_other(
+    half: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kitforge.core.kernels.numba_runtime._LockedFunctionCache", FunctionCache)
+    compile_at_once(half, [3, 2.5], seconds=60)
+    assert len(list(tmp_path.rglob("*.nbc"))) == 1

@@ -1,0 +1,155 @@
+"""Decoding in one call: which networks take it, and that it sees every change of a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn import lora
+from kitforge.core.nn.context import Context
+from kitforge.core.nn.decode_step import MAX_SEQUENCES, FusedDecodeStep
+from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.quantized import int8_copy
+from tests.core.kernels.comparison import relative
+from tests.core.nn.networks import CONFIGS, VOCAB, build
+
+pytest.importorskip("numba")
+LENGTH = 6
+
+
+class Slabs:
+    """Of every layer, all zero at first."""
+
+    def __init__(self, num_texts: int) -> None:
+        self._num_slots = num_texts * LENGTH
+        self._slabs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        shape = self._num_slots, like.shape[1], like.shape[3]
+        return self._slabs.setdefault(layer, (like.new_zeros(shape), like.new_zeros(shape)))
+
+
+def step(single: FusedDecodeStep, tokens: Tensor, position: int) -> tuple[Tensor, Tensor] | None:
+    """Tokens [texts] at a position of texts that will come to `LENGTH` tokens."""
+    num_texts = len(tokens)
+    context = Context(positions=torch.full((1, num_texts), position), lengths=torch.full((1, num_texts), LENGTH))
+    starts, lengths = torch.arange(num_texts) * LENGTH, torch.full((num_texts,), position + 1)
+    return single(tokens.unsqueeze(0), context, starts, lengths)
+
+
+def single(model: nn.Module, num_texts: int = 3) -> FusedDecodeStep:
+    return FusedDecodeStep(model, Slabs(num_texts))
+
+
+def decoded(single: FusedDecodeStep, tokens: Tensor) -> Tensor:
+    """Logits [texts, LENGTH, vocab] of tokens [texts, LENGTH], read one by one."""
+    found = [step(single, tokens[:, position], position) for position in range(LENGTH)]
+    return torch.stack([each[1] for each in found if each is not None], dim=1)
+
+
+def texts(num_texts: int = 3) -> Tensor:
+    return torch.randint(0, VOCAB, (num_texts, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def forward(model: Decoder, tokens: Tensor) -> Tensor:
+    logits: Tensor = model(tokens, Context(lengths=torch.full((1, 1), LENGTH)))
+    return logits
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_every_family_is_decoded_in_one_call(name: str) -> None:
+    model, tokens = build(CONFIGS[name], dtype=torch.float32), texts()
+    assert relative(decoded(single(model), tokens), forward(model, tokens)) < 2e-6
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_forward_pass(name: str) -> None:
+    tokens, exact = texts(), build(CONFIGS[name], dtype=torch.bfloat16).double()
+    model = build(CONFIGS[name], dtype=torch.bfloat16)
+    wanted = forward(exact, tokens)
+    assert relative(decoded(single(model), tokens), wanted) < 2 * relative(forward(model, tokens), wanted)
+
+
+def hook(model: Decoder) -> None:
+    model.blocks[1].register_forward_hook(lambda *_: None)
+
+
+def hook_before(model: Decoder) -> None:
+    model.blocks[0].get_submodule("mlp").register_forward_pre_hook(lambda *_: None)
+
+
+def wrap(model: Decoder) -> None:
+    block = model.blocks[0]
+    block.__dict__["forward"] = block.forward
+
+
+def adapt(model: Decoder) -> None:
+    lora.attach(model, "own", lora.LoraConfig(rank=1))
+
+
+def widen(model: Decoder) -> None:
+    model.double()
+
+
+def widen_one(model: Decoder) -> None:
+    model.norm.double()
+
+
+@pytest.mark.parametrize("change", [hook, hook_before, wrap, adapt, widen, widen_one], ids=lambda each: each.__name__)
+@torch.no_grad()
+def test_a_network_that_becomes_more_than_its_weights_is_asked_module_by_module(
+    change: Callable[[Decoder], None],
+) -> None:
+    model, tokens = build(CONFIGS["llama"], dtype=torch.float32), texts()
+    tried = single(model)
+    assert step(tried, tokens[:, 0], 0) is not None
+    change(model)
+    assert step(tried, tokens[:, 1], 1) is None
+
+
+@torch.no_grad()
+def test_others_are_asked_module_by_module_from_the_start() -> None:
+    model, tokens = build(CONFIGS["llama"], dtype=torch.float32), texts()
+    assert step(single(int8_copy(model)[0]), tokens[:, 0], 0) is None
+    assert step(single(build(CONFIGS["llama"], "O0", torch.float32)), tokens[:, 0], 0) is None
+    assert step(single(nn.Linear(1, 1)), tokens[:, 0], 0) is None
+    many = texts(MAX_SEQUENCES + 1)
+    assert step(single(model, len(many)), many[:, 0], 0) is None
+    assert step(single(model, MAX_SEQUENCES), many[1:, 0], 0) is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert step(single(model), tokens[:, 0], 0) is None
+    with torch.enable_grad():
+        assert step(single(model), tokens[:, 0], 0) is None
+    model.blocks[1] = build(replace(CONFIGS["llama"], mlp_dim=40), dtype=torch.float32).blocks[1]
+    assert step(single(model), tokens[:, 0], 0) is None
+
+
+def scale(model: Decoder) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(1.1)
+
+
+def move(model: Decoder) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.1
+
+
+def replace_one(model: Decoder) -> None:
+    down = model.blocks[1].get_submodule("mlp.down")
+    down.weight = nn.Parameter(down.weight * 2)
+
+
+@pytest.mark.parametrize("change", [scale, move, replace_one], ids=lambda each: each.__name__)
+@torch.no_grad()
+def test_weights_are_read_where_they_are_now(change: Callable[[Decoder], None]) -> None:
+    model, tokens = build(CONFIGS["llama"], dtype=torch.float32), texts()
+    tried = single(model)
+    decoded(tried, tokens)
+    change(model)
+    assert relative(decoded(tried, tokens), forward(model, tokens)) < 2e-6

@@ -1,0 +1,79 @@
+"""Steps of fixed shapes give what other steps give. Without a GPU they run as they are, unrecorded: all but the replay
+itself is tested here."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from kitforge.foundation import device as devices
+from kitforge.inference.cuda_graphs import CudaGraphRunner
+from kitforge.inference.engine import Engine
+from kitforge.inference.options import EngineOptions
+from kitforge.inference.sampling import SamplingOptions
+from kitforge.inference.sequence import Sequence
+from tests.core.nn.networks import CONFIGS
+from tests.inference import workload
+from tests.inference.recomputation import network
+
+PAGED = EngineOptions(kv_layout="paged", block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """A device that can record; counts the texts of recorded steps."""
+    seen = Counter[int]()
+    run = CudaGraphRunner.run
+
+    def watched(recorded: CudaGraphRunner, sequences: list[Sequence]) -> torch.Tensor:
+        seen[len(sequences)] += 1
+        return run(recorded, sequences)
+
+    monkeypatch.setattr(devices, "can_record", lambda _: True)
+    monkeypatch.setattr(CudaGraphRunner, "run", watched)
+    return seen
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_recorded_steps_change_no_text(name: str, steps: Counter[int]) -> None:
+    model = network(name)
+    wanted = workload.requests(random.Random(4), model)
+    workload.check(model, wanted, workload.serve(Engine(model, PAGED, stop_ids=[workload.STOP]), wanted))
+    assert sum(steps.values()) > 3
+
+
+def test_rows_that_fill_up_a_step_write_where_nobody_reads(steps: Counter[int]) -> None:
+    engine = Engine(network("llama"), PAGED)
+    engine.generate([[1, 2, 3], [4, 5], [6]], SamplingOptions(max_new_tokens=6))
+    keys, _ = engine._runner.cache._slabs[0]
+    assert steps[3] > 0
+    assert keys[engine._runner.cache.spare_slot :].abs().sum() > 0
+
+
+def test_weights_that_moved_are_found(steps: Counter[int]) -> None:
+    engine = Engine(network("llama"), PAGED)
+    engine.generate([[1, 2, 3]], SamplingOptions(max_new_tokens=3))
+    recorded = engine._runner._cuda_graphs
+    assert recorded is not None and recorded._graphs
+    engine.update_weights(1)
+    assert recorded._graphs
+    recorded._weight_addresses = ()
+    engine.update_weights(2)
+    assert not recorded._graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt2", "llama", "window", "longrope"])
+def test_a_gpu_replays_what_it_would_compute(name: str) -> None:
+    import copy
+
+    model = copy.deepcopy(network(name, torch.float32)).to(torch.accelerator.current_accelerator())
+    options = SamplingOptions(max_new_tokens=16)
+    prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
+    recorded, plain = (
+        Engine(model, EngineOptions(cuda_graphs=flag)).generate(prompts, options) for flag in (True, False)
+    )
+    assert [sample.tokens for (sample,) in recorded] == [sample.tokens for (sample,) in plain]

@@ -1,0 +1,173 @@
+"""A folder's header is compared with the network that it speaks of before any memory is made; what is written is what
+was published."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kitforge.foundation.errors import ModelError
+from kitforge.models import loading as model_folder
+from kitforge.models.glm.model import GLMConfig
+from kitforge.models.gpt2.model import GPT2Config
+from kitforge.models.llama.model import LlamaConfig
+from tests.allocations import Allocations
+
+SIZES: dict[str, Any] = {"vocab_size": 37, "dim": 16, "num_layers": 2, "num_heads": 4, "max_length": 32}
+NETWORKS: dict[str, Any] = {
+    "llama": LlamaConfig(**SIZES, mlp_dim=24),
+    "tied": LlamaConfig(**SIZES, mlp_dim=24, tie_embeddings=True),
+    "gpt2": GPT2Config(**SIZES),
+    "glm": GLMConfig(**SIZES, num_kv_heads=2, mlp_dim=24),
+}
+CPU = torch.device("cpu")
+
+
+def written(folder: Path, name: str = "llama", dtype: Any = None) -> Path:
+    model_folder.save(model_folder.build(NETWORKS[name], device=CPU, seed=1), folder, dtype=dtype)
+    return folder
+
+
+def change(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def refused(folder: Path, words: str) -> None:
+    """Refused without a byte of memory for weights, and at once."""
+    with mock.patch.object(model_folder, "materialize", side_effect=AssertionError("memory was made")):
+        started = time.process_time()
+        with pytest.raises(ModelError, match=words):
+            model_folder.load(folder, device=CPU)
+        assert time.process_time() - started < 1
+
+
+ABSURD = [
+    ("llama", {"num_hidden_layers": 9999}, "does not hold the network"),
+    ("llama", {"num_hidden_layers": 3}, "missing"),
+    ("llama", {"vocab_size": 10**9}, "misshapen"),
+    ("llama", {"hidden_size": 4 * 10**8, "head_dim": 10**8}, "misshapen"),
+    ("llama", {"intermediate_size": 25}, r"misshapen \(model.layers.0.mlp.*got \[24, 16\], expected \[25, 16\]"),
+    ("tied", {"vocab_size": 38}, "misshapen"),
+    ("gpt2", {"n_layer": 9999}, "does not hold the network"),
+    ("gpt2", {"n_positions": 10**9}, "misshapen"),
+    ("glm", {"num_hidden_layers": 9999}, "does not hold the network"),
+    ("glm", {"intermediate_size": 10**9}, "misshapen"),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "words"), ABSURD, ids=str)
+def test_a_config_of_other_sizes_than_the_weights_is_refused_before_memory_is_made(
+    tmp_path: Path, name: str, values: dict[str, Any], words: str
+) -> None:
+    change(written(tmp_path, name), **values)
+    refused(tmp_path, words)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("prefix", [True, False])
+def test_what_fits_is_read(tmp_path: Path, name: str, prefix: bool) -> None:
+    """Also under the names that a bare model has."""
+    written(tmp_path, name)
+    if not prefix:
+        path = tmp_path / "model.safetensors"
+        tensors = load_file(path)
+        bare = {each.removeprefix("model.").removeprefix("transformer."): tensor for each, tensor in tensors.items()}
+        save_file(bare, path, metadata={"format": "pt"})
+    model = model_folder.load(tmp_path, device=CPU)
+    expected = dict(model_folder.build(NETWORKS[name], device=CPU, seed=1).named_parameters())
+    assert all(torch.equal(each, expected[own]) for own, each in model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_export_has_the_dtype_that_the_weights_were_published_in(tmp_path: Path, dtype: Any) -> None:
+    written(tmp_path / "published", dtype=dtype)
+    model = model_folder.load(tmp_path / "published", device=CPU)
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+    assert model.config.dtype == dtype
+    model_folder.save(model, tmp_path / "again")
+    published, again = (load_file(tmp_path / name / "model.safetensors") for name in ("published", "again"))
+    assert {each.dtype for each in again.values()} == {getattr(torch, dtype)}
+    assert all(torch.equal(each, published[name]) for name, each in again.items())
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == dtype
+
+
+def test_another_dtype_may_be_asked_for(tmp_path: Path) -> None:
+    model = model_folder.load(written(tmp_path / "published", dtype="bfloat16"), device=CPU)
+    model_folder.save(model, tmp_path / "again", dtype="float32")
+    found = load_file(tmp_path / "again" / "model.safetensors")
+    assert {each.dtype for each in found.values()} == {torch.float32}
+    assert (tmp_path / "published" / "model.safetensors").stat().st_size < 0.7 * (
+        tmp_path / "again" / "model.safetensors"
+    ).stat().st_size
+
+
+def test_a_weight_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
+    model = model_folder.build(NETWORKS["llama"], device=CPU, seed=1)
+    with torch.no_grad():
+        model.norm.weight.fill_(1e5)
+    with pytest.raises(ModelError, match="norm.weight' has weights that float16 cannot hold(.|\n)*bfloat16"):
+        model_folder.save(model, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+# From file to file
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("published", [torch.float32, torch.bfloat16, torch.float64])
+def test_an_export_of_a_folder_is_that_of_its_model_byte_for_byte(
+    tmp_path: Path, name: str, dtype: Any, published: torch.dtype
+) -> None:
+    source = written(tmp_path / "source", name)
+    tensors = load_file(source / "model.safetensors")
+    changed = {each: (tensor.double() * 1.0000001).to(published) for each, tensor in tensors.items()}
+    save_file(changed, source / "model.safetensors", metadata={"format": "pt"})
+    model_folder.save(model_folder.load(source, device=CPU), tmp_path / "whole", dtype=dtype)
+    model_folder.export(model_folder.open_model(source), tmp_path / "streamed", dtype=dtype)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "streamed" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+LARGE: dict[str, Any] = {"vocab_size": 601, "dim": 256, "num_layers": 3, "num_heads": 4, "max_length": 300}
+# How many times the largest tensor. What is joined of several, and what is turned round in another dtype, are two.
+MOST = [("llama", LlamaConfig(**LARGE, mlp_dim=512), 1), ("gpt2", GPT2Config(**LARGE), 2)]
+MOST += [("glm", GLMConfig(**LARGE, num_kv_heads=2, mlp_dim=512), 2)]
+
+
+@pytest.mark.parametrize(("name", "config", "times"), MOST, ids=[each[0] for each in MOST])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_of_a_folder_holds_one_tensor_at_a_time(
+    tmp_path: Path, name: str, config: Any, times: int, dtype: Any
+) -> None:
+    model_folder.save(model_folder.build(config, device=CPU, seed=1), tmp_path / "source", dtype="bfloat16")
+    with Allocations() as made:
+        model_folder.export(model_folder.open_model(tmp_path / "source"), tmp_path / "out", dtype=dtype)
+    sizes = [each.nbytes for each in load_file(tmp_path / "out" / "model.safetensors").values()]
+    assert made.most <= times * max(sizes)
+    assert (made.most > 0) == (dtype == "float32" or name != "llama")
+
+
+def test_a_folder_may_be_exported_onto_itself(tmp_path: Path) -> None:
+    source = written(tmp_path)
+    before = load_file(source / "model.safetensors")
+    kept = {name: each.clone() for name, each in before.items()}
+    model_folder.export(model_folder.open_model(source), source, dtype="bfloat16")
+    after = load_file(source / "model.safetensors")
+    assert all(torch.equal(each, kept[name].bfloat16()) for name, each in after.items())
+
+
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    source = written(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].int()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="norm.weight' holds no weights of a network"):
+        model_folder.export(model_folder.open_model(source), tmp_path / "out")
+    assert not (tmp_path / "out" / "config.json").exists()
