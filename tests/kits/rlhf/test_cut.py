@@ -58,7 +58,9 @@ def trained(_rank: int, folder: Path, cases: list[tuple[str, dict[str, Any], Par
 def run(folder: Path, stage: str, choices: dict[str, Any], degrees: ParallelConfig) -> dict[str, Any]:
     rounds = runs.ROUNDS | {"rl.minibatches": 2} if stage in runs.RL else {}
     values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | CHOICES | rounds | choices
-    values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel", "zero_stage")}
+    values |= {
+        f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel", "zero_stage")
+    }
     options = STAGES[stage].read_options(tiny.nested(values | {"task": stage, "output_dir": str(folder)}))
     STAGES[stage].check_degrees(options)
     inputs = Inputs(
