@@ -181,6 +181,7 @@ def test_finetuning_does_not_drop_a_network_that_was_handed_over(small_run: Path
         other.finetune(small_run)
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint(here: Path) -> None:
     whole = Trainer("text_generation", "llama_tiny", "corpus.txt", output_dir="whole", options=OPTIONS).train()
     options = OPTIONS | {"trainer.checkpoint_every": 1}

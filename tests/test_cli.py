@@ -197,6 +197,7 @@ def test_a_sweep_goes_on_after_a_member_that_fails(capsys: Capture) -> None:
     assert len([path for path in Path("runs").iterdir() if not path.is_symlink()]) == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_into_one_folder_is_refused_and_into_one_each_is_not() -> None:
     with pytest.raises(ConfigError, match="a folder each"):
         train("-m", "seed=1,2", "output_dir=runs/a")
@@ -305,6 +306,7 @@ def test_a_policy_of_any_stage_is_served_and_what_only_scores_writes_no_text(tmp
             cli.run([verb, f"checkpoint={tmp_path / task}"])
 
 
+@pytest.mark.slow
 def test_the_doctor_names_the_machine(capsys: Capture) -> None:
     cli.run(["doctor"])
     shown = capsys.readouterr().out

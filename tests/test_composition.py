@@ -103,6 +103,7 @@ def test_every_recipe_and_preset_is_accepted_by_its_dataclass() -> None:
             from_dict(options, compose(task, {group: name}, options).values)
 
 
+@pytest.mark.slow
 def test_the_run_is_called_after_its_preset_or_its_folder(here: Path) -> None:
     (here / "weights").mkdir()
     names = [

@@ -109,6 +109,7 @@ def test_every_import_goes_down() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "line"),
     [

@@ -66,6 +66,7 @@ CORPORA = st.tuples(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.in
 )
 
 
+@pytest.mark.slow
 @given(CORPORA)
 def test_rows_equal_their_definition(drawn: tuple[list[int], int]) -> None:
     lengths, length = drawn
@@ -126,6 +127,7 @@ def test_rows_of_parts_equal_their_definition(num_documents: int, fraction: floa
         assert as_lists(packed.rows(backwards)) == definition[::-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_documents", "length", "fraction", "digest"),
     [

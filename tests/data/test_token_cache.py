@@ -276,6 +276,7 @@ def test_one_who_waits_for_the_lock_finds_the_cache_built(tmp_path: Path, monkey
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 def test_a_script_that_guards_nothing_can_build_in_processes(tmp_path: Path) -> None:
     folder_of_files(tmp_path / "corpus", 2)
     process = start_build(tmp_path, tmp_path / "cache", 2)

@@ -53,5 +53,6 @@ def test_a_run_of_one_process_has_no_collective_and_no_dtensor(folder: Path) -> 
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_the_trace_would_see_them(folder: Path) -> None:
     assert all(is_parallel for is_parallel, _ in run_ranks(2, traced, folder, {"parallel.data": 2}))

@@ -77,6 +77,7 @@ def test_the_reference_kernels_are_cut_as_well() -> None:
     check_equal(Case(family="llama", degrees=ParallelConfig(tensor=2), level="O0"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "degrees"),
     [

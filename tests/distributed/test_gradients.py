@@ -93,6 +93,7 @@ def trained(rank: int, degrees: ParallelConfig) -> dict[str, Tensor]:
     return weights | {name: each for name, each in loop.state.optimizer.tensors() if name.endswith(".step")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees", [ParallelConfig(data=2), ParallelConfig(data=4), ParallelConfig(tensor=2)], ids=ParallelConfig.describe
 )

@@ -70,6 +70,7 @@ def gradients(rank: int, degrees: ParallelConfig) -> tuple[float, dict[str, Tens
     return float(world.sum({"loss": loss.detach()})["loss"]) * degrees.tensor, whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees",
     [ParallelConfig(tensor=2), ParallelConfig(tensor=2, shard=2), ParallelConfig(data=2), ParallelConfig(shard=2)],

@@ -238,6 +238,7 @@ def make_eager(each: ShardedTable) -> None:
     each.sink.add = add_and_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("fault", ["single_dedup", "applied_in_backward"])
 def test_a_planted_fault_is_seen(fault: str, rule: str) -> None:

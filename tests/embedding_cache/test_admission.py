@@ -250,6 +250,7 @@ def test_a_pass_that_is_only_looked_at_counts_nothing_at_any_depth() -> None:
         table.close()
 
 
+@pytest.mark.slow
 def test_unseen_ids_of_an_evaluation_take_no_lasting_room() -> None:
     for tiers in ({}, {"device_rows": 40}):
         table = CachedEmbedding(None, 4, optimizer="lazy_adam", **tiers)

@@ -127,6 +127,7 @@ def test_lookahead_gives_up_what_is_needed_last() -> None:
     assert index.keys_at(policy.victims(1, lambda slots: index.is_used[slots])).tolist() == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
 def test_the_coldest_are_found_without_sorting_all_each_time(dtype: torch.dtype) -> None:
     random = np.random.default_rng(0)
@@ -233,6 +234,7 @@ def numbers_are_sorted_by_their_last_bits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LruQueue, "_search", narrow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [

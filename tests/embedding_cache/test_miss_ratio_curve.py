@@ -50,6 +50,7 @@ def test_larger_values_before_are_counted(size: int) -> None:
     assert count_larger_before(values).tolist() == expected
 
 
+@pytest.mark.slow
 def test_the_curve_is_that_of_a_table_that_is_run(tmp_path: Path) -> None:
     given = [ids for ids in batches(80) if len(ids)]
     largest = max(len(torch.unique(ids)) for ids in given)

@@ -73,6 +73,7 @@ def same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
     return torch.equal(one[0], other[0]) and torch.equal(bits(one[1]), bits(other[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_snapshot_is_of_its_boundary_whatever_happens_while_it_is_read(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

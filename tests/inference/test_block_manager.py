@@ -158,6 +158,7 @@ class LargerBlocks(Blocks):
 PLAY = settings(max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [Blocks, PagedBlocks, LargerBlocks])
 def test_blocks_are_counted_and_hold_what_their_texts_read(machine: type[Blocks]) -> None:
     run_state_machine_as_test(machine, settings=PLAY)

@@ -77,6 +77,7 @@ def test_the_weights_before_training_can_be_the_best(tmp_path: Path) -> None:
     assert all(value.equal(best[name]) for name, value in run.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_early_stays_stopped_when_it_is_resumed(tmp_path: Path) -> None:
     train(tmp_path, Scripted(5.0, 3.0, 4.0, 3.5), evaluate_every=1, early_stopping=2, max_steps=9)
     before = tiny.records(tmp_path)
@@ -148,6 +149,7 @@ def test_a_log_line_is_the_mean_over_its_steps_weighted_by_samples(tmp_path: Pat
     assert line["loss"] != pytest.approx(sum(each) / 4, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_log_line_is_the_mean_over_its_steps_weighted_by_tokens(tmp_path: Path, corpus: Path) -> None:
     packed = {"data.train": "documents.jsonl", "data.eval_fraction": 0.2}
     tiny.run(tmp_path / "each", corpus, packed)

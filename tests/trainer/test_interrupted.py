@@ -29,6 +29,7 @@ class Impatient(Callback):
         return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 3, 4, 6])
 def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, corpus: Path, step: int) -> None:
     tiny.run(tmp_path / "whole", corpus, LONG, [Impatient(0)])

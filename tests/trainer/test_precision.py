@@ -21,6 +21,7 @@ def losses(folder: Path, corpus: Path, choices: dict[str, Any]) -> Tensor:
     return torch.tensor([record["loss"] for record in tiny.records(folder, "train")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [tiny.LLAMA, tiny.GPT2 | tiny.DROPOUT], ids=["llama", "gpt2 with dropout"])
 def test_recomputed_activations_change_no_bit(tmp_path: Path, corpus: Path, model: dict[str, Any]) -> None:
     tiny.run(tmp_path / "kept", corpus, {"model": model})
@@ -50,6 +51,7 @@ def test_compiled_blocks_train_like_the_others(tmp_path: Path, corpus: Path, mon
     assert counters["stats"]["unique_graphs"] > graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_loss_falls_in_every_precision(tmp_path: Path, corpus: Path, precision: str) -> None:
     course = losses(tmp_path, corpus, {"precision": precision, "trainer.max_steps": 20})
@@ -73,6 +75,7 @@ def test_half_precision_keeps_weights_and_optimizer_whole(tmp_path: Path, corpus
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_two_runs_are_equal_and_another_seed_is_not(tmp_path: Path, corpus: Path) -> None:
     for name in ("one", "two"):
         tiny.run(tmp_path / name, corpus)

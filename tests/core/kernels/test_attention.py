@@ -102,6 +102,7 @@ def test_plain_products_are_the_reference(shape: tuple[int, ...], dtype: torch.d
     assert distance(partial(bf16_attention.attention, scale=0.3), wanted, heads(*shape, dtype=dtype)) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [True], indirect=True)
 def test_short_texts_in_half_precision_go_by_plain_products_and_long_ones_do_not(native: bool) -> None:
     for length, is_short in ((130, True), (6000, False)):

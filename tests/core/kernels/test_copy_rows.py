@@ -99,6 +99,7 @@ def rows_are_added(source: Any, target: Any, at: Any, _: bool, *rest: Any) -> No
     target[to[start:stop]] += source[at[start:stop]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [

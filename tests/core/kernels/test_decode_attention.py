@@ -39,6 +39,7 @@ def exact(inputs: tuple[Tensor, ...], window: int | None) -> Tensor:
     return reference(*doubles, starts, lengths, window=window, scale=SCALE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 1, 3, 4, 100])
 @pytest.mark.parametrize("lengths", [[], [1], [2], [4], [5], [17, 1, 3, 64, 40]], ids=str)
 @pytest.mark.parametrize("heads", [(4, 2, 7), (3, 3, 16), (8, 1, 33), (1, 1, 1)], ids=str)

@@ -63,6 +63,7 @@ def test_an_element_is_a_word_of_its_row_and_place() -> None:
     assert kept.tolist() == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 1023, 5000])
 @pytest.mark.parametrize("start", [0, 1, 6, 2**34 - 2])
 @pytest.mark.parametrize("num_rows", [0, 1, 4, 300])

@@ -89,6 +89,7 @@ def _plainly(one: Any, other: Any, at: Any, to: Any, start: int, stop: int) -> N
         other[to[number]] = kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [one_way, the_last_column_stays, the_last_pair_stays, the_wrong_way_round])
 def test_a_planted_fault_is_seen(fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:

@@ -78,6 +78,7 @@ def test_a_recorded_mask_is_no_token() -> None:
     assert SECRET not in repr(ServeOptions(token=SECRET))
 
 
+@pytest.mark.slow
 def test_a_configuration_is_shown_without_its_token(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["config", "model=llama_tiny", f"serve.token={SECRET}"]) == 0
     shown = capsys.readouterr().out

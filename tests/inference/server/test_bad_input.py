@@ -107,6 +107,7 @@ def test_a_server_for_others_needs_a_token() -> None:
     assert ServeOptions(host="0.0.0.0", token="secret").token == "secret"
 
 
+@pytest.mark.slow
 def test_a_token_is_asked_for(model: Decoder) -> None:
     with serving(make_service(model, ServeOptions(token="secret"), EngineOptions())) as guarded:
         body = b'{"prompt": "a", "max_tokens": 2}'
@@ -142,6 +143,7 @@ def raw_request(served: Served, body: dict[str, object], buffer: int | None = No
     return client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_request_dies_with_its_client(model: Decoder, stream: bool) -> None:
     service = make_service(model, ServeOptions(), EngineOptions(max_num_seqs=1))

@@ -82,6 +82,7 @@ def body_of(size: int, sent: int) -> bytes:
     return (HEAD % size).encode() + b'{"prompt": "' + b"x" * (sent - 12)
 
 
+@pytest.mark.slow
 def test_silent_connections_make_room_for_those_that_ask(model: Decoder, connected: Clients) -> None:
     limits = ServeOptions(max_connections=6, client_timeout=PATIENT)
     with serving(make_service(model, limits, EngineOptions())) as served:

@@ -36,6 +36,7 @@ def failing(model: Decoder, monkeypatch: pytest.MonkeyPatch, error: type[Excepti
     return service
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError, DeviceError])
 def test_those_who_wait_and_those_who_come_are_told(
     model: Decoder, monkeypatch: pytest.MonkeyPatch, error: type[Exception]

@@ -94,6 +94,7 @@ def test_none_is_lost_or_mixed_up(model: Decoder, expected: list[str], tmp_path:
     assert all(count + page["kitforge_engine_prompts"] <= COUNT for count, page in zip(done, pages, strict=True))
 
 
+@pytest.mark.slow
 def test_those_beyond_the_queue_are_told_so_and_the_others_answered(
     model: Decoder, expected: list[str], tmp_path: Path
 ) -> None:

@@ -211,6 +211,7 @@ def test_the_likely_tokens_stand_beside_their_own_token_where_a_text_ends_with_i
     assert [token.top_logprobs[0].logprob for token in told] == [token.logprob for token in told]
 
 
+@pytest.mark.slow
 def test_tokens_that_come_several_at_once_are_all_counted(model: Decoder) -> None:
     service = make_service(model, ServeOptions(), EngineOptions(prompt_lookup_tokens=4))
     with serving(service) as served:

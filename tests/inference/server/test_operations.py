@@ -83,6 +83,7 @@ def test_nothing_is_logged_of_requests_unless_wanted(served: Served, caplog: pyt
     assert [record for record in caplog.records if record.name == ACCESS_LOG] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculation", [0, 4])
 def test_metrics_count_tokens_and_the_time_between_them(model: Decoder, speculation: int) -> None:
     service = make_service(model, ServeOptions(), EngineOptions(prompt_lookup_tokens=speculation))
@@ -117,6 +118,7 @@ def test_metrics_count_what_the_prefix_cache_saves(model: Decoder) -> None:
         assert metric(served.url, "kitforge_prefix_cache_queries_total") == 44
 
 
+@pytest.mark.slow
 def test_requests_without_a_seed_differ_between_servers_and_those_with_one_do_not(model: Decoder) -> None:
     asked = {"prompt": "a", "max_tokens": 24, "temperature": 2.0}
     found: dict[str, list[object]] = {"seeded": [], "unseeded": []}

@@ -29,6 +29,7 @@ def seconds(act: Callable[[], object]) -> float:
     return time.perf_counter() - since
 
 
+@pytest.mark.slow
 def test_the_largest_bias_of_one_costs_the_others_little(model: Decoder) -> None:
     """Six thousand spellings of a few tokens used to be added one by one for every token, in everybody's step."""
     service = make_service(model, ServeOptions(), EngineOptions())
@@ -59,6 +60,7 @@ LARGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_body_is_understood_beside_the_loop(served: Served, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Told by the thread that does it, as a clock depends on who else is there."""

@@ -215,6 +215,7 @@ LARGE: dict[str, bytes] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_an_answer_to_a_large_mistake_is_small(name: str) -> None:
     assert len(str(refusal(CompletionRequest, LARGE[name]))) < 300

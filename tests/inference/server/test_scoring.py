@@ -235,6 +235,7 @@ def test_what_vllms_benchmark_sends_is_answered(served: Served, path: str, paylo
     assert any(event["choices"] for event in events[:-1])
 
 
+@pytest.mark.slow
 def test_others_are_answered_while_a_long_prompt_is_scored(model: Decoder) -> None:
     """In pieces of a few tokens, between which there is room for others."""
     service = make_service(model, ServeOptions(), EngineOptions(max_num_batched_tokens=8, max_num_seqs=4))

@@ -73,6 +73,7 @@ def test_chosen_columns_are_kept(runs: dict[str, Path], tmp_path: Path) -> None:
     assert [list(row) for row in found] == [["user", "c2", "score"]] * 3
 
 
+@pytest.mark.slow
 def test_a_bad_row_is_named_and_no_file_is_left(runs: dict[str, Path], tmp_path: Path) -> None:
     given = rows(4)
     given[2]["c1"] = "x"
@@ -86,6 +87,7 @@ def test_a_bad_row_is_named_and_no_file_is_left(runs: dict[str, Path], tmp_path:
     assert [np.float32(row["score"]) for row in found] == [np.float32(row["score"]) for row in expected]
 
 
+@pytest.mark.slow
 def test_items_are_found_for_every_user_of_a_file(runs: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("faiss")
     users = [{name: row[name] for name in ("c1", "history", "d1")} for row in rows(5)]
@@ -99,6 +101,7 @@ def test_items_are_found_for_every_user_of_a_file(runs: dict[str, Path], tmp_pat
     assert [json.loads(row["items"]) for row in again] == [row["items"] for row in found]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_is_refused_first(runs: dict[str, Path], tmp_path: Path) -> None:
     write(tmp_path / "rows.csv", rows(3))
     source = tmp_path / "rows.csv"

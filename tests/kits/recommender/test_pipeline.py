@@ -153,6 +153,7 @@ def test_items_have_the_names_that_the_data_call_them(tmp_path: Path, family: st
     assert load_item_catalog(tmp_path / "index" / "items.safetensors").item(7) == catalogue.item(7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp16", "int8"])
 def test_smaller_tables_score_nearly_alike_and_are_made_once(runs: dict[str, Path], dtype: str) -> None:
     options = {"tables.serving_dtype": dtype, "device": "cpu"}
@@ -176,6 +177,7 @@ def test_a_model_that_is_trained_has_no_smaller_tables(tmp_path: Path) -> None:
         pipeline("recommendation", assembly.loop.model, assembly.tokenizer, options)
 
 
+@pytest.mark.slow
 def test_the_index_of_a_step_is_made_once(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     user = rows(1)[0]
     found = pipeline("recommendation", model=runs["two_tower"]).retrieve(user, k=5)
@@ -192,6 +194,7 @@ def test_the_index_of_a_step_is_made_once(runs: dict[str, Path], monkeypatch: py
     assert kept.exists()
 
 
+@pytest.mark.slow
 def test_an_index_that_faiss_cannot_make_and_numbers_that_mean_nothing_are_refused(runs: dict[str, Path]) -> None:
     pytest.importorskip("faiss")
     for kind, words in (("Flatt", "could not parse index string Flatt"), ("IVF4096,Flat", "number of clusters")):

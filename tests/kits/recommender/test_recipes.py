@@ -58,6 +58,7 @@ def test_a_recipe_trains_on_rows_of_its_form(recipe: str, tmp_path: Path) -> Non
     assert len(numbers(told, "loss")) == 3
 
 
+@pytest.mark.slow
 def test_recipes_have_the_sizes_that_are_told_of_them(tmp_path: Path) -> None:
     found = {}
     for recipe in RECIPES:

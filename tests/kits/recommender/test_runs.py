@@ -33,6 +33,7 @@ PRODUCT = list(itertools.product(FAMILIES, CACHES))
 CASES = PRODUCT if "KITFORGE_PROVE" in os.environ else random.Random(3).sample(PRODUCT, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_micro_batches_are_one_batch(tmp_path: Path, family: str) -> None:
     whole, _ = run(tmp_path / "whole", family)
@@ -107,6 +108,7 @@ def test_grouped_auc_comes_with_a_group_key(tmp_path: Path) -> None:
     assert 0 < numbers(told, "eval/grouped_auc")[-1] < 1
 
 
+@pytest.mark.slow
 def test_the_metric_that_says_what_is_best_is_the_family_s_own(tmp_path: Path) -> None:
     monitors = {family: ready(tmp_path / family, family, {})[0].loop.options for family in ("dlrm", "sasrec")}
     assert [(each.monitor, each.monitor_mode) for each in monitors.values()] == [

@@ -85,6 +85,7 @@ class Shelf:
         self.next = position
 
 
+@pytest.mark.slow
 def test_an_endless_source_is_read_no_further_than_it_is_needed(tmp_path: Path) -> None:
     rows = endless()
     told, _ = online(tmp_path / "run", rows, **{"trainer.max_steps": 30, "tables.wide.learning_rate": 0.5})
@@ -94,6 +95,7 @@ def test_an_endless_source_is_read_no_further_than_it_is_needed(tmp_path: Path) 
     assert next(rows)["number"] == 3000
 
 
+@pytest.mark.slow
 def test_snapshots_hold_what_changed(tmp_path: Path) -> None:
     choices = {"trainer.max_steps": 8, "trainer.checkpoint_every": 2, "trainer.delta_checkpoints": 3}
     online(tmp_path / "run", endless(), **choices, **{"trainer.keep_checkpoints": 10})
@@ -142,6 +144,7 @@ def test_rows_that_were_read_ahead_are_trained_on_by_the_run_that_goes_on(tmp_pa
     assert next(rows)["number"] == 2000
 
 
+@pytest.mark.slow
 def test_rows_that_features_were_fitted_on_are_trained_on_once(tmp_path: Path) -> None:
     rows, choices = numbered(endless()), {"trainer.max_steps": 9, "data.num_fit_rows": 250}
     _, assembly = online(tmp_path / "run", rows, **choices)

@@ -47,6 +47,7 @@ def storages(*networks: nn.Module) -> dict[int, int]:
     return {each.data_ptr(): each.nbytes for each in every}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "reward", "kto", "ppo"])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(stage: str, tmp_path: Path) -> None:
     choices = SMALL | {"trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 9, "trainer.max_steps": 3}
@@ -71,6 +72,7 @@ def test_only_the_adapter_learns_and_the_base_stays_bit_for_bit(stage: str, tmp_
     assert all(each.requires_grad for each in load_policy(tmp_path, CPU).parameters())
 
 
+@pytest.mark.slow
 def test_four_roles_stand_on_one_base() -> None:
     policy = runs.network()
     judged = runs.begin("reward", None, SMALL, model=policy)
@@ -163,6 +165,7 @@ def test_adapters_do_not_go_on_beside_other_weights(stage: str, tmp_path: Path) 
     assert all(torch.equal(each, old) for each, old in zip(other.parameters(), before, strict=True))
 
 
+@pytest.mark.slow
 def test_a_step_of_adapters_is_replayed_to_the_last_bit(tmp_path: Path) -> None:
     choices = SMALL | {"trainer.max_steps": 2, "trainer.checkpoint_every": 1, "trainer.log_every": 1}
     runs.finish(runs.begin("grpo", tmp_path, choices))

@@ -53,6 +53,7 @@ def test_a_critic_does_not_begin_as_a_reward_model_of_other_tokens() -> None:
         assert cast(ActorCritic, model).critic.score.weight.shape == (1, width)
 
 
+@pytest.mark.slow
 def test_a_reference_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     runs.finish(runs.begin("reward", tmp_path / "reward", {"trainer.max_steps": 1}))
     runs.finish(runs.begin("sft", tmp_path / "sft", {"trainer.max_steps": 1}))

@@ -67,6 +67,7 @@ def furthest(policy: nn.Module, answers: list[Trajectory], name: str) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_answers_are_those_of_the_policy_of_so_many_rounds_ago(staleness: int) -> None:
     found = trained(staleness)

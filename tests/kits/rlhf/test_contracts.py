@@ -75,6 +75,7 @@ def turned(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: flipped(value) for name, value in batch.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "kto"])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(stage: str, tmp_path: Path) -> None:
     choices = {"trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 9, "trainer.evaluate_every": 2}

@@ -61,6 +61,7 @@ def close(values: Mapping[str, float]) -> Any:
     return pytest.approx(dict(values), rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ALIGNMENT)
 def test_the_command_to_try_next_gives_the_figures_of_the_run(stage: str, capsys: Capture) -> None:
     assert train(stage) == 0
@@ -163,6 +164,7 @@ def test_a_policy_that_is_not_trained_yet_has_no_distance_from_itself() -> None:
     assert set(trainer.evaluate()) == {"eval/reward", "eval/reward_std", "eval/length", "eval/ended"}
 
 
+@pytest.mark.slow
 def test_a_file_names_no_code() -> None:
     train("grpo")
     with pytest.raises(ConfigError, match=r"(?s)a file cannot name code.*config\.yaml.*add reward=own_rewards:size"):
@@ -173,6 +175,7 @@ def test_a_file_names_no_code() -> None:
         run(["config", "recipe=own"])
 
 
+@pytest.mark.slow
 def test_what_says_where_a_run_ran_is_not_taken_over() -> None:
     train("ppo", "placement.reward=null", "trainer.evaluate_batches=1")
     chosen = composed_for_evaluation("ppo", {"checkpoint": "ppo", "reward": "exact", "rl": {"epochs": 2}}).values

@@ -85,6 +85,7 @@ def test_a_network_in_memory_is_weights_too(tmp_path: Path) -> None:
     assert typed.options.optimizer.learning_rate == 0.5
 
 
+@pytest.mark.slow
 def test_it_is_said_before_anything_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["task=sft", f"checkpoint={tmp_path}"], "# starts from weights: learning rate 2e-05, weight decay 0"),

@@ -244,6 +244,7 @@ def drawing_beside(rank: int, folders: list[Path], cases: list[Case]) -> list[An
         return played(rank, folders, cases)
 
 
+@pytest.mark.slow
 def test_a_rank_of_its_own_draws_while_others_train(tmp_path: Path) -> None:
     together([tmp_path / "run"], [("grpo", at(rollout=[1]) | AHEAD)], drawing_beside)
 

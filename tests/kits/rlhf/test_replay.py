@@ -89,6 +89,7 @@ LONG: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_rounds_stay_behind_the_checkpoints_that_stay(tmp_path: Path) -> None:
     choices = LONG | {"trainer.checkpoint_every": 4, "trainer.keep_checkpoints": 2}
     runs.finish(runs.begin("grpo", tmp_path, choices))

@@ -125,6 +125,7 @@ def test_a_round_is_that_of_the_papers(name: str, tmp_path: Path) -> None:
     compare(tmp_path, FEW[name])
 
 
+@pytest.mark.slow
 def test_a_round_of_scored_tokens_is_that_of_the_papers(tmp_path: Path) -> None:
     compare(tmp_path, PPO | {"rl.missing_end_penalty": 0.5, "rl.overlong_soft": 2, "rl.epochs": 1}, by_token)
 

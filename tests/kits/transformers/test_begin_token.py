@@ -77,6 +77,7 @@ def command(verb: str, folder: Path, *arguments: str) -> int:
     return cli.run([verb, f"checkpoint={folder}", "device=cpu", f"inference.max_new_tokens={NEW_TOKENS}", *arguments])
 
 
+@pytest.mark.slow
 def test_every_way_to_generate_gives_the_texts_of_transformers(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     wanted = [theirs(folder, prompt) for prompt in PROMPTS]
     assert wanted != [theirs(folder, prompt, add_special_tokens=False) for prompt in PROMPTS]

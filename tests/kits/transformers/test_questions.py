@@ -142,6 +142,7 @@ def test_choices_are_weighed_by_bytes_and_not_by_letters(
     assert logged(run, "bytes")[0]["prediction_per_byte"] == 0
 
 
+@pytest.mark.slow
 def test_a_limit_takes_the_first_questions_and_errors_follow_from_them(
     run: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -164,6 +165,7 @@ def test_a_limit_takes_the_first_questions_and_errors_follow_from_them(
         command("evaluate", run, f"tasks=[{path},{path}]", "limit=5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("excess", [0, 1])
 @pytest.mark.parametrize("form", ["choices", "number"])
 def test_what_does_not_fit_is_named_or_cut_on_the_left(
@@ -252,6 +254,7 @@ def test_the_number_of_an_answer() -> None:
     assert number("none") is None
 
 
+@pytest.mark.slow
 def test_a_file_of_prompts_is_answered_in_order(run: Path, tmp_path: Path, capsys: Capture) -> None:
     messages = [{"role": "user", "content": "hi"}]
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "ROMEO:", "id": 7}, {"messages": messages}])
@@ -266,6 +269,7 @@ def test_a_file_of_prompts_is_answered_in_order(run: Path, tmp_path: Path, capsy
         command("generate", run, f"data.eval={prompts}", f"output={target}")
 
 
+@pytest.mark.slow
 def test_a_chat_through_a_pipe(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def talk(*lines: str) -> str:
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))

@@ -106,12 +106,14 @@ def test_ppo_finds_the_best_policy(trace: float) -> None:
     assert distance(trained(penalised("k1", trace)), best()) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_groups_find_the_best_policy_whichever_estimator_is_the_loss(estimator: Estimator) -> None:
     # Of a text's tokens only the sum has the divergence of texts as its mean; token by token it is the chain rule's.
     assert distance(trained(compared("rloo", estimator)), best()) < 0.02
 
 
+@pytest.mark.slow
 def test_a_mean_that_contains_the_response_itself_learns_from_less() -> None:
     # dr_grpo shrinks every advantage by (n - 1) / n, here to one half: that much less is a score worth.
     assert distance(trained(compared("dr_grpo", "k2")), best(SCORES / 2)) < 0.02
