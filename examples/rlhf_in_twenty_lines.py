@@ -19,7 +19,7 @@ prompts = [{"prompt": ASKED[place]} for place in ASKED] * 8
 if len(sys.argv) == 4:
     demos, pairs, prompts = sys.argv[1:]
 short = {"data.eval_fraction": 0.1, "trainer.max_steps": 60, "optimizer.learning_rate": 0.002}
-rounds = {"rl.prompts_per_step": 32, "rl.epochs": 2, "rollout.max_new_tokens": 8, "trainer.max_steps": 40}
+rounds = {"rl.prompts_per_rollout": 32, "rl.epochs": 2, "rollout.max_new_tokens": 8, "trainer.max_steps": 40}
 
 policy = Trainer("sft", "llama_tiny", demos, options=short | {"data.eval_fraction": 0.0}).train()
 reward = Trainer("reward", policy, pairs, options=short).train()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kitforge.api import Trainer, load_model, load_tokenizer, pipeline, save_model
     from kitforge.foundation.errors import KitforgeError
-    from kitforge.trainer.run import Run
+    from kitforge.trainer.run_folder import Run
     from kitforge.trainer.task import Task
 
 __version__ = "0.1.0"
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
     elif name == "KitforgeError":
         import kitforge.foundation.errors as home  # type: ignore[no-redef]
     elif name == "Run":
-        import kitforge.trainer.run as home  # type: ignore[no-redef]
+        import kitforge.trainer.run_folder as home  # type: ignore[no-redef]
     elif name == "Task":
         import kitforge.trainer.task as home  # type: ignore[no-redef]
     else:

@@ -23,11 +23,11 @@ from kitforge.composition import (
     compose_over,
     dotted,
     nested,
-    plain,
     presets,
     read_yaml,
     recipe_task,
     recorded_values,
+    to_plain_dict,
 )
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
@@ -39,7 +39,7 @@ from kitforge.models.loading import is_reward_model
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
-from kitforge.trainer.run import Run, default_folder, make_loop, train
+from kitforge.trainer.run_folder import Run, default_folder, make_loop, train
 from kitforge.trainer.task import Task
 
 
@@ -61,23 +61,23 @@ def _rlhf(stage: str) -> Callable[[], Any]:
     """What gives a stage of the alignment kit."""
 
     def stage_of_kit() -> Any:
-        from kitforge.kits.rlhf.build import STAGES
+        from kitforge.kits.rlhf.build import TASKS
 
-        return STAGES[stage]
+        return TASKS[stage]
 
     return stage_of_kit
 
 
-ALIGNMENT = (
+RLHF_TASKS = (
     *("sft", "reward", "dpo", "ipo", "kto", "orpo", "simpo"),
     *("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp"),
 )
 DEFAULT_TASK = "text_generation"
-SCORERS = ("recommendation", "reward")  # their runs give scores, all others continue text
+SCORING_TASKS = ("recommendation", "reward")  # their runs give scores, all others continue text
 KITS: dict[str, Callable[[], Any]] = {
     "recommendation": _recommender,
     "text_generation": _transformers,
-    **{stage: _rlhf(stage) for stage in ALIGNMENT},
+    **{stage: _rlhf(stage) for stage in RLHF_TASKS},
 }
 
 
@@ -102,7 +102,7 @@ def recorded_config(folder: str | Path) -> Path | None:
     """Where a run, or the one that a step is of, wrote down its options; None for another folder."""
     path = Path(folder).expanduser()
     # A step lies in RUN/checkpoints/.
-    found = (place / "config.yaml" for place in (path, path.resolve().parent.parent))
+    found = (parent / "config.yaml" for parent in (path, path.resolve().parent.parent))
     return next((each for each in found if each.is_file()), None)
 
 
@@ -112,9 +112,9 @@ def task_of(choices: Mapping[str, Any]) -> str:
     return str(named or DEFAULT_TASK)
 
 
-def writer_of(choices: Mapping[str, Any]) -> str:
+def text_task_of(choices: Mapping[str, Any]) -> str:
     """The task whose options continue text: every policy is a language model. Raises ConfigError for what scores."""
-    if (task := task_of(choices)) in SCORERS:
+    if (task := task_of(choices)) in SCORING_TASKS:
         raise ConfigError(
             f"a run of {task} gives scores and writes no text",
             got=f"checkpoint={choices.get('checkpoint')}",
@@ -124,8 +124,8 @@ def writer_of(choices: Mapping[str, Any]) -> str:
     return DEFAULT_TASK
 
 
-def composed(
-    task: str, choices: Mapping[str, Any], unread: Sequence[str] = (), *, has_network: bool = False
+def compose_config(
+    task: str, choices: Mapping[str, Any], ignored_sections: Sequence[str] = (), *, has_network: bool = False
 ) -> Composition:
     """The configuration of a task: presets chosen by name, then single values over them. Sections of options that are
     `unread` have no part in what a short name means. A stage of alignment that starts from weights, of a checkpoint or
@@ -133,18 +133,20 @@ def composed(
     kit = kit_of(task)
     preset = getattr(kit, "FINE_TUNING", None)
     fine_tuning = None if preset is None else FineTuning(optimizer=preset, has_network=has_network)
-    return compose(task, choices, kit.OPTIONS, unread, fine_tuning)
+    return compose(task, choices, kit.OPTIONS, ignored_sections, fine_tuning)
 
 
-def composed_for_evaluation(task: str, choices: Mapping[str, Any], unread: Sequence[str] = ()) -> Composition:
+def compose_eval_config(task: str, choices: Mapping[str, Any], ignored_sections: Sequence[str] = ()) -> Composition:
     """The same for an evaluation: it begins with the run's own options where the kit says which (`evaluation_options`),
     so that its figures are those of the run."""
     flat, checkpoint = dotted(choices), choices.get("checkpoint")
     config = recorded_config(checkpoint) if isinstance(checkpoint, (str, Path)) else None
     kit = kit_of(task)
     if config is None or not hasattr(kit, "evaluation_options") or recorded_task(checkpoint) != task:
-        return composed(task, choices, unread)
-    return compose_over(kit.evaluation_options(plain(read_yaml(config)), flat), choices, kit.OPTIONS, unread)
+        return compose_config(task, choices, ignored_sections)
+    return compose_over(
+        kit.evaluation_options(to_plain_dict(read_yaml(config)), flat), choices, kit.OPTIONS, ignored_sections
+    )
 
 
 @final
@@ -183,7 +185,7 @@ class Trainer:
         self._network, self._tokenizer, choices = _resolved(model, tokenizer)
         self._model_folder = model.folder if isinstance(model, Run) else None
         self._choices = choices | chosen
-        composition = composed(task, self._choices, has_network=self._network is not None)
+        composition = compose_config(task, self._choices, has_network=self._network is not None)
         self._model_name = composition.model_name if self._network is None else type(self._network).__name__
         self.options = kit_of(task).read_options(composition.values)
 
@@ -198,9 +200,9 @@ class Trainer:
 
     def fit(self, resume: str | Path | None = None) -> Run:
         """Train with an evaluation about ten times on the way."""
-        if self.options.trainer.evaluate_every is None:
+        if self.options.trainer.eval_every is None:
             steps = self.options.trainer.max_steps or 1000
-            trainer = dataclasses.replace(self.options.trainer, evaluate_every=max(1, steps // 10))
+            trainer = dataclasses.replace(self.options.trainer, eval_every=max(1, steps // 10))
             self.options = dataclasses.replace(self.options, trainer=trainer)
         return self.train(resume)
 
@@ -213,7 +215,7 @@ class Trainer:
         folder = checkpoint.folder if isinstance(checkpoint, Run) else _folder(checkpoint)
         self._model_name = folder.resolve().name
         given = {name: each for name, each in dotted(self._choices).items() if name.partition(".")[0] != "model"}
-        values = composed(self._task, given | {"checkpoint": str(folder)}).values
+        values = compose_config(self._task, given | {"checkpoint": str(folder)}).values
         fresh, kept = kit_of(self._task).read_options(values), self.options
         # Started from weights, it may learn at another rate.
         rates = {name: getattr(fresh, name) for name in ("optimizer", "critic") if hasattr(fresh, name)}
@@ -223,11 +225,11 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """The metrics of the evaluation set, of the trained run or of the model as it was given."""
         if isinstance(self._task, Task):
-            with _together(self.options) as lobby:
-                loop = self._own_loop(self._task, self.options, lobby)[0] if self._loop is None else self._loop
+            with _process_group(self.options) as rendezvous:
+                loop = self._own_loop(self._task, self.options, rendezvous)[0] if self._loop is None else self._loop
                 return loop.evaluate()
         options = self.options
-        if self._run is not None and options.task in ALIGNMENT:
+        if self._run is not None and options.task in RLHF_TASKS:
             # What it was trained beside is written down in its folder.
             options = dataclasses.replace(options, checkpoint=str(self._run.folder))
         return evaluate(options, self._inputs(self._run))
@@ -243,7 +245,7 @@ class Trainer:
         if given.model is None and checkpoint is None:
             raise ModelError("there is nothing to predict with yet", fix="call train() first, or use pipeline()")
         network = load_model(checkpoint, self.options.device) if given.model is None else given.model
-        tokenizer = load_tokenizer(checkpoint) if given.tokenizer is None else given.tokenizer
+        tokenizer = load_tokenizer(checkpoint) if given.processor is None else given.processor
         opened = kit_of(self.options.task).open_pipeline(network, tokenizer, self.options)
         return [answer[0] for answer in opened([inputs] if isinstance(inputs, str) else list(inputs))]
 
@@ -254,64 +256,64 @@ class Trainer:
             eval_dataset=self._datasets[1],
             model=self._network if run is None else run.model,
             model_folder=self._model_folder if run is None else run.folder,
-            began_with=None if run is None else self._network,
-            tokenizer=self._tokenizer if run is None else run.tokenizer,
+            initial_model=None if run is None else self._network,
+            processor=self._tokenizer if run is None else run.processor,
             roles=self._roles,
             callbacks=self._callbacks,
             model_name=self._model_name,
         )
 
-    def _own_loop(self, task: Task, options: RunOptions, lobby: Rendezvous) -> tuple[Loop, Path]:
-        world = lobby.init_process_group().with_precision(options.precision)
-        lobby.check_same({"configuration": to_yaml(to_dict(options))})
+    def _own_loop(self, task: Task, options: RunOptions, rendezvous: Rendezvous) -> tuple[Loop, Path]:
+        world = rendezvous.init_process_group().with_precision(options.precision)
+        rendezvous.check_same({"configuration": to_yaml(to_dict(options))})
         folder = world.broadcast_object(default_folder(options, self._model_name))
         config = to_dict(options)
         return make_loop(task, options, folder, world=world, config=config, callbacks=self._callbacks), folder
 
     def _train_own(self, task: Task, options: RunOptions) -> Run:
-        with _together(options) as lobby:
-            loop, folder = self._own_loop(task, options, lobby)
+        with _process_group(options) as rendezvous:
+            loop, folder = self._own_loop(task, options, rendezvous)
             metrics = train(loop, options, folder, to_yaml(to_dict(options)))
         self._loop = loop
-        return _finished(loop, folder, None, metrics)
+        return _run_of(loop, folder, None, metrics)
 
 
 @contextmanager
-def _together(options: RunOptions) -> Iterator[Rendezvous]:
+def _process_group(options: RunOptions) -> Iterator[Rendezvous]:
     """The ranks of this process's runs, which stay joined until it ends, as a trained model may lie on all of them."""
-    lobby = _lobby(options.parallel, options.device, options.num_ranks)
+    rendezvous = _joined_rendezvous(options.parallel, options.device, options.num_ranks)
     try:
-        yield lobby
+        yield rendezvous
     except BaseException as error:
-        _lobby.cache_clear()
-        lobby.__exit__(type(error), error, error.__traceback__)
+        _joined_rendezvous.cache_clear()
+        rendezvous.__exit__(type(error), error, error.__traceback__)
         raise
 
 
 @cache
-def _lobby(degrees: ParallelConfig, device: str, num_ranks: int) -> Rendezvous:
-    lobby = Rendezvous.open(degrees, device, num_ranks)
-    atexit.register(lobby.shutdown, failed=False)
-    return lobby
+def _joined_rendezvous(degrees: ParallelConfig, device: str, num_ranks: int) -> Rendezvous:
+    rendezvous = Rendezvous.open(degrees, device, num_ranks)
+    atexit.register(rendezvous.shutdown, failed=False)
+    return rendezvous
 
 
 def train_task(options: Any, inputs: Any) -> Run:
     """Train a task of a kit from its options and the objects handed over."""
-    with _together(options) as lobby:
-        inputs = _with_network(options, inputs)
-        if lobby.rank >= options.parallel.world_size:
-            attended: Run = kit_of(options.task).attend(options, inputs, lobby)
-            return attended
-        assembly = kit_of(options.task).assemble(options, inputs, lobby)
+    with _process_group(options) as rendezvous:
+        inputs = _with_rlhf_loader(options, inputs)
+        if rendezvous.rank >= options.parallel.world_size:
+            served: Run = kit_of(options.task).serve_roles(options, inputs, rendezvous)
+            return served
+        assembly = kit_of(options.task).assemble(options, inputs, rendezvous)
         metrics = train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
-    return _finished(assembly.loop, assembly.folder, assembly.tokenizer, metrics)
+    return _run_of(assembly.loop, assembly.folder, assembly.processor, metrics)
 
 
-def _finished(loop: Loop, folder: Path, tokenizer: Any, metrics: dict[str, float]) -> Run:
+def _run_of(loop: Loop, folder: Path, tokenizer: Any, metrics: dict[str, float]) -> Run:
     return Run(
         folder=folder,
         model=loop.model,
-        tokenizer=tokenizer,
+        processor=tokenizer,
         metrics=metrics,
         was_interrupted=loop.was_interrupted,
     )
@@ -319,18 +321,18 @@ def _finished(loop: Loop, folder: Path, tokenizer: Any, metrics: dict[str, float
 
 def evaluate(options: Any, inputs: Any) -> dict[str, float]:
     """The metrics of the evaluation set for a model in memory or under `options.checkpoint`."""
-    with _together(options) as lobby:
-        inputs = _with_network(options, inputs)
-        metrics: dict[str, float] = kit_of(options.task).evaluate(options, inputs, lobby)
+    with _process_group(options) as rendezvous:
+        inputs = _with_rlhf_loader(options, inputs)
+        metrics: dict[str, float] = kit_of(options.task).evaluate(options, inputs, rendezvous)
     return metrics
 
 
-def _with_network(options: Any, inputs: Any) -> Any:
+def _with_rlhf_loader(options: Any, inputs: Any) -> Any:
     """The inputs with what opens the network of a run of alignment, which lies beside a critic or as an adapter, and
     which its own kit alone can read; as they are for any other."""
     if options.task != DEFAULT_TASK or inputs.model is not None:
         return inputs
-    if (task := recorded_task(options.checkpoint)) not in ALIGNMENT:
+    if (task := recorded_task(options.checkpoint)) not in RLHF_TASKS:
         return inputs
     return dataclasses.replace(inputs, open_model=kit_of(task).open_model)
 
@@ -338,7 +340,7 @@ def _with_network(options: Any, inputs: Any) -> Any:
 def pipeline(task: str, model: Any, tokenizer: Any = None, options: Mapping[str, Any] | None = None) -> Any:
     """What answers inputs of the task, from a run, a step or a Hugging Face folder, a Run, or a model in memory."""
     kit = kit_of(task)
-    chosen = kit.read_options(composed(task, dict(options or {})).values)
+    chosen = kit.read_options(compose_config(task, dict(options or {})).values)
     if isinstance(tokenizer, (str, Path)):
         tokenizer = load_tokenizer(tokenizer)
     if tokenizer is None and isinstance(model, nn.Module):
@@ -350,15 +352,15 @@ def pipeline(task: str, model: Any, tokenizer: Any = None, options: Mapping[str,
 def replay(folder: str | Path, step: int, changes: Mapping[str, Any] | None = None) -> Any:
     """Train a step of a run once more from the answers that it kept, with `changes` to its options if there are any;
     gives the figures `recorded` and `found`."""
-    place = _folder(folder)
-    task = recorded_task(place)
-    if task not in ALIGNMENT:
+    run_folder = _folder(folder)
+    task = recorded_task(run_folder)
+    if task not in RLHF_TASKS:
         raise ConfigError("only runs of alignment can be replayed", got=f"task={task}", fix="resume the run instead")
     kit = kit_of(task)
     for name in changes or {}:
         check_name(name, kit.OPTIONS)
-    values = recorded_values(place / "config.yaml", changes or {})
-    return kit.replay(place, step, kit.read_options(values))
+    values = recorded_values(run_folder / "config.yaml", changes or {})
+    return kit.replay(run_folder, step, kit.read_options(values))
 
 
 def load_model(model: Any, device: str = "auto") -> nn.Module:
@@ -373,7 +375,7 @@ def load_model(model: Any, device: str = "auto") -> nn.Module:
 def load_tokenizer(model: Any) -> Any:
     """The tokenizer, or what else reads a task's inputs, that lies with a run, a step or a Hugging Face folder."""
     if isinstance(model, Run):
-        return model.tokenizer
+        return model.processor
     folder = _folder(model)
     return _kit_of_folder(folder).find_tokenizer(folder)
 
@@ -387,12 +389,12 @@ def save_model(model: Any, folder: str | Path, tokenizer: Any = None, dtype: str
     check(dtype is None or dtype in EXPORT_DTYPES, "dtype", dtype, f"one of {words}, or null")
     if tokenizer is None and not isinstance(model, nn.Module):
         tokenizer = load_tokenizer(model)
-    place = model.folder if isinstance(model, Run) else None if isinstance(model, nn.Module) else _folder(model)
-    kit = _transformers() if place is None else _kit_of_folder(place)
+    source_folder = model.folder if isinstance(model, Run) else None if isinstance(model, nn.Module) else _folder(model)
+    kit = _transformers() if source_folder is None else _kit_of_folder(source_folder)
     is_scored = isinstance(model, Run) and model.folder.is_dir() and recorded_task(model.folder) == "reward"
-    if place is not None and (is_scored or not isinstance(model, Run)) and hasattr(kit, "open_model"):
+    if source_folder is not None and (is_scored or not isinstance(model, Run)) and hasattr(kit, "open_model"):
         opened = getattr(kit, "open_stored", kit.open_model)
-        _transformers().export(opened(place), Path(folder), tokenizer, dtype)
+        _transformers().export(opened(source_folder), Path(folder), tokenizer, dtype)
     else:
         getattr(kit, "save", _transformers().save)(load_model(model, "cpu"), Path(folder), tokenizer, dtype)
 
@@ -415,7 +417,7 @@ def _resolved(model: Any, tokenizer: Any) -> tuple[nn.Module | None, Any, dict[s
     if isinstance(tokenizer, (str, Path)):
         choices["tokenizer"], tokenizer = str(tokenizer), None
     if isinstance(model, Run):
-        return model.model, tokenizer or model.tokenizer, choices
+        return model.model, tokenizer or model.processor, choices
     if isinstance(model, nn.Module):
         return model, tokenizer, choices
     if model is not None:

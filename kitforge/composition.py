@@ -33,13 +33,13 @@ from kitforge.peer_names import PEER_NAMES
 CONFIGS = Path(__file__).parent / "configs"
 OWN_CONFIGS = Path("configs")
 # The options that a folder means in the place of a preset.
-FOLDERS = {"model": "checkpoint", "tokenizer": "tokenizer.name"}
+FOLDER_OPTIONS = {"model": "checkpoint", "tokenizer": "tokenizer.name"}
 # Groups of which no preset need be chosen.
 OPTIONAL_GROUPS = ("data", "recipe")
 # Options that may name a function, which a file may not.
-CODE = ("reward",)
+CODE_OPTIONS = ("reward",)
 # Options whose value is text for the model, in which neither a comma nor `${` means anything.
-TEXTS = ("prompt",)
+TEXT_OPTIONS = ("prompt",)
 # Options that may be typed without their section where exactly one that the verb reads has this name.
 SHORT_NAMES = ("max_new_tokens", "temperature", "top_p", "num_generations")
 FIELD = re.compile(r"^((?:    # .*\n)*)    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
@@ -57,7 +57,7 @@ def presets(group: str = "model") -> dict[str, Path]:
 
 def preset_values(group: str = "model") -> dict[str, dict[str, Any]]:
     """The presets of a group as plain values."""
-    return {name: plain(read_yaml(path)) for name, path in presets(group).items()}
+    return {name: to_plain_dict(read_yaml(path)) for name, path in presets(group).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,21 +80,21 @@ def compose(
     task: str,
     choices: Mapping[str, Any],
     options: type[Any],
-    unread: Sequence[str] = (),
+    ignored_sections: Sequence[str] = (),
     fine_tuning: FineTuning | None = None,
 ) -> Composition:
     """Presets chosen by name, then single values over them. A choice is named `optimizer`, `optimizer.learning_rate`
     or, as a nested mapping, both. Raises ConfigError, which names the nearest thing for one that is not known; options
     in the sections `unread`, which the verb has no use for, are named last."""
-    named, typed = _parted(choices)
-    single = _full_names(typed, options, unread)
-    texts = {name: single.pop(name) for name in TEXTS if name in single}
+    named, typed = _split_choices(choices)
+    single = _full_names(typed, options, ignored_sections)
+    texts = {name: single.pop(name) for name in TEXT_OPTIONS if name in single}
     try:
         values, preset = _composed(task, named, single)
         checkpoint = values.get("checkpoint")
         if fine_tuning is not None and (checkpoint is not None or fine_tuning.has_network):
             if "optimizer" not in named and not _chooses_optimizer(named.get("recipe")):
-                lora = "_lora" if values.get("adapter", {}).get("rank", 0) else ""
+                lora = "_lora" if values.get("lora", {}).get("rank", 0) else ""
                 values, _ = _composed(task, named | {"optimizer": fine_tuning.optimizer + lora}, single)
                 _follow_learning_rate(values, read_yaml(presets("optimizer")[fine_tuning.optimizer + lora]))
             values["model"] = {}
@@ -112,7 +112,7 @@ def _composed(task: str, named: Mapping[str, str], single: Mapping[str, Any]) ->
     config, preset = _compose_presets({"task": task, **named})
     _refuse_functions(config)
     # What was asked for counts, whatever task a recipe was made for.
-    return plain(OmegaConf.merge(config, nested(single), {"task": task})), preset
+    return to_plain_dict(OmegaConf.merge(config, nested(single), {"task": task})), preset
 
 
 def _follow_learning_rate(values: dict[str, Any], preset: Mapping[str, Any]) -> None:
@@ -131,11 +131,11 @@ def _chooses_optimizer(recipe: str | None) -> bool:
     return any(isinstance(each, DictConfig) and "override /optimizer" in each for each in defaults)
 
 
-def _full_names(typed: Mapping[str, Any], options: type[Any], unread: Sequence[str]) -> dict[str, Any]:
+def _full_names(typed: Mapping[str, Any], options: type[Any], ignored_sections: Sequence[str]) -> dict[str, Any]:
     """Single values by the whole names of their options."""
     single: dict[str, Any] = {}
     for short, value in typed.items():
-        name = full_name(short, value, options, unread)
+        name = full_name(short, value, options, ignored_sections)
         if name in typed and name != short:
             raise ConfigError(f"option {name!r} is given twice", got=f"{short}={value} and {name}={typed[name]}")
         single[name] = value
@@ -143,19 +143,19 @@ def _full_names(typed: Mapping[str, Any], options: type[Any], unread: Sequence[s
 
 
 def compose_over(
-    base: Mapping[str, Any], choices: Mapping[str, Any], options: type[Any], unread: Sequence[str] = ()
+    base: Mapping[str, Any], choices: Mapping[str, Any], options: type[Any], ignored_sections: Sequence[str] = ()
 ) -> Composition:
     """Options that a run wrote down, with choices over them: single ones, or presets, but for whole recipes."""
-    named, typed = _parted(choices)
-    single = _full_names(typed, options, unread)
+    named, typed = _split_choices(choices)
+    single = _full_names(typed, options, ignored_sections)
     if "recipe" in named:
         fix = "leave recipe= out, or name single options"
         raise ConfigError("a run is evaluated by its own options", got=f"recipe={named['recipe']}", fix=fix)
     checkpoint = str(single["checkpoint"])
     _refuse_two_networks(checkpoint, named, single)
     chosen = {group: read_yaml(presets(group)[name]) for group, name in named.items()}
-    texts = {name: single.pop(name) for name in TEXTS if name in single}
-    values = plain(OmegaConf.merge(dict(base), chosen, nested(single)))
+    texts = {name: single.pop(name) for name in TEXT_OPTIONS if name in single}
+    values = to_plain_dict(OmegaConf.merge(dict(base), chosen, nested(single)))
     return Composition(values=values | texts, model_name=Path(checkpoint).resolve().name)
 
 
@@ -167,7 +167,7 @@ def recipe_task(name: Any) -> str | None:
 
 def recorded_values(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a run wrote down, with changes to single ones by dotted name."""
-    return plain(OmegaConf.merge(read_yaml(path), nested(changes)))
+    return to_plain_dict(OmegaConf.merge(read_yaml(path), nested(changes)))
 
 
 def parse(argument: str) -> tuple[str, list[Any]]:
@@ -179,7 +179,7 @@ def parse(argument: str) -> tuple[str, list[Any]]:
     name = name.lstrip("+")
     if not found or not name or name.startswith("~"):
         raise ConfigError("this is not an option", got=argument, expected="name=value")
-    if name in TEXTS and not text.startswith("["):
+    if name in TEXT_OPTIONS and not text.startswith("["):
         return name, [text]
     parser = OverridesParser.create()
     try:
@@ -196,7 +196,7 @@ def check_name(name: str, options: type[Any]) -> None:
     full_name(name, None, options)
 
 
-def full_name(name: str, value: Any, options: type[Any], unread: Sequence[str] = ()) -> str:
+def full_name(name: str, value: Any, options: type[Any], ignored_sections: Sequence[str] = ()) -> str:
     """The dotted name of the option that is meant: the name itself; for one of `SHORT_NAMES` the only option outside
     the sections `unread` that ends so; `cache.policy.name` where `cache.policy` is given a text. Raises ConfigError
     for a name that is no option, naming what was probably meant."""
@@ -212,19 +212,19 @@ def full_name(name: str, value: Any, options: type[Any], unread: Sequence[str] =
         return f"{name}.name"
     if below := [option for option in known if option.startswith(f"{name}.")]:
         raise ConfigError(f"{name!r} is a group of options", expected=", ".join(below))
-    read = [option for option in known if option.split(".")[0] not in unread]
+    read = [option for option in known if option.split(".")[0] not in ignored_sections]
     meant = _ending_in(name, read)
     if name in SHORT_NAMES and len(meant) == 1 and meant[0].count(".") < 2:
         return meant[0]
     last = name.split(".")[-1]
     same = [_ending_in(last, options) for options in (read, known)]
     parts = name.split(".")
-    theirs = next((each for place in range(len(parts)) if (each := ".".join(parts[place:])) in PEER_NAMES), "")
-    ours = [option for option in PEER_NAMES.get(theirs, ()) if option in known or option in groups()]
+    peer_name = next((each for start in range(len(parts)) if (each := ".".join(parts[start:])) in PEER_NAMES), "")
+    ours = [option for option in PEER_NAMES.get(peer_name, ()) if option in known or option in groups()]
     if ours and not any(option.count(".") < 2 for options in same for option in options):
         words = " and ".join(map(repr, ours))
         raise ConfigError(f"unknown option {name!r}", got="a name of another library", fix=f"here it is {words}")
-    close = next(filter(None, (*same, _spelt_like(name, read, 0.8), _spelt_like(name, known, 0.5))), [])
+    close = next(filter(None, (*same, _similar_names(name, read, 0.8), _similar_names(name, known, 0.5))), [])
     fix = f"did you mean {' or '.join(map(repr, close))}?" if close else "kitforge train --help lists every option"
     raise ConfigError(f"unknown option {name!r}", fix=fix)
 
@@ -235,7 +235,7 @@ def _ending_in(name: str, options: Iterable[str]) -> list[str]:
     return [option for option in same if option.count(".") == min(each.count(".") for each in same)]
 
 
-def _spelt_like(name: str, known: Iterable[str], cutoff: float) -> list[str]:
+def _similar_names(name: str, known: Iterable[str], cutoff: float) -> list[str]:
     """The option that is spelt most like the name; else those of which the last part is, nearly to the letter."""
     if whole := difflib.get_close_matches(name, known, n=1, cutoff=cutoff):
         return whole
@@ -255,16 +255,16 @@ def option_names(options: type[Any], path: str = "") -> dict[str, Any]:
     return result
 
 
-def option_words(options: type[Any], path: str = "") -> dict[str, str]:
+def option_help(options: type[Any], path: str = "") -> dict[str, str]:
     """What the comments at the fields say of each option, by dotted name."""
     result: dict[str, str] = {}
     for owner in reversed(options.__mro__[:-1]):
         source = inspect.getsource(owner)
-        for above, name, beside in FIELD.findall(source):
-            result[path + name] = beside or " ".join(above.replace("#", " ").split())
+        for above, name, trailing in FIELD.findall(source):
+            result[path + name] = trailing or " ".join(above.replace("#", " ").split())
     for name, hint in typing.get_type_hints(options).items():
         if dataclasses.is_dataclass(hint):
-            result |= option_words(hint, f"{path}{name}.")  # type: ignore[arg-type]
+            result |= option_help(hint, f"{path}{name}.")  # type: ignore[arg-type]
     return result
 
 
@@ -273,7 +273,7 @@ def groups() -> list[str]:
     return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "task")
 
 
-def plain(config: Any) -> dict[str, Any]:
+def to_plain_dict(config: Any) -> dict[str, Any]:
     """A composed configuration as a plain dict. Raises ConfigError for `_target_` and for resolvers that would let a
     file reach the environment or run code."""
     _refuse_code(OmegaConf.to_container(config, resolve=False), "")
@@ -286,11 +286,11 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
     result: dict[str, Any] = {}
     for name, value in values.items():
-        place = result
+        node = result
         *parents, last = name.split(".")
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
+            node = node.setdefault(parent, {})
+        node[last] = value
     return result
 
 
@@ -323,7 +323,7 @@ def _compose_presets(named: Mapping[str, str]) -> tuple[DictConfig, str]:
     return config, preset
 
 
-def _parted(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+def _split_choices(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
     """The presets by group, and single values by dotted name. A folder in a preset's place is the option it means."""
     named: dict[str, str] = {}
     single: dict[str, Any] = {}
@@ -334,10 +334,10 @@ def _parted(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]
             continue
         elif isinstance(value, str) and value in presets(name):
             named[name] = value
-        elif name in FOLDERS and Path(str(value)).expanduser().is_dir():
-            single[FOLDERS[name]] = str(Path(str(value)).expanduser())
+        elif name in FOLDER_OPTIONS and Path(str(value)).expanduser().is_dir():
+            single[FOLDER_OPTIONS[name]] = str(Path(str(value)).expanduser())
         else:
-            expected = "a preset or a folder" if name in FOLDERS else None
+            expected = "a preset or a folder" if name in FOLDER_OPTIONS else None
             raise ConfigError(f"unknown {name} {value!r}", expected=expected, fix=nearest(str(value), presets(name)))
     return named, single
 
@@ -378,7 +378,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _refuse_functions(config: DictConfig) -> None:
-    for name in CODE:
+    for name in CODE_OPTIONS:
         value = config.get(name)
         if names_function(OmegaConf.to_container(value) if isinstance(value, Container) else value):
             raise ConfigError(

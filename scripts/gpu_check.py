@@ -20,7 +20,7 @@ from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.foundation import device as devices
 from kitforge.foundation.log import console
 from kitforge.kits.transformers.build import Inputs, assemble, read_options
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 
 STEPS = 20
 SHAPE = {"family": "llama", "dim": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 1408}
@@ -75,7 +75,7 @@ def check_training(device: torch.device, precision: str, place: Path) -> tuple[s
             "precision": precision,
             "output_dir": str(place / precision),
             "data": {"train": "python_stdlib", "sequence_length": 512, "batch_size": 16, "cache": str(place / "cache")},
-            "trainer": {"max_steps": STEPS, "progress": False, "evaluate_batches": 2, "evaluate_first": True},
+            "trainer": {"max_steps": STEPS, "progress": False, "eval_batches": 2, "eval_first": True},
         }
     )
     assembly = assemble(options, Inputs(), Rendezvous.open(options.parallel, options.device))

@@ -30,7 +30,7 @@ def write_run(folder: Path, **changes: Any) -> Path:
     from kitforge.api import Trainer
 
     (folder / "corpus.txt").write_text(TEXT)
-    options = {**OPTIONS, "data.cache": str(folder / "cache"), "trainer.evaluate_first": True, **changes}
+    options = {**OPTIONS, "data.cache": str(folder / "cache"), "trainer.eval_first": True, **changes}
     trainer = Trainer(
         "text_generation", "llama_tiny", folder / "corpus.txt", output_dir=folder / "runs" / "bard", options=options
     )

@@ -20,7 +20,7 @@ from kitforge.core.parallel.world import World
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, KitforgeError, ModelError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
-from kitforge.trainer.run import Run
+from kitforge.trainer.run_folder import Run
 from kitforge.trainer.task import Task
 from tests.small_run import OPTIONS, TEXT, WITHOUT_MODEL
 
@@ -88,15 +88,15 @@ def test_signatures_are_those_that_others_rely_on(method: Any, expected: str) ->
 
 def test_a_replay_knows_the_names_of_other_libraries_for_its_options(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("task: grpo\n")
-    with pytest.raises(ConfigError, match=r"(?s)unknown option 'num_generations'.*here it is 'rl\.samples_per_prompt'"):
-        replay(tmp_path, 1, {"num_generations": 2})
+    with pytest.raises(ConfigError, match=r"(?s)'n_samples_per_prompt'.*here it is 'rl\.num_generations'"):
+        replay(tmp_path, 1, {"n_samples_per_prompt": 2})
 
 
 def test_a_run_has_folder_model_tokenizer_and_metrics() -> None:
     run = trainer().train()
     assert isinstance(run, Run)
     assert isinstance(run.model, nn.Module)
-    assert isinstance(run.tokenizer, ByteTokenizer)
+    assert isinstance(run.processor, ByteTokenizer)
     assert set(run.metrics) == {"loss", "eval/loss", "eval/perplexity"}
     assert {path.name for path in run.folder.iterdir()} >= {
         "config.yaml",
@@ -154,7 +154,7 @@ def test_a_tokenizer_may_be_a_preset_or_a_folder(small_run: Path) -> None:
     options = OPTIONS | {"tokenizer.vocab_size": 300}
     run = Trainer("text_generation", "llama_tiny", "corpus.txt", tokenizer="sentencepiece", options=options).train()
     again = Trainer("text_generation", None, "corpus.txt", tokenizer=run.folder / "tokenizer", options=OPTIONS).train()
-    assert again.tokenizer.encode("ROMEO: line") == run.tokenizer.encode("ROMEO: line")
+    assert again.processor.encode("ROMEO: line") == run.processor.encode("ROMEO: line")
 
 
 # The other verbs
@@ -232,7 +232,7 @@ def test_a_pipeline_opens_every_kind_of_model(place: str, small_run: Path, here:
         "step": small_run / "checkpoints" / "step_3",
         "export": here / "export",
         "memory": network,
-        "Run": Run(folder=small_run, model=network, tokenizer=tokenizer, metrics={}),
+        "Run": Run(folder=small_run, model=network, processor=tokenizer, metrics={}),
     }
     options = {"inference.max_new_tokens": 3}
     given = pipeline("text_generation", models[place], tokenizer if place == "memory" else None, options)
@@ -274,7 +274,7 @@ def test_a_task_of_ones_own_trains_evaluates_and_resumes(here: Path) -> None:
     own = Trainer(Line(), output_dir="runs/line", options=LINE)
     run = own.train()
     assert own.evaluate() == {"eval/loss": run.metrics["eval/loss"]}
-    longer = LINE | {"trainer.max_steps": 60, "trainer.allow_changes": True}
+    longer = LINE | {"trainer.max_steps": 60, "trainer.allow_config_changes": True}
     better = Trainer(Line(), output_dir="runs/line", options=longer).train(resume="auto")
     assert better.metrics["eval/loss"] < run.metrics["eval/loss"] / 4
 

@@ -22,10 +22,10 @@ from rich.table import Table
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from kitforge.api import KITS, load_model, recorded_task, writer_of
+from kitforge.api import KITS, load_model, recorded_task, text_task_of
 from kitforge.cli import main as cli
-from kitforge.cli.members import members
-from kitforge.cli.terminal import say, tell
+from kitforge.cli.console import print_error, say
+from kitforge.cli.sweep import sweep_runs
 from kitforge.cli.train import show_sample
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.foundation.config import from_dict
@@ -38,7 +38,7 @@ from kitforge.foundation.errors import (
     KitforgeError,
     ModelError,
 )
-from kitforge.foundation.log import console, log_to_terminal, sanitize, sanitizing
+from kitforge.foundation.log import console, log_to_terminal, sanitize, sanitizing_console
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.report.metrics import read_run
 from tests.small_run import ARGUMENTS, TEXT, WITHOUT_MODEL
@@ -84,7 +84,7 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     ],
 )
 def test_a_short_name_is_the_one_option_that_the_verb_reads(verb: str, task: str, short: str, option: str) -> None:
-    [member] = members(cli.VERBS[verb], [f"task={task}", f"{short}=0.5"])
+    [member] = sweep_runs(cli.COMMANDS[verb], [f"task={task}", f"{short}=0.5"])
     section, _, name = option.partition(".")
     assert member.chosen.values[section] == {name: 0.5}
 
@@ -102,7 +102,7 @@ def test_a_short_name_is_the_one_option_that_the_verb_reads(verb: str, task: str
 )
 def test_a_short_name_of_several_options_or_of_none_names_them(verb: str, argument: str, words: str) -> None:
     with pytest.raises(ConfigError) as told:
-        members(cli.VERBS[verb], argument.split())
+        sweep_runs(cli.COMMANDS[verb], argument.split())
     assert words in str(told.value)
 
 
@@ -124,7 +124,7 @@ def test_a_replay_is_of_one_run(tmp_path: Path) -> None:
 
 
 def test_a_run_tells_where_everything_lies_and_what_to_try_next(capsys: Capture) -> None:
-    assert train("output_dir=runs/a", "trainer.evaluate_first=true", 'prompt=["ROMEO:"]') == 0
+    assert train("output_dir=runs/a", "trainer.eval_first=true", 'prompt=["ROMEO:"]') == 0
     shown = capsys.readouterr().out
     for words in ("ROMEO:", "before training  5.", "eval/loss", "runs/a/checkpoints", "runs/a/report.html"):
         assert words in shown
@@ -170,7 +170,7 @@ def test_names_and_messages_of_strangers_cannot_command_a_terminal(way: str, cap
         logging.lastResort.handle(logging.makeLogRecord({"msg": "the folder %s is damaged", "args": (ATTACK,)}))
     else:
         error = ModelError("unknown", got=ATTACK) if way == "error" else ValueError(ATTACK)
-        tell(type(error), error, None)
+        print_error(type(error), error, None)
     written = capsys.readouterr()
     text = written.out + written.err
     assert "PWNED" in text
@@ -179,7 +179,7 @@ def test_names_and_messages_of_strangers_cannot_command_a_terminal(way: str, cap
 
 def test_colours_of_our_own_still_reach_a_terminal() -> None:
     written = io.StringIO()
-    terminal = sanitizing(Console(file=written, force_terminal=True, color_system="standard"))
+    terminal = sanitizing_console(Console(file=written, force_terminal=True, color_system="standard"))
     terminal.print(f"[bold red]error:[/] {ATTACK}", highlight=False)
     assert written.getvalue() == "\x1b[1;31merror:\x1b[0m " + sanitize(ATTACK.replace("\x07", "")) + "\n"
 
@@ -219,7 +219,7 @@ def test_a_run_goes_on_where_it_stopped_also_through_the_link_to_the_latest(here
     shutil.copytree(small_run, "runs/bard")
     Path("runs/latest").symlink_to("bard")
     shutil.copy(small_run.parents[1] / "corpus.txt", "corpus.txt")
-    again = ["output_dir=runs/latest", "resume=auto", "trainer.max_steps=5", "trainer.allow_changes=true"]
+    again = ["output_dir=runs/latest", "resume=auto", "trainer.max_steps=5", "trainer.allow_config_changes=true"]
     assert train(*again) == 0
     assert steps(here / "runs" / "bard" / "checkpoints")[-1] == 5
     assert os.readlink("runs/latest") == "bard"
@@ -298,8 +298,8 @@ def test_a_policy_of_any_stage_is_served_and_what_only_scores_writes_no_text(tmp
     for task in ("ppo", "reward", "recommendation"):
         (tmp_path / task).mkdir()
         (tmp_path / task / "config.yaml").write_text(f"task: {task}\n")
-    assert writer_of({"checkpoint": tmp_path / "ppo"}) == "text_generation"
-    [member] = members(cli.VERBS["serve"], [f"checkpoint={tmp_path / 'ppo'}", "port=8000"])
+    assert text_task_of({"checkpoint": tmp_path / "ppo"}) == "text_generation"
+    [member] = sweep_runs(cli.COMMANDS["serve"], [f"checkpoint={tmp_path / 'ppo'}", "port=8000"])
     assert member.chosen.values["port"] == 8000
     for verb, task in (("serve", "reward"), ("generate", "recommendation"), ("chat", "reward")):
         with pytest.raises(ConfigError, match=f"a run of {task} gives scores and writes no text"):
@@ -333,7 +333,7 @@ def test_a_report_is_drawn_of_one_run_and_of_several(small_run: Path, capsys: Ca
 def test_help_names_every_command_and_every_option(capsys: Capture) -> None:
     cli.run([])
     verbs = capsys.readouterr().out
-    assert all(f"  {verb} " in verbs for verb in cli.VERBS)
+    assert all(f"  {verb} " in verbs for verb in cli.COMMANDS)
     assert max(map(len, verbs.splitlines())) <= 80
     cli.run(["train", "--help"])
     options = capsys.readouterr().out
@@ -472,7 +472,7 @@ def test_data_that_may_not_be_read_is_told() -> None:
         ("tokenizer=sentencepiece tokenizer.vocab_size=999999", ["999999", "tokenizer.vocab_size"]),
         ("resume=auto", ["output_dir"]),
         ("output_dir=corpus.txt/x", ["corpus.txt is a file"]),
-        ("trainer.early_stopping=3", ["trainer.evaluate_every"]),
+        ("trainer.early_stopping=3", ["trainer.eval_every"]),
         ("prompt=[1,2]", ["a list of texts"]),
         ("schedule.warmup_steps=100", ["100", "3 steps"]),
         ("--model", ["unknown flag", "name=value"]),
@@ -565,7 +565,7 @@ def test_a_traceback_is_there_for_the_asking() -> None:
     ],
 )
 def test_what_nobody_foresaw_is_told_in_a_line(error: Exception, words: list[str], capsys: Capture) -> None:
-    tell(type(error), error, None)
+    print_error(type(error), error, None)
     told = capsys.readouterr().err
     assert all(word in told for word in words)
     assert "Traceback" not in told
@@ -586,7 +586,7 @@ def test_an_interrupted_run_is_saved_and_reported_and_goes_on(small_run: Path) -
     assert "Traceback" not in told
     assert Path("runs/a/report.html").exists()
     stopped = steps(Path("runs/a/checkpoints").absolute())[-1]
-    again = ["resume=auto", f"trainer.max_steps={stopped + 2}", "trainer.allow_changes=true"]
+    again = ["resume=auto", f"trainer.max_steps={stopped + 2}", "trainer.allow_config_changes=true"]
     assert cli.run(["train", *arguments, *again]) == 0
 
 

@@ -17,8 +17,8 @@ from kitforge.composition import (
     dotted,
     groups,
     nested,
+    option_help,
     option_names,
-    option_words,
     parse,
     presets,
 )
@@ -146,16 +146,16 @@ def test_an_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
 @pytest.mark.parametrize(
     ("task", "name", "ours"),
     [
-        ("grpo", "num_generations", "here it is 'rl.samples_per_prompt'"),
-        ("grpo", "rl.num_generations", "here it is 'rl.samples_per_prompt'"),
-        ("ppo", "actor_rollout_ref.actor.clip_ratio_high", "here it is 'rl.clip.high'"),
+        ("grpo", "n_samples_per_prompt", "here it is 'rl.num_generations'"),
+        ("grpo", "rl.n_samples_per_prompt", "here it is 'rl.num_generations'"),
+        ("ppo", "actor_rollout_ref.actor.clip_ratio_high", "did you mean 'rl.clip_ratio_high'"),
         ("dpo", "beta", "did you mean 'preference.beta'"),
-        ("grpo", "beta", "here it is 'kl.controller.coefficient'"),
+        ("grpo", "beta", "here it is 'kl.coef'"),
         ("text_generation", "per_device_train_batch_size", "'data.batch_size' and 'trainer.micro_batch_size'"),
         ("text_generation", "report_to", "here it is 'trainer.wandb'"),
         ("dpo", "loss_type", "here it is 'preference.loss'"),
-        ("grpo", "loss_type", "here it is 'rl.loss_mode' and 'rl.aggregation' and 'rl.advantage'"),
-        ("grpo", "epsilon_high", "here it is 'rl.clip.high'"),
+        ("grpo", "loss_type", "here it is 'rl.loss_mode' and 'rl.loss_aggregation' and 'rl.advantage'"),
+        ("grpo", "epsilon_high", "here it is 'rl.clip_ratio_high'"),
         ("grpo", "importance_sampling_level", "here it is 'rl.loss_mode'"),
         ("grpo", "mask_truncated_completions", "did you mean 'rl.mask_truncated_completions'"),
         ("grpo", "max_prompt_length", "here it is 'data.sequence_length' and 'data.truncation'"),
@@ -166,7 +166,7 @@ def test_an_unknown_option_names_the_nearest(name: str, nearest: str) -> None:
         ("ppo", "critic.optim.lr", "here it is 'critic.learning_rate'"),
         ("ppo", "actor_rollout_ref.actor.optim.lr", "here it is 'optimizer.learning_rate'"),
         ("ppo", "critic.grad_clip", "here it is 'critic.max_grad_norm'"),
-        ("ppo", "actor_rollout_ref.rollout.n", "here it is 'rl.samples_per_prompt'"),
+        ("ppo", "actor_rollout_ref.rollout.n", "here it is 'rl.num_generations'"),
     ],
 )
 def test_the_name_of_another_library_is_refused_and_ours_is_named(task: str, name: str, ours: str) -> None:
@@ -311,7 +311,7 @@ def test_what_is_no_option_is_refused(argument: str) -> None:
 def test_every_task_has_words_for_the_options_that_need_them() -> None:
     for task in KITS:
         options = kit_of(task).OPTIONS
-        words = option_words(options)
+        words = option_help(options)
         known = option_names(options)
         groups_of_options = {name.rsplit(".", depth)[0] for name in known for depth in (1, 2)}
         assert words.keys() <= known.keys() | groups_of_options

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kitforge.cli import main as cli
-from kitforge.cli.demo import PARTS, play
+from kitforge.cli.demo import PARTS, run_demo
 from kitforge.foundation.errors import ConfigError
 
 # The same parts with next to nothing to do in each.
-SHORT = {"trainer.max_steps": 2, "trainer.evaluate_every": None, "trainer.evaluate_batches": 1}
+SHORT = {"trainer.max_steps": 2, "trainer.eval_every": None, "trainer.eval_batches": 1}
 QUIET = {"trainer.progress": False, "device": "cpu"}
 
 
@@ -45,7 +45,7 @@ def test_the_demo_ends_on_one_page_that_leads_to_every_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert play(Path("tour"), SHORT | QUIET) == 0
+    assert run_demo(Path("tour"), SHORT | QUIET) == 0
     page = check_page(Path("tour"))
     # Texts and answers stand side by side, before and after.
     assert page.count('<div class="pairs"><h3>Step 0</h3><h3>Step 2</h3>') == 2

@@ -22,7 +22,7 @@ from kitforge.data.sampler import shuffled_indices
 from kitforge.data.source import open_source
 from kitforge.data.token_cache import TokenCache, build_token_cache
 from kitforge.data.tokenizer import ByteTokenizer
-from kitforge.foundation.device import describe, keep_freed_memory
+from kitforge.foundation.device import describe, keep_malloc_arenas
 from kitforge.foundation.log import console
 
 SHAPES = ((8, 256), (32, 256), (8, 2048))
@@ -40,7 +40,7 @@ def main() -> None:
     date = arguments.parse_args().date
     torch.set_num_threads(1)
     # As the trainer does.
-    keep_freed_memory()
+    keep_malloc_arenas()
     with tempfile.TemporaryDirectory() as folder:
         cache = _cache(Path(folder))
         train, _ = split_documents(cache, 0.05, seed=0)

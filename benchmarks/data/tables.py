@@ -32,7 +32,7 @@ from kitforge.data.tables.reader import read_columns
 from kitforge.data.tables.source import open_table
 from kitforge.data.tables.split import RowRange
 from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClicksConfig
-from kitforge.foundation.device import describe, keep_freed_memory
+from kitforge.foundation.device import describe, keep_malloc_arenas
 from kitforge.foundation.log import console
 from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.feature_fitting import fit_features
@@ -58,7 +58,7 @@ def main() -> None:
     date = arguments.parse_args().date
     torch.set_num_threads(os.cpu_count() or 1)
     # As the trainer does.
-    keep_freed_memory()
+    keep_malloc_arenas()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sizes = _write(folder)

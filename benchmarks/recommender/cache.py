@@ -27,7 +27,7 @@ from kitforge.core.kernels.dispatch import select_table
 from kitforge.embedding_cache.miss_ratio_curve import stack_distances
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.embedding_cache.tiers.file import FileStore
-from kitforge.foundation.device import describe, keep_freed_memory, pick
+from kitforge.foundation.device import describe, keep_malloc_arenas, pick
 
 TABLE = Path(__file__).with_suffix(".md")
 BATCH, FIELDS, DIM, VOCABULARY = 4000, 26, 16, 300_000
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--folder", help="on the disk that is to be measured; default: a temporary one")
     parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
     arguments = parser.parse_args()
-    keep_freed_memory()
+    keep_malloc_arenas()
     title, measure = PARTS[arguments.part]
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         lines = measure(folder)

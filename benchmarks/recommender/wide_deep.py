@@ -76,7 +76,7 @@ class Steps(Task):
                 "precision": precision,
                 "device": "cpu",
                 "tables": {kind: {"name": rule, "learning_rate": 0.01} for kind, rule in rules.items()},
-                "trainer": {"max_steps": 10_000, "progress": False, "gradient_clip": 0.0, "log_every": 100_000},
+                "trainer": {"max_steps": 10_000, "progress": False, "max_grad_norm": 0.0, "log_every": 100_000},
             }
         )
         self._config = recommender_of(self.options.model)

@@ -89,7 +89,7 @@ def ours(arch: str, dtype: str, level: str = "O1") -> dict[str, float]:
     from kitforge.models import loading
     from kitforge.models.catalog import config_of
     from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
-    from kitforge.trainer.run import make_loop, train
+    from kitforge.trainer.run_folder import make_loop, train
 
     class Numbers:
         """Stands in for a tokenizer: a document is its seed."""

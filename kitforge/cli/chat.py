@@ -29,7 +29,7 @@ def chat(chosen: Composition) -> int:
             continue
         asked = [*messages, {"role": "user", "content": line}]
         try:
-            reply = _say(opened.stream(asked))
+            reply = _print_stream(opened.stream(asked))
         except KitforgeError as error:
             # A conversation that has become too long is no reason to lose it.
             errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
@@ -52,13 +52,13 @@ def _lines() -> Iterator[str]:
             yield line.strip()
 
 
-def _say(pieces: Iterator[str]) -> str:
+def _print_stream(chunks: Iterator[str]) -> str:
     """Write the reply as it comes; what there was of it where it is interrupted."""
     found = []
     try:
-        for piece in pieces:
-            found.append(piece)
-            sys.stdout.write(sanitize(piece) if sys.stdout.isatty() else piece)
+        for chunk in chunks:
+            found.append(chunk)
+            sys.stdout.write(sanitize(chunk) if sys.stdout.isatty() else chunk)
             sys.stdout.flush()
     except KeyboardInterrupt:
         if not sys.stdout.isatty():

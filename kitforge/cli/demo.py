@@ -11,94 +11,94 @@ from typing import Any
 from rich.table import Table
 
 from kitforge.api import Trainer
-from kitforge.cli.terminal import say
+from kitforge.cli.console import say
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import console
-from kitforge.report.index import Chapter, outcome, write_index
+from kitforge.report.index_page import Chapter, outcome, write_index
 from kitforge.report.metrics import read_run
-from kitforge.report.numerals import duration, number
-from kitforge.trainer.run import Run
+from kitforge.report.number_format import duration, number
+from kitforge.trainer.run_folder import Run
 
-KIND, UNKIND = ("nice", "fine"), ("grim", "dull")
-QUESTIONS = [f"How is the {place}? " for place in ("sea", "hill", "town", "wood")]
-DEMONSTRATIONS = [{"prompt": question, "completion": word} for question in QUESTIONS for word in KIND + UNKIND]
+PREFERRED, REJECTED = ("nice", "fine"), ("grim", "dull")
+QUESTIONS = [f"How is the {topic}? " for topic in ("sea", "hill", "town", "wood")]
+DEMONSTRATIONS = [{"prompt": question, "completion": word} for question in QUESTIONS for word in PREFERRED + REJECTED]
 PAIRS = [
     {"prompt": question, "chosen": kind, "rejected": unkind}
     for question in QUESTIONS
-    for kind in KIND
-    for unkind in UNKIND
+    for kind in PREFERRED
+    for unkind in REJECTED
 ]
 PROMPTS = [{"prompt": question} for question in QUESTIONS] * 8
-STAGE = {"trainer.max_steps": 60, "optimizer.learning_rate": 0.002}
+RLHF_OPTIONS = {"trainer.max_steps": 60, "optimizer.learning_rate": 0.002}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class DemoStep:
     """One training of the demo. `start` and `judge` name earlier parts, whose models it begins with and is judged by;
     `start` may also be a preset."""
 
     name: str
     title: str
-    words: str
+    description: str
     metric: str
     task: str
-    start: str | None = None
+    base: str | None = None
     rows: Sequence[Mapping[str, str]] | None = None
-    judge: str | None = None
+    reward_model: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 PARTS = (
-    Part(
+    DemoStep(
         name="text",
         title="A language model reads Python",
-        words="A LLaMA of a million parameters begins with noise and reads a little of this Python's standard library.",
+        description="A LLaMA with a million random parameters is trained on part of this Python's standard library.",
         metric="eval/loss",
         task="text_generation",
-        options={"recipe": "quickstart", "trainer.max_steps": 150, "trainer.evaluate_every": 75},
+        options={"recipe": "quickstart", "trainer.max_steps": 150, "trainer.eval_every": 75},
     ),
-    Part(
+    DemoStep(
         name="clicks",
         title="A recommender learns what is clicked",
-        words="Wide & Deep with its embedding table, on a made-up click log whose best possible AUC is 0.852.",
+        description="Wide & Deep with its embedding table, on a made-up click log whose best possible AUC is 0.852.",
         metric="eval/auc",
         task="recommendation",
-        options={"trainer.max_steps": 150, "trainer.evaluate_every": 50},
+        options={"trainer.max_steps": 150, "trainer.eval_every": 50},
     ),
-    Part(
+    DemoStep(
         name="demonstrations",
         title="Alignment 1: demonstrations",
-        words="A small LLaMA is shown answers to four questions, as many kind ones as unkind ones.",
+        description="A small LLaMA is shown answers to four questions, as many kind ones as unkind ones.",
         metric="eval/loss",
         task="sft",
-        start="llama_tiny",
+        base="llama_tiny",
         rows=DEMONSTRATIONS,
-        options=STAGE,
+        options=RLHF_OPTIONS,
     ),
-    Part(
+    DemoStep(
         name="preferences",
         title="Alignment 2: preferences",
-        words="A reward model learns from pairs that people prefer the kind answers.",
-        metric="eval/accuracy",
+        description="A reward model learns from pairs that people prefer the kind answers.",
+        metric="eval/rewards/accuracy",
         task="reward",
-        start="demonstrations",
+        base="demonstrations",
         rows=PAIRS,
-        options=STAGE,
+        options=RLHF_OPTIONS,
     ),
-    Part(
+    DemoStep(
         name="rewards",
         title="Alignment 3: rewards",
-        words="PPO moves the model of stage 1 towards answers that the model of stage 2 rewards.",
+        description="PPO moves the model of stage 1 towards answers that the model of stage 2 rewards.",
         metric="eval/reward",
         task="ppo",
-        start="demonstrations",
+        base="demonstrations",
         rows=PROMPTS,
-        judge="preferences",
+        reward_model="preferences",
         options={
-            "rl.prompts_per_step": 32,
+            "rl.prompts_per_rollout": 32,
             "rl.epochs": 2,
             "rollout.max_new_tokens": 8,
-            "rollout.kept_rounds": 20,
+            "rollout.keep_rollout_files": 20,
             "trainer.max_steps": 40,
             "optimizer.learning_rate": 3e-4,
         },
@@ -113,38 +113,39 @@ def demo(arguments: list[str]) -> int:
     folder = Path(arguments[0] if arguments else f"runs/{time.strftime('%Y%m%d-%H%M%S')}-demo")
     if folder.exists():
         raise ConfigError("the demo makes a folder of its own", got=f"{folder}, which exists", fix="name a new one")
-    return play(folder)
+    return run_demo(folder)
 
 
-def play(folder: Path, shorter: Mapping[str, Any] | None = None) -> int:
+def run_demo(folder: Path, overrides: Mapping[str, Any] | None = None) -> int:
     """Train all parts below `folder`, with the options `shorter` over their own, and show what came of them."""
     done: dict[str, Run] = {}
-    for place, part in enumerate(PARTS, start=1):
-        console.print(f"\n{place} of {len(PARTS)}: {part.title}", style="bold", highlight=False)
-        done[part.name] = run = _trainer(part, done, folder / part.name, shorter or {}).train()
+    for position, step in enumerate(PARTS, start=1):
+        console.print(f"\n{position} of {len(PARTS)}: {step.title}", style="bold", highlight=False)
+        done[step.name] = run = _trainer(step, done, folder / step.name, overrides or {}).train()
         if run.was_interrupted:
             raise KeyboardInterrupt
     chapters = [
-        Chapter(folder=done[part.name].folder, title=part.title, words=part.words, metric=part.metric) for part in PARTS
+        Chapter(folder=done[part.name].folder, title=part.title, words=part.description, metric=part.metric)
+        for part in PARTS
     ]
     page = write_index(folder / "index.html", "Three kits, one after the other", chapters)
-    _summarise(chapters, page)
+    _print_summary(chapters, page)
     return 0
 
 
-def _trainer(part: Part, done: Mapping[str, Run], folder: Path, shorter: Mapping[str, Any]) -> Trainer:
+def _trainer(part: DemoStep, done: Mapping[str, Run], folder: Path, shorter: Mapping[str, Any]) -> Trainer:
     return Trainer(
         part.task,
-        None if part.start is None else done.get(part.start, part.start),
+        None if part.base is None else done.get(part.base, part.base),
         part.rows,
         part.rows,
-        roles=None if part.judge is None else {"reward": done[part.judge]},
+        roles=None if part.reward_model is None else {"reward": done[part.reward_model]},
         output_dir=folder,
-        options={"trainer.evaluate_first": True, **part.options, **shorter},
+        options={"trainer.eval_first": True, **part.options, **shorter},
     )
 
 
-def _summarise(chapters: Sequence[Chapter], page: Path) -> None:
+def _print_summary(chapters: Sequence[Chapter], page: Path) -> None:
     """A line a part, where the page lies, and what a person may want to do next."""
     table = Table("", "measure", "before", "after", "time", title="What came of it", title_justify="left")
     for chapter in chapters:

@@ -8,7 +8,7 @@ import sys
 
 from kitforge.api import evaluate as evaluate_task
 from kitforge.api import kit_of, load_model
-from kitforge.cli.terminal import speaks
+from kitforge.cli.console import is_main_process
 from kitforge.composition import Composition
 
 
@@ -22,5 +22,5 @@ def evaluate(chosen: Composition) -> int:
         metrics = evaluate_task(options, kit.Inputs())
     # JSON has no word for infinity and none for what is not a number.
     line = {name.removeprefix("eval/"): value if math.isfinite(value) else None for name, value in metrics.items()}
-    sys.stdout.write(json.dumps(line) + "\n" if speaks() else "")
+    sys.stdout.write(json.dumps(line) + "\n" if is_main_process() else "")
     return 0

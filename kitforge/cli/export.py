@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kitforge.api import kit_of, save_model
-from kitforge.cli.terminal import say
+from kitforge.cli.console import say
 from kitforge.composition import Composition
 from kitforge.foundation.errors import ConfigError
 

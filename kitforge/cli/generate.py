@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from kitforge.api import kit_of, load_model, load_tokenizer
-from kitforge.cli.terminal import say
+from kitforge.cli.console import say
 from kitforge.composition import Composition
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import sanitize

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kitforge.api import ALIGNMENT, composed, kit_of, task_of
-from kitforge.cli.terminal import say
+from kitforge.api import RLHF_TASKS, compose_config, kit_of, task_of
+from kitforge.cli.console import say
 from kitforge.composition import parse
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import console
@@ -26,12 +26,12 @@ def inspect(arguments: list[str]) -> int:
 def _inspect_rows(choices: dict[str, object]) -> int:
     """The rows as the task of the checkpoint reads them, where that is one of alignment, else as `sft` does."""
     task = task_of(choices)
-    if task not in ALIGNMENT:
+    if task not in RLHF_TASKS:
         if "task" in choices:
-            expected = f"one of {', '.join(ALIGNMENT)}"
+            expected = f"one of {', '.join(RLHF_TASKS)}"
             raise ConfigError("inspect shows what alignment tasks learn", got=f"task={task}", expected=expected)
         task = "sft"
     kit = kit_of(task)
-    for line in kit.inspected(kit.read_options(composed(task, choices).values)):
+    for line in kit.inspected(kit.read_options(compose_config(task, choices).values)):
         say(line)
     return 0

@@ -6,80 +6,80 @@ import json
 import sys
 from collections.abc import Sequence
 
-from kitforge.api import composed, kit_of, task_of
+from kitforge.api import compose_config, kit_of, task_of
 from kitforge.cli.chat import chat
+from kitforge.cli.command import INTERRUPTED, Command
+from kitforge.cli.console import is_main_process, print_error, say
 from kitforge.cli.demo import demo
 from kitforge.cli.evaluate import evaluate
 from kitforge.cli.export import export
-from kitforge.cli.facts import config, doctor, list_presets, report, version
 from kitforge.cli.generate import generate
+from kitforge.cli.info import config, doctor, list_presets, report, version
 from kitforge.cli.inspect import inspect
-from kitforge.cli.members import members, run_members
 from kitforge.cli.predict import predict
 from kitforge.cli.replay import replay
 from kitforge.cli.serve import serve
-from kitforge.cli.terminal import say, speaks, tell
+from kitforge.cli.sweep import run_sweep, sweep_runs
 from kitforge.cli.train import train
-from kitforge.cli.verb import INTERRUPTED, Verb
-from kitforge.composition import dotted, groups, option_words, parse, presets
+from kitforge.composition import dotted, groups, option_help, parse, presets
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.log import console, errors, log_to_terminal
 
 TRAINING = ("trainer", "optimizer", "schedule", "parallel")
-VERBS = {
-    "train": Verb(
-        words="train: kitforge train model=llama_tiny data.train=corpus.txt",
+COMMANDS = {
+    "train": Command(
+        help="train: kitforge train model=llama_tiny data.train=corpus.txt",
         run=train,
         is_launched=True,
-        unread=("serve",),
+        ignored_sections=("serve",),
         starts_run=True,
     ),
-    "finetune": Verb(
-        words="from weights: kitforge finetune checkpoint=FOLDER data.train=FILE",
+    "finetune": Command(
+        help="from weights: kitforge finetune checkpoint=FOLDER data.train=FILE",
         run=train,
         is_launched=True,
-        unread=("serve",),
+        ignored_sections=("serve",),
         starts_run=True,
     ),
-    "evaluate": Verb(
-        words="metrics: kitforge evaluate checkpoint=RUN data.eval=FILE",
+    "evaluate": Command(
+        help="metrics: kitforge evaluate checkpoint=RUN data.eval=FILE",
         run=evaluate,
         is_launched=True,
-        unread=("serve", "optimizer", "schedule"),
+        ignored_sections=("serve", "optimizer", "schedule"),
         measures_run=True,
     ),
-    "generate": Verb(
-        words='continue a text: kitforge generate checkpoint=RUN prompt="ROMEO:"',
+    "generate": Command(
+        help='continue a text: kitforge generate checkpoint=RUN prompt="ROMEO:"',
         run=generate,
-        writes_text=True,
-        unread=(*TRAINING, "serve"),
+        generates_text=True,
+        ignored_sections=(*TRAINING, "serve"),
     ),
-    "chat": Verb(
-        words="talk in the terminal: kitforge chat checkpoint=RUN",
+    "chat": Command(
+        help="talk in the terminal: kitforge chat checkpoint=RUN",
         run=chat,
-        writes_text=True,
-        unread=(*TRAINING, "serve"),
+        generates_text=True,
+        ignored_sections=(*TRAINING, "serve"),
     ),
-    "predict": Verb(
-        words="score rows: kitforge predict checkpoint=RUN data.eval=IN output=OUT",
+    "predict": Command(
+        help="score rows: kitforge predict checkpoint=RUN data.eval=IN output=OUT",
         run=predict,
         predicts=True,
-        unread=(*TRAINING, "serve"),
+        ignored_sections=(*TRAINING, "serve"),
     ),
-    "serve": Verb(
-        words="answer over HTTP: kitforge serve checkpoint=RUN port=8000",
+    "serve": Command(
+        help="answer over HTTP: kitforge serve checkpoint=RUN port=8000",
         run=serve,
         serves=True,
-        unread=TRAINING,
+        ignored_sections=TRAINING,
     ),
-    "export": Verb(words="for other programs: kitforge export checkpoint=RUN output_dir=FOLDER", run=export),
-    "config": Verb(words="print the resolved configuration, run nothing", run=config),
-    "report": Verb(words="draw one or more runs: kitforge report RUN [RUN ...]", run_plain=report),
-    "inspect": Verb(words="a table: inspect FILE; learnt tokens: data.train=FILE checkpoint=RUN", run_plain=inspect),
-    "demo": Verb(words="all three kits in a few minutes, and one page about them", run_plain=demo),
-    "replay": Verb(words="train a step again from its rollouts: kitforge replay RUN step=N", run_plain=replay),
-    "list": Verb(words="tasks and presets with their sizes", run_plain=list_presets),
-    "doctor": Verb(words="this machine: devices, packages, a one-second speed test", run_plain=doctor),
+    "export": Command(help="for other programs: kitforge export checkpoint=RUN output_dir=FOLDER", run=export),
+    "config": Command(help="print the resolved configuration, run nothing", run=config),
+    "report": Command(help="draw one or more runs: kitforge report RUN [RUN ...]", run_plain=report),
+    "inspect": Command(help="a table: inspect FILE; learnt tokens: data.train=FILE checkpoint=RUN", run_plain=inspect),
+    "demo": Command(help="all three kits in a few minutes, and one page about them", run_plain=demo),
+    "replay": Command(help="train a step again from its rollouts: kitforge replay RUN step=N", run_plain=replay),
+    "list": Command(help="tasks and presets with their sizes", run_plain=list_presets),
+    "doctor": Command(help="this machine: devices, packages, a one-second speed test", run_plain=doctor),
 }
 
 
@@ -87,15 +87,15 @@ def main() -> None:
     """The console script."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--traceback"]
     if len(arguments) == len(sys.argv) - 1:
-        sys.excepthook = tell
+        sys.excepthook = print_error
     log_to_terminal()
-    if not speaks():
+    if not is_main_process():
         console.quiet = True
     try:
         status = run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        if speaks():
+        if is_main_process():
             errors.print("interrupted")
         status = INTERRUPTED
     except BrokenPipeError:
@@ -114,9 +114,9 @@ def run(arguments: Sequence[str]) -> int:
     if name == "--version":
         say(version("kitforge"))
         return 0
-    if name not in VERBS:
-        raise ConfigError(f"unknown command {name!r}", fix=nearest(name, VERBS))
-    verb = VERBS[name]
+    if name not in COMMANDS:
+        raise ConfigError(f"unknown command {name!r}", fix=nearest(name, COMMANDS))
+    verb = COMMANDS[name]
     if verb.run_plain is not None:
         return verb.run_plain(rest)
     flags = {argument for argument in rest if argument.startswith("-")}
@@ -126,12 +126,12 @@ def run(arguments: Sequence[str]) -> int:
     if flags & {"-h", "--help"}:
         _help_options(name, overrides)
         return 0
-    return run_members(name, verb, members(verb, overrides, is_sweep=bool(flags & {"-m", "--multirun"})))
+    return run_sweep(name, verb, sweep_runs(verb, overrides, is_sweep=bool(flags & {"-m", "--multirun"})))
 
 
 def _help() -> None:
     lines = ["kitforge VERB [option=value ...] [-m] [--help] [--traceback]", ""]
-    lines += [f"  {name:<9} {verb.words}" for name, verb in VERBS.items()]
+    lines += [f"  {name:<9} {verb.help}" for name, verb in COMMANDS.items()]
     lines += ["", "kitforge train --help lists every option, of another task with task=NAME."]
     say("\n".join(lines))
 
@@ -140,12 +140,12 @@ def _help_options(name: str, overrides: Sequence[str]) -> None:
     """Every option of a task with its default, and what the comment beside its field says of it."""
     task = task_of({option: values[0] for option, values in map(parse, overrides)})
     kit = kit_of(task)
-    lines = [f"kitforge {name} [option=value ...]", f"  {VERBS[name].words}", ""]
+    lines = [f"kitforge {name} [option=value ...]", f"  {COMMANDS[name].help}", ""]
     lines += ["Presets, one of each group (your own are found in ./configs/GROUP/NAME.yaml):"]
     lines += [f"  {group}={'|'.join(presets(group))}" for group in groups()]
     lines += ["", f"Several values with commas and -m run one after the other. Options of task={task}:"]
-    words = option_words(kit.OPTIONS)
-    for option, default in dotted(kit.resolved(kit.read_options(composed(task, {}).values))).items():
+    words = option_help(kit.OPTIONS)
+    for option, default in dotted(kit.resolved(kit.read_options(compose_config(task, {}).values))).items():
         shown = f"{option}={json.dumps(default)}".replace('"', "")
         lines.append(f"  {shown:<38} {words.get(option, '').replace('None:', 'null:')}".rstrip())
     say("\n".join(lines))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kitforge.api import kit_of, load_model
-from kitforge.cli.terminal import say
+from kitforge.cli.console import say
 from kitforge.composition import Composition
 from kitforge.foundation.errors import ConfigError
 

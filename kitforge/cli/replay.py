@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from kitforge.api import replay as replay_step
-from kitforge.cli.terminal import say
+from kitforge.cli.console import say
 from kitforge.composition import parse
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import console
@@ -23,8 +23,8 @@ def replay(arguments: list[str]) -> int:
     found = replay_step(folders[0], step, options)
     say(f"step {found.step} of {folders[0]}, trained again from the checkpoint of step {found.start}")
     table = Table("metric", "recorded", "again", "difference")
-    for name in dict.fromkeys((*found.recorded, *found.found)):
-        before, after = found.recorded.get(name), found.found.get(name)
+    for name in dict.fromkeys((*found.recorded, *found.replayed)):
+        before, after = found.recorded.get(name), found.replayed.get(name)
         difference = "equal" if before == after else "-" if before is None or after is None else f"{after - before:.3g}"
         table.add_row(name, *("-" if each is None else repr(each) for each in (before, after)), difference)
     console.print(table)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kitforge.api import kit_of, train_task
-from kitforge.cli.terminal import say, speaks
-from kitforge.cli.verb import INTERRUPTED
+from kitforge.cli.command import INTERRUPTED
+from kitforge.cli.console import is_main_process, say
 from kitforge.composition import Composition
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel.rendezvous import launch_info
@@ -22,7 +22,7 @@ def train(chosen: Composition) -> int:
     kit = kit_of(chosen.values["task"])
     options = restarted(kit.read_options(chosen.values))
     result = train_task(options, kit.Inputs(model_name=chosen.model_name))
-    if not speaks():
+    if not is_main_process():
         return INTERRUPTED if result.was_interrupted else 0
     record = read_run(result.folder)
     show_sample(record)

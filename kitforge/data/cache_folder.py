@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.foundation.errors import DataError
-from kitforge.foundation.files import one_at_a_time, write_text
+from kitforge.foundation.files import file_lock, write_text
 from kitforge.foundation.log import logger
 from kitforge.foundation.untrusted import parse_json
 
@@ -44,7 +44,7 @@ class CacheFolder:
             if self._is_finished:
                 return
             self.path.mkdir(parents=True, exist_ok=True)
-            with one_at_a_time(self.path, _log, f"building the {self.what}"):
+            with file_lock(self.path, _log, f"building the {self.what}"):
                 # Whoever held the lock before may have built it.
                 if not self._is_finished:
                     for draft in self.path.rglob(".*.draft"):

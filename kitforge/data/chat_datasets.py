@@ -30,7 +30,7 @@ Said = str | Sequence[Message] | Sequence[int]
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _ROLES = {"Human": "user", "Assistant": "assistant", "human": "user", "gpt": "assistant", "observation": "tool"}
 _CALL = "function_call"  # as ShareGPT has it, with JSON of name and arguments as its value
-_LEAVE_OUT = "leave such rows out, with data.unusable=drop"
+_LEAVE_OUT = "leave such rows out, with data.on_invalid=drop"
 _log = logger(__name__)
 Row = TypeVar("Row")
 ExampleKind = Literal["demonstrations", "pairs", "unpaired"]
@@ -132,12 +132,12 @@ class ChatDatasetReader:
         tokenizer: Tokenizer,
         template: ChatTemplate,
         columns: Mapping[str, str] | None = None,
-        unusable: Literal["refuse", "drop"] = "refuse",
+        on_invalid: Literal["refuse", "drop"] = "refuse",
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self.columns = dict(columns or {})
-        self.unusable = unusable
+        self.on_invalid = on_invalid
 
     def demonstrations(self, spec: object) -> Iterator[TokenizedExample]:
         """Texts, conversations, or completions of prompts."""
@@ -171,7 +171,7 @@ class ChatDatasetReader:
     def fingerprint(self, kind: ExampleKind) -> str:
         """Equal for readers that make the same of the same rows."""
         tokens = (self._tokenizer.fingerprint, self._template.fingerprint)
-        return fingerprint_of("dialogues", kind, *tokens, sorted(self.columns.items()), self.unusable)
+        return fingerprint_of("dialogues", kind, *tokens, sorted(self.columns.items()), self.on_invalid)
 
     def _each(self, spec: object, read: Callable[[dict[str, Any], object], Row]) -> Iterator[Row]:
         """What is read of every row; those that mean nothing are refused, or left out and counted."""
@@ -188,7 +188,7 @@ class ChatDatasetReader:
             try:
                 example = read(row, location)
             except DataError as error:
-                if self.unusable == "refuse":
+                if self.on_invalid == "refuse":
                     raise
                 report.num_refused += 1
                 report.first_refused = report.first_refused or str(error)

@@ -161,7 +161,7 @@ def build_example_cache(
                 path=parts / f"{number:06d}.npz",
                 kind=kind,
                 columns=reader.columns,
-                unusable=reader.unusable,
+                unusable=reader.on_invalid,
             )
             for number, shard in enumerate(shards)
         ]

@@ -15,7 +15,7 @@ from kitforge.data.readers import file_shards, is_known, row_file_shards
 from kitforge.data.standard_library import standard_library_shards
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError
-from kitforge.foundation.files import missing
+from kitforge.foundation.files import missing_file_error
 
 STANDARD_LIBRARY = "python_stdlib"
 
@@ -179,7 +179,7 @@ def _files(path: Path) -> list[Path]:
         raise DataError(
             f"no file matches {path}", got=f"in {Path.cwd()}", fix="check the pattern, and quote it in a shell"
         )
-    raise missing(path, [STANDARD_LIBRARY])
+    raise missing_file_error(path, [STANDARD_LIBRARY])
 
 
 def _files_below(folder: Path) -> list[Path]:

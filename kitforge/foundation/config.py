@@ -39,7 +39,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise ConfigError(f"option {_join(path, missing[0])!r} has no value", expected=_words(hints[missing[0]]))
+        raise ConfigError(f"option {_join(path, missing[0])!r} has no value", expected=_type_text(hints[missing[0]]))
     return cls(**{key: convert(hints[key], value, _join(path, key)) for key, value in values.items()})
 
 
@@ -114,7 +114,7 @@ def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
         except ConfigError:
             if len(members) == 1:
                 raise
-    raise _wrong(path, value, " or ".join(_words(member) for member in members))
+    raise _wrong(path, value, " or ".join(_type_text(member) for member in members))
 
 
 def _convert_literal(args: tuple[Any, ...], value: Any, path: str) -> Any:
@@ -144,7 +144,7 @@ def _convert_plain(hint: Any, value: Any, path: str) -> Any:
     # A bool is an int to Python, but `batch_size=true` is a slip of the hand.
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    raise _wrong(path, value, _words(hint))
+    raise _wrong(path, value, _type_text(hint))
 
 
 def _number(value: Any, path: str) -> float:
@@ -158,16 +158,16 @@ def _number(value: Any, path: str) -> float:
 
 
 def _wrong(path: str, value: Any, expected: str, fix: str | None = None) -> ConfigError:
-    return ConfigError(f"option {path!r} has the wrong value", got=_brief(value), expected=expected, fix=fix)
+    return ConfigError(f"option {path!r} has the wrong value", got=_short_text(value), expected=expected, fix=fix)
 
 
-def _brief(value: Any) -> str:
+def _short_text(value: Any) -> str:
     """Enough of a value to know it by; a value that somebody sent may be as long as they like."""
     text = repr(value[:_MOST_SHOWN] if isinstance(value, (str, bytes)) else value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def _words(hint: Any) -> str:
+def _type_text(hint: Any) -> str:
     plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
     if hint in plain:
         return plain[hint]
@@ -175,8 +175,8 @@ def _words(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, args))
     if typing.get_origin(hint) in (list, tuple):
-        return f"[{_words(args[0])}, ...]"
-    return " or ".join(map(_words, args)) if args else getattr(hint, "__name__", str(hint))
+        return f"[{_type_text(args[0])}, ...]"
+    return " or ".join(map(_type_text, args)) if args else getattr(hint, "__name__", str(hint))
 
 
 def _recorded(field: dataclasses.Field[Any], value: Any) -> Any:

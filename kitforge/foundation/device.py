@@ -164,7 +164,7 @@ def set_deterministic(enabled: bool) -> None:
 
 
 @cache
-def multiplies_natively(dtype: torch.dtype, kind: str = "cpu") -> bool:
+def has_native_matmul(dtype: torch.dtype, kind: str = "cpu") -> bool:
     """Whether the device has matrix arithmetic in `dtype`, rather than an emulation that is slower than fp32."""
     if kind == "cuda":
         return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
@@ -176,7 +176,7 @@ def multiplies_natively(dtype: torch.dtype, kind: str = "cpu") -> bool:
 
 
 @cache
-def keep_freed_memory() -> bool:
+def keep_malloc_arenas() -> bool:
     """Let the C allocator keep what is freed instead of handing it back to the system at once.
 
     On Linux a training step frees and asks for the same hundreds of megabytes again; handed back, each page is

@@ -82,7 +82,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def one_at_a_time(folder: Path, log: logging.Logger, work: str) -> Iterator[None]:
+def file_lock(folder: Path, log: logging.Logger, work: str) -> Iterator[None]:
     """Among processes, the block runs in one at a time; `log` is told that another one is doing the `work`."""
     with open(folder / ".lock", "w") as lock:
         try:
@@ -93,7 +93,7 @@ def one_at_a_time(folder: Path, log: logging.Logger, work: str) -> Iterator[None
         yield
 
 
-def missing(path: Path, words: Iterable[str] = ()) -> DataError:
+def missing_file_error(path: Path, words: Iterable[str] = ()) -> DataError:
     """What to raise for a path where nothing lies: it names what lies nearest. `words` may be given instead of one."""
     name, folder = path.name, path.parent
     while not folder.is_dir():

@@ -48,14 +48,14 @@ class _SanitizingFormatter(logging.Formatter):
         return sanitize(super().format(record))
 
 
-def sanitizing(console: Console) -> Console:
+def sanitizing_console(console: Console) -> Console:
     """The console, which from now on sanitizes what it prints."""
     console.push_render_hook(_Sanitizer())
     return console
 
 
-console = sanitizing(Console())
-errors = sanitizing(Console(stderr=True))
+console = sanitizing_console(Console())
+errors = sanitizing_console(Console(stderr=True))
 
 
 def logger(name: str) -> logging.Logger:

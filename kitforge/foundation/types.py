@@ -24,12 +24,12 @@ class Region:
     shape: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Region:
+    def full(cls, shape: Sequence[int]) -> Region:
         """All of a tensor."""
         return cls(global_shape=tuple(shape), offset=(0,) * len(shape), shape=tuple(shape))
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether it is all of the tensor."""
         return self.shape == self.global_shape
 

@@ -1,6 +1,6 @@
-"""The panel about completions: the first answers of the latest rounds that a run has kept, with what each was worth.
+"""The completions panel: the first completions of a run's latest rollout batches, with their rewards.
 
-It reads rollouts/round_N.jsonl of a run, of which each line holds `prompt`, `answer`, `reward`, and if there are any
+It reads rollouts/round_N.jsonl of a run. Each line holds `prompt`, `completion`, `reward`, and if there are any
 `reward_shaped`, `rewards` by name, and `advantage`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from kitforge.foundation.untrusted import parse_json
 from kitforge.report.metrics import RunRecord
-from kitforge.report.numerals import number
+from kitforge.report.number_format import number
 from kitforge.report.panels import Panel, html_table
 
 ROLLOUTS = "rollouts"
@@ -45,7 +45,7 @@ def _round(path: Path) -> str:
     cells = [
         (
             _text(row.get("prompt")),
-            [_text(row.get("answer")), *(_figure(figures_of(row).get(name)) for name in names)],
+            [_text(row.get("completion")), *(_figure(figures_of(row).get(name)) for name in names)],
         )
         for row in rows
     ]

@@ -117,17 +117,17 @@ class _MetricLines:
                 if line.strip():
                     self._read_line(line, f"{path.name} line {number}")
 
-    def _read_line(self, line: bytes, place: str) -> None:
+    def _read_line(self, line: bytes, location: str) -> None:
         try:
             record = parse_json(line)
         except ValueError:
             # Only the line that was being written when the run died lacks its end.
             reason = "is not JSON" if line.endswith(b"\n") else "is torn: the run was stopped while writing it"
-            self.problems.append(f"{place} {reason}. It is left out.")
+            self.problems.append(f"{location} {reason}. It is left out.")
             return
         problem = _fault(record)
         if problem:
-            self.problems.append(f"{place} {problem}. It is left out.")
+            self.problems.append(f"{location} {problem}. It is left out.")
         elif record["kind"] == "event":
             message = str(record.get("message", ""))
             self.events.append(LoggedEvent(step=record["step"], name=record["event"], message=message))

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.files import write_text
-from kitforge.report.charts import groups
+from kitforge.report.chart_specs import groups
 from kitforge.report.completions import completions
-from kitforge.report.curves import NUM_DASHES, NUM_TONES, draw
 from kitforge.report.metrics import RunRecord, read_run
 from kitforge.report.panels import Panel, comparison, configuration, events, numbers, problems, tiles
 from kitforge.report.samples import samples
 from kitforge.report.scales import step_scale
+from kitforge.report.svg_chart import NUM_DASHES, NUM_TONES, draw
 from kitforge.report.tables import tables
 
 _FOLDER = Path(__file__).parent
@@ -73,8 +73,8 @@ def run_labels(runs: Sequence[RunRecord]) -> list[str]:
         run.name if names.count(run.name) == 1 else f"{run.folder.resolve().parent.name}/{run.name}" for run in runs
     ]
     return [
-        label if labels.count(label) == 1 else f"{label} ({labels[: place + 1].count(label)})"
-        for place, label in enumerate(labels)
+        label if labels.count(label) == 1 else f"{label} ({labels[: index + 1].count(label)})"
+        for index, label in enumerate(labels)
     ]
 
 
@@ -85,7 +85,7 @@ def _curves(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Panel]:
     axis = step_scale(step for one in series for step in (min(one.steps), max(one.steps)))
     parts: list[Panel] = []
     for title, drawn in groups(runs, labels):
-        figures = "".join(draw(chart, axis, f"chart-{len(parts)}-{place}") for place, chart in enumerate(drawn))
+        figures = "".join(draw(chart, axis, f"chart-{len(parts)}-{index}") for index, chart in enumerate(drawn))
         parts.append(Panel(title, f'<div class="charts">{figures}</div>'))
     return [*parts[:-1], Panel(parts[-1].title, parts[-1].html + numbers(runs, labels))]
 

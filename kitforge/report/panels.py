@@ -11,10 +11,10 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple, final
 
-from kitforge.report.charts import is_bad
+from kitforge.report.chart_specs import is_bad
+from kitforge.report.config_diff import differences
 from kitforge.report.metrics import LoggedEvent, RunRecord
-from kitforge.report.numerals import number
-from kitforge.report.options import differences
+from kitforge.report.number_format import number
 from kitforge.report.summary import PROGRESS, Figure, headline, last_values
 
 # Above this the page says how much more there is and where it lies.

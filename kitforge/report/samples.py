@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from kitforge.report.metrics import RunRecord, Sample, SampleSet
-from kitforge.report.numerals import number
+from kitforge.report.number_format import number
 
 # Above these the page says how much more there is and where it lies.
 _MOST_SAMPLE_SETS, _MOST_SAMPLES, _MOST_CHARACTERS = 8, 8, 3000
@@ -16,7 +16,7 @@ def samples(run: RunRecord) -> str:
     """The samples of one run: before and after side by side where the prompts are the same, then step by step."""
     shown = run.samples[:_MOST_SAMPLE_SETS]
     aside = side_by_side(run.samples)
-    steps = "".join(_sample_set(each, is_open=place == 0 and not aside) for place, each in enumerate(shown))
+    steps = "".join(_sample_set(each, is_open=index == 0 and not aside) for index, each in enumerate(shown))
     left = len(run.samples) - len(shown)
     note = f'<p class="note">{left:,} earlier steps are not shown here; they lie in the folder samples.</p>'
     return aside + steps + (note if left else "")

@@ -25,7 +25,7 @@ class Scale:
     high: float
     is_log: bool = False
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """Where `value` stands: 0 at `low`, 1 at `high`, at the nearer end when it lies beyond."""
         held = min(max(value, self.low), self.high)
         if self.is_log:
@@ -87,13 +87,13 @@ def is_noisy(series: Series) -> bool:
     return 0 < spread < math.inf and sum(abs(after - before) for before, after in pairwise(values)) > _NOISE * spread
 
 
-def smooth(values: Sequence[float], places: Iterable[int]) -> list[float]:
+def smooth(values: Sequence[float], indices: Iterable[int]) -> list[float]:
     """At each of `places` a line through its finite neighbours (a window of about 4 %).
 
     Within the series that is their mean; at its ends, where a mean would lag behind, the line keeps the slope.
     """
     reach = max(3, len(values) // 50)
-    return [_fit(values, place, range(max(0, place - reach), min(len(values), place + reach + 1))) for place in places]
+    return [_fit(values, index, range(max(0, index - reach), min(len(values), index + reach + 1))) for index in indices]
 
 
 def thin(series: Series, scale: Scale, buckets: int) -> list[Group]:
@@ -101,7 +101,7 @@ def thin(series: Series, scale: Scale, buckets: int) -> list[Group]:
     is_short = len(series.steps) <= 2 * buckets
     groups, members, previous = [], list[int](), None
     for index, step in enumerate(series.steps):
-        bucket = index if is_short else int(scale.place(step) * buckets)
+        bucket = index if is_short else int(scale.position(step) * buckets)
         if members and bucket != previous:
             groups.append(_group(series, members, goes_back=step < series.steps[index - 1]))
             members = []
@@ -110,7 +110,7 @@ def thin(series: Series, scale: Scale, buckets: int) -> list[Group]:
     return [*groups, _group(series, members, goes_back=True)] if members else groups
 
 
-def _fit(values: Sequence[float], place: int, window: range) -> float:
+def _fit(values: Sequence[float], index: int, window: range) -> float:
     """The value at `place` of the least-squares line through the finite values in `window`, held within their range."""
     known = {index: _held(values[index]) for index in window if math.isfinite(values[index])}
     if not known:
@@ -119,7 +119,7 @@ def _fit(values: Sequence[float], place: int, window: range) -> float:
     centre = sum(known) / len(known)
     spread = sum((index - centre) ** 2 for index in known)
     slope = math.fsum((index - centre) / spread * (value - mean) for index, value in known.items()) if spread else 0.0
-    return min(max(mean + slope * (place - centre), min(known.values())), max(known.values()))
+    return min(max(mean + slope * (index - centre), min(known.values())), max(known.values()))
 
 
 def _held(value: float) -> float:
@@ -142,7 +142,7 @@ def _even_ticks(low: float, high: float, most: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     spacing = next((power * factor for factor in (1, 2, 5) if power * factor >= rough * 0.85), power * 10)
     first, last = math.ceil(low / spacing - 1e-9), math.floor(high / spacing + 1e-9)
-    return [place * spacing for place in range(first, last + 1)]
+    return [index * spacing for index in range(first, last + 1)]
 
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Literal
 
 from kitforge.report.metrics import RunRecord, Series
-from kitforge.report.numerals import count, duration, memory, number
+from kitforge.report.number_format import count, duration, memory, number
 
 Goal = Literal["lower", "higher"] | None
 
@@ -20,10 +20,10 @@ PROGRESS = frozenset({"epoch", "tokens", "samples", "skipped", "time/seconds"})
 _TITLES = {
     "grad_norm": "Gradient norm",
     "best_auc": "Best possible AUC",
-    "kl": "Divergence from the reference",
-    "approximate_kl": "Divergence within a round",
-    "ended": "Answers that ended",
-    "coefficient": "Cost of a nat",
+    "kl": "KL to the reference",
+    "approx_kl": "Approximate KL of the update",
+    "completion/eos_rate": "Completions that ended with EOS",
+    "kl_coef": "KL coefficient",
     "time/input_tokens_per_second": "Throughput",
     "time/tokens_per_second": "Throughput",
     "time/samples_per_second": "Throughput",
@@ -55,6 +55,7 @@ _HIGHER = frozenset(
         "second",
         "reward",
         "margin",
+        "margins",
         "explained",
     }
 )

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from kitforge.foundation.untrusted import parse_json
-from kitforge.report.curves import Chart, Line, draw
 from kitforge.report.metrics import RunRecord, Series
 from kitforge.report.panels import Panel
 from kitforge.report.scales import size_scale, step_scale
+from kitforge.report.svg_chart import Chart, ChartLine, draw
 
 TABLES_FILE = "tables.jsonl"
 
@@ -34,17 +34,17 @@ def _run(label: str, records: list[dict[str, Any]], number: int) -> str:
     names = dict.fromkeys(name for record in counts for name in record["tables"])
     drawn = "".join(
         _charts(
-            name, [(record["step"], record["tables"][name]) for record in counts if name in record["tables"]], place
+            name, [(record["step"], record["tables"][name]) for record in counts if name in record["tables"]], chart_id
         )
-        for place, name in zip((f"tables-{number}-{each}" for each in range(len(names))), names, strict=True)
+        for chart_id, name in zip((f"tables-{number}-{each}" for each in range(len(names))), names, strict=True)
     )
     curves = [record for record in records if record.get("kind") == "curve"]
-    bent = "".join(_curve(record, f"curve-{number}-{place}") for place, record in enumerate(curves))
+    bent = "".join(_curve(record, f"curve-{number}-{chart_id}") for chart_id, record in enumerate(curves))
     heading = f"<h3>{escape(label)}</h3>" if label else ""
     return f'{heading}<div class="charts">{drawn}{bent}</div>'
 
 
-def _charts(name: str, counts: list[tuple[int, dict[str, Any]]], place: str) -> str:
+def _charts(name: str, counts: list[tuple[int, dict[str, Any]]], chart_id: str) -> str:
     """Hit rates by tier, and rows moved by tier."""
     steps = tuple(step for step, _ in counts)
     axis = step_scale(steps)
@@ -57,7 +57,7 @@ def _charts(name: str, counts: list[tuple[int, dict[str, Any]]], place: str) -> 
     moved_to = dict.fromkeys(tier for _, count in counts for tier in count["moved"])
     moved = {tier: tuple(float(count["moved"].get(tier, 0)) for _, count in counts) for tier in moved_to}
     return "".join(
-        draw(_chart(title, unit, steps, values), axis, f"{place}-{number}")
+        draw(_chart(title, unit, steps, values), axis, f"{chart_id}-{number}")
         for number, (title, unit, values) in enumerate(
             [
                 (f"{name}: lookups by tier", "fraction of rows", hits),
@@ -72,19 +72,19 @@ def _chart(
     title: str, unit: str, steps: tuple[int, ...], values: dict[str, tuple[float, ...]], axis: str = "step"
 ) -> Chart:
     lines = tuple(
-        Line(label=label, series=Series(steps=steps, values=each), run=0, tone=tone)
+        ChartLine(label=label, series=Series(steps=steps, values=each), run=0, tone=tone)
         for tone, (label, each) in enumerate(values.items())
     )
     return Chart(title=title, unit=unit, lines=lines, axis=axis)
 
 
-def _curve(record: dict[str, Any], place: str) -> str:
+def _curve(record: dict[str, Any], chart_id: str) -> str:
     """The hit rate of a device tier by its size, from the stack distances of the first batches."""
     sizes = tuple(int(rows) for rows, _ in record["points"])
     values = tuple(float(rate) for _, rate in record["points"])
     title = f"{record['table']}: hit rate by device tier size"
     chart = _chart(title, "fraction of rows", sizes, {"LRU, warm cache": values}, axis="rows")
-    return draw(chart, size_scale(sizes), place)
+    return draw(chart, size_scale(sizes), chart_id)
 
 
 def _read(folder: Path) -> list[dict[str, Any]]:

@@ -18,24 +18,24 @@ from kitforge.trainer.precision import autocast
 from kitforge.trainer.task import Task
 
 # What reads the rows of a task: the tokenizer of texts, the features of a table.
-Reader = TypeVar("Reader")
+Processor = TypeVar("Processor")
 Options = TypeVar("Options")
 
 
 # Without slots, with which Python 3.11 makes no instance of a frozen dataclass by a name such as RunInputs[int].
 @final
 @dataclass(frozen=True, kw_only=True)
-class RunInputs(Generic[Reader]):
+class RunInputs(Generic[Processor]):
     """Objects that a caller hands over instead of naming them in the options."""
 
     train_dataset: Any = None
     eval_dataset: Any = None
     model: nn.Module | None = None
     model_folder: Path | None = None  # of the run that the model came of, if it came of one
-    began_with: nn.Module | None = None  # of a trained model that is evaluated: what was handed over to be trained
+    initial_model: nn.Module | None = None  # of a trained model that is evaluated: what was handed over to be trained
     # Opens the model under the checkpoint, where the kit that goes on with it is not the one that trained it.
     open_model: Callable[..., Any] | None = None
-    tokenizer: Reader | None = None
+    processor: Processor | None = None
     roles: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Sequence[Callback] = ()
     model_name: str = "model"
@@ -43,17 +43,17 @@ class RunInputs(Generic[Reader]):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RunAssembly(Generic[Options, Reader]):
+class RunAssembly(Generic[Options, Processor]):
     """A run ready to start."""
 
     loop: Loop
     folder: Path
-    tokenizer: Reader
+    processor: Processor
     options: Options
     config_text: str
 
 
-def evaluated(task: Task, parallel: ParallelModel, device: torch.device, precision: Precision) -> dict[str, float]:
+def evaluate_model(task: Task, parallel: ParallelModel, device: torch.device, precision: Precision) -> dict[str, float]:
     """What the task measures of a network outside of a run; its pieces are let go and its mode is as it was before."""
     model = parallel.model
     was_training = model.training

@@ -24,16 +24,16 @@ from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.trainer.callbacks.callback import Callback, Event
+from kitforge.trainer.optimizer_step import drop_gradients, optimizer_step
 from kitforge.trainer.options import RunOptions, TrainerOptions
-from kitforge.trainer.precision import LossScaler, autocast
+from kitforge.trainer.precision import GradScaler, autocast
 from kitforge.trainer.resume import check_changes
-from kitforge.trainer.signals import signals
+from kitforge.trainer.signals import interrupt_signals
 from kitforge.trainer.state import TrainingState
-from kitforge.trainer.task import Ending, Task
-from kitforge.trainer.update import let_go, update
+from kitforge.trainer.task import RunResult, Task
 
 # A run that was given no length ends while its owner is still watching, and says so.
-DEFAULT_STEPS = 300
+DEFAULT_MAX_STEPS = 300
 _log = logger(__name__)
 
 
@@ -51,7 +51,7 @@ class Loop:
         callbacks: Sequence[Callback] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        devices.keep_freed_memory()
+        devices.keep_malloc_arenas()
         devices.set_deterministic(options.deterministic)
         torch.manual_seed(options.seed)
         self.task = task
@@ -67,11 +67,11 @@ class Loop:
         self.world = world
         self._config = dict(config or {})
         self._interrupted = False
-        self._asked_to_stop = False
+        self._stop_requested = False
         self._resumed_from: Path | None = None
-        self._changes: list[str] = []
+        self._config_changes: list[str] = []
         self.model = task.build(world)
-        _part_noise(options.seed, world)
+        _seed_per_replica(options.seed, world)
         self._parallel = parallel_model_of(self.model, world)
         self._parallel.broadcast_replicas()
         groups = self._parallel.local_groups(task.parameter_groups(self.model, options.optimizer.weight_decay))
@@ -79,7 +79,7 @@ class Loop:
             model=self.model,
             parallel=self._parallel,
             optimizer=build_optimizer(groups, options.optimizer, self._parallel.full_matrices()),
-            scaler=LossScaler(options.precision),
+            scaler=GradScaler(options.precision),
             plateau=Plateau(options.schedule),
             world=world,
             groups=groups,
@@ -93,32 +93,32 @@ class Loop:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Become the run that the checkpoint was saved by; `train` then goes on from there. Raises ConfigError for
         changes that make an exact continuation impossible."""
-        changes = check_changes(checkpoint.state["config"], self._config, allowed=self.options.allow_changes)
+        changes = check_changes(checkpoint.state["config"], self._config, allowed=self.options.allow_config_changes)
         self.task.load_state(checkpoint.state["task"])
-        self.state.load(checkpoint)
+        self.state.load_checkpoint(checkpoint)
         for callback in self.callbacks:
             callback.load_state(checkpoint.state["callbacks"].get(type(callback).__name__, callback.state()))
         self._resumed_from = checkpoint.folder
-        self._changes = changes
+        self._config_changes = changes
 
     def train(self) -> dict[str, float]:
         """Train to the end and return the last metrics. Ctrl-C ends the run after the step, saved and reported."""
         metrics: dict[str, float] = {}
         self._emit("start")
         if self._resumed_from is not None:
-            self.note("resume", f"goes on after step {self.state.cursor.step} of {self._resumed_from}")
-        for change in self._changes:
-            self.note("changed", change)
+            self.log_event("resume", f"goes on after step {self.state.cursor.step} of {self._resumed_from}")
+        for change in self._config_changes:
+            self.log_event("changed", change)
         if self.options.max_steps is None and self.options.epochs is None:
-            self.note(
+            self.log_event(
                 "length", f"{self.max_steps} steps, as none was given; trainer.epochs=1 goes through the data once"
             )
         if (summary := self._run_options.summary) is not None:
-            self.note("batches", summary)
+            self.log_event("batches", summary)
         still_here = iter(self.callbacks)
-        with signals(self._interrupt):
+        with interrupt_signals(self._interrupt):
             try:
-                if self.options.evaluate_first and self.state.cursor.step == 0 and self.state.evaluated is None:
+                if self.options.eval_first and self.state.cursor.step == 0 and self.state.last_eval_step is None:
                     metrics |= self._evaluate()
                 metrics |= self._run()
                 for callback in still_here:
@@ -126,10 +126,10 @@ class Loop:
             except BaseException as error:
                 # Before anything else, for the other ranks are waiting for this one by now.
                 self.world.publish_failure(error)
-                self._end_failed(still_here)
+                self._notify_failure(still_here)
                 raise
         self._restore_best()
-        self.task.close(Ending(metrics=metrics, was_interrupted=self._interrupted))
+        self.task.on_run_end(RunResult(metrics=metrics, was_interrupted=self._interrupted))
         return metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -146,7 +146,7 @@ class Loop:
         """End the run after this step."""
         self.stop_reason = reason
 
-    def note(self, event: str, message: str) -> None:
+    def log_event(self, event: str, message: str) -> None:
         """Tell all callbacks that something happened."""
         record = {"kind": "event", "step": self.state.cursor.step, "event": event, "message": message}
         self._emit("note", record)
@@ -158,7 +158,7 @@ class Loop:
     def checkpoint_state(self) -> dict[str, Any]:
         """The whole of state.json."""
         return {
-            "training": self.state.plain(),
+            "training": self.state.state_dict(),
             "task": self.task.state(),
             "callbacks": {type(callback).__name__: callback.state() for callback in self.callbacks},
             "config": self._config,
@@ -176,12 +176,12 @@ class Loop:
             self._checkpoint(False)
         started = time.perf_counter()
         for step in steps:
-            self.state.is_settled = False
+            self.state.is_consistent = False
             record = self._step(step)
             elapsed = time.perf_counter() - started
             self.state.seconds += elapsed
-            self._collect(record, elapsed)
-            self.state.is_settled = True
+            self._accumulate_metrics(record, elapsed)
+            self.state.is_consistent = True
             self._emit("step")
             number = self.state.cursor.step
             # An interrupted window is not logged: the resumed run fills it and logs it whole.
@@ -189,10 +189,10 @@ class Loop:
             if number % self.options.log_every == 0 or last:
                 metrics |= self._log()
             if not math.isfinite(record["grad_norm"]):
-                self._skipped(record["grad_norm"])
+                self._handle_skip(record["grad_norm"])
             elif record["skip"] is not None:
-                self.note("skip", f"{record['skip']} in step {number}: weights left as they were")
-            if _is_due(self.options.evaluate_every, number):
+                self.log_event("skip", f"{record['skip']} in step {number}: weights left as they were")
+            if _is_due(self.options.eval_every, number):
                 metrics |= self._evaluate()
             if last or self.stop_reason is not None:
                 break
@@ -200,26 +200,26 @@ class Loop:
             started = time.perf_counter()
         if self.state.cursor.step == 0:
             raise TrainingError("the task gave no step", expected="at least one", fix="check its data and cursor")
-        if self.state.window and not self._interrupted:
+        if self.state.log_accumulator and not self._interrupted:
             metrics |= self._log()
-        return metrics | self._conclude(has_ended)
+        return metrics | self._finish(has_ended)
 
     def _checkpoint(self, is_due: bool) -> None:
         if is_due or self.task.needs_checkpoint(self.state.cursor.step, self.max_steps):
             self._emit("checkpoint")
 
-    def _conclude(self, has_ended: bool) -> dict[str, float]:
+    def _finish(self, has_ended: bool) -> dict[str, float]:
         """The last evaluation, unless there was one at this step, and a word on why the run ends."""
         metrics: dict[str, float] = {}
         if self._interrupted:
-            self.note("interrupt", f"stopped after step {self.state.cursor.step}; resume=auto goes on from here")
-        elif self.state.evaluated != self.state.cursor.step:
+            self.log_event("interrupt", f"stopped after step {self.state.cursor.step}; resume=auto goes on from here")
+        elif self.state.last_eval_step != self.state.cursor.step:
             metrics = self._evaluate()
         elif has_ended:
             # A finished run that is resumed has nothing to add to its files.
             metrics = self.evaluate()
         if self.stop_reason is not None and not self._interrupted:
-            self.note("stop", self.stop_reason)
+            self.log_event("stop", self.stop_reason)
         return metrics
 
     def _step(self, step: Sequence[MicroBatch]) -> dict[str, Any]:
@@ -236,9 +236,9 @@ class Loop:
         self._agree_to_stop()
         rate = lr_scale(self._run_options.schedule, state.updates, self.max_steps) * state.plateau.factor
         learning_rate = self._run_options.optimizer.learning_rate
-        skip = "nothing to learn from" if float(counts["loss"]) == 0 else self.task.reason_to_skip(sums, counts)
-        let_go(state, self.task.parts_at_rest(step))
-        norms = update(state, rate, learning_rate, self.options.gradient_clip, is_skipped=skip is not None)
+        skip = "nothing to learn from" if float(counts["loss"]) == 0 else self.task.skip_reason(sums, counts)
+        drop_gradients(state, self.task.frozen_parts(step))
+        norms = optimizer_step(state, rate, learning_rate, self.options.max_grad_norm, is_skipped=skip is not None)
         own = {group.part: group.learning_rate for group in state.groups if group.learning_rate is not None}
         samples, tokens = int(counts.get("samples", 0)), int(counts.get("tokens", 0))
         state.cursor = state.cursor.advance(samples=samples, tokens=tokens)
@@ -266,9 +266,9 @@ class Loop:
         self._parallel.reduce_gradients()
         return totals
 
-    def _skipped(self, norm: float) -> None:
+    def _handle_skip(self, norm: float) -> None:
         state = self.state
-        self.note("skip", f"gradient norm {norm} at step {state.cursor.step}: weights left as they were")
+        self.log_event("skip", f"gradient norm {norm} at step {state.cursor.step}: weights left as they were")
         if state.consecutive_skips < self.options.max_consecutive_skips:
             return
         problem = f"{state.consecutive_skips} steps in a row had gradients that are not finite"
@@ -281,18 +281,18 @@ class Loop:
         found = (
             None
             if root is None
-            else newest(root, on_damaged=lambda error: self.note("damaged", str(error)), world=self.world)
+            else newest(root, on_damaged=lambda error: self.log_event("damaged", str(error)), world=self.world)
         )
         if found is None:
             raise TrainingError(problem, got="no checkpoint to go back to", fix="set trainer.checkpoint_every")
         state.load_weights(found)
         state.consecutive_skips = 0
         state.rollbacks += 1
-        self.note("rollback", f"weights of step {found.step}; the data go on")
+        self.log_event("rollback", f"weights of step {found.step}; the data go on")
 
-    def _collect(self, record: dict[str, Any], elapsed: float) -> None:
+    def _accumulate_metrics(self, record: dict[str, Any], elapsed: float) -> None:
         """Add the step to the sums since the last log line."""
-        window = self.state.window
+        window = self.state.log_accumulator
         for name, value in record["sums"].items():
             count = record["counts"].get(name, record["counts"]["loss"])
             window[name] = window.get(name, 0.0) + float(value)
@@ -307,7 +307,7 @@ class Loop:
 
     def _log(self) -> dict[str, float]:
         """Emit a line of means over the window, then empty it."""
-        state, window = self.state, self.state.window
+        state, window = self.state, self.state.log_accumulator
         # What nothing was counted for since the last line has no mean.
         names = [name.removesuffix("/count") for name, value in window.items() if name.endswith("/count") and value]
         means = {name: window[name] / window[f"{name}/count"] for name in names}
@@ -327,7 +327,7 @@ class Loop:
         for name in ("input_tokens", "tokens", "samples"):
             if f"time/{name}" in window:
                 line[f"time/{name}_per_second"] = window[f"time/{name}"] / seconds
-        state.window = {}
+        state.log_accumulator = {}
         self._emit("log", line)
         return {name: float(value) for name, value in means.items()}
 
@@ -336,15 +336,17 @@ class Loop:
         metrics = self.evaluate()
         if not metrics:
             return {}
-        state, monitor = self.state, self.options.monitor
+        state, monitor = self.state, self.options.metric_for_best
         if monitor is None or monitor not in metrics:
             raise ConfigError(
                 "the monitored metric does not exist", got=monitor, expected=f"one of {', '.join(sorted(metrics))}"
             )
-        sign = 1 if self.options.monitor_mode == "min" else -1
-        if math.isfinite(metrics[monitor]) and (state.best is None or sign * metrics[monitor] < sign * state.best):
-            state.best, state.best_step = metrics[monitor], state.cursor.step
-        state.evaluated = state.cursor.step
+        sign = 1 if self.options.metric_for_best_mode == "min" else -1
+        if math.isfinite(metrics[monitor]) and (
+            state.best_value is None or sign * metrics[monitor] < sign * state.best_value
+        ):
+            state.best_value, state.best_step = metrics[monitor], state.cursor.step
+        state.last_eval_step = state.cursor.step
         line = {"kind": "eval", "step": state.cursor.step, **metrics}
         line["time/evaluation_seconds"] = time.perf_counter() - started
         self._emit("evaluate", line)
@@ -362,7 +364,7 @@ class Loop:
         for callback in self.callbacks:
             callback.on_event(event, self)
 
-    def _end_failed(self, callbacks: Iterator[Callback]) -> None:
+    def _notify_failure(self, callbacks: Iterator[Callback]) -> None:
         """Those callbacks hear of the end that have not yet. The error that ended the run is the one to raise, so what
         fails here is told in the log."""
         for callback in callbacks:
@@ -372,18 +374,18 @@ class Loop:
                 _log.error("%s, when the run failed: %s", type(callback).__name__, describe_error(error))
 
     def _interrupt(self) -> None:
-        self._asked_to_stop = True
+        self._stop_requested = True
         if self.world.mesh is None:
             self._agree_to_stop()
 
     def _agree_to_stop(self) -> None:
         """A signal reaches ranks at different moments; they end after the same step."""
-        if self.world.any(self._asked_to_stop):
+        if self.world.any(self._stop_requested):
             self._interrupted = True
             self.stop("interrupted")
 
 
-def _part_noise(seed: int, world: World) -> None:
+def _seed_per_replica(seed: int, world: World) -> None:
     """All ranks build from one seed; from then on those with different samples draw different noise."""
     if world.replica > 0:
         torch.manual_seed(seeds.key(seed, "replica", world.replica))
@@ -392,9 +394,9 @@ def _part_noise(seed: int, world: World) -> None:
 def _with_best_metric(options: TrainerOptions, task: Task) -> TrainerOptions:
     """With the task's own metric as the one that says what is best, unless another one is named."""
     own = task.metric_for_best()
-    name = own.name if options.monitor is None else options.monitor
-    mode = options.monitor_mode or (own.mode if name == own.name else "min")
-    return dataclasses.replace(options, monitor=name, monitor_mode=mode)
+    name = own.name if options.metric_for_best is None else options.metric_for_best
+    mode = options.metric_for_best_mode or (own.mode if name == own.name else "min")
+    return dataclasses.replace(options, metric_for_best=name, metric_for_best_mode=mode)
 
 
 def _max_steps(task: Task, options: RunOptions) -> int:
@@ -405,7 +407,7 @@ def _max_steps(task: Task, options: RunOptions) -> int:
     steps = task.num_steps(1.0 if epochs is None else epochs)
     if steps is None and given is None:
         raise ConfigError("how long to train is not known", got="trainer.max_steps=null", expected="a number of steps")
-    limit = DEFAULT_STEPS if epochs is None else None
+    limit = DEFAULT_MAX_STEPS if epochs is None else None
     return min(value for value in (steps, given, limit) if value is not None)
 
 

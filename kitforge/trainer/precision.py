@@ -10,7 +10,7 @@ import torch
 from kitforge.foundation.dtype import DTYPES, Precision
 
 GROWTH_INTERVAL = 2000
-LARGEST_SCALE = 2.0**24
+MAX_SCALE = 2.0**24
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
@@ -22,7 +22,7 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 
 
 @final
-class LossScaler:
+class GradScaler:
     """Keeps fp16 gradients away from underflow: doubles after 2000 good steps, halves after a bad one, never below 1.
 
     In fp32 and bf16 the scale is 1 for good.
@@ -41,7 +41,7 @@ class LossScaler:
         if not finite:
             self.scale = max(self.scale / 2, 1.0)
         elif self._good_steps == GROWTH_INTERVAL:
-            self.scale, self._good_steps = min(self.scale * 2, LARGEST_SCALE), 0
+            self.scale, self._good_steps = min(self.scale * 2, MAX_SCALE), 0
 
     def state(self) -> dict[str, float]:
         """What a resume needs: nothing in fp32 and bf16."""

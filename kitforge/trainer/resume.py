@@ -14,7 +14,7 @@ from kitforge.foundation.errors import CheckpointError, ConfigError
 
 # Options, by how their names begin, that change how a run is watched, where it runs or how far it goes, never what a
 # step computes beyond the last digits.
-HARMLESS = (
+RESUMABLE_OPTIONS = (
     "output",
     "resume",
     "recipe",
@@ -29,24 +29,24 @@ HARMLESS = (
     "compile_level",
     "deterministic",
     "trainer.micro_batch_size",
-    "trainer.recompute",
+    "trainer.activation_checkpointing",
     "trainer.log_every",
-    "trainer.evaluate_every",
-    "trainer.evaluate_first",
-    "trainer.evaluate_batches",
+    "trainer.eval_every",
+    "trainer.eval_first",
+    "trainer.eval_batches",
     "trainer.checkpoint_every",
-    "trainer.keep_checkpoints",
-    "trainer.delta_checkpoints",
+    "trainer.save_total_limit",
+    "trainer.incremental_checkpoints",
     "trainer.early_stopping",
     "trainer.max_consecutive_skips",
     "trainer.rollback",
     "trainer.max_rollbacks",
-    "trainer.allow_changes",
+    "trainer.allow_config_changes",
     "trainer.allow_data_changes",
     "trainer.progress",
     "trainer.profile",
     "trainer.wandb",
-    "rollout.kept_rounds",
+    "rollout.keep_rollout_files",
     # Where the data lie; what they hold is compared by their content.
     "data.train",
     "data.eval",
@@ -66,12 +66,12 @@ HARMLESS = (
     "cache.fail_on_overflow",
     # Numbers differ in their last digits under another layout, but position, noise and order do not.
     "parallel.",
-    "placement.",
+    "role_ranks.",
 )
 
 
-def find(
-    resume: str | Path | None, folder: Path | None, note: Callable[[str, str], None], world: World = ALONE
+def find_resume_checkpoint(
+    resume: str | Path | None, folder: Path | None, log_event: Callable[[str, str], None], world: World = ALONE
 ) -> Checkpoint | None:
     """The checkpoint that `resume` means: None for a fresh run, "auto" for the newest good one of `folder`, else a
     run folder or a step folder. A damaged checkpoint is named through `note` and the one before it is used."""
@@ -86,14 +86,18 @@ def find(
             )
         return None
     if resume == "auto":
-        return None if root is None else newest(root, on_damaged=lambda error: note("damaged", str(error)), world=world)
-    found = _named(Path(resume), note, world)
+        return (
+            None
+            if root is None
+            else newest(root, on_damaged=lambda error: log_event("damaged", str(error)), world=world)
+        )
+    found = _open_named(Path(resume), log_event, world)
     if root is not None:
-        _refuse_other_future(found, root)
+        _check_same_history(found, root)
     return found
 
 
-def _refuse_other_future(found: Checkpoint, root: Path) -> None:
+def _check_same_history(found: Checkpoint, root: Path) -> None:
     """Checkpoints that the resumed run did not come from would be taken for its own by the next resume=auto."""
     is_own = found.folder.resolve().parent == root.resolve()
     strangers = [step for step in steps(root) if not is_own or step > found.step]
@@ -106,10 +110,10 @@ def _refuse_other_future(found: Checkpoint, root: Path) -> None:
         )
 
 
-def _named(path: Path, note: Callable[[str, str], None], world: World) -> Checkpoint:
+def _open_named(path: Path, log_event: Callable[[str, str], None], world: World) -> Checkpoint:
     if (path / "manifest.json").exists():
         return open_checkpoint(path, world=world)
-    found = newest(path / "checkpoints", on_damaged=lambda error: note("damaged", str(error)), world=world)
+    found = newest(path / "checkpoints", on_damaged=lambda error: log_event("damaged", str(error)), world=world)
     if found is None:
         raise CheckpointError("no checkpoint to resume from", got=path, expected="a run folder or a step folder")
     return found
@@ -118,33 +122,33 @@ def _named(path: Path, note: Callable[[str, str], None], world: World) -> Checkp
 def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bool) -> list[str]:
     """What changed between two nested configurations, as lines to show; that a run is resumed is said elsewhere. Raises
     ConfigError when a change makes an exact continuation impossible, unless it is allowed."""
-    old, new = _flat(before), _flat(now)
+    old, new = _flatten(before), _flatten(now)
     changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     lines = [f"{name}: {old.get(name)!r} -> {new.get(name)!r}" for name in changed]
-    same_kind = kind_of(old.get("device")) == kind_of(new.get("device"))
-    harmless = (*HARMLESS, "device") if same_kind else HARMLESS
+    same_kind = device_type_of(old.get("device")) == device_type_of(new.get("device"))
+    harmless = (*RESUMABLE_OPTIONS, "device") if same_kind else RESUMABLE_OPTIONS
     breaking = [line for name, line in zip(changed, lines, strict=True) if not name.startswith(harmless)]
     if breaking and not allowed:
         raise ConfigError(
             "the options differ from those the run was started with, so it cannot go on exactly",
             got="; ".join(breaking),
             expected="the same options",
-            fix="put them back, or add trainer.allow_changes=true to go on all the same",
+            fix="put them back, or add trainer.allow_config_changes=true to go on all the same",
         )
     return [line for name, line in zip(changed, lines, strict=True) if name != "resume"]
 
 
-def kind_of(device: object) -> str:
+def device_type_of(device: object) -> str:
     """The kind of device that an option names: the first of "cuda:1", and what "auto" finds here."""
     name = str(device)
     return pick().type if name == "auto" else name.partition(":")[0]
 
 
-def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def _flatten(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            result |= _flat(value, f"{path}{name}.")
+            result |= _flatten(value, f"{path}{name}.")
         else:
             result[path + name] = value
     return result

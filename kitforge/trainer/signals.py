@@ -14,7 +14,7 @@ SAME_REQUEST_SECONDS = 0.5
 
 
 @contextmanager
-def signals(interrupt: Callable[[], None]) -> Iterator[None]:
+def interrupt_signals(interrupt: Callable[[], None]) -> Iterator[None]:
     """Within the block SIGINT and SIGTERM call `interrupt`; a second one ends the process at once.
 
     One request may come twice, from a terminal or a cluster and again from what started the ranks.

@@ -23,17 +23,17 @@ from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.types import Cursor
-from kitforge.trainer.precision import LossScaler
+from kitforge.trainer.precision import GradScaler
 
 # Fields that go into a checkpoint as they are.
-COUNTERS = (
+SAVED_FIELDS = (
     "updates",
     "skipped",
     "consecutive_skips",
     "rollbacks",
-    "best",
+    "best_value",
     "best_step",
-    "evaluated",
+    "last_eval_step",
     "result_step",
     "seconds",
 )
@@ -46,7 +46,7 @@ class TrainingState:
     model: nn.Module
     parallel: ParallelModel  # the model's place among the ranks
     optimizer: Optimizer
-    scaler: LossScaler
+    scaler: GradScaler
     plateau: Plateau
     world: World
     groups: Sequence[ParameterGroup] = ()  # of the optimizer
@@ -55,13 +55,13 @@ class TrainingState:
     skipped: int = 0  # steps whose gradients were not finite, or in which nothing was counted
     consecutive_skips: int = 0
     rollbacks: int = 0  # how often the run went back to the weights of a checkpoint
-    best: float | None = None  # of the monitored metric
+    best_value: float | None = None  # of the monitored metric
     best_step: int | None = None
-    evaluated: int | None = None  # the step of the last evaluation
-    is_settled: bool = True  # False within a step, when weights and cursor may not belong together
+    last_eval_step: int | None = None  # the step of the last evaluation
+    is_consistent: bool = True  # False within a step, when weights and cursor may not belong together
     result_step: int | None = None  # whose weights are the run's result; None: the last step's
     seconds: float = 0.0  # of training, over all sessions
-    window: dict[str, float] = field(default_factory=dict)  # sums and counts since the last log line
+    log_accumulator: dict[str, float] = field(default_factory=dict)  # sums and counts since the last log line
 
     def model_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's pieces of the parameters, and persistent buffers, by name."""
@@ -75,25 +75,25 @@ class TrainingState:
         """How the tensors of model and optimizer that are cut are cut."""
         return state_layouts(self.parallel.layouts, dict(self.optimizer.tensors()))
 
-    def plain(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Everything but tensors, ready for JSON."""
         return {
             "cursor": asdict(self.cursor),
-            **{name: getattr(self, name) for name in COUNTERS},
-            "window": dict(self.window),
+            **{name: getattr(self, name) for name in SAVED_FIELDS},
+            "log_accumulator": dict(self.log_accumulator),
             "scaler": self.scaler.state(),
             "plateau": self.plateau.state(),
             "random": self._random_states(),
         }
 
-    def load(self, checkpoint: Checkpoint) -> None:
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Become what the checkpoint holds, bit for bit."""
         self.load_weights(checkpoint)
         plain = checkpoint.state["training"]
         self.cursor = Cursor(**plain["cursor"])
-        for name in COUNTERS:
+        for name in SAVED_FIELDS:
             setattr(self, name, plain[name])
-        self.window = dict(plain["window"])
+        self.log_accumulator = dict(plain["log_accumulator"])
         self._set_random_state(plain["random"])
 
     def _random_states(self) -> list[dict[str, str]]:

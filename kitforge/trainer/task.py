@@ -16,7 +16,7 @@ from kitforge.foundation.types import Cursor, MicroBatch, Sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class RunResult:
     """What came of a run, or of an evaluation."""
 
     metrics: dict[str, float]
@@ -67,14 +67,14 @@ class Task(ABC):
         return {}
 
     def metric_for_best(self) -> BestMetric:
-        """What says which evaluation is the best, unless trainer.monitor names it. Default: the least eval/loss."""
+        """The metric that selects the best evaluation unless trainer.metric_for_best is set. Default: eval/loss."""
         return BestMetric(name="eval/loss", mode="min")
 
     def progress_metrics(self) -> tuple[str, ...]:
         """The metrics of a step that people follow while it trains, as far as it has them. Default: the loss."""
         return ("loss",)
 
-    def reason_to_skip(self, sums: Sums, counts: Sums) -> str | None:
+    def skip_reason(self, sums: Sums, counts: Sums) -> str | None:
         """Why this step must not move the weights; None: it may. `sums` and `counts` are those of all ranks, which then
         decide alike. Default: it always may."""
         return None
@@ -83,7 +83,7 @@ class Task(ABC):
         """Steps in that many passes over the data; None where the task cannot know."""
         return None
 
-    def parts_at_rest(self, step: Sequence[MicroBatch]) -> Collection[str]:
+    def frozen_parts(self, step: Sequence[MicroBatch]) -> Collection[str]:
         """Parts of the parameter groups that this step leaves as they are, moments and weight decay included. Default:
         none."""
         return ()
@@ -93,7 +93,7 @@ class Task(ABC):
         Default: no."""
         return False
 
-    def close(self, ending: Ending) -> None:
+    def on_run_end(self, ending: RunResult) -> None:
         """The run is over, and ended as runs should. Default: nothing is to be done."""
 
     def state(self) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def test_a_slice_that_is_just_what_is_asked_for_is_mapped_and_not_copied(square:
 
 def test_a_part_of_a_tensor_of_another_shape_is_refused(square: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'up.weight'(.|\n)*another shape\n.*\[10, 6\]\n.*\[12, 6\]"):
-        open_checkpoint(square / "step_6").read("up.weight", Region.whole((12, 6)))
+        open_checkpoint(square / "step_6").read("up.weight", Region.full((12, 6)))
 
 
 def test_a_part_that_reaches_beyond_the_tensor_is_refused(square: Path) -> None:
@@ -469,7 +469,7 @@ def save_with_fault(rank: int, root: Path, fault: str) -> str:
 
         def shorter(layout: Layout, index: Any) -> Region:
             found = region(layout, index)
-            if found.is_whole or not found.shape or found.offset[0] == 0:
+            if found.is_full or not found.shape or found.offset[0] == 0:
                 return found
             shape = (max(found.shape[0] - 1, 0), *found.shape[1:])
             return Region(global_shape=found.global_shape, offset=found.offset, shape=shape)

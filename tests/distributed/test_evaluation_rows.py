@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import ready, write_text
 from tests.kits.recommender import runs
@@ -14,7 +14,7 @@ from tests.kits.recommender import runs
 CHOICES: dict[str, Any] = {
     "data.batch_size": 7,
     "trainer.max_steps": 1,
-    "trainer.evaluate_batches": 3,
+    "trainer.eval_batches": 3,
     "inference.max_new_tokens": 1,
 }
 

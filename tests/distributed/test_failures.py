@@ -21,7 +21,7 @@ import torch
 from torch import multiprocessing, nn
 
 from kitforge.api import Trainer
-from kitforge.cli.terminal import tell
+from kitforge.cli.console import print_error
 from kitforge.core.checkpoint import save as saving
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel import launch as launching
@@ -174,7 +174,7 @@ def fails_to_sample() -> None:
         "parallel.data": 2,
         "parallel.timeout": PATIENCE,
     }
-    options |= {"trainer.evaluate_every": 2, "prompt": ["Beautiful "]}
+    options |= {"trainer.eval_every": 2, "prompt": ["Beautiful "]}
     Trainer("text_generation", options.pop("model"), "text.txt", output_dir="run", options=options).train()
 
 
@@ -192,7 +192,7 @@ def _rank(rank: int, size: int, port: int, failing: str, does: Callable[[], None
     descriptor = os.open(f"{rank}/complaints", os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 2)
     sys.stderr = sys.__stderr__
-    sys.excepthook = tell
+    sys.excepthook = print_error
     try:
         does()
     except Exception as error:  # noqa: BLE001 (what Python does with an error that nobody catches)
@@ -253,10 +253,10 @@ CASES: dict[str, tuple[int, str, Callable[[], None], str]] = {
     "a callback of the first of four": (4, "0", lambda: train(None, FullDisk("step")), FULL),
     "a callback of the second of four": (4, "1", lambda: train(None, FullDisk("step")), FULL),
     "a callback at the start": (2, "1", lambda: train(None, FullDisk("start")), FULL),
-    "a callback at the end": (2, "1", lambda: train(None, FullDisk("end"), evaluate_every=5), FULL),
+    "a callback at the end": (2, "1", lambda: train(None, FullDisk("end"), eval_every=5), FULL),
     "a full disk under metrics of one of four": (4, "1", unwritable_metrics, FULL),
     "a row that cannot be read": (2, "1", lambda: train(BadRow()), "rows 17 of part-00042.parquet cannot be read"),
-    "no memory for an evaluation": (2, "1", lambda: train(NoMemory(), evaluate_every=3), "Tried to allocate 32.00 GiB"),
+    "no memory for an evaluation": (2, "1", lambda: train(NoMemory(), eval_every=3), "Tried to allocate 32.00 GiB"),
     "a network that cannot be built": (2, "1", lambda: train(NoNetwork()), "ValueError: no such layer"),
     "no room for samples": (2, "1", fails_to_sample, "no room for 17 blocks"),
     "another that waits for something else": (2, "1", lambda: train(HungElsewhere()), "rows 17 of part-00042"),
@@ -471,7 +471,9 @@ def test_others_are_told_before_callbacks_hear_of_the_end() -> None:
 def test_ranks_save_together_at_a_clean_end_only(
     is_clean: bool, is_settled: bool, all_ranks: str | None, can_save: bool
 ) -> None:
-    run: Any = SimpleNamespace(state=SimpleNamespace(is_settled=is_settled), world=SimpleNamespace(all_ranks=all_ranks))
+    run: Any = SimpleNamespace(
+        state=SimpleNamespace(is_consistent=is_settled), world=SimpleNamespace(all_ranks=all_ranks)
+    )
     assert can_save_at_end(Event(kind="end", is_clean=is_clean), run) == can_save
     assert not can_save_at_end(Event(kind="evaluate"), run)
 

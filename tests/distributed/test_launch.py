@@ -18,7 +18,7 @@ import yaml
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from kitforge.cli import main as cli
-from kitforge.cli import members
+from kitforge.cli import sweep
 from kitforge.cli import train as training
 from kitforge.core.parallel import launch as launching
 from kitforge.core.parallel.config import ParallelConfig
@@ -193,7 +193,7 @@ TRAIN = ["train", "model=llama_tiny", "data.train=corpus.txt", "data.sequence_le
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The arguments of every launch, in the place of launching."""
     calls: list[list[str]] = []
-    monkeypatch.setattr(members, "launch", lambda arguments, degrees, num_ranks: calls.append([*arguments]) or 0)
+    monkeypatch.setattr(sweep, "launch", lambda arguments, degrees, num_ranks: calls.append([*arguments]) or 0)
     return calls
 
 
@@ -218,7 +218,7 @@ def test_each_member_of_a_sweep_is_launched_in_turn(launched: list[list[str]]) -
 def test_an_argument_that_is_written_is_read_as_the_same_value(value: object) -> None:
     from kitforge.composition import parse
 
-    assert parse(members.argument("data.train", value)) == ("data.train", [value])
+    assert parse(sweep.argument("data.train", value)) == ("data.train", [value])
 
 
 def test_finetuning_without_weights_starts_nothing(launched: list[list[str]]) -> None:

@@ -11,10 +11,10 @@ import torch.distributed.fsdp
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kitforge.api import composed, save_model
+from kitforge.api import compose_config, save_model
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import KitforgeError, ModelError
-from kitforge.kits.rlhf.build import STAGES
+from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.transformers.build import Inputs, evaluate, read_options, save
 from kitforge.models import loading as model_folder
 from tests.allocations import Allocations
@@ -40,7 +40,7 @@ MESHES: list[dict[str, Any]] = [
     {"parallel.tensor": 2},
     {"parallel.shard": 2, "parallel.tensor": 2},
 ]
-SMALL = {"data.sequence_length": 4, "data.batch_size": 2, "trainer.max_steps": 1, "trainer.evaluate_batches": 1}
+SMALL = {"data.sequence_length": 4, "data.batch_size": 2, "trainer.max_steps": 1, "trainer.eval_batches": 1}
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +157,9 @@ def measure(rank: int, folder: Path, source: str, choices: Mapping[str, Any]) ->
         "data.cache": str(folder / "cache"),
         "checkpoint": str(folder / source),
     }
-    options = read_options(composed("text_generation", given).values)
+    options = read_options(compose_config("text_generation", given).values)
     with Allocations() as made:
-        inputs = Inputs(open_model=STAGES["sft"].open_model if source == "aligned" else None)
+        inputs = Inputs(open_model=TASKS["sft"].open_model if source == "aligned" else None)
         metrics = evaluate(options, inputs, TestRendezvous(options.parallel))  # type: ignore[arg-type]
     return metrics, made.largest
 
@@ -169,7 +169,7 @@ def test_an_evaluation_reads_pieces_too(place: Path, source: str) -> None:
     """Also of the policy of a run of alignment, with its adapter."""
     if source == "aligned":
         given = model_folder.load(place / "run", device=torch.device("cpu"))
-        begun = runs.begin("sft", place / "aligned", {"adapter.rank": 2, "trainer.max_steps": 1}, model=given)
+        begun = runs.begin("sft", place / "aligned", {"lora.rank": 2, "trainer.max_steps": 1}, model=given)
         runs.finish(begun)
     whole, most = measure(0, place, source, {})
     for metrics, largest in run_ranks(2, measure, place, source, {"parallel.tensor": 2}):

@@ -63,7 +63,7 @@ class ClickTask(Task):
 def train(rank: int, degrees: ParallelConfig) -> dict[str, Any]:
     torch.set_num_threads(1)
     mesh = Mesh(degrees, "cpu") if degrees.world_size > 1 else None
-    values = {"trainer": {"max_steps": 6, "gradient_clip": 0.5}, "optimizer": {"learning_rate": 0.1}}
+    values = {"trainer": {"max_steps": 6, "max_grad_norm": 0.5}, "optimizer": {"learning_rate": 0.1}}
     loop = Loop(ClickTask(), from_dict(RunOptions, values), World(device=torch.device("cpu"), mesh=mesh))
     metrics = loop.train()
     parallel = loop.state.parallel

@@ -26,7 +26,7 @@ from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
-from kitforge.trainer.callbacks.checkpointing import Checkpointing
+from kitforge.trainer.callbacks.checkpointing import CheckpointCallback
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.task import Task
@@ -151,7 +151,7 @@ def trained(rank: int, folder: Path) -> tuple[list[str], dict[str, Tensor]]:
     world = World(device=torch.device("cpu"), mesh=Mesh(ParallelConfig(data=2), "cpu"))
     hurt = Hurt(rank)
     options = from_dict(RunOptions, {"trainer": {"max_steps": 6, "checkpoint_every": 2}})
-    saving = Checkpointing(folder, keep_last=5, world=world)
+    saving = CheckpointCallback(folder, save_total_limit=5, world=world)
     loop = Loop(Own(), options, world, folder=folder.parent, callbacks=[hurt, saving])
     loop.train()
     return hurt.notes, {name: each.detach().clone() for name, each in loop.state.model_tensors()}

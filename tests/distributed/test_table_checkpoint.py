@@ -189,11 +189,11 @@ def train_and_resume(rank: int, root: Path) -> None:
             path=str(folder / "rows"),
         )  # fmt: skip
 
-    clicks.run(root / "whole", make, world, delta_checkpoints=1)
+    clicks.run(root / "whole", make, world, incremental_checkpoints=1)
     if rank == 0:
         tiny.copy_up_to(root / "whole", root / "from_4", 4)
     dist.barrier()
-    clicks.run(root / "from_4", make, world, delta_checkpoints=1, resume="auto")
+    clicks.run(root / "from_4", make, world, incremental_checkpoints=1, resume="auto")
 
 
 def test_a_run_of_two_ranks_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True, scope="module")
 def exact() -> Iterator[None]:
     """Muon's products in fp32 on every machine: in bf16 what rounding leaves between layouts grows to 5e-5."""
-    with mock.patch.object(muon, "multiplies_natively", lambda *_: False):
+    with mock.patch.object(muon, "has_native_matmul", lambda *_: False):
         yield
 
 
@@ -131,7 +131,7 @@ def half(rank: int, folder: Path, choices: Mapping[str, Any]) -> None:
     torch.set_num_threads(1)
     assembly, told = ready(rank, folder, choices)
     told.stop_at = 6
-    from kitforge.trainer.run import train
+    from kitforge.trainer.run_folder import train
 
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
 

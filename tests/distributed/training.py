@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kitforge.api import composed
+from kitforge.api import compose_config
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.world import World
 from kitforge.kits.transformers.build import Assembly, Inputs, assemble, read_options
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 
 
 class TestRendezvous:
@@ -71,7 +71,7 @@ BASE = {
     "data.sequence_length": 16,
     "data.eval_fraction": 0.2,
     "trainer.max_steps": 12,
-    "trainer.evaluate_batches": 2,
+    "trainer.eval_batches": 2,
     "trainer.progress": False,
     "inference.max_new_tokens": 4,
     "optimizer.learning_rate": 1e-2,
@@ -84,7 +84,7 @@ def ready(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[Assembly
     told = Losses()
     given = {"data.train": str(folder / "text.txt"), "data.cache": str(folder / "cache")}
     network = {} if "model" in choices else LLAMA
-    values = composed("text_generation", {**BASE, **network, **given, **choices}).values
+    values = compose_config("text_generation", {**BASE, **network, **given, **choices}).values
     options = read_options(values)
     return assemble(options, Inputs(callbacks=[told]), TestRendezvous(options.parallel)), told
 

@@ -64,7 +64,7 @@ def test_a_stand_in_for_an_npu_is_found_and_picked() -> None:
 
 
 def test_freed_memory_is_kept_where_the_allocator_allows() -> None:
-    assert isinstance(device.keep_freed_memory(), bool)
+    assert isinstance(device.keep_malloc_arenas(), bool)
 
 
 def test_determinism_that_nobody_asked_for_does_not_load_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

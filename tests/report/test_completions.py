@@ -22,7 +22,7 @@ def write_run(folder: Path, rounds: dict[int, list[str]]) -> Path:
 
 
 def line(text: str = "fine", reward: float = 0.25, **further: object) -> str:
-    return json.dumps({"prompt": "How? ", "answer": text, "reward": reward, "tokens": [1, 2], **further})
+    return json.dumps({"prompt": "How? ", "completion": text, "reward": reward, "tokens": [1, 2], **further})
 
 
 def test_a_row_has_the_prompt_the_completion_each_reward_and_the_advantage(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_the_latest_rounds_are_shown_and_the_first_of_their_answers(tmp_path: Pa
 
 
 def test_texts_and_names_are_escaped_on_the_page(tmp_path: Path) -> None:
-    evil = json.dumps({"prompt": EVIL, "answer": EVIL * 99, "reward": 1.0, "rewards": {EVIL: 1.0}})
+    evil = json.dumps({"prompt": EVIL, "completion": EVIL * 99, "reward": 1.0, "rewards": {EVIL: 1.0}})
     folder = write_run(tmp_path / "run", {0: [evil, "{torn"]})
     page = write_report([folder]).read_text(encoding="utf-8")
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page and "more characters" in page

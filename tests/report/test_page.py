@@ -153,11 +153,11 @@ def test_the_first_samples_stand_beside_the_last_with_what_is_known_of_them() ->
 def test_a_run_of_alignment_has_a_panel_of_rewards_before_the_curves() -> None:
     watched = dict.fromkeys(("loss", "reward", "kl", "entropy", "clip_fraction", "policy_loss"), loss(1.0)["loss"])
     page = render([record(train=watched)])
-    assert re.findall("<h2>(.*?)</h2>", page) == ["Rewards and answers", "Curves"]
-    titles = re.findall(r"<figcaption><h3>([^<]*)", section(page, "Rewards and answers"))
+    assert re.findall("<h2>(.*?)</h2>", page) == ["Rewards and completions", "Curves"]
+    titles = re.findall(r"<figcaption><h3>([^<]*)", section(page, "Rewards and completions"))
     assert [title.strip() for title in titles] == [
         "Reward",
-        "Divergence from the reference",
+        "KL to the reference",
         "Entropy",
         "Clip fraction",
     ]

@@ -24,14 +24,14 @@ def series_of(values: list[float]) -> Series:
 def test_an_axis_holds_its_values_in_order(values, may_be_log) -> None:
     scale = value_scale(values, may_be_log=may_be_log)
     assert scale.low <= min(values) and max(values) <= scale.high
-    places = [scale.place(value) for value in sorted(values)]
+    places = [scale.position(value) for value in sorted(values)]
     assert places == sorted(places)
     assert all(0 <= place <= 1 for place in places)
 
 
 def test_the_drawing_ends_at_the_axis() -> None:
     scale = Scale(low=1.0, high=3.0)
-    assert [scale.place(value) for value in (-1e308, 1.0, 2.0, 3.0, 1e308)] == [0, 0, 0.5, 1, 1]
+    assert [scale.position(value) for value in (-1e308, 1.0, 2.0, 3.0, 1e308)] == [0, 0, 0.5, 1, 1]
 
 
 @given(st.lists(FINITE, min_size=1, max_size=8), st.booleans())
@@ -68,7 +68,7 @@ def test_a_wide_range_of_positive_values_is_logarithmic_where_that_is_allowed() 
 def test_an_axis_of_steps_has_an_extent(steps) -> None:
     scale = step_scale(steps)
     assert scale.low < scale.high
-    assert all(0 <= scale.place(step) <= 1 for step in steps)
+    assert all(0 <= scale.position(step) <= 1 for step in steps)
 
 
 def test_thinning_keeps_every_spike_and_both_ends() -> None:

@@ -26,7 +26,7 @@ from kitforge.foundation.config import from_dict
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
-from kitforge.trainer.run import make_loop, train
+from kitforge.trainer.run_folder import make_loop, train
 from kitforge.trainer.task import Task
 from tests.sharded_table import ShardedTable
 from tests.trainer import tiny
@@ -119,7 +119,7 @@ class ClickTask(Task):
 def begin(folder: Path, make_table: MakeTable, world: World = ALONE, **choices: Any) -> tuple[Loop, RunOptions]:
     """A run in `folder`, ready to start; `choices` are trainer options, and `resume`."""
     resume = choices.pop("resume", None)
-    trainer = {"max_steps": 8, "checkpoint_every": 2, "progress": False, "keep_checkpoints": 20} | choices
+    trainer = {"max_steps": 8, "checkpoint_every": 2, "progress": False, "save_total_limit": 20} | choices
     values = {"trainer": trainer, "optimizer": {"learning_rate": 0.1}, "resume": resume, "device": "cpu"}
     options = from_dict(RunOptions, values)
     return make_loop(ClickTask(make_table, folder), options, folder, world=world, config={}, callbacks=()), options
@@ -187,7 +187,7 @@ def die(folder: Path, kind: str, choices: Mapping[str, Any], kill_after: float) 
 
 def kill_again_and_again(folder: Path, kind: str, seed: int) -> int:
     """Leaves the run in `folder` and one that nobody killed beside it, in `whole`; returns the number of kills."""
-    choices = {"max_steps": 12, "checkpoint_every": 1, "delta_checkpoints": 2, "keep_checkpoints": 2}
+    choices = {"max_steps": 12, "checkpoint_every": 1, "incremental_checkpoints": 2, "save_total_limit": 2}
     # What is made on first use is there when the processes part; the second run then tells how long one takes.
     run(folder.with_name("first"), KINDS[kind], **choices)
     _, duration = die(folder.with_name("whole"), kind, choices, 0.0)

@@ -15,7 +15,7 @@ from kitforge.core.parallel.world import World
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.trainer.callbacks.callback import Callback, Event
 from kitforge.trainer.callbacks.callback import RunContext as WatchedRun
-from kitforge.trainer.run import Run
+from kitforge.trainer.run_folder import Run
 from kitforge.trainer.task import Task
 
 
@@ -54,7 +54,7 @@ def train(
         "device": "cpu",
         "precision": choices.pop("precision", "fp32"),
         "optimizer": {"name": "adamw", "learning_rate": choices.pop("rate", 0.1), "weight_decay": 0.0},
-        "trainer": {"max_steps": 6, "progress": False, "checkpoint_every": 1, "keep_checkpoints": 100} | choices,
+        "trainer": {"max_steps": 6, "progress": False, "checkpoint_every": 1, "save_total_limit": 100} | choices,
     }
     return Trainer(task or Regression(), output_dir=folder, options=options, callbacks=callbacks).train(resume)
 

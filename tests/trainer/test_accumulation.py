@@ -123,4 +123,4 @@ def test_a_division_by_the_micro_batchs_own_count_is_noticed(tmp_path: Path, cor
 
 
 def test_clipping_sees_the_whole_batch(tmp_path: Path, corpus: Path) -> None:
-    assert distance(tmp_path, corpus, {"trainer.max_steps": 2, "trainer.gradient_clip": 0.1}, 1) < 1e-12
+    assert distance(tmp_path, corpus, {"trainer.max_steps": 2, "trainer.max_grad_norm": 0.1}, 1) < 1e-12

@@ -28,7 +28,7 @@ from tests.trainer.test_course import Scripted
 def shown(folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool) -> str:
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=120, color_system=None)
     monkeypatch.setattr(progress, "console", console)
-    train(folder, Scripted(0.25, 0.125), progress=True, evaluate_every=3)
+    train(folder, Scripted(0.25, 0.125), progress=True, eval_every=3)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -54,7 +54,7 @@ def test_words_in_brackets_are_shown_as_they_are(tmp_path: Path, monkeypatch: py
     class Notes(Callback):
         def on_event(self, event: Event, run: RunContext) -> None:
             if event.kind == "start":
-                run.note("remark", "see [bold]here[/bold]")
+                run.log_event("remark", "see [bold]here[/bold]")
 
     train(tmp_path, callbacks=[Notes()], progress=True)
     assert isinstance(console.file, io.StringIO)
@@ -150,7 +150,7 @@ def test_tracking_keeps_every_record_under_its_step_without_a_network(
 
 
 def test_samples_are_written_at_every_evaluation(tmp_path: Path, corpus: Path) -> None:
-    tiny.run(tmp_path, corpus, {"trainer.evaluate_every": 3, "prompt": ["the ", "a "]})
+    tiny.run(tmp_path, corpus, {"trainer.eval_every": 3, "prompt": ["the ", "a "]})
     for step in (3, 6):
         page = json.loads((tmp_path / "samples" / f"step_{step}.json").read_text(encoding="utf-8"))
         assert page["step"] == step

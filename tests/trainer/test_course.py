@@ -53,7 +53,7 @@ def test_the_learning_rate_follows_the_schedule(tmp_path: Path, corpus: Path, na
 
 
 def test_a_plateau_lowers_the_learning_rate(tmp_path: Path, corpus: Path) -> None:
-    choices = tiny.KINDS["a plateau"] | {"trainer.evaluate_every": 1, "schedule.warmup_steps": 0}
+    choices = tiny.KINDS["a plateau"] | {"trainer.eval_every": 1, "schedule.warmup_steps": 0}
     tiny.run(tmp_path, corpus, choices)
     rates = [record["learning_rate"] for record in tiny.records(tmp_path, "train")]
     # A fall by half is asked for, so every evaluation but the first disappoints; a tenth is the least.
@@ -63,7 +63,7 @@ def test_a_plateau_lowers_the_learning_rate(tmp_path: Path, corpus: Path) -> Non
 
 def test_early_stopping_stops_and_gives_back_the_best_weights(tmp_path: Path) -> None:
     task = Scripted(5.0, 3.0, 4.0, 3.5)
-    run = train(tmp_path, task, evaluate_every=1, early_stopping=2, max_steps=9)
+    run = train(tmp_path, task, eval_every=1, early_stopping=2, max_steps=9)
     assert tiny.records(tmp_path, "train")[-1]["step"] == 4
     assert "eval/loss was best at step 2 with 3" in tiny.events(tmp_path, "stop")[0]
     best = dict(open_checkpoint(step_folder(tmp_path / "checkpoints", 2)).model())
@@ -72,21 +72,21 @@ def test_early_stopping_stops_and_gives_back_the_best_weights(tmp_path: Path) ->
 
 def test_the_weights_before_training_can_be_the_best(tmp_path: Path) -> None:
     task = Scripted(1.0, 3.0, 4.0)
-    run = train(tmp_path, task, evaluate_first=True, evaluate_every=1, early_stopping=2, checkpoint_every=None)
+    run = train(tmp_path, task, eval_first=True, eval_every=1, early_stopping=2, checkpoint_every=None)
     best = dict(open_checkpoint(step_folder(tmp_path / "checkpoints", 0)).model())
     assert all(value.equal(best[name]) for name, value in run.model.state_dict().items())
 
 
 @pytest.mark.slow
 def test_a_run_that_stopped_early_stays_stopped_when_it_is_resumed(tmp_path: Path) -> None:
-    train(tmp_path, Scripted(5.0, 3.0, 4.0, 3.5), evaluate_every=1, early_stopping=2, max_steps=9)
+    train(tmp_path, Scripted(5.0, 3.0, 4.0, 3.5), eval_every=1, early_stopping=2, max_steps=9)
     before = tiny.records(tmp_path)
-    train(tmp_path, Scripted(3.5), "auto", evaluate_every=1, early_stopping=2, max_steps=9)
+    train(tmp_path, Scripted(3.5), "auto", eval_every=1, early_stopping=2, max_steps=9)
     assert tiny.records(tmp_path) == before
 
 
 def test_the_best_checkpoint_is_kept_besides_the_last(tmp_path: Path) -> None:
-    train(tmp_path, Scripted(5.0, 1.0, 4.0, 3.0, 2.0, 2.0), evaluate_every=1, keep_checkpoints=2)
+    train(tmp_path, Scripted(5.0, 1.0, 4.0, 3.0, 2.0, 2.0), eval_every=1, save_total_limit=2)
     assert steps(tmp_path / "checkpoints") == [2, 5, 6]
 
 
@@ -102,39 +102,39 @@ def test_the_best_checkpoint_survives_a_death_while_a_better_one_is_written(
 
     def run() -> None:
         saving.write_files = die_at_step_4
-        train(tmp_path, Scripted(5.0, 1.0, 4.0, 0.5), evaluate_every=1, keep_checkpoints=1)
+        train(tmp_path, Scripted(5.0, 1.0, 4.0, 0.5), eval_every=1, save_total_limit=1)
 
     assert os.waitstatus_to_exitcode(os.waitpid(child(run), 0)[1]) == 9
     root = tmp_path / "checkpoints"
     assert steps(root) == [2, 3]
     assert (step_folder(root, 2) / KEEP).exists()
-    train(tmp_path, Scripted(4.0, 4.0, 4.0), "auto", evaluate_every=1, keep_checkpoints=1)
+    train(tmp_path, Scripted(4.0, 4.0, 4.0), "auto", eval_every=1, save_total_limit=1)
     assert steps(root) == [2, 6]
 
 
 def test_a_resumed_run_protects_its_best_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    train(tmp_path, Scripted(1.0, 2.0, 2.0, 2.0, 2.0, 2.0), evaluate_every=1, keep_checkpoints=2)
+    train(tmp_path, Scripted(1.0, 2.0, 2.0, 2.0, 2.0, 2.0), eval_every=1, save_total_limit=2)
     # As if it had died before the end, with the protection of its best step taken away.
     shutil.rmtree(step_folder(root, 6))
     (step_folder(root, 1) / KEEP).unlink()
-    train(tmp_path, Scripted(2.0), "auto", evaluate_every=1, keep_checkpoints=2)
+    train(tmp_path, Scripted(2.0), "auto", eval_every=1, save_total_limit=2)
     assert steps(root) == [1, 5, 6]
 
 
 def test_what_is_best_can_be_the_largest(tmp_path: Path) -> None:
     losses = (1.0, 2.0, 3.0, 2.0, 1.0, 0.0)
-    train(tmp_path, Scripted(*losses), evaluate_every=1, monitor_mode="max", keep_checkpoints=1)
+    train(tmp_path, Scripted(*losses), eval_every=1, metric_for_best_mode="max", save_total_limit=1)
     assert steps(tmp_path / "checkpoints") == [3, 6]
 
 
 def test_an_unknown_monitor_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="eval/accuracy, eval/loss"):
-        train(tmp_path, Scripted(1.0), evaluate_every=1, monitor="eval/f1")
+        train(tmp_path, Scripted(1.0), eval_every=1, metric_for_best="eval/f1")
 
 
 def test_an_evaluation_can_come_first(tmp_path: Path, corpus: Path) -> None:
-    tiny.run(tmp_path, corpus, {"trainer.evaluate_first": True, "trainer.evaluate_every": 3})
+    tiny.run(tmp_path, corpus, {"trainer.eval_first": True, "trainer.eval_every": 3})
     assert [record["step"] for record in tiny.records(tmp_path, "eval")] == [0, 3, 6]
     assert tiny.records(tmp_path)[0]["kind"] == "eval"
 

@@ -12,7 +12,7 @@ from kitforge.core.checkpoint.manifest import steps
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from tests.trainer import tiny
 
-LONG = {"trainer.log_every": 4, "trainer.evaluate_every": 3}
+LONG = {"trainer.log_every": 4, "trainer.eval_every": 3}
 
 
 class Impatient(Callback):

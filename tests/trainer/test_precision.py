@@ -25,7 +25,7 @@ def losses(folder: Path, corpus: Path, choices: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("model", [tiny.LLAMA, tiny.GPT2 | tiny.DROPOUT], ids=["llama", "gpt2 with dropout"])
 def test_recomputed_activations_change_no_bit(tmp_path: Path, corpus: Path, model: dict[str, Any]) -> None:
     tiny.run(tmp_path / "kept", corpus, {"model": model})
-    tiny.run(tmp_path / "again", corpus, {"model": model, "trainer.recompute": True})
+    tiny.run(tmp_path / "again", corpus, {"model": model, "trainer.activation_checkpointing": True})
     tiny.assert_same(tmp_path / "again", tmp_path / "kept")
 
 

@@ -17,7 +17,7 @@ from kitforge.core.optim.schedules import Plateau, ScheduleConfig
 from kitforge.core.parallel.parallelize import parallelize
 from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import ALONE
-from kitforge.trainer.precision import LossScaler
+from kitforge.trainer.precision import GradScaler
 from kitforge.trainer.state import TrainingState
 
 
@@ -47,7 +47,7 @@ def state(world: Ranks) -> TrainingState:
         model=model,
         parallel=parallelize(model, Sharding(), ALONE),
         optimizer=build_optimizer(groups, OptimizerConfig(), None),
-        scaler=LossScaler("fp32"),
+        scaler=GradScaler("fp32"),
         plateau=Plateau(ScheduleConfig()),
         world=cast(Any, world),
     )
@@ -59,7 +59,7 @@ def save(folder: Path, replicas: Sequence[int]) -> list[list[float]]:
     for rank in range(len(replicas)):
         torch.manual_seed(100 + replicas[rank])
         world = Ranks(replicas, rank)
-        state(world).plain()
+        state(world).state_dict()
         said.append(world.sent)
     written = state(Ranks(replicas, 0, said))
     written.optimizer.init_state()
@@ -68,7 +68,7 @@ def save(folder: Path, replicas: Sequence[int]) -> list[list[float]]:
         1,
         model=written.model_tensors(),
         optimizer=written.optimizer.tensors(),
-        state={"training": written.plain()},
+        state={"training": written.state_dict()},
     )
     writer.close()
     return [noise(100 + replica) for replica in sorted(set(replicas))]
@@ -86,7 +86,7 @@ def resumed(folder: Path, replicas: Sequence[int]) -> list[list[float]]:
     drawn = []
     for rank in range(len(replicas)):
         torch.manual_seed(7)
-        state(Ranks(replicas, rank)).load(open_checkpoint(folder / "step_1"))
+        state(Ranks(replicas, rank)).load_checkpoint(open_checkpoint(folder / "step_1"))
         drawn.append(torch.rand(4).tolist())
     return drawn
 

@@ -13,8 +13,8 @@ import pytest
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.foundation.errors import CheckpointError, ConfigError
 from kitforge.trainer.options import RunOptions
-from kitforge.trainer.resume import check_changes, find
-from kitforge.trainer.run import train as train_run
+from kitforge.trainer.resume import check_changes, find_resume_checkpoint
+from kitforge.trainer.run_folder import train as train_run
 from tests.trainer import tiny
 from tests.trainer.regression import train
 
@@ -61,7 +61,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
     train(tmp_path, max_steps=3)
     damage(tmp_path / "checkpoints" / "step_3" / name)
     said: list[tuple[str, str]] = []
-    found = find("auto", tmp_path, lambda event, message: said.append((event, message)))
+    found = find_resume_checkpoint("auto", tmp_path, lambda event, message: said.append((event, message)))
     assert found is not None
     assert found.step == 2
     assert [event for event, _ in said] == ["damaged"]
@@ -77,10 +77,10 @@ def test_a_run_whose_newest_checkpoint_is_damaged_ends_as_if_it_were_not(
 
 
 def test_harmless_changes_are_said(corpus: Path, folder: Path) -> None:
-    changes = {"trainer.log_every": 2, "trainer.keep_checkpoints": 9, "prompt": "the "}
+    changes = {"trainer.log_every": 2, "trainer.save_total_limit": 9, "prompt": "the "}
     tiny.run(folder, corpus, SAVED | changes | {"resume": "auto"})
     told = tiny.events(folder, "changed")
-    for line in ("trainer.log_every: 1 -> 2", "trainer.keep_checkpoints: 3 -> 9", "prompt: None -> 'the '"):
+    for line in ("trainer.log_every: 1 -> 2", "trainer.save_total_limit: 3 -> 9", "prompt: None -> 'the '"):
         assert line in told
     # That the run goes on is an event of its own.
     assert not any(line.startswith("resume") for line in told)
@@ -103,19 +103,19 @@ def test_breaking_changes_are_refused_before_a_file_is_touched(corpus: Path, fol
     with pytest.raises(ConfigError) as caught:
         tiny.run(folder, corpus, SAVED | {"resume": "auto", name: value})
     assert line in str(caught.value)
-    assert "trainer.allow_changes=true" in str(caught.value)
+    assert "trainer.allow_config_changes=true" in str(caught.value)
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("name", BREAKING)
 def test_breaking_changes_are_made_when_they_are_allowed(corpus: Path, folder: Path, name: str) -> None:
     value, line = BREAKING[name]
-    tiny.run(folder, corpus, SAVED | {"resume": "auto", name: value, "trainer.allow_changes": True})
+    tiny.run(folder, corpus, SAVED | {"resume": "auto", name: value, "trainer.allow_config_changes": True})
     assert line in tiny.events(folder, "changed")
 
 
 def test_a_changed_shape_is_refused_even_when_changes_are_allowed(corpus: Path, folder: Path) -> None:
-    changes = {"model": tiny.LLAMA | {"mlp_dim": 64}, "trainer.allow_changes": True, "resume": "auto"}
+    changes = {"model": tiny.LLAMA | {"mlp_dim": 64}, "trainer.allow_config_changes": True, "resume": "auto"}
     with pytest.raises(Exception, match="of another shape") as caught:
         tiny.run(folder, corpus, SAVED | changes)
     assert "mlp" in str(caught.value)
@@ -126,7 +126,7 @@ def test_another_text_is_refused_unless_changes_are_allowed(tmp_path: Path, fold
     text = (other / "corpus.txt").read_text(encoding="utf-8")
     (other / "corpus.txt").write_text(text + "one line more\n", encoding="utf-8")
     elsewhere = {"data.train": str(other / "corpus.txt"), "resume": "auto"}
-    for changes in (elsewhere, elsewhere | {"trainer.allow_changes": True}):
+    for changes in (elsewhere, elsewhere | {"trainer.allow_config_changes": True}):
         with pytest.raises(ConfigError, match="training text is not the one(.|\n)*allow_data_changes"):
             tiny.run(folder, other, SAVED | changes)
     tiny.run(folder, other, SAVED | elsewhere | {"trainer.allow_data_changes": True})
@@ -159,7 +159,7 @@ def test_a_text_that_changed_under_its_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not the one that the run began with"):
         tiny.run(tmp_path / "run", corpus, SAVED | {"resume": "auto"})
     with pytest.raises(ConfigError, match="not the one that the run began with"):
-        tiny.run(tmp_path / "run", corpus, SAVED | {"resume": "auto", "trainer.allow_changes": True})
+        tiny.run(tmp_path / "run", corpus, SAVED | {"resume": "auto", "trainer.allow_config_changes": True})
     tiny.run(tmp_path / "run", corpus, SAVED | {"resume": "auto", "trainer.allow_data_changes": True})
 
 
@@ -174,7 +174,10 @@ HARMLESS: dict[str, tuple[Any, Any]] = {
     "compile_level": ("O1", "O2"),
     "deterministic": (False, True),
     "data": ({"cache": None, "tasks": None}, {"cache": "here", "tasks": "there"}),
-    "trainer": ({"micro_batch_size": 4, "recompute": False}, {"micro_batch_size": 1, "recompute": True}),
+    "trainer": (
+        {"micro_batch_size": 4, "activation_checkpointing": False},
+        {"micro_batch_size": 1, "activation_checkpointing": True},
+    ),
     "parallel": ({"data": 4}, {"data": 1, "tensor": 2}),
 }
 
@@ -206,7 +209,7 @@ def test_the_folder_of_another_run_is_refused_before_a_file_is_touched(corpus: P
 
 def test_a_folder_without_a_checkpoint_cannot_be_resumed_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
-        find(tmp_path, None, lambda *_: None)
+        find_resume_checkpoint(tmp_path, None, lambda *_: None)
 
 
 def test_a_step_can_be_resumed_by_name(tmp_path: Path, corpus: Path, folder: Path) -> None:
@@ -222,7 +225,7 @@ def test_a_folder_with_other_later_checkpoints_is_refused(tmp_path: Path, folder
     """`run` holds a later step of its own, `whole` holds those of another run."""
     step = folder / "checkpoints" / "step_1"
     with pytest.raises(ConfigError, match=r"(?s)not from before this one.*choose another output_dir"):
-        find(step, tmp_path / target, lambda *_: None)
+        find_resume_checkpoint(step, tmp_path / target, lambda *_: None)
 
 
 def test_an_automatic_resume_without_a_folder_is_refused(

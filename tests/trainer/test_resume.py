@@ -12,16 +12,16 @@ from kitforge.core.optim.build import Optimizer
 from kitforge.core.optim.schedules import Plateau
 from kitforge.foundation import device as devices
 from kitforge.foundation.types import Cursor
-from kitforge.trainer.precision import LossScaler
+from kitforge.trainer.precision import GradScaler
 from kitforge.trainer.state import TrainingState
 from tests.trainer import regression, tiny
 
 EVERY_STEP = {
     "trainer.checkpoint_every": 1,
-    "trainer.keep_checkpoints": 100,
+    "trainer.save_total_limit": 100,
     "trainer.log_every": 4,
-    "trainer.evaluate_every": 2,
-    "trainer.evaluate_first": True,
+    "trainer.eval_every": 2,
+    "trainer.eval_first": True,
 }
 
 
@@ -65,7 +65,7 @@ def forget(*_arguments: object) -> None:
 
 
 def load_without(name: str, value: Any) -> Callable[[TrainingState, Any], None]:
-    load = TrainingState.load
+    load = TrainingState.load_checkpoint
 
     def loaded(state: TrainingState, checkpoint: Any) -> None:
         load(state, checkpoint)
@@ -76,11 +76,11 @@ def load_without(name: str, value: Any) -> Callable[[TrainingState, Any], None]:
 
 FAULTS: dict[str, tuple[str, type[Any], str, Callable[..., Any]]] = {
     "the optimizer": ("adamw", Optimizer, "load", forget),
-    "the place in the data": ("adamw", TrainingState, "load", load_without("cursor", Cursor(step=3))),
-    "the steps of the schedule": ("adamw", TrainingState, "load", load_without("updates", 0)),
-    "the window of the log": ("adamw", TrainingState, "load", load_without("window", {})),
-    "the best evaluation": ("adamw", TrainingState, "load", load_without("best", -1.0)),
-    "the loss scale": ("a loss scale that falls", LossScaler, "load_state", forget),
+    "the place in the data": ("adamw", TrainingState, "load_checkpoint", load_without("cursor", Cursor(step=3))),
+    "the steps of the schedule": ("adamw", TrainingState, "load_checkpoint", load_without("updates", 0)),
+    "the window of the log": ("adamw", TrainingState, "load_checkpoint", load_without("log_accumulator", {})),
+    "the best evaluation": ("adamw", TrainingState, "load_checkpoint", load_without("best_value", -1.0)),
+    "the loss scale": ("a loss scale that falls", GradScaler, "load_state", forget),
     "the plateau": ("a plateau", Plateau, "load_state", forget),
 }
 

@@ -8,7 +8,7 @@ from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.core.checkpoint.manifest import step_folder, steps
 from kitforge.foundation.errors import TrainingError
 from kitforge.trainer import precision
-from kitforge.trainer.precision import LossScaler
+from kitforge.trainer.precision import GradScaler
 from tests.trainer import tiny
 from tests.trainer.regression import Recorder, Regression, train
 
@@ -99,7 +99,7 @@ def test_a_rollback_needs_a_checkpoint(tmp_path: Path) -> None:
 
 def test_the_loss_scale_halves_at_a_bad_step_and_doubles_after_many_good_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "GROWTH_INTERVAL", 2)
-    scaler, scales = LossScaler("fp16"), []
+    scaler, scales = GradScaler("fp16"), []
     for is_finite in (True, False, True, False, True, True):
         scaler.update(is_finite)
         scales.append(scaler.scale / 2.0**16)
@@ -113,17 +113,17 @@ def test_a_bad_step_halves_the_scale_of_the_run(tmp_path: Path) -> None:
 
 def test_the_loss_scale_stays_between_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "GROWTH_INTERVAL", 1)
-    scaler = LossScaler("fp16")
+    scaler = GradScaler("fp16")
     for _ in range(30):
         scaler.update(False)
     assert scaler.scale == 1.0
     for _ in range(30):
         scaler.update(True)
-    assert scaler.scale == precision.LARGEST_SCALE
+    assert scaler.scale == precision.MAX_SCALE
 
 
 def test_the_loss_scale_of_fp16_does_not_reach_another_precision() -> None:
-    half, whole = LossScaler("fp16"), LossScaler("fp32")
+    half, whole = GradScaler("fp16"), GradScaler("fp32")
     whole.load_state(half.state())
     assert whole.scale == 1.0
     half.load_state(whole.state())

@@ -19,14 +19,14 @@ from tests.trainer import clicks, tiny
 WHOLE = "KITFORGE_PROVE" in os.environ
 
 
-@pytest.mark.parametrize("delta_checkpoints", [0, 3])
+@pytest.mark.parametrize("incremental_checkpoints", [0, 3])
 @pytest.mark.parametrize("kind", clicks.KINDS)
-def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, kind: str, delta_checkpoints: int) -> None:
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, kind: str, incremental_checkpoints: int) -> None:
     table = clicks.KINDS[kind]
-    clicks.run(tmp_path / "whole", table, delta_checkpoints=delta_checkpoints)
+    clicks.run(tmp_path / "whole", table, incremental_checkpoints=incremental_checkpoints)
     for step in (2, 6):
         folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / f"from_{step}", step)
-        clicks.run(folder, table, delta_checkpoints=delta_checkpoints, resume="auto")
+        clicks.run(folder, table, incremental_checkpoints=incremental_checkpoints, resume="auto")
         clicks.assert_same(folder, tmp_path / "whole")
 
 
@@ -88,7 +88,7 @@ def test_what_a_resume_forgets_is_noticed(
 
 def test_deltas_leave_what_whole_checkpoints_leave(tmp_path: Path) -> None:
     for name, number in (("whole", 0), ("deltas", 3)):
-        clicks.run(tmp_path / name, clicks.KINDS["adagrad"], delta_checkpoints=number, checkpoint_every=1)
+        clicks.run(tmp_path / name, clicks.KINDS["adagrad"], incremental_checkpoints=number, checkpoint_every=1)
     bases = [
         clicks.open_checkpoint(tmp_path / "deltas" / "checkpoints" / f"step_{step}").manifest.parent
         for step in range(1, 9)
@@ -103,12 +103,12 @@ def test_deltas_leave_what_whole_checkpoints_leave(tmp_path: Path) -> None:
 
 
 def test_a_damaged_base_sends_the_run_back_to_what_does_not_need_it(tmp_path: Path) -> None:
-    clicks.run(tmp_path / "whole", clicks.KINDS["adagrad"], delta_checkpoints=1, checkpoint_every=2)
+    clicks.run(tmp_path / "whole", clicks.KINDS["adagrad"], incremental_checkpoints=1, checkpoint_every=2)
     folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "from", 8)
     # Steps 2 and 6 are whole; 4 builds on 2, and 8 on 6.
     path = next((folder / "checkpoints" / "step_6").glob("table-clicks-rows-*"))
     path.write_bytes(path.read_bytes()[:-1])
-    clicks.run(folder, clicks.KINDS["adagrad"], delta_checkpoints=1, checkpoint_every=2, resume="auto")
+    clicks.run(folder, clicks.KINDS["adagrad"], incremental_checkpoints=1, checkpoint_every=2, resume="auto")
     assert "goes on after step 4" in tiny.events(folder, "resume")[0]
     clicks.assert_same(folder, tmp_path / "whole")
 
@@ -131,7 +131,7 @@ def test_a_rollback_takes_tables_back_and_what_follows_is_whole(tmp_path: Path) 
     loop, options = clicks.begin(
         tmp_path / "run",
         clicks.KINDS["adagrad"],
-        delta_checkpoints=9,
+        incremental_checkpoints=9,
         max_steps=12,
         rollback=True,
         max_consecutive_skips=2,
@@ -153,8 +153,8 @@ def test_a_table_of_another_kind_is_refused_with_words(tmp_path: Path) -> None:
 
 
 def test_a_number_of_deltas_below_zero_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="delta_checkpoints"):
-        clicks.begin(tmp_path, clicks.KINDS["adagrad"], delta_checkpoints=-1)
+    with pytest.raises(ConfigError, match="incremental_checkpoints"):
+        clicks.begin(tmp_path, clicks.KINDS["adagrad"], incremental_checkpoints=-1)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from kitforge.core.checkpoint.state_tensors import detach_tensors
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.kits.transformers.build import Assembly, Inputs, assemble, read_options
 from kitforge.trainer.callbacks.callback import Callback
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 
 WORDS = ["sun", "moon", "river", "stone", "sings", "sleeps", "over", "under", "the", "a", "old", "café", "夜"]
 LLAMA = {"family": "llama", "dim": 32, "num_layers": 2, "num_heads": 2, "mlp_dim": 48, "max_length": 128}
@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {
     "data.num_workers": 1,
     "trainer.max_steps": 6,
     "trainer.progress": False,
-    "trainer.evaluate_batches": 2,
+    "trainer.eval_batches": 2,
     "inference.max_new_tokens": 2,
     "optimizer.learning_rate": 1e-2,
     "device": "cpu",
@@ -125,7 +125,7 @@ def last_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = dict(checkpoint.model()) | dict(checkpoint.optimizer())
     training = checkpoint.state["training"]
     del training["seconds"], checkpoint.state["config"]
-    training["window"] = without_clock(training["window"])
+    training["log_accumulator"] = without_clock(training["log_accumulator"])
     return tensors, checkpoint.state
 
 

@@ -44,7 +44,7 @@ def shorten() -> None:
     standard_library._source_files = lambda folder: filter(
         lambda name: name.startswith(SHORT_CORPUS), all_files(folder)
     )
-    loop.DEFAULT_STEPS = SHORT_STEPS
+    loop.DEFAULT_MAX_STEPS = SHORT_STEPS
 
 
 def serve(path: Path) -> dict[str, Any]:

@@ -20,13 +20,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from kitforge.api import composed
+from kitforge.api import compose_config
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.device import describe
-from kitforge.kits.rlhf.build import STAGES, Assembly
-from kitforge.kits.rlhf.scalar_model import ScalarModel
-from kitforge.kits.rlhf.stages import Inputs
+from kitforge.kits.rlhf.build import TASKS, Assembly
+from kitforge.kits.rlhf.reward_model import ValueHeadModel
+from kitforge.kits.rlhf.tasks import Inputs
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
 
@@ -42,19 +42,19 @@ def state_bytes(*networks: nn.Module) -> int:
 def roles(shape: dict[str, Any], rank: int) -> tuple[int, Assembly]:
     """State bytes of policy, critic, reward model and reference, as the stages make them, and the run of PPO."""
     policy = build(config_of(shape), device=torch.device("cpu"), seed=0)
-    common = {"device": "cpu", "data": {"sequence_length": 128, "eval_fraction": 0.0}, "adapter": {"rank": rank}}
-    rounds = {"rl": {"prompts_per_step": 8}, "rollout": {"max_new_tokens": 32}}
+    common = {"device": "cpu", "data": {"sequence_length": 128, "eval_fraction": 0.0}, "lora": {"rank": rank}}
+    rounds = {"rl": {"prompts_per_rollout": 8}, "rollout": {"max_new_tokens": 32}}
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
     found: list[Assembly] = []
     for stage in ("reward", "ppo"):
         values = common | {"task": stage, "output_dir": tempfile.mkdtemp(), "trainer": {"max_steps": 2}}
         values |= rounds if stage == "ppo" else {}
-        options = STAGES[stage].read_options(values)
+        options = TASKS[stage].read_options(values)
         given = {"reward": found[0].loop.model} if found else {}
-        inputs = Inputs(tokenizer=ByteTokenizer(), model=policy, train_dataset=rows, roles=given)
-        found.append(STAGES[stage].assemble(options, inputs, Rendezvous.open(options.parallel, "cpu")))
+        inputs = Inputs(processor=ByteTokenizer(), model=policy, train_dataset=rows, roles=given)
+        found.append(TASKS[stage].assemble(options, inputs, Rendezvous.open(options.parallel, "cpu")))
     # By now the reward model is only asked.
-    judge = cast(ScalarModel, found[0].loop.model).requires_grad_(False)
+    judge = cast(ValueHeadModel, found[0].loop.model).requires_grad_(False)
     return state_bytes(policy.requires_grad_(False), judge, found[1].loop.model), found[1]
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--peak", action="store_true", help="run two rounds and print the bytes that were needed")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    shape = dict(composed("sft", {"model": chosen.model}).values["model"])
+    shape = dict(compose_config("sft", {"model": chosen.model}).values["model"])
     shape = shape | {"vocab_size": shape.get("vocab_size") or ByteTokenizer.vocab_size}
     if chosen.peak:
         _, run = roles(shape, chosen.rank)

@@ -20,11 +20,11 @@ import torch
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.device import describe
-from kitforge.kits.rlhf.build import STAGES
-from kitforge.kits.rlhf.stages import Inputs
+from kitforge.kits.rlhf.build import TASKS
+from kitforge.kits.rlhf.tasks import Inputs
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 
 VOCAB, DIM, LAYERS = 1024, 256, 4
 SHAPE = {"family": "gpt2", "vocab_size": VOCAB, "dim": DIM, "num_layers": LAYERS, "num_heads": 4, "max_length": 512}
@@ -65,9 +65,9 @@ def run(values: dict[str, Any], rows: list[dict[str, Any]], **roles: Any) -> Non
     """Train a stage over rows in memory, from a network of the shape, on one thread."""
     torch.set_num_threads(1)
     values |= {"device": "cpu", "output_dir": str(Path(tempfile.mkdtemp()) / "run")}
-    options = STAGES[values["task"]].read_options(values)
-    inputs = Inputs(tokenizer=ByteTokenizer(), model=network(1), train_dataset=rows, roles=roles)
-    assembly = STAGES[values["task"]].assemble(options, inputs, Rendezvous.open(options.parallel, options.device))
+    options = TASKS[values["task"]].read_options(values)
+    inputs = Inputs(processor=ByteTokenizer(), model=network(1), train_dataset=rows, roles=roles)
+    assembly = TASKS[values["task"]].assemble(options, inputs, Rendezvous.open(options.parallel, options.device))
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
 
 

@@ -14,10 +14,10 @@ from benchmarks.kits.rlhf.ppo import FIRST, PHASES, watched
 
 ADVANTAGES: dict[str, dict[str, Any]] = {
     "grpo": {
-        "rl": {"advantage": "grpo", "aggregation": "sequence_mean"},
-        "kl": {"used_as": "loss", "estimator": "k3", "controller": {"coefficient": 0.04}},
+        "rl": {"advantage": "grpo", "loss_aggregation": "seq-mean-token-mean"},
+        "kl": {"apply_to": "loss", "estimator": "k3", "coef": 0.04},
     },
-    "rloo": {"rl": {"advantage": "rloo", "aggregation": "sequence_sum"}, "kl": {"controller": {"coefficient": 0.04}}},
+    "rloo": {"rl": {"advantage": "rloo", "loss_aggregation": "seq-mean-token-sum"}, "kl": {"coef": 0.04}},
 }
 
 
@@ -36,7 +36,7 @@ def ours(chosen: Any) -> Spent:
         "task": chosen.task,
         "precision": chosen.precision,
         "data": {"sequence_length": 512, "eval_fraction": 0.0},
-        "rl": {"prompts_per_step": 8, "samples_per_prompt": 4, **shaped["rl"]},
+        "rl": {"prompts_per_rollout": 8, "num_generations": 4, **shaped["rl"]},
         "rollout": {"max_new_tokens": chosen.response},
         "trainer": {"max_steps": chosen.episodes // 32, "progress": False},
         "optimizer": {"learning_rate": 3e-6},

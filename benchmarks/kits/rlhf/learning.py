@@ -37,9 +37,9 @@ COMMON: dict[str, Any] = {
     "data.sequence_length": 16,
     "data.eval_fraction": 0.0,
 }
-GROUPS = {"rl.prompts_per_step": 8, "rl.samples_per_prompt": 8, "trainer.max_steps": 100}
+GROUPS = {"rl.prompts_per_rollout": 8, "rl.num_generations": 8, "trainer.max_steps": 100}
 ROUNDS: dict[str, dict[str, Any]] = {
-    "ppo": {"rl.prompts_per_step": 64, "trainer.max_steps": 300},
+    "ppo": {"rl.prompts_per_rollout": 64, "trainer.max_steps": 300},
     "grpo": GROUPS,
     "rloo": GROUPS,
 }
@@ -110,7 +110,7 @@ def preferred(folder: str, seed: int, number: int = 1500) -> tuple[float, float]
     values = {f"model.{name}": value for name, value in SHAPE.items()}
     values |= COMMON | {"seed": seed, "output_dir": f"{folder}/reward", "data.batch_size": 32}
     values |= {"trainer.max_steps": 90, "optimizer.learning_rate": 3e-3}
-    return truth, Trainer("reward", None, train, held_out, options=values).train().metrics["eval/accuracy"]
+    return truth, Trainer("reward", None, train, held_out, options=values).train().metrics["eval/rewards/accuracy"]
 
 
 def rows(seed: int) -> Iterator[tuple[str, float, float, float, str]]:

@@ -24,11 +24,11 @@ from benchmarks.kits.rlhf.beside import (
     seconds_and_rest,
     timed,
 )
-from kitforge.kits.rlhf import collector
-from kitforge.kits.rlhf.collector import Collector
-from kitforge.kits.rlhf.rl import RLTask
-from kitforge.kits.rlhf.rollouts import Round, answered
-from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.kits.rlhf import rollout_collector
+from kitforge.kits.rlhf.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.reward_model import ValueHeadModel
+from kitforge.kits.rlhf.rollout_batch import RolloutBatch, generate_rollouts
+from kitforge.kits.rlhf.rollout_collector import RolloutCollector
 from kitforge.trainer.loop import Loop
 
 # The first round that counts.
@@ -38,25 +38,25 @@ PHASES = ("generating", "scoring", "looking", "updating", "rest")
 
 def watched(spent: Spent) -> None:
     """Take the time of each phase of a round, from the first that counts."""
-    collector.answered = timed(spent, "generating", answered)  # type: ignore[attr-defined]
+    rollout_collector.generate_rollouts = timed(spent, "generating", generate_rollouts)  # type: ignore[attr-defined]
     # The scores are those of whole answers: what answering takes beside the engine.
-    Collector._answers = timed(spent, "scoring", Collector._answers)  # type: ignore[method-assign]
-    Collector._examined = timed(spent, "looking", Collector._examined)  # type: ignore[method-assign]
+    RolloutCollector._generate = timed(spent, "scoring", RolloutCollector._generate)  # type: ignore[method-assign]
+    RolloutCollector._annotate = timed(spent, "looking", RolloutCollector._annotate)  # type: ignore[method-assign]
     Loop._step = timed(spent, "updating", Loop._step)  # type: ignore[method-assign]
-    collect = RLTask._collect
+    collect = PolicyGradientTask._collect_batch
 
-    def collected(task: RLTask, model: nn.Module, number: int) -> Round:
+    def collected(task: PolicyGradientTask, model: nn.Module, number: int) -> RolloutBatch:
         if number == FIRST:
             spent.clear()
             spent.update(dict.fromkeys(PHASES[:-1], 0.0))
         return collect(task, model, number)
 
-    RLTask._collect = collected  # type: ignore[method-assign]
+    PolicyGradientTask._collect_batch = collected  # type: ignore[method-assign]
 
 
 def ours(chosen: Any) -> Spent:
     """CPU seconds from the second round to the last step, saving and starting left out, and of each phase in them."""
-    judge = ScalarModel(network(2))
+    judge = ValueHeadModel(network(2))
     judge.reset_head(3)
     spent = dict.fromkeys(PHASES[:-1], 0.0)
     watched(spent)
@@ -64,7 +64,12 @@ def ours(chosen: Any) -> Spent:
         "task": "ppo",
         "precision": chosen.precision,
         "data": {"sequence_length": 512, "eval_fraction": 0.0},
-        "rl": {"prompts_per_step": 32, "epochs": chosen.epochs, "whiten_advantages": True, "missing_end_penalty": 1.0},
+        "rl": {
+            "prompts_per_rollout": 32,
+            "epochs": chosen.epochs,
+            "whiten_advantages": True,
+            "missing_eos_penalty": 1.0,
+        },
         "rollout": {"max_new_tokens": chosen.response, "temperature": 0.7},
         "trainer": {"max_steps": chosen.episodes // 32 * chosen.epochs, "progress": False},
         "optimizer": {"learning_rate": 3e-6},

@@ -32,7 +32,7 @@ CHARACTERS, LONGEST = 1000, 1024
 COMMON: dict[str, Any] = {
     "device": "cpu",
     "data.sequence_length": LONGEST,
-    "data.unusable": "drop",
+    "data.on_invalid": "drop",
     "data.batch_size": 32,
     "trainer.micro_batch_size": 8,
     "trainer.progress": False,
@@ -73,23 +73,23 @@ def dialogues(place: Place) -> Iterator[Row]:
     files = (rows_of(place.data / "hh_rlhf" / f"helpful_{part}.jsonl.gz") for part in ("train", "test"))
     train, test = ([row for row in rows if max(map(len, row.values())) <= CHARACTERS] for rows in files)
     choices = SHAPE | VOCABULARY | {"data.columns.messages": "chosen", "trainer.max_steps": 150}
-    _, policy = trained("sft", "gpt2_tiny", place, (train, test), choices | {"trainer.evaluate_batches": 8})
+    _, policy = trained("sft", "gpt2_tiny", place, (train, test), choices | {"trainer.eval_batches": 8})
     yield "sft, loss of held-out replies, nats a token", policy.metrics["eval/loss"], ""
     tranches = {"data.columns.source": "tranche", "trainer.epochs": 1}
     _, judge = trained("reward", policy, place, (train, test), tranches)
-    accuracy, longer = judge.metrics["eval/accuracy"], longer_wins(test)
+    accuracy, longer = judge.metrics["eval/rewards/accuracy"], longer_wins(test)
     error = (accuracy * (1 - accuracy) / len(test)) ** 0.5
     beside = f"standard error {error:.3f}; the longer reply wins: {longer:.3f} of the same pairs, 0.563 of all 891"
     yield f"reward, accuracy on {len(test)} held-out pairs", accuracy, beside
     rounds = {
-        "rl.prompts_per_step": 32,
+        "rl.prompts_per_rollout": 32,
         "rl.epochs": 2,
         "rollout.max_new_tokens": 32,
-        "kl.controller.kind": "adaptive",
-        "kl.controller.coefficient": 0.1,
-        "kl.controller.horizon": 1000,
+        "kl.controller": "adaptive",
+        "kl.coef": 0.1,
+        "kl.horizon": 1000,
         "trainer.max_steps": 80,
-        "trainer.evaluate_batches": 8,
+        "trainer.eval_batches": 8,
         "optimizer.learning_rate": 5e-4,
     }
     before, learner = trained("ppo", policy, place, (train, test), rounds, reward=judge)
@@ -115,11 +115,11 @@ def problems(name: str, train: list[dict[str, Any]], test: list[dict[str, Any]],
     _, policy = trained("sft", "gpt2_tiny", place, (train, test[:200]), choices)
     yield f"{name}: sft, loss of held-out answers, nats a token", policy.metrics["eval/loss"], ""
     rounds = {
-        "rl.prompts_per_step": 8,
-        "rl.samples_per_prompt": 4,
+        "rl.prompts_per_rollout": 8,
+        "rl.num_generations": 4,
         "rollout.max_new_tokens": 64,
         "trainer.max_steps": 6,
-        "trainer.evaluate_batches": 8,
+        "trainer.eval_batches": 8,
         "optimizer.learning_rate": 1e-4,
     }
     before, learner = trained("grpo", policy, place, (train, test), rounds, reward="gsm8k")

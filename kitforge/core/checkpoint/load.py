@@ -104,7 +104,7 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor of that name, of either part. Raises CheckpointError for no such tensor."""
-        return self.read(name, Region.whole(self.entry(name).shape))
+        return self.read(name, Region.full(self.entry(name).shape))
 
     def entry(self, name: str) -> TensorEntry:
         """How the tensor is stored. Raises CheckpointError for no such tensor."""

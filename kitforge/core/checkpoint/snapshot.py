@@ -58,7 +58,7 @@ class Snapshot:
     def region(self, name: str) -> Region:
         """Where a buffer lies in its tensor."""
         found = None if self._ranks is None else self._ranks.region(self.wholes[name][0], self._rank)
-        return Region.whole(self.buffers[name].shape) if found is None else found
+        return Region.full(self.buffers[name].shape) if found is None else found
 
     def take(
         self,

@@ -8,7 +8,7 @@ from torch import Tensor
 from kitforge.foundation import device
 
 # Whether the processor multiplies in these itself. Asked once, here: a compiler cannot look into the question.
-NATIVE_DTYPES = {dtype: device.multiplies_natively(dtype) for dtype in (torch.bfloat16, torch.float16)}
+NATIVE_DTYPES = {dtype: device.has_native_matmul(dtype) for dtype in (torch.bfloat16, torch.float16)}
 
 
 def compute_dtype(input: Tensor) -> torch.dtype:

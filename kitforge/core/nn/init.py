@@ -43,7 +43,7 @@ def init_weights(
             continue
         residual = name.endswith(RESIDUAL_OUTPUTS)
         deviation = INIT_STD / (2 * num_layers) ** 0.5 if residual else INIT_STD
-        region = Region.whole(parameter.shape) if regions is None else regions[name]
+        region = Region.full(parameter.shape) if regions is None else regions[name]
         parameter.copy_(normal_region(seed, name, region) * deviation)
 
 

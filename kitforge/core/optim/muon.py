@@ -15,7 +15,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from kitforge.foundation.device import multiplies_natively
+from kitforge.foundation.device import has_native_matmul
 from kitforge.foundation.errors import ModelError
 
 # Coefficients of the quintic a x + b x^3 + c x^5, chosen for the steepest slope at 0. Five steps of it bring singular
@@ -116,7 +116,7 @@ def orthogonalize(stack: Tensor) -> Tensor:
     """
     dtype = stack.dtype
     if dtype != torch.float64:
-        dtype = torch.bfloat16 if multiplies_natively(torch.bfloat16, stack.device.type) else torch.float32
+        dtype = torch.bfloat16 if has_native_matmul(torch.bfloat16, stack.device.type) else torch.float32
     stack = stack.to(dtype)
     stack = stack / torch.linalg.matrix_norm(stack, keepdim=True).clamp_min(EPS)
     # Below about 2/3 the smaller products win; bf16 rounds so coarsely that the Gram matrix would turn indefinite.

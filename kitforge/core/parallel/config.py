@@ -62,7 +62,7 @@ class ParallelConfig:
             raise ConfigError(
                 "the run names other ranks than those that were started",
                 got=f"{self.describe()} that train and {num_ranks - self.world_size} beside them, of {size} ranks",
-                fix=f"start {num_ranks} ranks, or change parallel.* and placement.*",
+                fix=f"start {num_ranks} ranks, or change parallel.* and role_ranks.*",
             )
         raise ConfigError(
             "the degrees of parallelism do not multiply to the number of ranks",

@@ -23,7 +23,7 @@ from kitforge.data.tables.python_rows import HFDatasetTable, open_rows
 from kitforge.data.tables.times import as_times
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, nearest
-from kitforge.foundation.files import missing
+from kitforge.foundation.files import missing_file_error
 
 TableFormat = Literal["auto", "criteo", "csv", "tsv", "parquet", "jsonl", "interactions"]
 _SUFFIXES = (".csv", ".tsv", ".txt", ".inter", ".parquet", ".jsonl")
@@ -180,7 +180,7 @@ def _files(path: Path) -> list[Path]:
         return matches
     if glob.has_magic(str(path)):
         raise DataError(f"no file matches {path}", got=f"in {Path.cwd()}", fix="check the pattern, and quote it")
-    raise missing(path)
+    raise missing_file_error(path)
 
 
 def _suffix(path: Path) -> str:

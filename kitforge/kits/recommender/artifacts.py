@@ -29,9 +29,9 @@ class SaveFeatures(Callback):
     def on_event(self, event: Event, run: RunContext) -> None:
         """Save at the start; tell when others have begun to write."""
         if event.kind == "step" and run.state.cursor.step == 1:
-            run.note("features", self._used)
+            run.log_event("features", self._used)
         if event.kind == "step" and run.state.cursor.step == 1 and (words := self._encoder.statistics.collisions()):
-            run.note("collisions", words)
+            run.log_event("collisions", words)
         if event.kind == "start" and run.folder is not None and run.world.rank == 0:
             save_features(run.folder / FEATURES, self._encoder.schema, self._encoder.statistics)
             if self._catalogue is not None:

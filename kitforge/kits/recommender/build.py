@@ -61,8 +61,8 @@ from kitforge.kits.recommender.task import RecommendationTask
 from kitforge.models.catalog import RECOMMENDERS, recommender_of
 from kitforge.models.sasrec.model import SASRecConfig
 from kitforge.models.two_tower.model import TwoTowerConfig
-from kitforge.trainer.assembly import RunAssembly, RunInputs, evaluated
-from kitforge.trainer.run import default_folder, make_loop
+from kitforge.trainer.assembly import RunAssembly, RunInputs, evaluate_model
+from kitforge.trainer.run_folder import default_folder, make_loop
 
 OPTIONS = RecommendationOptions
 # Further models or callables that the task takes by name.
@@ -121,10 +121,10 @@ def assemble(options: RecommendationOptions, inputs: Inputs, rendezvous: Rendezv
             TableStatsCallback(hit_rate_curves(config, options, dataset, objective)),
         ],
     )
-    return Assembly(loop=loop, folder=folder, tokenizer=dataset.encoder, options=options, config_text=config_text)
+    return Assembly(loop=loop, folder=folder, processor=dataset.encoder, options=options, config_text=config_text)
 
 
-def check_degrees(options: RecommendationOptions) -> None:
+def check_parallel(options: RecommendationOptions) -> None:
     """Nothing that the options do not refuse themselves: replicas and shards fit every network."""
 
 
@@ -165,7 +165,7 @@ def _evaluate_model(
     parallel = parallel_model_of(model.to(world.device), world)
     objective = build_objective(model.config, options, dataset)
     task = RecommendationTask(options, dataset, objective, lambda _world: model, world)
-    return evaluated(task, parallel, world.device, options.precision)
+    return evaluate_model(task, parallel, world.device, options.precision)
 
 
 def load(folder: Path, device: torch.device, level: CompileLevel = "O1") -> Recommender:

@@ -22,7 +22,7 @@ from kitforge.data.document_shard import fingerprint_of
 from kitforge.embedding_cache.serving.quantize import quantize_tables
 from kitforge.embedding_cache.serving.table import ServedTable, ServingDtype
 from kitforge.foundation.errors import ConfigError, DependencyError, ModelError
-from kitforge.foundation.files import atomic_file, one_at_a_time
+from kitforge.foundation.files import atomic_file, file_lock
 from kitforge.foundation.log import logger
 from kitforge.kits.recommender.artifacts import find_features, find_item_catalog
 from kitforge.kits.recommender.embedding_requests import EmbeddingRequestPlan
@@ -88,7 +88,7 @@ def serve_quantized(model: Recommender, dtype: ServingDtype) -> None:
         )
     folder = serving_folder(model.checkpoint_folder) / dtype
     folder.mkdir(parents=True, exist_ok=True)
-    with one_at_a_time(folder, _log, f"making {dtype} tables"):
+    with file_lock(folder, _log, f"making {dtype} tables"):
         if not (folder / "tables" / MANIFEST).exists():
             quantize_tables(open_checkpoint(model.checkpoint_folder), folder / "tables", dtype)
     smaller: Checkpoint = open_checkpoint(folder / "tables")

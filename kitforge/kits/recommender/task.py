@@ -176,7 +176,7 @@ class RecommendationTask(Task):
         # As many rows at once as training has on one rank.
         largest = -(-self._options.data.step_size // self._world.num_replicas)
         size = min(self._options.trainer.micro_batch_size or largest, largest)
-        limit = self._options.trainer.evaluate_batches
+        limit = self._options.trainer.eval_batches
         # How a batch is split must not change what is evaluated.
         stop = num_rows if limit is None else min(num_rows, limit * self._options.data.step_size)
         for start in range(0, stop, size * self._world.num_replicas):

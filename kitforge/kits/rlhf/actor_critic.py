@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.causal_lm import CausalLM, Geometry
 from kitforge.core.nn.context import Context
-from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.kits.rlhf.reward_model import ValueHeadModel
 
 
 @final
 class ActorCritic(nn.Module):
     """To everyone else it is the policy: a `CausalLM` that can be generated from."""
 
-    def __init__(self, policy: nn.Module, critic: ScalarModel) -> None:
+    def __init__(self, policy: nn.Module, critic: ValueHeadModel) -> None:
         super().__init__()
         self.policy = policy
         self.critic = critic
@@ -58,6 +58,6 @@ def policy_of(model: nn.Module) -> nn.Module:
     return model.policy if isinstance(model, ActorCritic) else model
 
 
-def critic_of(model: nn.Module) -> ScalarModel | None:
+def critic_of(model: nn.Module) -> ValueHeadModel | None:
     """What expects rewards, if anything does."""
     return model.critic if isinstance(model, ActorCritic) else None

@@ -15,15 +15,15 @@ from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.files import atomic_file
 from kitforge.foundation.log import logger
 from kitforge.foundation.progress import Advance
-from kitforge.kits.rlhf.config import DialogueOptions
+from kitforge.kits.rlhf.config import ChatDatasetOptions
 from kitforge.kits.rlhf.pipeline import BATCH_SIZE, RewardPipeline
 
 _log = logger(__name__)
 
 
-def write_scores(pipeline: RewardPipeline, options: DialogueOptions, target: Path, progress: Advance) -> None:
+def write_scores(pipeline: RewardPipeline, options: ChatDatasetOptions, target: Path, progress: Advance) -> None:
     """Score each row of `data.eval` into the column `score` of `target`, whole or not at all. Rows that cannot be used
-    are refused, or with data.unusable=drop left out and counted."""
+    are refused, or with data.on_invalid=drop left out and counted."""
     if target.suffix != ".jsonl":
         raise ConfigError("invalid value for option 'output'", got=target, expected="a file .jsonl for a reward model")
     done, responses = 0, _responses(pipeline, options)
@@ -31,7 +31,7 @@ def write_scores(pipeline: RewardPipeline, options: DialogueOptions, target: Pat
         while rows := list(islice(responses, BATCH_SIZE)):
             scores = pipeline.scores([response for _, response in rows])
             for (row, _), score in zip(rows, scores, strict=True):
-                file.write(_line({**row, "score": score}))
+                file.write(_json_line({**row, "score": score}))
             done += len(rows)
             progress(done)
         if not done:
@@ -39,20 +39,20 @@ def write_scores(pipeline: RewardPipeline, options: DialogueOptions, target: Pat
 
 
 def _responses(
-    pipeline: RewardPipeline, options: DialogueOptions
+    pipeline: RewardPipeline, options: ChatDatasetOptions
 ) -> Iterator[tuple[Mapping[str, Any], TokenizedExample]]:
     """Every usable row with the tokens that are scored."""
     reader, num_dropped = ChatDatasetReader(pipeline.tokenizer, template_of(pipeline.tokenizer), options.columns), 0
-    for place, row in chain.from_iterable(shard.rows() for shard in open_rows(options.eval)):
+    for location, row in chain.from_iterable(shard.rows() for shard in open_rows(options.eval)):
         try:
             [response] = reader.demonstrations([row])
             if "score" in row:
                 raise DataError("the row has a column that its score would overwrite", got="score")
         except DataError as error:
-            if options.unusable == "refuse":
-                raise DataError(f"{place}: {error}") from None
+            if options.on_invalid == "refuse":
+                raise DataError(f"{location}: {error}") from None
             if not num_dropped:
-                _log.warning("%s: %s: left out, as are further ones", place, error)
+                _log.warning("%s: %s: left out, as are further ones", location, error)
             num_dropped += 1
             continue
         yield row, response
@@ -60,7 +60,7 @@ def _responses(
         _log.warning("%s rows are left out, which cannot be used", f"{num_dropped:,}")
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
+def _json_line(row: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError) as error:

@@ -24,45 +24,45 @@ from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
 from kitforge.foundation.untrusted import load_yaml, names_function
 from kitforge.inference.pipeline import TextGenerationPipeline
-from kitforge.kits.rlhf import stages
+from kitforge.kits.rlhf import tasks
 from kitforge.kits.rlhf.actor_critic import policy_of
-from kitforge.kits.rlhf.agreement import NoDropout, check_readers
 from kitforge.kits.rlhf.batch_inference import write_scores
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
 from kitforge.kits.rlhf.inspection import loss_mask_lines
-from kitforge.kits.rlhf.networks import load_policy, load_scalar, open_policy, open_scalar, sharding_of
+from kitforge.kits.rlhf.model_copy import full_lora_factors
+from kitforge.kits.rlhf.model_loading import load_policy, load_reward_model, open_policy, open_reward_model, sharding_of
 from kitforge.kits.rlhf.pipeline import RewardPipeline
+from kitforge.kits.rlhf.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.replay import Replay, replay
-from kitforge.kits.rlhf.rl import RLTask
-from kitforge.kits.rlhf.scalar_model import ScalarModel
-from kitforge.kits.rlhf.scoring import named_reward
-from kitforge.kits.rlhf.stages import Inputs, Parts, Prepared, parts_of
-from kitforge.kits.rlhf.weights import whole_factors
+from kitforge.kits.rlhf.reward_model import ValueHeadModel
+from kitforge.kits.rlhf.rewards import reward_reference
+from kitforge.kits.rlhf.role_checks import DisableDropout, check_role_tokenizers
+from kitforge.kits.rlhf.tasks import Inputs, TaskBuilder, TaskInputs, task_inputs_of
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.peft import save_adapter
-from kitforge.trainer.assembly import RunAssembly, evaluated
+from kitforge.trainer.assembly import RunAssembly, evaluate_model
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
-from kitforge.trainer.run import Run as FinishedRun
-from kitforge.trainer.run import default_folder, make_loop
-from kitforge.trainer.signals import signals
-from kitforge.trainer.task import Ending, Task
+from kitforge.trainer.run_folder import Run as FinishedRun
+from kitforge.trainer.run_folder import default_folder, make_loop
+from kitforge.trainer.signals import interrupt_signals
+from kitforge.trainer.task import RunResult, Task
 
 # Options of a run that say where it ran, or what it began with; its evaluation does not begin with them.
-NOT_EVALUATED = frozenset(
-    ("checkpoint", "model", "adapter", "reference", "resume", "output_dir", "prompt", "device", "parallel", "placement")
+TRAINING_ONLY_OPTIONS = frozenset(
+    ("checkpoint", "model", "lora", "reference", "resume", "output_dir", "prompt", "device", "parallel", "role_ranks")
 )
 Assembly: TypeAlias = RunAssembly[StageOptions, Tokenizer]
 
 
 @final
-class Stage:
+class RlhfTask:
     """One task behind the face that the front door knows of a kit."""
 
     def __init__(
         self,
         options: type[StageOptions],
-        prepare: Callable[[Parts], Prepared],
+        prepare: Callable[[TaskInputs], TaskBuilder],
         roles: tuple[str, ...] = (),
         fine_tuning: str = "finetune_policy",
     ) -> None:
@@ -77,43 +77,43 @@ class Stage:
         """The options of the task from a plain dict; raises ConfigError."""
         return from_dict(self.OPTIONS, values)
 
-    def assemble(self, options: StageOptions, inputs: Inputs, lobby: Rendezvous) -> Assembly:
+    def assemble(self, options: StageOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
         """Everything that a run needs, in the order in which mistakes are cheapest to find."""
-        parts = _parts(options, inputs, lobby)
+        parts = _checked_inputs(options, inputs, rendezvous)
         prepared = self.prepare(parts)
         recorded = _recorded(options, inputs, prepared.network)
-        world, folder = _met(options, inputs, lobby, prepared)
+        world, folder = _join(options, inputs, rendezvous, prepared)
         task, watching = prepared.task(world)
-        quiet = [] if isinstance(options, SFTOptions) else [NoDropout()]
+        quiet = [] if isinstance(options, SFTOptions) else [DisableDropout()]
         loop = make_loop(
             task,
             dataclasses.replace(options, device=str(world.device)),
             folder,
             world=world,
             config=recorded,
-            callbacks=[*inputs.callbacks, KeepTokenizer(parts.tokenizer), KeepAdapter(), *quiet, *watching],
+            callbacks=[*inputs.callbacks, SaveTokenizer(parts.tokenizer), SaveAdapter(), *quiet, *watching],
         )
         config_text = to_yaml(recorded)
-        return Assembly(loop=loop, folder=folder, tokenizer=parts.tokenizer, options=options, config_text=config_text)
+        return Assembly(loop=loop, folder=folder, processor=parts.tokenizer, options=options, config_text=config_text)
 
-    def attend(self, options: StageOptions, inputs: Inputs, lobby: Rendezvous) -> FinishedRun:
+    def serve_roles(self, options: StageOptions, inputs: Inputs, rendezvous: Rendezvous) -> FinishedRun:
         """The part in a run of a rank that trains nothing, which lasts as long as the run does."""
-        parts = _parts(options, inputs, lobby)
+        parts = _checked_inputs(options, inputs, rendezvous)
         prepared = self.prepare(parts)
-        world, folder = _met(options, inputs, lobby, prepared)
+        world, folder = _join(options, inputs, rendezvous, prepared)
         task, _ = prepared.task(world)
         # With it goes what the networks of this rank were made from.
         del prepared
-        ending = _attended(task, options)
+        ending = _serve_until_end(task, options)
         return FinishedRun(
             folder=folder,
-            model=Elsewhere(),
-            tokenizer=parts.tokenizer,
+            model=PlaceholderModel(),
+            processor=parts.tokenizer,
             metrics=ending.metrics,
             was_interrupted=ending.was_interrupted,
         )
 
-    def check_degrees(self, options: StageOptions) -> None:
+    def check_parallel(self, options: StageOptions) -> None:
         """Raise ConfigError for axes that the stage cannot be split along, before any rank is started."""
         degrees = options.parallel
         is_whole = degrees.tensor == 1 or not degrees.sequence_parallel
@@ -130,24 +130,24 @@ class Stage:
                 expected="the function that scores answers, named by you",
                 fix=f"add {_reward_argument(recorded['reward'])} if you trust it",
             )
-        return {name: value for name, value in recorded.items() if name not in NOT_EVALUATED}
+        return {name: value for name, value in recorded.items() if name not in TRAINING_ONLY_OPTIONS}
 
-    def evaluate(self, options: StageOptions, inputs: Inputs, lobby: Rendezvous) -> dict[str, float]:
+    def evaluate(self, options: StageOptions, inputs: Inputs, rendezvous: Rendezvous) -> dict[str, float]:
         """The metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
-        prepared = self.prepare(_parts(options, inputs, lobby, is_evaluation=True))
-        world = lobby.init_process_group().with_precision(options.precision)
+        prepared = self.prepare(_checked_inputs(options, inputs, rendezvous, is_evaluation=True))
+        world = rendezvous.init_process_group().with_precision(options.precision)
         task, _ = prepared.task(world)
         if world.is_inference_only:
-            return _attended(task, options).metrics
+            return _serve_until_end(task, options).metrics
         model = task.build(world)
         parallel = parallel_model_of(model, world, sharding_of(model))
-        metrics = evaluated(task, parallel, world.device, options.precision)
-        task.close(Ending(metrics=metrics))
+        metrics = evaluate_model(task, parallel, world.device, options.precision)
+        task.on_run_end(RunResult(metrics=metrics))
         return metrics
 
     def inspected(self, options: StageOptions) -> Iterator[str]:
         """Which tokens of the first training rows are learnt, line by line."""
-        parts = parts_of(options, Inputs(), torch.device("cpu"))
+        parts = task_inputs_of(options, Inputs(), torch.device("cpu"))
         readers: dict[type[StageOptions], Callable[[object], Iterator[Any]]] = {
             SFTOptions: parts.reader.demonstrations,
             KTOOptions: parts.reader.unpaired,
@@ -169,7 +169,7 @@ class Stage:
 
     def open_pipeline(self, model: nn.Module, tokenizer: Tokenizer, options: StageOptions) -> Any:
         """What continues texts, or scores them where the model gives scores."""
-        if isinstance(model, ScalarModel):
+        if isinstance(model, ValueHeadModel):
             return RewardPipeline(model, tokenizer)
         return TextGenerationPipeline(model, tokenizer, options.inference)
 
@@ -191,12 +191,12 @@ class Stage:
 
     def load(self, folder: Path, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
         """The network of a run of this stage, or of one of its steps."""
-        read = load_scalar if self.OPTIONS is RewardOptions else load_policy
+        read = load_reward_model if self.OPTIONS is RewardOptions else load_policy
         return read(folder, device, level)
 
     def open_stored(self, folder: Path) -> StoredModel:
         """What `export` writes of a run of this stage: a language model, or one that gives scores."""
-        return open_scalar(folder) if self.OPTIONS is RewardOptions else open_policy(folder)
+        return open_reward_model(folder) if self.OPTIONS is RewardOptions else open_policy(folder)
 
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
         """The language model of a run of this stage, or of one of its steps, of which no weight is read yet. Raises
@@ -239,20 +239,22 @@ def _reward_argument(reward: Any) -> str:
     return f"reward=[{','.join(map(str, several))}]" if isinstance(several, list) else f"reward={several}"
 
 
-def _parts(options: StageOptions, inputs: Inputs, lobby: Rendezvous, *, is_evaluation: bool = False) -> Parts:
+def _checked_inputs(
+    options: StageOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool = False
+) -> TaskInputs:
     """Rows and tokenizer. Raises ConfigError for a role that reads other tokens than the policy writes."""
-    parts = parts_of(options, inputs, lobby.device, rank=lobby.rank, is_evaluation=is_evaluation)
-    check_readers(options, inputs.roles, parts.tokenizer)
+    parts = task_inputs_of(options, inputs, rendezvous.device, rank=rendezvous.rank, is_evaluation=is_evaluation)
+    check_role_tokenizers(options, inputs.roles, parts.tokenizer)
     return parts
 
 
-def _met(options: StageOptions, inputs: Inputs, lobby: Rendezvous, prepared: Prepared) -> tuple[World, Path]:
+def _join(options: StageOptions, inputs: Inputs, rendezvous: Rendezvous, prepared: TaskBuilder) -> tuple[World, Path]:
     """The world of all ranks, once they are about to do the same, and the folder of their run."""
-    world = lobby.init_process_group().with_precision(options.precision)
+    world = rendezvous.init_process_group().with_precision(options.precision)
     # A rank that holds no policy does not know what it looks like, and takes the others' word.
     network = world.broadcast_object(prepared.network)
     recorded = _recorded(options, inputs, network if prepared.network is None else prepared.network)
-    lobby.check_same({"configuration": to_yaml(recorded), "training rows": prepared.fingerprint})
+    rendezvous.check_same({"configuration": to_yaml(recorded), "training rows": prepared.fingerprint})
     return world, world.broadcast_object(default_folder(options, inputs.model_name))
 
 
@@ -263,27 +265,27 @@ def _recorded(options: StageOptions, inputs: Inputs, network: dict[str, Any] | N
         recorded["checkpoint"] = str(inputs.model_folder)
     for role in ("reward", "reference"):
         if inputs.roles.get(role) is not None and role in recorded:
-            recorded[role] = named_reward(inputs.roles[role])
+            recorded[role] = reward_reference(inputs.roles[role])
     return recorded
 
 
-def _attended(task: Task, options: StageOptions) -> Ending:
+def _serve_until_end(task: Task, options: StageOptions) -> RunResult:
     """What the others came to, of a rank that did what they asked for. A signal reaches them too, and they decide."""
-    assert isinstance(task, RLTask)
-    devices.keep_freed_memory()
+    assert isinstance(task, PolicyGradientTask)
+    devices.keep_malloc_arenas()
     devices.set_deterministic(options.deterministic)
     torch.manual_seed(options.seed)
-    with signals(lambda: None):
-        return task.attend()
+    with interrupt_signals(lambda: None):
+        return task.serve_roles()
 
 
 @final
-class Elsewhere(nn.Module):
+class PlaceholderModel(nn.Module):
     """Stands for the network of a run on a rank that has no part of it; its checkpoint holds it whole."""
 
 
 @final
-class KeepTokenizer(Callback):
+class SaveTokenizer(Callback):
     """Writes the tokenizer beside the run."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -296,13 +298,13 @@ class KeepTokenizer(Callback):
 
 
 @final
-class KeepAdapter(Callback):
+class SaveAdapter(Callback):
     """Writes the adapter of the policy or of the reward model beside the run, as PEFT reads it, where its layers have
     names there."""
 
     def on_event(self, event: Event, run: RunContext) -> None:
         """At the end."""
-        scalar = run.model if isinstance(run.model, ScalarModel) else None
+        scalar = run.model if isinstance(run.model, ValueHeadModel) else None
         network = policy_of(run.model) if scalar is None else scalar.backbone
         # What is cut is gathered by all ranks together, which they are only between steps.
         if not can_save_at_end(event, run) or run.folder is None or not isinstance(network, Decoder):
@@ -311,24 +313,24 @@ class KeepAdapter(Callback):
         if config is None:
             return
         name, head = ("policy", None) if scalar is None else ("reward", scalar.head())
-        factors = whole_factors(network, name, run.state.parallel)
+        factors = full_lora_factors(network, name, run.state.parallel)
         if run.world.rank > 0:
             return
         try:
             save_adapter(network, factors, config, run.folder / "adapter", head=head)
         except ModelError as error:
-            run.note("adapter", f"not written for PEFT: {error}")
+            run.log_event("adapter", f"not written for PEFT: {error}")
 
 
 _ROLES = ("reward", "reference", "environment", "tools", "ptx")
-STAGES: dict[str, Stage] = {
-    "sft": Stage(SFTOptions, stages.sft, fine_tuning="finetune_sft"),
-    "reward": Stage(RewardOptions, stages.reward, fine_tuning="finetune_reward"),
-    "ppo": Stage(RLOptions, stages.reinforcement, _ROLES, fine_tuning="finetune_ppo"),
+TASKS: dict[str, RlhfTask] = {
+    "sft": RlhfTask(SFTOptions, tasks.sft, fine_tuning="finetune_sft"),
+    "reward": RlhfTask(RewardOptions, tasks.reward, fine_tuning="finetune_reward"),
+    "ppo": RlhfTask(RLOptions, tasks.policy_gradient, _ROLES, fine_tuning="finetune_ppo"),
     **{
-        name: Stage(RLOptions, stages.reinforcement, _ROLES)
+        name: RlhfTask(RLOptions, tasks.policy_gradient, _ROLES)
         for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")
     },
-    **{name: Stage(PreferenceOptions, stages.preference, ("reference",)) for name in ("dpo", "ipo", "orpo", "simpo")},
-    "kto": Stage(KTOOptions, stages.kto, ("reference",)),
+    **{name: RlhfTask(PreferenceOptions, tasks.preference, ("reference",)) for name in ("dpo", "ipo", "orpo", "simpo")},
+    "kto": RlhfTask(KTOOptions, tasks.kto, ("reference",)),
 }

@@ -13,7 +13,7 @@ from kitforge.data.packing import IGNORED
 from kitforge.foundation.types import MicroBatch
 
 
-def padded(responses: Sequence[TokenizedExample], pad_id: int) -> dict[str, Tensor]:
+def pad_examples(responses: Sequence[TokenizedExample], pad_id: int) -> dict[str, Tensor]:
     """A row for each response, filled on the right, which causal attention never looks at.
 
     `tokens` [B, T]; `targets` [B, T], the next token where it is learnt, -100 elsewhere; `ends` [B], where the last
@@ -24,7 +24,7 @@ def padded(responses: Sequence[TokenizedExample], pad_id: int) -> dict[str, Tens
     tokens = torch.full((max(len(responses), 1), longest), pad_id)
     targets = torch.full_like(tokens, IGNORED)
     for row, response in enumerate(responses):
-        _lay(tokens[row], targets[row], response, 0)
+        _write_row(tokens[row], targets[row], response, 0)
     lengths = torch.tensor([len(each.tokens) for each in responses] or [0])
     return {"tokens": tokens, "targets": targets, "ends": (lengths - 1).clamp(min=0), "lengths": lengths}
 
@@ -34,7 +34,7 @@ def input_tokens(step: Sequence[MicroBatch]) -> Tensor:
     return torch.stack([micro_batch["lengths"].sum() for micro_batch in step]).sum()
 
 
-def packed(responses: Sequence[TokenizedExample], pad_id: int, *, together: bool = True) -> dict[str, Tensor]:
+def pack_examples(responses: Sequence[TokenizedExample], pad_id: int, *, packing: bool = True) -> dict[str, Tensor]:
     """As few rows as the longest response allows, or a row for each unless `together`.
 
     `tokens` and `targets` [B, T] as in `padded`; `positions` from 0 in each response; `documents` from 0 in each row;
@@ -42,16 +42,16 @@ def packed(responses: Sequence[TokenizedExample], pad_id: int, *, together: bool
     """
     longest = max(len(each.tokens) for each in responses)
     lengths = [len(each.tokens) for each in responses]
-    rows = _fitted(lengths, longest) if together else [[member] for member in range(len(lengths))]
+    rows = _best_fit(lengths, longest) if packing else [[member] for member in range(len(lengths))]
     tokens = torch.full((len(rows), longest), pad_id)
     targets, documents = torch.full_like(tokens, IGNORED), torch.zeros_like(tokens)
     positions = torch.arange(longest).repeat(len(rows), 1)
     for row, members in enumerate(rows):
         start = 0
-        for place, member in enumerate(members):
+        for document, member in enumerate(members):
             stop = start + len(responses[member].tokens)
-            _lay(tokens[row], targets[row], responses[member], start)
-            positions[row, start:stop], documents[row, start:stop] = torch.arange(stop - start), place
+            _write_row(tokens[row], targets[row], responses[member], start)
+            positions[row, start:stop], documents[row, start:stop] = torch.arange(stop - start), document
             start = stop
         # Filling behind the only response of a row is never looked at, and needs no number of its own.
         positions[row, start:] = torch.arange(longest - start)
@@ -66,7 +66,7 @@ def packed(responses: Sequence[TokenizedExample], pad_id: int, *, together: bool
     }
 
 
-def _lay(tokens: Tensor, targets: Tensor, response: TokenizedExample, start: int) -> None:
+def _write_row(tokens: Tensor, targets: Tensor, response: TokenizedExample, start: int) -> None:
     """Write a response into a row [T]. The token at i is predicted at i - 1."""
     size = len(response.tokens)
     written = np.asarray(response.tokens, dtype=np.int64)
@@ -74,7 +74,7 @@ def _lay(tokens: Tensor, targets: Tensor, response: TokenizedExample, start: int
     targets[start : start + size - 1] = torch.from_numpy(np.where(response.loss_mask[1:], written[1:], IGNORED))
 
 
-def _fitted(lengths: Sequence[int], room: int) -> list[list[int]]:
+def _best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Which sequences share a row: each, the longest first, goes where it leaves the least room (best fit)."""
     rows: list[list[int]] = []
     left: list[int] = []

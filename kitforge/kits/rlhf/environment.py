@@ -23,8 +23,8 @@ from kitforge.foundation.log import logger
 from kitforge.inference.engine import Engine, Output
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf.config import EnvironmentOptions
-from kitforge.kits.rlhf.rollouts import Trajectory
-from kitforge.kits.rlhf.scoring import Answer
+from kitforge.kits.rlhf.rewards import PromptCompletion
+from kitforge.kits.rlhf.rollout_batch import Rollout
 from kitforge.kits.rlhf.step_pool import Job, StepPool
 from kitforge.kits.rlhf.stop_strings import StoppingEngine
 
@@ -69,47 +69,47 @@ class Episode:
     conversation: list[Message] | None = None  # up to the present reply; None where it is not one of messages
     opening: str = ""  # with which the present reply begins, before the policy speaks
     tokens: list[int] = field(default_factory=list)  # after the prompt
-    learnt: list[bool] = field(default_factory=list)  # which of them the policy wrote
+    loss_mask: list[bool] = field(default_factory=list)  # which of them the policy wrote
     log_probs: list[float] = field(default_factory=list)  # of those
     rewards: list[float] = field(default_factory=list)  # of those
-    said: list[int] = field(default_factory=list)  # in this turn
+    turn_tokens: list[int] = field(default_factory=list)  # in this turn
     turn_rewards: list[float] = field(default_factory=list)
     failure: str | None = None  # what went wrong in its last step
     has_timed_out: bool = False
-    has_ended: bool = False
+    is_finished: bool = False
     is_stopped: bool = False  # a stop string, and no end token, ended the last turn
 
-    def hear(self, tokens: Sequence[int]) -> None:
+    def append_observation(self, tokens: Sequence[int]) -> None:
         """What the environment says."""
         self.tokens += tokens
-        self.learnt += [False] * len(tokens)
+        self.loss_mask += [False] * len(tokens)
 
-    def say(self, output: Output) -> None:
+    def append_action(self, output: Output) -> None:
         """What the policy says."""
         self.tokens += output.tokens
-        self.learnt += [True] * len(output.tokens)
+        self.loss_mask += [True] * len(output.tokens)
         self.log_probs += output.logprobs
         self.rewards += [0.0] * len(output.tokens)
-        self.said += output.tokens
+        self.turn_tokens += output.tokens
 
-    def trajectory(self, has_rewards: bool) -> Trajectory:
+    def rollout(self, has_rewards: bool) -> Rollout:
         """The whole of it, each turn's reward on the turn's last token; without rewards, unless a step failed, the
         score is left to others."""
-        answer = Answer(
+        answer = PromptCompletion(
             prompt=self.prompt.tokens,
             tokens=tuple(self.tokens),
-            learnt=tuple(self.learnt),
-            has_ended=self.has_ended,
+            loss_mask=tuple(self.loss_mask),
+            is_finished=self.is_finished,
             is_stopped=self.is_stopped,
             columns=self.prompt.columns,
         )
         tools = self.environment if isinstance(self.environment, CountsToolCalls) else None
-        return Trajectory(
-            answer=answer,
+        return Rollout(
+            completion=answer,
             prompt_index=self.number,
             num_tool_calls=None if tools is None else tools.num_tool_calls,
             num_tool_failures=0 if tools is None else tools.num_tool_calls - tools.num_tool_results,
-            log_probs=tuple(self.log_probs),
+            logprobs=tuple(self.log_probs),
             score=tuple(self.rewards) if has_rewards else None if self.failure is None else self.rewards[-1],
             turn_rewards=tuple(self.turn_rewards),
             failure=self.failure,
@@ -119,7 +119,7 @@ class Episode:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Playground:
+class EnvironmentRunner:
     """Where episodes are played: what makes an environment, for how many turns, and how long a whole text may be.
 
     All episodes take a turn, then all take the next one. Steps run in threads while the engine still draws the turns of
@@ -129,20 +129,20 @@ class Playground:
 
     make: Callable[[], Environment]
     tokenizer: Tokenizer
-    most_turns: int
-    most_tokens: int
+    max_turns: int
+    max_tokens: int
     options: EnvironmentOptions
     tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas that the chat template was given with the prompts
     has_rewards: bool = True  # the environment gives them, and not the role `reward`
 
-    def played(
+    def run(
         self,
         engine: Engine,
         prompts: Sequence[tuple[int, PromptExample]],
         options: InferenceOptions,
         num_samples: int,
         name: str,
-    ) -> list[Trajectory]:
+    ) -> list[Rollout]:
         """`num_samples` episodes of each of the numbered prompts, in their order. Noise is keyed by `name`, prompt,
         sample and turn."""
         pool = StepPool(self.options.max_workers, self.options.timeout)
@@ -151,36 +151,36 @@ class Playground:
             for number, prompt in prompts
             for sample in range(num_samples)
         ]
-        self._begin(episodes, pool)
+        self._reset_all(episodes, pool)
         live, num_turns = episodes, 0
         while live:
-            jobs = self._turn(engine, live, options, name, num_turns, pool)
+            jobs = self._run_turn(engine, live, options, name, num_turns, pool)
             pool.wait(job for job, _ in jobs.values())
-            live = [each for each in live if each in jobs and self._goes_on(each, *jobs[each])]
+            live = [each for each in live if each in jobs and self._finish_turn(each, *jobs[each])]
             num_turns += 1
-        self._tell(episodes)
-        return [episode.trajectory(self.has_rewards) for episode in episodes]
+        self._log_failures(episodes)
+        return [episode.rollout(self.has_rewards) for episode in episodes]
 
-    def _begin(self, episodes: Sequence[Episode], pool: StepPool) -> None:
+    def _reset_all(self, episodes: Sequence[Episode], pool: StepPool) -> None:
         jobs = [pool.submit(partial(each.environment.reset, each.prompt.columns)) for each in episodes]
         pool.wait(jobs)
         for episode, job in zip(episodes, jobs, strict=True):
             name = f"{type(episode.environment).__name__}.reset"
             if job.has_timed_out or job.error is not None:
-                raise TrainingError(f"{name} failed", got=self._failure(job)) from job.error
+                raise TrainingError(f"{name} failed", got=self._failure_text(job)) from job.error
             if not isinstance(job.result, str):
                 raise TrainingError(f"{name} gave something that is no text", got=repr(job.result), expected='often ""')
             episode.conversation = None if episode.prompt.messages is None else list(episode.prompt.messages)
             episode.opening = job.result
-            episode.hear(self.tokenizer.encode(job.result))
-            if self._room(episode) < 1:
+            episode.append_observation(self.tokenizer.encode(job.result))
+            if self._tokens_left(episode) < 1:
                 raise TrainingError(
                     f"{name} leaves no room for an answer",
                     got=f"{len(episode.prompt.tokens) + len(episode.tokens)} tokens before the first answer",
-                    expected=f"fewer than data.sequence_length={self.most_tokens}",
+                    expected=f"fewer than data.sequence_length={self.max_tokens}",
                 )
 
-    def _turn(
+    def _run_turn(
         self,
         engine: Engine,
         episodes: Sequence[Episode],
@@ -194,77 +194,77 @@ class Playground:
         live: dict[int, Episode] = {}
         for episode in episodes:
             key = seeds.key(name, episode.number, episode.sample, number)
-            chosen = replace(options, max_new_tokens=min(options.max_new_tokens, self._room(episode)))
+            chosen = replace(options, max_new_tokens=min(options.max_new_tokens, self._tokens_left(episode)))
             live[engine.submit([*episode.prompt.tokens, *episode.tokens], chosen, key=key)] = episode
         stopping = StoppingEngine(engine, self.tokenizer, options.stop)
         jobs: dict[Episode, tuple[Job, bool]] = {}
         while engine.has_work:
             for output in stopping.step():
                 episode = live[output.request]
-                episode.say(output)
-                if output.finish_reason is None or not episode.said:
+                episode.append_action(output)
+                if output.finish_reason is None or not episode.turn_tokens:
                     continue
                 is_whole = output.finish_reason == "stop"
                 episode.is_stopped = stopping.is_stopped(output)
                 has_end = is_whole and not episode.is_stopped
-                text = self.tokenizer.decode(episode.said[:-1] if has_end else episode.said)
+                text = self.tokenizer.decode(episode.turn_tokens[:-1] if has_end else episode.turn_tokens)
                 jobs[episode] = pool.submit(partial(episode.environment.step, text)), is_whole
             pool.check()
         return jobs
 
-    def _room(self, episode: Episode) -> int:
-        return self.most_tokens - len(episode.prompt.tokens) - len(episode.tokens)
+    def _tokens_left(self, episode: Episode) -> int:
+        return self.max_tokens - len(episode.prompt.tokens) - len(episode.tokens)
 
-    def _goes_on(self, episode: Episode, job: Job, is_whole: bool) -> bool:
+    def _finish_turn(self, episode: Episode, job: Job, has_stopped: bool) -> bool:
         """Take the environment's answer to a turn. The episode is over where it says so or fails, after the last turn,
         where the turn was cut off, and where its answer leaves no room for another."""
-        said, episode.said = episode.said, []
+        said, episode.turn_tokens = episode.turn_tokens, []
         if job.has_timed_out or job.error is not None:
-            told, reward, is_over = self._failed(episode, job)
+            observation, reward, is_over = self._failed_step(episode, job)
         else:
-            told, reward, is_over = self._checked(episode.environment, job.result)
-            episode.has_ended = is_over and is_whole
+            observation, reward, is_over = self._validated_step(episode.environment, job.result)
+            episode.is_finished = is_over and has_stopped
         episode.rewards[-1] = reward
         episode.turn_rewards.append(reward)
-        if is_over or not is_whole or len(episode.turn_rewards) == self.most_turns:
+        if is_over or not has_stopped or len(episode.turn_rewards) == self.max_turns:
             return False
-        tokens = self._encoded(episode, said, told)
-        if len(tokens) >= self._room(episode):
+        tokens = self._encode_observation(episode, said, observation)
+        if len(tokens) >= self._tokens_left(episode):
             return False
-        episode.hear(tokens)
+        episode.append_observation(tokens)
         return True
 
-    def _failed(self, episode: Episode, job: Job) -> Step:
+    def _failed_step(self, episode: Episode, job: Job) -> Step:
         """What a step is worth that raised or took too long; it is the last one."""
-        failure = f"{type(episode.environment).__name__}.step: {self._failure(job)}"
+        failure = f"{type(episode.environment).__name__}.step: {self._failure_text(job)}"
         if self.options.on_error == "raise":
             raise TrainingError(
                 f"{type(episode.environment).__name__}.step failed",
-                got=self._failure(job),
+                got=self._failure_text(job),
                 fix="mend it, or add environment.on_error=0 to give such an answer the reward 0 and to count it",
             ) from job.error
         episode.failure, episode.has_timed_out = failure, job.has_timed_out
         return "", float(self.options.on_error), True
 
-    def _failure(self, job: Job) -> str:
+    def _failure_text(self, job: Job) -> str:
         too_long = f"more than environment.timeout={self.options.timeout} seconds"
         return too_long if job.has_timed_out else repr(job.error)
 
-    def _checked(self, environment: Environment, found: Any) -> Step:
+    def _validated_step(self, environment: Environment, result: Any) -> Step:
         """What a step gave, if that is what it should be."""
         name = f"{type(environment).__name__}.step"
-        if not isinstance(found, (tuple, list)) or len(found) != 3:
+        if not isinstance(result, (tuple, list)) or len(result) != 3:
             raise TrainingError(
                 f"{name} gave the wrong number of values",
-                got=repr(found),
+                got=repr(result),
                 expected="what the policy is told, a reward, and whether the episode is over",
             )
-        told, reward, is_over = found
-        is_chat = isinstance(told, (list, tuple)) and all(_is_message(each) for each in told)
-        if not isinstance(told, str) and not is_chat:
+        observation, reward, is_over = result
+        is_chat = isinstance(observation, (list, tuple)) and all(_is_message(each) for each in observation)
+        if not isinstance(observation, str) and not is_chat:
             raise TrainingError(
                 f"{name} gave something that cannot be told",
-                got=repr(told),
+                got=repr(observation),
                 expected='text, often "", or a list of messages with role and content',
             )
         try:
@@ -277,17 +277,17 @@ class Playground:
             raise TrainingError(
                 f"{name} does not say whether the episode is over", got=repr(is_over), expected="True or False"
             )
-        return told, number, bool(is_over)
+        return observation, number, bool(is_over)
 
-    def _encoded(self, episode: Episode, said: Sequence[int], told: Reply) -> list[int]:
+    def _encode_observation(self, episode: Episode, turn_tokens: Sequence[int], observation: Reply) -> list[int]:
         """What the environment says as tokens. Messages are what the chat template writes after the policy's reply."""
-        if isinstance(told, str):
+        if isinstance(observation, str):
             if episode.is_stopped:
                 # The reply has no end yet: this is a part of it.
-                episode.opening += self.tokenizer.decode(said) + told
+                episode.opening += self.tokenizer.decode(turn_tokens) + observation
             else:
                 episode.conversation = None
-            return self.tokenizer.encode(told)
+            return self.tokenizer.encode(observation)
         name = f"{type(episode.environment).__name__}.step"
         if episode.conversation is None:
             raise TrainingError(
@@ -296,18 +296,18 @@ class Playground:
                 expected="a prompt that is a list of messages, and messages in every turn",
             )
         has_end = not episode.is_stopped
-        reply = episode.opening + self.tokenizer.decode(said[:-1] if has_end else said)
+        reply = episode.opening + self.tokenizer.decode(turn_tokens[:-1] if has_end else turn_tokens)
         try:
             tokens = template_of(self.tokenizer).continuation(
-                episode.conversation, reply, told, has_end=has_end, **episode.prompt.inputs
+                episode.conversation, reply, observation, has_end=has_end, **episode.prompt.inputs
             )
         except DataError as error:
             raise TrainingError(f"{name} gave messages that cannot be told", got=str(error)) from error
-        episode.conversation += [{"role": "assistant", "content": reply}, *told]
+        episode.conversation += [{"role": "assistant", "content": reply}, *observation]
         episode.opening = ""
         return tokens
 
-    def _tell(self, episodes: Sequence[Episode]) -> None:
+    def _log_failures(self, episodes: Sequence[Episode]) -> None:
         """Log the failures of a round. Raises TrainingError where every one of several steps failed."""
         failures = [each.failure for each in episodes if each.failure is not None]
         num_steps = sum(len(each.turn_rewards) for each in episodes)

@@ -23,7 +23,7 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """What `transformers.utils.get_json_schema` makes of a function with type hints and a docstring in Google's style.
     Raises ConfigError where one of them says too little."""
     name = getattr(function, "__name__", type(function).__name__)
-    text, arguments, returns = _parts_of_docstring(inspect.getdoc(function) or "")
+    text, arguments, returns = _parse_docstring(inspect.getdoc(function) or "")
     if not text:
         raise ConfigError(f"the tool {name!r} has no docstring", expected="what it does, and an entry of Args: each")
     hints = typing.get_type_hints(function)
@@ -50,12 +50,14 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "function", "function": function_part}
 
 
-def misfit(value: Any, schema: Mapping[str, Any]) -> str | None:
+def schema_mismatch(value: Any, schema: Mapping[str, Any]) -> str | None:
     """Why a value from JSON is none of a schema's, in words; None where it is one."""
     if "enum" in schema and value not in schema["enum"]:
         return f"expected one of {schema['enum']}"
     if "anyOf" in schema:
-        return None if any(misfit(value, each) is None for each in schema["anyOf"]) else "expected another type"
+        return (
+            None if any(schema_mismatch(value, each) is None for each in schema["anyOf"]) else "expected another type"
+        )
     kinds = schema.get("type")
     if kinds is None or (value is None and schema.get("nullable")):
         return None
@@ -63,7 +65,7 @@ def misfit(value: Any, schema: Mapping[str, Any]) -> str | None:
     if not any(_is_of(value, kind) for kind in kinds):
         return f"expected {' or '.join(kinds)}"
     if isinstance(value, list) and "items" in schema:
-        return next((each for each in (misfit(item, schema["items"]) for item in value) if each), None)
+        return next((each for each in (schema_mismatch(item, schema["items"]) for item in value) if each), None)
     return None
 
 
@@ -74,7 +76,7 @@ def _is_of(value: Any, kind: str) -> bool:
     return isinstance(value, kinds.get(kind, ()))
 
 
-def _parts_of_docstring(doc: str) -> tuple[str, dict[str, str], str]:
+def _parse_docstring(doc: str) -> tuple[str, dict[str, str], str]:
     """What the function does, what each argument means, and what it returns."""
     text, *sections = _SECTION.split(doc)
     found = dict(zip(sections[::2], (inspect.cleandoc(each) for each in sections[1::2]), strict=True))

@@ -20,14 +20,14 @@ def loss_mask_lines(
         for name, response in _responses(row).items():
             yield f"row {number}{name}: {len(response.tokens)} tokens, {sum(response.loss_mask)} learnt"
             runs = groupby(zip(response.loss_mask, response.tokens, strict=True), key=lambda each: each[0])
-            for is_learnt, run in runs:
-                text = spelt([token for _, token in run], tokenizer)
-                yield f"  {'learnt ' if is_learnt else 'context'} {text!r}"
+            for is_trained, run in runs:
+                text = visible_text([token for _, token in run], tokenizer)
+                yield f"  {'learnt ' if is_trained else 'context'} {text!r}"
 
 
-def spelt(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+def visible_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
     """The text of tokens with the special ones, as `<eos>` where the vocabulary has no spelling for them."""
-    special = {token: f"<{name}>" for name, token in _named(tokenizer).items() if not tokenizer.decode([token])}
+    special = {token: f"<{name}>" for name, token in _special_names(tokenizer).items() if not tokenizer.decode([token])}
     if isinstance(tokenizer, HuggingFaceTokenizer):
         special |= {token: text for text, token in tokenizer.special_tokens.items()}
     runs = groupby(tokens, key=lambda token: token in special)
@@ -48,6 +48,6 @@ def _responses(row: TokenizedExample | PreferencePair | UnpairedExample | Prompt
     return {"": row}
 
 
-def _named(tokenizer: Tokenizer) -> dict[str, int]:
+def _special_names(tokenizer: Tokenizer) -> dict[str, int]:
     found = {"pad": tokenizer.pad_id, "bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
     return {name: token for name, token in found.items() if token is not None}

@@ -10,8 +10,8 @@ import torch
 from kitforge.data.chat_datasets import ChatDatasetReader, TokenizedExample
 from kitforge.data.template import template_of
 from kitforge.data.tokenizer import Tokenizer
-from kitforge.kits.rlhf.collate import padded
-from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.kits.rlhf.collate import pad_examples
+from kitforge.kits.rlhf.reward_model import ValueHeadModel
 
 BATCH_SIZE = 16
 
@@ -21,7 +21,7 @@ class RewardPipeline:
     """`pipeline(text)` gives `[{"score": ...}]`; a list of texts, or of rows with prompt and completion or messages,
     gives a list of those. Scores are in units of those of the texts that the model was trained on."""
 
-    def __init__(self, model: ScalarModel, tokenizer: Tokenizer) -> None:
+    def __init__(self, model: ValueHeadModel, tokenizer: Tokenizer) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self._reader = ChatDatasetReader(tokenizer, template_of(tokenizer))
@@ -40,6 +40,6 @@ class RewardPipeline:
         """The scores of responses that are tokens already, in order."""
         device = self.model.score.weight.device
         for start in range(0, len(responses), BATCH_SIZE):
-            batch = padded(responses[start : start + BATCH_SIZE], self.tokenizer.pad_id)
-            scores = self.model.at(batch["tokens"].to(device), batch["ends"].to(device))
-            yield from self.model.normalised(scores).tolist()
+            batch = pad_examples(responses[start : start + BATCH_SIZE], self.tokenizer.pad_id)
+            scores = self.model.scores_at(batch["tokens"].to(device), batch["ends"].to(device))
+            yield from self.model.normalized(scores).tolist()

@@ -16,11 +16,12 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.world import World
 from kitforge.data.tokenizer import find_tokenizer
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
-from kitforge.kits.rlhf.config import PlacementOptions, RLOptions
-from kitforge.kits.rlhf.networks import load_policy
-from kitforge.kits.rlhf.record import first_round, kept_rounds, read_round
-from kitforge.kits.rlhf.rl import RLTask
-from kitforge.kits.rlhf.stages import Inputs, Parts, Prepared, parts_of
+from kitforge.kits.rlhf.config import RLOptions
+from kitforge.kits.rlhf.model_loading import load_policy
+from kitforge.kits.rlhf.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.role_ranks import RoleRanksOptions
+from kitforge.kits.rlhf.rollout_log import first_rollout, logged_rollouts, read_rollouts
+from kitforge.kits.rlhf.tasks import Inputs, TaskBuilder, TaskInputs, task_inputs_of
 from kitforge.report.metrics import read_run
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.loop import Loop
@@ -33,33 +34,33 @@ class Replay:
     step: int
     start: int  # the checkpoint that it was trained again from
     recorded: dict[str, float]
-    found: dict[str, float]
+    replayed: dict[str, float]
 
     @property
     def is_same(self) -> bool:
         """Whether all figures are equal, to the last bit."""
-        return self.recorded == self.found
+        return self.recorded == self.replayed
 
 
-def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[Parts], Prepared]) -> Replay:
+def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[TaskInputs], TaskBuilder]) -> Replay:
     """Train from the newest checkpoint before `step` up to it. Nothing is drawn, scored or written.
 
     Raises DataError where the run has not logged the step or kept its answers, CheckpointError without a checkpoint.
     """
     recorded = _recorded(folder, step)
     root = folder / "checkpoints"
-    _check_kept(folder, step, options)
+    _check_replayable(folder, step, options)
     start = max(each for each in steps(root) if each < step)
     checkpoint = open_checkpoint(step_folder(root, start))
     device = torch.device("cpu") if options.device == "auto" else torch.device(options.device)
     trainer = dataclasses.replace(
-        options.trainer, allow_changes=True, allow_data_changes=True, progress=False, evaluate_every=None
+        options.trainer, allow_config_changes=True, allow_data_changes=True, progress=False, eval_every=None
     )
     options = dataclasses.replace(
         options,
         trainer=trainer,
         parallel=ParallelConfig(),
-        placement=PlacementOptions(),
+        role_ranks=RoleRanksOptions(),
         checkpoint=None,
         device=str(device),
     )
@@ -67,43 +68,43 @@ def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[Parts
         # Only how many prompts there were still counts.
         train_dataset=[{"prompt": [0]}] * checkpoint.state["task"]["num_rows"],
         model=load_policy(checkpoint.folder, device, options.compile_level),
-        tokenizer=find_tokenizer(folder),
-        roles={"reward": _unasked},
+        processor=find_tokenizer(folder),
+        roles={"reward": _no_reward},
     )
     options = dataclasses.replace(
         options, data=dataclasses.replace(options.data, train=None, eval=None, eval_fraction=0.0)
     )
-    task = cast(RLTask, prepare(parts_of(options, inputs, device)).task(World(device=device))[0])
-    task.recorded = lambda number: read_round(folder, number)
-    watch = _Watch(step)
+    task = cast(PolicyGradientTask, prepare(task_inputs_of(options, inputs, device)).task(World(device=device))[0])
+    task.recorded = lambda number: read_rollouts(folder, number)
+    watch = _StopAfterStep(step)
     loop = Loop(task, options, World(device=device), callbacks=[watch])
     loop.resume(checkpoint)
     loop.train()
-    return Replay(step=step, start=start, recorded=recorded, found=watch.line)
+    return Replay(step=step, start=start, recorded=recorded, replayed=watch.metrics)
 
 
-def _check_kept(folder: Path, step: int, options: RLOptions) -> None:
+def _check_replayable(folder: Path, step: int, options: RLOptions) -> None:
     """Raise CheckpointError without a checkpoint before the step, DataError without the answers since then."""
-    root, per_round, most = folder / "checkpoints", options.rl.updates_per_round, options.rollout.kept_rounds
-    kept, before = set(kept_rounds(folder)), [each for each in steps(root) if each < step]
-    needed = range(first_round(before[-1], per_round) if before else 0, (step - 1) // per_round + 1)
+    root, per_round, most = folder / "checkpoints", options.rl.updates_per_rollout, options.rollout.keep_rollout_files
+    kept, before = set(logged_rollouts(folder)), [each for each in steps(root) if each < step]
+    needed = range(first_rollout(before[-1], per_round) if before else 0, (step - 1) // per_round + 1)
     if before and kept.issuperset(needed):
         return
-    places = [place for start in steps(root) for place in _reachable(start, per_round, kept)]
-    expected = f"a step such as {', '.join(map(str, sorted(set(places))[-5:]))}" if places else None
+    reachable = [reached for start in steps(root) for reached in _replayable_steps(start, per_round, kept)]
+    expected = f"a step such as {', '.join(map(str, sorted(set(reachable))[-5:]))}" if reachable else None
     if before:
         raise DataError(
             f"the answers between checkpoint {before[-1]} and step {step} were not kept",
             got=f"rounds {', '.join(map(str, sorted(kept))) or 'none'} in {folder}",
             expected=expected or f"rounds {needed[0]} to {needed[-1]}",
-            fix=f"train with rollout.kept_rounds={len(needed)}",
+            fix=f"train with rollout.keep_rollout_files={len(needed)}",
         )
     last = max(read_run(folder).train["loss"].steps)
     every = min(max(most, 1) * per_round, step - 1)
-    fix = "train with trainer.evaluate_first=true, which saves the weights before step 1 as the best so far"
+    fix = "train with trainer.eval_first=true, which saves the weights before step 1 as the best so far"
     if every:
         keep = last // every - (step - 1) // every + 2
-        fix = f"train with trainer.checkpoint_every={every} trainer.keep_checkpoints={keep}"
+        fix = f"train with trainer.checkpoint_every={every} trainer.save_total_limit={keep}"
     raise CheckpointError(
         f"there is no checkpoint before step {step}",
         got=f"steps {', '.join(map(str, steps(root))) or 'none'} in {root}",
@@ -112,28 +113,28 @@ def _check_kept(folder: Path, step: int, options: RLOptions) -> None:
     )
 
 
-def _reachable(start: int, per_round: int, kept: set[int]) -> range:
+def _replayable_steps(start: int, per_round: int, kept: set[int]) -> range:
     """The steps that can be trained again from a checkpoint: up to the first round that was not kept."""
-    number = first_round(start, per_round)
+    number = first_rollout(start, per_round)
     while number in kept:
         number += 1
     return range(start + 1, max(number * per_round, start) + 1)
 
 
 @final
-class _Watch(Callback):
+class _StopAfterStep(Callback):
     """Ends the run after a step, and keeps that step's line."""
 
     def __init__(self, step: int) -> None:
         self._step = step
-        self.line: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
 
     def on_event(self, event: Event, run: RunContext) -> None:
         """Listen for the step."""
         if event.kind == "step" and run.state.cursor.step == self._step:
             run.stop("this is the step that was asked for")
         if event.kind == "log" and run.state.cursor.step == self._step:
-            self.line = _figures(event.record)
+            self.metrics = _numeric_metrics(event.record)
 
 
 def _recorded(folder: Path, step: int) -> dict[str, float]:
@@ -149,10 +150,10 @@ def _recorded(folder: Path, step: int) -> dict[str, float]:
         )
     # A step that was trained twice, before and after a rollback of files, counts as it was trained last.
     found = {name: dict(zip(series.steps, series.values, strict=True)) for name, series in run.train.items()}
-    return _figures({name: values[step] for name, values in found.items() if step in values})
+    return _numeric_metrics({name: values[step] for name, values in found.items() if step in values})
 
 
-def _figures(line: Mapping[str, Any]) -> dict[str, float]:
+def _numeric_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line that no clock decides."""
     return {
         name: float(value)
@@ -161,5 +162,5 @@ def _figures(line: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _unasked() -> list[float]:
+def _no_reward() -> list[float]:
     raise ConfigError("a replay scores nothing anew", fix="this is a mistake in Kitforge")

@@ -15,14 +15,14 @@ from kitforge.data.chat_datasets import TokenizedExample
 from kitforge.data.collate import drop_trivial_columns
 from kitforge.data.packing import IGNORED
 from kitforge.foundation.types import MicroBatch, Sums
-from kitforge.kits.rlhf.collate import input_tokens, packed
+from kitforge.kits.rlhf.batching import Indices
+from kitforge.kits.rlhf.collate import input_tokens, pack_examples
 from kitforge.kits.rlhf.config import SFTOptions
-from kitforge.kits.rlhf.order import Indices
-from kitforge.kits.rlhf.row_task import RowTask
+from kitforge.kits.rlhf.dataset_task import DatasetTask
 
 
 @final
-class SFTTask(RowTask[SFTOptions, TokenizedExample]):
+class SFTTask(DatasetTask[SFTOptions, TokenizedExample]):
     """A micro-batch holds tokens, targets and positions [rows, length], documents where a row holds more than one,
     members and places [rows], how many responses each holds and which row of the batch it is, and the step's number.
 
@@ -31,24 +31,24 @@ class SFTTask(RowTask[SFTOptions, TokenizedExample]):
 
     def micro_batches(self, model: nn.Module, rows: Sequence[TokenizedExample], step: int) -> list[MicroBatch]:
         """The same rows however many ranks share them."""
-        whole = packed(rows, self._rows.pad_id, together=self._options.packing)
+        whole = pack_examples(rows, self._rows.pad_id, packing=self._options.packing)
         num_rows, width = whole["tokens"].shape
-        parts = self._order.fitted([width] * num_rows, None)
-        return [{**drop_trivial_columns(_taken(whole, part)), "step": step} for part in parts]
+        parts = self._schedule.length_buckets([width] * num_rows, None)
+        return [{**drop_trivial_columns(_slice_rows(whole, part)), "step": step} for part in parts]
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """Learnt tokens of this rank's part of the step."""
-        learnt = torch.as_tensor(sum((micro_batch["targets"] != IGNORED).sum() for micro_batch in step))
+        num_trained = torch.as_tensor(sum((micro_batch["targets"] != IGNORED).sum() for micro_batch in step))
         samples = torch.tensor(sum(int(micro_batch["members"].sum()) for micro_batch in step))
-        return {"loss": learnt, "samples": samples, "tokens": learnt, "input_tokens": input_tokens(step)}
+        return {"loss": num_trained, "samples": samples, "tokens": num_trained, "input_tokens": input_tokens(step)}
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
         """The sum of cross entropies over the learnt tokens."""
         network = cast(CausalLM, model)
         device = network.head_weight.device
         documents = micro_batch.get("documents")
-        places = tuple(micro_batch["places"].tolist())
-        noise = DropoutKey(seed=self._options.seed, step=micro_batch["step"], samples=places)
+        indices = tuple(micro_batch["places"].tolist())
+        noise = DropoutKey(seed=self._options.seed, step=micro_batch["step"], samples=indices)
         context = Context.packed(
             micro_batch["positions"].to(device),
             None if documents is None else documents.to(device),
@@ -64,7 +64,7 @@ class SFTTask(RowTask[SFTOptions, TokenizedExample]):
         return found and found | {"eval/perplexity": math.exp(min(found["eval/loss"], 700.0))}
 
 
-def _taken(whole: dict[str, Tensor], part: Indices) -> dict[str, Tensor]:
+def _slice_rows(whole: dict[str, Tensor], part: Indices) -> dict[str, Tensor]:
     """Some rows of a batch; for a rank without any, one in which nothing counts."""
     if len(part):
         return {name: column[part] for name, column in whole.items()} | {"places": torch.from_numpy(part)}

@@ -38,12 +38,12 @@ class StoppingEngine:
         name = output.request, output.sample
         text = self._texts.setdefault(name, Detokenizer(self._tokenizer, self._stop))
         num_kept = len(output.tokens) - (output.finish_reason == "stop")
-        for place, token in enumerate(output.tokens[:num_kept], start=1):
+        for count, token in enumerate(output.tokens[:num_kept], start=1):
             text.push([token])
             if text.is_stopped:
                 self._stopped.add(name)
                 if output.finish_reason is None:
                     self._engine.cancel(*name)
-                tokens, logprobs = output.tokens[:place], output.logprobs[:place]
+                tokens, logprobs = output.tokens[:count], output.logprobs[:count]
                 return replace(output, tokens=tokens, logprobs=logprobs, finish_reason="stop")
         return output

@@ -17,8 +17,8 @@ from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.kits.rlhf.config import RLOptions
-from kitforge.kits.rlhf.environment import Playground
-from kitforge.kits.rlhf.function_schema import function_schema, misfit
+from kitforge.kits.rlhf.environment import EnvironmentRunner
+from kitforge.kits.rlhf.function_schema import function_schema, schema_mismatch
 
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
@@ -39,10 +39,10 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     that is JSON of name and parameters (Llama 3.1). None in a reply that calls nothing."""
     bodies = _HERMES.findall(text)
     if bodies:
-        return [_parsed(body, "arguments") for body in bodies]
+        return [_parse_call(body, "arguments") for body in bodies]
     body = text.strip().removeprefix(_PYTHON_TAG).strip()
     if body.startswith("{") and '"name"' in body:
-        return [_parsed(body, "parameters")]
+        return [_parse_call(body, "parameters")]
     return []
 
 
@@ -74,11 +74,13 @@ class ToolEnvironment(ABC):
         return ""
 
     async def _step(self, response: str, calls: Sequence[ToolCall], results: Sequence[Any]) -> Any:
-        return self._answered(response, calls, [await each if inspect.isawaitable(each) else each for each in results])
+        return self._tool_messages(
+            response, calls, [await each if inspect.isawaitable(each) else each for each in results]
+        )
 
     def step(self, response: str) -> Any:
         """Run the calls of a reply; an awaitable where a tool is async."""
-        calls = [self._checked(each) for each in parse_tool_calls(response)]
+        calls = [self._validated_call(each) for each in parse_tool_calls(response)]
         if not calls:
             return "", self.reward(response), True
         self.num_tool_calls += len(calls)
@@ -88,9 +90,9 @@ class ToolEnvironment(ABC):
         ]
         if any(inspect.isawaitable(each) for each in results):
             return self._step(response, calls, results)
-        return self._answered(response, calls, results)
+        return self._tool_messages(response, calls, results)
 
-    def _answered(self, response: str, calls: Sequence[ToolCall], results: Sequence[Any]) -> Any:
+    def _tool_messages(self, response: str, calls: Sequence[ToolCall], results: Sequence[Any]) -> Any:
         self.num_tool_results += sum(each.problem is None for each in calls)
         messages: list[Message] = [
             {"role": "tool", "name": call.name, "content": result if isinstance(result, str) else _to_json(result)}
@@ -102,7 +104,7 @@ class ToolEnvironment(ABC):
         is_over = self._turns_left <= 0
         return messages, self.reward(response) if is_over else 0.0, is_over
 
-    def _checked(self, call: ToolCall) -> ToolCall:
+    def _validated_call(self, call: ToolCall) -> ToolCall:
         """The call, with a problem if no tool takes it."""
         if call.problem is not None:
             return call
@@ -112,7 +114,7 @@ class ToolEnvironment(ABC):
         known = parameters["properties"]
         problems = [f"unknown argument {each!r}" for each in given if each not in known]
         problems += [f"missing argument {each!r}" for each in parameters.get("required", ()) if each not in given]
-        found = {each: misfit(value, known[each]) for each, value in given.items() if each in known}
+        found = {each: schema_mismatch(value, known[each]) for each, value in given.items() if each in known}
         problems += [f"argument {each!r}: {problem}" for each, problem in found.items() if problem]
         return replace(call, problem="; ".join(problems)) if problems else call
 
@@ -140,7 +142,9 @@ def with_tools(prompt: PromptExample, template: ChatTemplate, schemas: Sequence[
     return replace(prompt, tokens=tokens, inputs=inputs)
 
 
-def playground_of(roles: Mapping[str, Any], options: RLOptions, tokenizer: Tokenizer) -> Playground | None:
+def environment_runner_of(
+    roles: Mapping[str, Any], options: RLOptions, tokenizer: Tokenizer
+) -> EnvironmentRunner | None:
     """Where answers of several turns are played; None without the role `environment` or `tools`."""
     make, functions = (roles.get(name) for name in ("environment", "tools"))
     schemas = None
@@ -155,26 +159,26 @@ def playground_of(roles: Mapping[str, Any], options: RLOptions, tokenizer: Token
         return None
     else:
         check(callable(make), "the role environment", make, "a class, or a function that gives an Environment")
-        placed, penalties = options.placement.reward, ("missing_end_penalty", "overlong_soft")
-        check(placed is None, "placement.reward", placed, "none: it gives the rewards")
+        placed, penalties = options.role_ranks.reward, ("missing_eos_penalty", "overlong_buffer")
+        check(placed is None, "role_ranks.reward", placed, "none: it gives the rewards")
         for name in penalties:
             check(
                 not getattr(options.rl, name), f"rl.{name}", getattr(options.rl, name), "0, as the environment judges"
             )
         if isinstance(make, type) and issubclass(make, ToolEnvironment):
             schemas = cast(Any, make)().schemas
-    return Playground(
+    return EnvironmentRunner(
         make=make,
         tokenizer=tokenizer,
-        most_turns=options.rollout.max_turns,
-        most_tokens=options.data.sequence_length,
+        max_turns=options.rollout.max_turns,
+        max_tokens=options.data.sequence_length,
         options=options.environment,
         tools=schemas,
         has_rewards=functions is None,
     )
 
 
-def _parsed(body: str, arguments: str) -> ToolCall:
+def _parse_call(body: str, arguments: str) -> ToolCall:
     try:
         found = json.loads(body)
     except ValueError as error:

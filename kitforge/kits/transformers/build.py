@@ -33,20 +33,20 @@ from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.server.app import create_app
 from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import TextEngine
+from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus, load_corpus, open_text, tokenizer_for
 from kitforge.kits.transformers.evaluation import Evaluator
 from kitforge.kits.transformers.evaluation_log import log_files, write_log
-from kitforge.kits.transformers.offline import answer, read_prompts
+from kitforge.kits.transformers.generation_samples import GenerationSamples
 from kitforge.kits.transformers.questions import load_task
-from kitforge.kits.transformers.samples import Samples
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import FAMILIES, config_of
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.sharding import DECODER
-from kitforge.trainer.assembly import RunAssembly, RunInputs, evaluated
-from kitforge.trainer.run import default_folder, make_loop
+from kitforge.trainer.assembly import RunAssembly, RunInputs, evaluate_model
+from kitforge.trainer.run_folder import default_folder, make_loop
 
 OPTIONS = TextGenerationOptions
 # Further models or callables that the task takes by name.
@@ -55,7 +55,7 @@ ROLES: tuple[str, ...] = ()
 
 # Options of a run that say where it ran, what it began with, or what is asked of it besides; its evaluation does not
 # begin with them.
-NOT_EVALUATED = frozenset(
+TRAINING_ONLY_OPTIONS = frozenset(
     ("checkpoint", "model", "resume", "output_dir", "prompt", "device", "parallel", "tasks", "limit", "output", "port")
 )
 # Reads the model under a folder, whichever stage trained it, onto the device of that name.
@@ -71,7 +71,7 @@ def read_options(values: Mapping[str, Any]) -> TextGenerationOptions:
     return from_dict(TextGenerationOptions, values)
 
 
-def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Rendezvous) -> Assembly:
+def assemble(options: TextGenerationOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
     """Everything that a run needs, in the order in which mistakes are cheapest to find."""
     train = _source(inputs.train_dataset, options.data.train, options)
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
@@ -85,20 +85,20 @@ def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Rendezvous) 
         _check_fit(config, options, tokenizer)
     # Token caches are built by one rank, before ranks wait for one another.
     with (
-        lobby.local_rank_zero_first(),
+        rendezvous.local_rank_zero_first(),
         show_progress("tokenizing, bytes", enabled=options.trainer.progress) as progress,
     ):
         corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed, progress)
-    world = lobby.init_process_group().with_precision(options.precision)
+    world = rendezvous.init_process_group().with_precision(options.precision)
     recorded = to_dict(options)
     if config is not None:
         recorded["model"] = {"family": config.family, **to_dict(config)}
     config_text = to_yaml(recorded)
-    lobby.check_same({"configuration": config_text, "training text": corpus.fingerprint})
+    rendezvous.check_same({"configuration": config_text, "training text": corpus.fingerprint})
 
     def build(world: World) -> nn.Module:
         if given is not None or options.checkpoint is not None:
-            return _prepare(_cut(options, given, world, opened), options)
+            return _prepare(_sharded_model(options, given, world, opened), options)
         assert config is not None
         network = model_folder.build_on_meta(config, options.compile_level)
         return _prepare(init_sharded(network, DECODER, world, options.seed), options)
@@ -112,10 +112,10 @@ def assemble(options: TextGenerationOptions, inputs: Inputs, lobby: Rendezvous) 
         config=recorded,
         callbacks=[*inputs.callbacks, _samples(options, config, corpus, tokenizer)],
     )
-    return Assembly(loop=loop, folder=folder, tokenizer=tokenizer, options=options, config_text=config_text)
+    return Assembly(loop=loop, folder=folder, processor=tokenizer, options=options, config_text=config_text)
 
 
-def check_degrees(options: TextGenerationOptions) -> None:
+def check_parallel(options: TextGenerationOptions) -> None:
     """Raise ConfigError, with the arithmetic, for a network that the degrees of `options` cannot split; before any
     rank is started."""
     degrees = options.parallel
@@ -231,7 +231,7 @@ def predict_file(options: TextGenerationOptions, load_model: LoadModel) -> Path:
     model = load_model(options.checkpoint, options.device)
     texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
     with show_progress("prompts answered", len(prompts), enabled=options.trainer.progress) as progress:
-        answer(texts, prompts, target, options.inference, str(folder.resolve()), progress)
+        run_batch_inference(texts, prompts, target, options.inference, str(folder.resolve()), progress)
     return target
 
 
@@ -242,8 +242,8 @@ def _source(dataset: Any, named: Any, options: TextGenerationOptions) -> Source 
 
 def _tokenizer(options: TextGenerationOptions, inputs: Inputs, source: Source | None) -> Tokenizer:
     """The one handed over, else the one that lies with the weights, else the one that the options name."""
-    if inputs.tokenizer is not None:
-        return inputs.tokenizer
+    if inputs.processor is not None:
+        return inputs.processor
     if options.checkpoint is not None:
         try:
             return find_tokenizer(Path(options.checkpoint))
@@ -283,7 +283,9 @@ def _new_config(options: TextGenerationOptions, tokenizer: Tokenizer) -> FamilyC
     return config_of(values)
 
 
-def _cut(options: TextGenerationOptions, given: nn.Module | None, world: World, opened: OpenModel) -> nn.Module:
+def _sharded_model(
+    options: TextGenerationOptions, given: nn.Module | None, world: World, opened: OpenModel
+) -> nn.Module:
     """The network handed over or the checkpoint's on the device, cut as the world's degrees say. Of the checkpoint's,
     no rank ever holds more than its pieces, and each verifies a share of the files."""
     if given is not None:
@@ -317,7 +319,7 @@ def _check_fit(config: FamilyConfig, options: TextGenerationOptions, tokenizer: 
 
 def _prepare(model: nn.Module, options: TextGenerationOptions) -> nn.Module:
     if isinstance(model, Decoder):
-        model.recompute = options.trainer.recompute
+        model.recompute = options.trainer.activation_checkpointing
         if options.compile_level == "O2":
             model.compile_blocks()
     return model
@@ -325,47 +327,47 @@ def _prepare(model: nn.Module, options: TextGenerationOptions) -> nn.Module:
 
 def _samples(
     options: TextGenerationOptions, config: FamilyConfig | None, corpus: Corpus, tokenizer: Tokenizer
-) -> Samples:
+) -> GenerationSamples:
     """The samples of the report: short enough for the model, which is found out before anything is trained."""
     limit = options.data.sequence_length if config is None else config.decoder().max_length
     longest = max(1, min(options.inference.max_new_tokens, limit // 2))
     room = limit - longest
     chosen = dataclasses.replace(options.inference, max_new_tokens=longest)
     if options.prompt is None:
-        openings = _openings(options, corpus, tokenizer)
+        openings = _sample_prompts(options, corpus, tokenizer)
         fitting = [text for text in openings if text and len(tokenizer.encode_prompt(text)) <= room]
-        return Samples(fitting, tokenizer, chosen)
+        return GenerationSamples(fitting, tokenizer, chosen)
     prompts = [options.prompt] if isinstance(options.prompt, str) else list(options.prompt)
     for prompt in prompts:
         size = len(tokenizer.encode_prompt(prompt))
         check(0 < size <= room, "prompt", f"{size} tokens", f"1 to {room}, as {longest} of {limit} are to be new")
-    return Samples(prompts, tokenizer, chosen)
+    return GenerationSamples(prompts, tokenizer, chosen)
 
 
-def _openings(options: TextGenerationOptions, corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
+def _sample_prompts(options: TextGenerationOptions, corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
     """How two evaluation rows begin."""
     rows = corpus.eval or corpus.train
     if rows is None:
         return []
-    first = rows.rows(_spread(rows.num_rows))["tokens"]
+    first = rows.rows(_evenly_spaced(rows.num_rows))["tokens"]
     length = min(32, max(1, options.data.sequence_length // 4))
     return [tokenizer.decode(row[:length].tolist()) for row in first]
 
 
-def _spread(num_rows: int) -> Any:
+def _evenly_spaced(num_rows: int) -> Any:
     return torch.tensor(sorted({0, num_rows // 2})).numpy()
 
 
 def evaluation_options(recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Of the options that a run wrote down, those that its evaluation begins with; another text to take a share of is
     not passed over for the one that the run was evaluated on."""
-    found = {name: value for name, value in recorded.items() if name not in NOT_EVALUATED}
+    found = {name: value for name, value in recorded.items() if name not in TRAINING_ONLY_OPTIONS}
     if "data.train" in chosen and "data.eval" not in chosen:
         found["data"] = {**found["data"], "eval": None}
     return found
 
 
-def evaluate(options: TextGenerationOptions, inputs: Inputs, lobby: Rendezvous) -> dict[str, float]:
+def evaluate(options: TextGenerationOptions, inputs: Inputs, rendezvous: Rendezvous) -> dict[str, float]:
     """Loss and perplexity of the evaluation text, for a model in memory or under `options.checkpoint`."""
     evaluation = _source(inputs.eval_dataset, options.data.eval, options)
     train = _source(inputs.train_dataset, options.data.train, options) if evaluation is None else None
@@ -379,12 +381,12 @@ def evaluate(options: TextGenerationOptions, inputs: Inputs, lobby: Rendezvous) 
     tokenizer = _tokenizer(options, inputs, evaluation or train)
     if config is not None:
         _check_fit(config, options, tokenizer)
-    with lobby.local_rank_zero_first():
+    with rendezvous.local_rank_zero_first():
         corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed)
-    world = lobby.init_process_group().with_precision(options.precision)
-    model = _cut(options, given, world, opened)
+    world = rendezvous.init_process_group().with_precision(options.precision)
+    model = _sharded_model(options, given, world, opened)
     task = TextGenerationTask(options, corpus, lambda _world: model, world)
-    return evaluated(task, parallel_model_of(model, world), world.device, options.precision)
+    return evaluate_model(task, parallel_model_of(model, world), world.device, options.precision)
 
 
 def resolved(options: TextGenerationOptions) -> dict[str, Any]:

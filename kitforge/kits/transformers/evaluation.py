@@ -44,7 +44,7 @@ class QuestionResult:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class EvaluationResult:
     """Metrics by `task/metric`, and a row of the log for every question, task by task."""
 
     metrics: dict[str, float]
@@ -66,7 +66,7 @@ class Evaluator:
         self._limit = cast(CausalLM, model).geometry.max_length
         self._num_cut = 0
 
-    def evaluate(self, sets: Sequence[QuestionSet]) -> Evaluation:
+    def evaluate(self, sets: Sequence[QuestionSet]) -> EvaluationResult:
         """The metrics of every task, each with its standard error, and how many questions it has."""
         forms: dict[str, Callable[[QuestionSet], list[QuestionResult]]] = {
             "choices": self._choose,
@@ -94,7 +94,7 @@ class Evaluator:
                     len(results),
                     self._limit,
                 )
-        return Evaluation(metrics=metrics, rows=rows)
+        return EvaluationResult(metrics=metrics, rows=rows)
 
     def _choose(self, task: QuestionSet) -> list[QuestionResult]:
         """Whether the right choice, or context, is the likeliest, by the whole choice and per byte of it."""
@@ -116,7 +116,7 @@ class Evaluator:
             results.append(
                 QuestionResult(
                     row={
-                        **_place(question),
+                        **_location(question),
                         "scores": scores,
                         "prediction": likeliest,
                         "prediction_per_byte": likeliest_per_byte,
@@ -137,7 +137,7 @@ class Evaluator:
         results = []
         for question, [(_, tokens)], [score] in zip(task.questions, pairs, self._scores(task, pairs), strict=True):
             said, gold = self._tokenizer.decode(score.greedy), self._tokenizer.decode(tokens)
-            row = {**_place(question), "scores": [score.logprob], "prediction": said, "gold": gold}
+            row = {**_location(question), "scores": [score.logprob], "prediction": said, "gold": gold}
             values = {"accuracy": float(score.is_greedy(tokens)), "logprob": score.logprob}
             results.append(QuestionResult(row=row, values=values))
         return results
@@ -146,21 +146,21 @@ class Evaluator:
         """Whether the number that is generated is the one that is wanted."""
         texts = TextEngine(self._engine, self._tokenizer)
         chosen = replace(self._options, stop=(*self._options.stop, _NEXT_QUESTION))
-        requests = {self._ask(texts, question, chosen, place): place for place, question in enumerate(task.questions)}
+        requests = {self._ask(texts, question, chosen, index): index for index, question in enumerate(task.questions)}
         said = [""] * len(task.questions)
         while texts.has_work:
-            for piece in texts.step():
-                if piece.error is not None:
-                    raise piece.error
-                place = requests[piece.request]
-                said[place] += piece.text
-                if piece.finish_reason == "diverged":
-                    raise _diverged(task.questions[place])
+            for delta in texts.step():
+                if delta.error is not None:
+                    raise delta.error
+                index = requests[delta.request]
+                said[index] += delta.text
+                if delta.finish_reason == "diverged":
+                    raise _diverged(task.questions[index])
         results = []
         for question, text in zip(task.questions, said, strict=True):
             found, gold = number(text), number(question.values["answer"])
             is_right = found is not None and found == gold
-            row = {**_place(question), "generated_text": text, "prediction": found, "gold": gold}
+            row = {**_location(question), "generated_text": text, "prediction": found, "gold": gold}
             results.append(QuestionResult(row=row, values={"accuracy": float(is_right)}))
         return results
 
@@ -173,7 +173,7 @@ class Evaluator:
         try:
             return texts.submit(tokens, options, key=key)
         except KitforgeError as error:
-            raise DataError(f"{question.place}: {error}") from None
+            raise DataError(f"{question.location}: {error}") from None
 
     def _read(self, task: QuestionSet) -> list[QuestionResult]:
         """How likely whole texts are, in windows that predict every token once (`loglikelihood_rolling`)."""
@@ -188,7 +188,7 @@ class Evaluator:
                 "bytes": float(len(text.encode())),
                 "words": float(len(_WORD.split(text))),
             }
-            results.append(QuestionResult(row={**_place(question), **values}, values=values))
+            results.append(QuestionResult(row={**_location(question), **values}, values=values))
         return results
 
     def _pairs(self, question: Question, texts: Sequence[tuple[str, str]]) -> list[Pair]:
@@ -196,18 +196,18 @@ class Evaluator:
         pairs = []
         is_cut = False
         for context, continuation in texts:
-            stem, branch = encode_pair(self._tokenizer, context, f" {continuation}")
-            if not stem or not branch:
+            prefix, target = encode_pair(self._tokenizer, context, f" {continuation}")
+            if not prefix or not target:
                 raise DataError(
-                    f"{question.place} has a context or a continuation without a token of its own",
-                    got=f"{len(stem)} and {len(branch)} tokens of {context[-30:]!r} and {continuation[:30]!r}",
+                    f"{question.location} has a context or a continuation without a token of its own",
+                    got=f"{len(prefix)} and {len(target)} tokens of {context[-30:]!r} and {continuation[:30]!r}",
                     expected="at least one token each",
                 )
-            excess = len(stem) + len(branch) - (self._limit + 1)
+            excess = len(prefix) + len(target) - (self._limit + 1)
             if excess > 0:
-                self._check_excess(question, excess, len(branch))
+                self._check_excess(question, excess, len(target))
                 is_cut = True
-            pairs.append((stem[max(0, excess) :], branch))
+            pairs.append((prefix[max(0, excess) :], target))
         self._num_cut += is_cut
         return pairs
 
@@ -216,7 +216,7 @@ class Evaluator:
         if self._cuts and continuation <= self._limit:
             return
         raise DataError(
-            f"{question.place} is longer than the model allows",
+            f"{question.location} is longer than the model allows",
             got=f"{self._limit + 1 + excess} tokens, {continuation} of them in the continuation",
             expected=f"at most {self._limit + 1}, of which the last is only predicted",
             fix="leave it out"
@@ -227,9 +227,9 @@ class Evaluator:
     def _scores(self, task: QuestionSet, questions: Sequence[Sequence[Pair]]) -> Iterator[list[ChoiceScore]]:
         """The scores of the continuations of each question. What has a context in common is read once."""
         trees = [
-            ChoiceBatch(prefix=stem, continuations=[branch for _, branch in pairs])
+            ChoiceBatch(prefix=prefix, continuations=[target for _, target in pairs])
             for each in questions
-            for stem, pairs in groupby(each, key=lambda pair: pair[0])
+            for prefix, pairs in groupby(each, key=lambda pair: pair[0])
         ]
         scores = [
             score
@@ -254,9 +254,9 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
     """
     stripped = context.rstrip()
     continuation = context[len(stripped) :] + continuation
-    stem = tokenizer.encode_prompt(stripped) if context else []
-    if stem:
-        return stem, tokenizer.encode_prompt(stripped + continuation)[len(stem) :]
+    prefix = tokenizer.encode_prompt(stripped) if context else []
+    if prefix:
+        return prefix, tokenizer.encode_prompt(stripped + continuation)[len(prefix) :]
     return [_prefix(tokenizer)], tokenizer.encode(continuation)
 
 
@@ -298,11 +298,11 @@ def _windows(before: list[int], tokens: list[int], limit: int) -> list[Pair]:
     """Pieces of a text that predict each token once, every piece but the first with as many tokens before it as there
     is room for, and at least one."""
     first = min(len(tokens), limit - len(before) + 1)
-    pieces = [(before, tokens[:first])]
+    windows = [(before, tokens[:first])]
     for start in range(first, len(tokens), limit):
         end = min(len(tokens), start + limit)
-        pieces.append((tokens[max(0, end - limit - 1) : start], tokens[start:end]))
-    return pieces
+        windows.append((tokens[max(0, end - limit - 1) : start], tokens[start:end]))
+    return windows
 
 
 def _prefix(tokenizer: Tokenizer) -> int:
@@ -310,14 +310,14 @@ def _prefix(tokenizer: Tokenizer) -> int:
     return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
 
 
-def _place(question: Question) -> dict[str, Any]:
+def _location(question: Question) -> dict[str, Any]:
     return {"file": question.file, "line": question.line}
 
 
 def _diverged(question: Question) -> ModelError:
     return ModelError(
         "what the model makes of a question is not a number",
-        got=f"NaN or infinity at {question.place}",
+        got=f"NaN or infinity at {question.location}",
         expected="finite logits",
         fix="take a checkpoint from before the training diverged",
     )

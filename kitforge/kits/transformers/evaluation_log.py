@@ -26,15 +26,15 @@ def log_files(checkpoint: Path, output: str | None, tasks: Sequence[str]) -> dic
         if target.exists():
             raise ConfigError("there are rows already", got=target, fix="choose another output=, or move them away")
         return dict.fromkeys(tasks, target)
-    place = checkpoint.resolve()
-    is_step = place.parent.name == "checkpoints"
-    run = place.parent.parent if is_step else place
+    location = checkpoint.resolve()
+    is_step = location.parent.name == "checkpoints"
+    run = location.parent.parent if is_step else location
     if not (run / "config.yaml").is_file():
         return {}
     if not os.access(run, os.W_OK):
         _log.warning("%s cannot be written to, so the rows are not logged; output=FILE writes them elsewhere", run)
         return {}
-    folder = run / "evaluation" / place.name if is_step else run / "evaluation"
+    folder = run / "evaluation" / location.name if is_step else run / "evaluation"
     return {task: folder / f"{task}.jsonl" for task in tasks}
 
 

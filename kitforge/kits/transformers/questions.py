@@ -42,7 +42,7 @@ class Question:
     values: Mapping[str, Any]
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Where it stands, for messages."""
         return f"{self.file}:{self.line}"
 
@@ -95,55 +95,57 @@ def _find(name: str, folder: str | None) -> Path:
         raise ConfigError(
             "a task is looked for by name in a folder", got=name, fix="add data.tasks=FOLDER, or name the file"
         )
-    places = [Path(folder).expanduser() / f"{name}{ending}" for ending in _ENDINGS]
-    for place in places:
-        if place.is_file():
-            return place
-    known = [file.name.partition(".jsonl")[0] for file in places[0].parent.glob("*.jsonl*")]
+    candidates = [Path(folder).expanduser() / f"{name}{ending}" for ending in _ENDINGS]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    known = [file.name.partition(".jsonl")[0] for file in candidates[0].parent.glob("*.jsonl*")]
     raise ConfigError(f"there is no task {name!r} in {folder}", fix=nearest(name, known) if known else None)
 
 
-def _read(place: str, line: str, form: str | None) -> tuple[str, Mapping[str, Any]]:
+def _read(location: str, line: str, form: str | None) -> tuple[str, Mapping[str, Any]]:
     """The form and the values of a line."""
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{place} is not JSON", got=error) from None
+        raise DataError(f"{location} is not JSON", got=error) from None
     if not isinstance(values, dict):
-        raise DataError(f"{place} is not a question", got=type(values).__name__, expected="a JSON object")
-    check_text(values, place)
+        raise DataError(f"{location} is not a question", got=type(values).__name__, expected="a JSON object")
+    check_text(values, location)
     for name, fields in FORMS.items():
         if all(type(values.get(field)) is kind for field, kind in fields.items()):
-            _check(place, name, form, values)
+            _check(location, name, form, values)
             return name, values
     forms = "; ".join(", ".join(fields) for fields in FORMS.values())
-    raise DataError(f"{place} has no form of a question", got=", ".join(values), expected=forms)
+    raise DataError(f"{location} has no form of a question", got=", ".join(values), expected=forms)
 
 
-def check_text(values: Mapping[str, Any], place: str) -> None:
+def check_text(values: Mapping[str, Any], location: str) -> None:
     """Raise DataError for half of a surrogate pair, which JSON can spell and no encoding can write."""
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place} holds half of a surrogate pair, which no encoding can write",
+            f"{location} holds half of a surrogate pair, which no encoding can write",
             got=f"U+{ord(error.object[error.start]):04X}",
             expected="text that UTF-8 can hold",
             fix="repair the row, or leave it out",
         ) from None
 
 
-def _check(place: str, name: str, form: str | None, values: Mapping[str, Any]) -> None:
+def _check(location: str, name: str, form: str | None, values: Mapping[str, Any]) -> None:
     if form is not None and name != form:
-        raise DataError(f"{place} is of another form than the lines before it", got=name, expected=form)
+        raise DataError(f"{location} is of another form than the lines before it", got=name, expected=form)
     options = values.get("choices" if name == "choices" else "context_options")
     if name in ("choices", "contexts") and options is not None:
         if not options or not all(isinstance(option, str) and option for option in options):
-            raise DataError(f"{place} has an option that is no text", got=options, expected="texts that are not empty")
+            raise DataError(
+                f"{location} has an option that is no text", got=options, expected="texts that are not empty"
+            )
         if not 0 <= values["gold"] < len(options):
-            raise DataError(f"{place} has no option {values['gold']}", expected=f"gold from 0 to {len(options) - 1}")
+            raise DataError(f"{location} has no option {values['gold']}", expected=f"gold from 0 to {len(options) - 1}")
     for field in ("continuation", "text"):
         if field in FORMS[name] and not values[field]:
-            raise DataError(f"{place} has an empty {field}", expected="at least one character")
+            raise DataError(f"{location} has an empty {field}", expected="at least one character")
     if name == "number" and number(values["answer"]) is None:
-        raise DataError(f"{place} has no number in its answer", got=values["answer"][-60:])
+        raise DataError(f"{location} has no number in its answer", got=values["answer"][-60:])

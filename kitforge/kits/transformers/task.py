@@ -24,7 +24,7 @@ from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus
-from kitforge.trainer.evaluate import weighted_means
+from kitforge.trainer.metric_means import weighted_means
 from kitforge.trainer.task import Task
 
 
@@ -69,7 +69,7 @@ class TextGenerationTask(Task):
         """The sum of cross entropies over the valid targets."""
         network = cast(CausalLM, model)
         device = network.head_weight.device
-        noise = self._noise(micro_batch) if model.training else None
+        noise = self._dropout_key(micro_batch) if model.training else None
         documents = micro_batch.get("documents")
         context = Context.packed(
             micro_batch["positions"].to(device), None if documents is None else documents.to(device), noise
@@ -128,19 +128,21 @@ class TextGenerationTask(Task):
         while limit is None or sample < limit:
             wanted = size * together if limit is None else min(size * together, limit - sample)
             # Of each batch this rank gathers its own share only.
-            shares = [self._share(start, min(size, wanted - start)) for start in range(0, wanted, size)]
-            mine = np.concatenate(shares)
+            replica_indices = [
+                self._replica_indices(start, min(size, wanted - start)) for start in range(0, wanted, size)
+            ]
+            mine = np.concatenate(replica_indices)
             indices = shuffled_indices(options.seed, rows.num_rows, sample, wanted, shuffle=options.data.shuffle)
             gathered = rows.rows(indices[mine]) | {"samples": torch.from_numpy(sample + mine)}
             begin = 0
-            for number, share in enumerate(shares):
-                batch = {name: column[begin : begin + len(share)] for name, column in gathered.items()}
+            for number, batch_indices in enumerate(replica_indices):
+                batch = {name: column[begin : begin + len(batch_indices)] for name, column in gathered.items()}
                 yield self._micro_batches(batch, step, min(size, wanted - number * size))
-                begin += len(share)
+                begin += len(batch_indices)
                 step += 1
             sample += wanted
 
-    def _share(self, start: int, num_rows: int) -> NDArray[np.int64]:
+    def _replica_indices(self, start: int, num_rows: int) -> NDArray[np.int64]:
         """Which of the rows start .. start + num_rows - 1 are this rank's; shares differ by one row at most."""
         begin, end = (
             num_rows * each // self._world.num_replicas for each in (self._world.replica, self._world.replica + 1)
@@ -154,13 +156,13 @@ class TextGenerationTask(Task):
         parts: list[MicroBatch] = [
             {**drop_trivial_columns(part), "step": step} for part in split_micro_batches(batch, size)
         ]
-        return parts + [self._dry(step)] * (-(-largest // size) - len(parts))
+        return parts + [self._empty_micro_batch(step)] * (-(-largest // size) - len(parts))
 
     def _evaluation_batches(self, rows: PackedRows) -> Iterator[MicroBatch]:
         # As many rows at once as training has on one rank.
         largest = -(-self._options.data.batch_size // self._world.num_replicas)
         size = min(self._options.trainer.micro_batch_size or largest, largest)
-        limit = self._options.trainer.evaluate_batches
+        limit = self._options.trainer.eval_batches
         # How a batch is split must not change what is evaluated.
         stop = rows.num_rows if limit is None else min(rows.num_rows, limit * self._options.data.batch_size)
         for start in range(0, stop, size * self._world.num_replicas):
@@ -169,9 +171,9 @@ class TextGenerationTask(Task):
             if len(indices):
                 yield {**drop_trivial_columns(rows.rows(indices)), "samples": torch.from_numpy(indices), "step": 0}
             else:
-                yield self._dry(0)
+                yield self._empty_micro_batch(0)
 
-    def _dry(self, step: int) -> MicroBatch:
+    def _empty_micro_batch(self, step: int) -> MicroBatch:
         """A row in which nothing counts, for a rank that has no rows left while others still compute together."""
         length = self._options.data.sequence_length
         tokens = torch.zeros(1, length, dtype=torch.int64)
@@ -183,7 +185,7 @@ class TextGenerationTask(Task):
             "step": step,
         }
 
-    def _noise(self, micro_batch: MicroBatch) -> DropoutKey:
+    def _dropout_key(self, micro_batch: MicroBatch) -> DropoutKey:
         samples = tuple(micro_batch["samples"].tolist())
         return DropoutKey(seed=self._options.seed, step=micro_batch["step"], samples=samples)
 

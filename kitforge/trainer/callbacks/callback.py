@@ -50,7 +50,7 @@ class RunContext(Protocol):
         """End the run after this step."""
         ...
 
-    def note(self, event: str, message: str) -> None:
+    def log_event(self, event: str, message: str) -> None:
         """Tell all callbacks that something happened."""
         ...
 
@@ -66,7 +66,7 @@ class RunContext(Protocol):
 def can_save_at_end(event: Event, run: RunContext) -> bool:
     """Whether the run ends now, after a whole step, and all ranks are there to save what they hold together. One
     process saves after a failure as well."""
-    return event.kind == "end" and run.state.is_settled and (event.is_clean or run.world.all_ranks is None)
+    return event.kind == "end" and run.state.is_consistent and (event.is_clean or run.world.all_ranks is None)
 
 
 class Callback(ABC):

@@ -12,17 +12,17 @@ from kitforge.core.parallel.world import World
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
 
 # Seconds that a rank which fails gives to the write that is under way; others wait for its end.
-PATIENCE = 1.0
+ABANDON_SECONDS = 1.0
 
 
 @final
-class Checkpointing(Callback):
+class CheckpointCallback(Callback):
     """Writes to `root`/step_N in the background. Give it after every callback whose state should be inside."""
 
-    def __init__(self, root: Path, *, keep_last: int, world: World, num_deltas: int = 0) -> None:
+    def __init__(self, root: Path, *, save_total_limit: int, world: World, num_increments: int = 0) -> None:
         self._root = root
-        self._writer = CheckpointWriter(root, keep_last=keep_last, world=world)
-        self._num_deltas = num_deltas
+        self._writer = CheckpointWriter(root, keep_last=save_total_limit, world=world)
+        self._num_increments = num_increments
         self._saved: int | None = None
         self._best: int | None = None
 
@@ -36,7 +36,7 @@ class Checkpointing(Callback):
         if event.kind == "rollback":
             self._writer.wait()
         if event.kind in ("start", "rollback"):
-            self._writer.attach(run.state.tables(), num_deltas=self._num_deltas)
+            self._writer.attach(run.state.tables(), num_deltas=self._num_increments)
         is_new_best = event.kind == "evaluate" and run.state.best_step == run.state.cursor.step
         # While steps are skipped there is nothing new to keep, and a rollback needs what came before them.
         is_due = event.kind == "checkpoint" and run.state.consecutive_skips == 0
@@ -47,7 +47,7 @@ class Checkpointing(Callback):
                 self._save(run)
         finally:
             if event.kind == "end" and not event.is_clean and run.world.all_ranks is not None:
-                self._writer.abandon(PATIENCE)
+                self._writer.abandon(ABANDON_SECONDS)
             elif event.kind == "end":
                 self._writer.close()
 
@@ -60,7 +60,7 @@ class Checkpointing(Callback):
         # Each replica is written by one of its ranks, so that ones that differ would be mixed.
         drift = run.state.parallel.repair_replicas(dict(run.state.optimizer.tensors()), run.state.layouts())
         if drift:
-            run.note("drift", f"replicas differed, and now are those of the first rank: {describe_drift(drift)}")
+            run.log_event("drift", f"replicas differed, and now are those of the first rank: {describe_drift(drift)}")
         self._writer.save(
             step,
             model=run.state.model_tensors(),

@@ -21,8 +21,8 @@ class MetricsFile(Callback):
     def on_event(self, event: Event, run: RunContext) -> None:
         """Write the event's record, if it has one."""
         if event.kind == "start":
-            is_fresh = run.state.cursor.step == 0 and run.state.evaluated is None
-            _truncate(self.path, -1 if is_fresh else run.state.cursor.step)
+            is_fresh = run.state.cursor.step == 0 and run.state.last_eval_step is None
+            _truncate_after(self.path, -1 if is_fresh else run.state.cursor.step)
         if event.record and event.kind != "table":
             self.path.parent.mkdir(parents=True, exist_ok=True)
             line = json.dumps({name: _finite(value) for name, value in event.record.items()})
@@ -30,7 +30,7 @@ class MetricsFile(Callback):
                 file.write(line + "\n")
 
 
-def _truncate(path: Path, step: int) -> None:
+def _truncate_after(path: Path, step: int) -> None:
     """Drop what was written after `step`, and a line that a kill cut short."""
     if not path.exists():
         return

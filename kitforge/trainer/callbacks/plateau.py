@@ -8,15 +8,17 @@ from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 
 @final
-class PlateauWatch(Callback):
+class PlateauCallback(Callback):
     """For `schedule.name=plateau`. The factor itself lives in the training state, so that a resume finds it."""
 
     def on_event(self, event: Event, run: RunContext) -> None:
         """Observe an evaluation."""
-        if event.kind != "evaluate" or run.options.monitor not in event.record:
+        if event.kind != "evaluate" or run.options.metric_for_best not in event.record:
             return
-        value = event.record[run.options.monitor]
+        value = event.record[run.options.metric_for_best]
         before = run.state.plateau.factor
-        after = run.state.plateau.observe(value if run.options.monitor_mode == "min" else -value)
+        after = run.state.plateau.observe(value if run.options.metric_for_best_mode == "min" else -value)
         if after != before:
-            run.note("plateau", f"{run.options.monitor} stalls at {value:.5g}: learning rate times {after:g}")
+            run.log_event(
+                "plateau", f"{run.options.metric_for_best} stalls at {value:.5g}: learning rate times {after:g}"
+            )

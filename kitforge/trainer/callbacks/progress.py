@@ -29,7 +29,7 @@ class ProgressDisplay(Callback):
         if event.kind == "start" and console.is_terminal:
             self._start(run)
         elif event.kind == "log":
-            self._show(event, run)
+            self._show_log(event, run)
         elif event.kind == "evaluate":
             metrics = {name: value for name, value in event.record.items() if name.startswith("eval/")}
             words = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -52,7 +52,7 @@ class ProgressDisplay(Callback):
         self._task = self._bar.add_task("", total=run.max_steps, completed=run.state.cursor.step)
         self._bar.start()
 
-    def _show(self, event: Event, run: RunContext) -> None:
+    def _show_log(self, event: Event, run: RunContext) -> None:
         record = event.record
         figures = [f"{name} {record[name]:.4f}" for name in run.progress_metrics if name in record]
         rate = f"lr {record.get('learning_rate', math.nan):.2e}"
@@ -70,6 +70,6 @@ def _throughput(record: Mapping[str, Any]) -> str:
     """Tokens or samples a second: all that are read, with those that are learnt beside where these are fewer."""
     rates = {name: record.get(f"time/{name}_per_second", 0.0) for name in ("input_tokens", "tokens", "samples")}
     if rates["input_tokens"]:
-        learnt = f" ({rates['tokens']:,.0f} learnt)" if rates["tokens"] else ""
-        return f"{rates['input_tokens']:,.0f} tokens/s{learnt}"
+        trained = f" ({rates['tokens']:,.0f} learnt)" if rates["tokens"] else ""
+        return f"{rates['input_tokens']:,.0f} tokens/s{trained}"
     return f"{rates['tokens']:,.0f} tokens/s" if rates["tokens"] else f"{rates['samples']:,.0f} samples/s"

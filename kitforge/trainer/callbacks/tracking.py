@@ -9,7 +9,7 @@ from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 
 @final
-class Tracking(Callback):
+class WandbCallback(Callback):
     """Logs every record to the project under its own step."""
 
     def __init__(self, project: str, config: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ def box(offset: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...] 
     ],
 )
 def test_boxes_tile_the_whole_or_not(boxes: list[tuple[tuple[int, int], tuple[int, int]]], is_tiled: bool) -> None:
-    assert tile([box(*each) for each in boxes], Region.whole((4, 4))) == is_tiled
+    assert tile([box(*each) for each in boxes], Region.full((4, 4))) == is_tiled
 
 
 @settings(max_examples=200)
@@ -55,11 +55,11 @@ def test_tiling_is_what_counting_every_element_says(boxes: list[tuple[int, int, 
             regions.append(box((top, left), (rows, columns), shape))
             count[top : top + rows, left : left + columns] += 1
     inside = count[:3, :3]
-    assert tile(regions, Region.whole(shape)) == bool((inside == 1).all() and count.sum() == inside.sum())
+    assert tile(regions, Region.full(shape)) == bool((inside == 1).all() and count.sum() == inside.sum())
 
 
 def test_a_scalar_is_one_element_and_is_there_once() -> None:
-    whole = Region.whole(())
+    whole = Region.full(())
     assert overlap(whole, whole) == whole
     assert [tile([whole] * count, whole) for count in range(4)] == [False, True, False, False]
 
@@ -88,7 +88,7 @@ def test_every_piece_has_one_owner(spread: tuple[RankCoords, list[Layout]]) -> N
     for number, layout in enumerate(layouts):
         owners = [rank for rank in range(ranks.size) if answers[rank][number]]
         regions = [ranks.region(layout, rank) for rank in owners]
-        assert tile([region for region in regions if region is not None], Region.whole(layout.shape))
+        assert tile([region for region in regions if region is not None], Region.full(layout.shape))
 
 
 def test_owners_share_the_bytes_of_copies() -> None:

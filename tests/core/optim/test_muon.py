@@ -58,7 +58,7 @@ def optimizer_of(weights: list[nn.Parameter]) -> Muon:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-4)])
 def test_equals_its_definition(dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon, "multiplies_natively", lambda *_: False)
+    monkeypatch.setattr(muon, "has_native_matmul", lambda *_: False)
     weights = parameters(dtype)
     take_steps(weights, optimizer_of(weights), 3)
     for place, (weight, start) in enumerate(zip(weights, parameters(torch.float64), strict=True)):
@@ -70,7 +70,7 @@ def test_equals_its_definition(dtype: torch.dtype, tolerance: float, monkeypatch
 @pytest.mark.parametrize("shape", [(32, 32), (32, 40), (16, 64)])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_update_is_nearly_orthogonal(shape: tuple[int, int], bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon, "multiplies_natively", lambda *_: bf16)
+    monkeypatch.setattr(muon, "has_native_matmul", lambda *_: bf16)
     update = orthogonalize(random(4, *shape).float())
     values = torch.linalg.svdvals(update.float())
     assert update.dtype == (torch.bfloat16 if bf16 else torch.float32)
@@ -85,7 +85,7 @@ def test_the_update_is_nearly_orthogonal(shape: tuple[int, int], bf16: bool, mon
 def test_nearly_singular_matrices_stay_bounded_and_close_to_the_definition(
     shape: tuple[int, int], bf16: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(muon, "multiplies_natively", lambda *_: bf16)
+    monkeypatch.setattr(muon, "has_native_matmul", lambda *_: bf16)
     left, _, right = torch.linalg.svd(random(*shape), full_matrices=False)
     matrix = left @ torch.logspace(0, -7, shape[0], dtype=torch.float64).diag() @ right
     update, expected = orthogonalize(matrix.float()[None])[0].double(), reference_orthogonal(matrix)

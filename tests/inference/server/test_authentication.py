@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kitforge.api import composed, kit_of
+from kitforge.api import compose_config, kit_of
 from kitforge.cli.main import run
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.config import from_dict, to_dict
@@ -84,7 +84,7 @@ def test_a_configuration_is_shown_without_its_token(capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert SECRET not in shown and 'token: "***"' in shown
     kit = kit_of("text_generation")
-    assert kit.read_options(composed("text_generation", {"serve.token": SECRET}).values).serve.token == SECRET
+    assert kit.read_options(compose_config("text_generation", {"serve.token": SECRET}).values).serve.token == SECRET
 
 
 @pytest.mark.slow

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from kitforge.api import composed
+from kitforge.api import compose_config
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tables.synthetic_clicks import SyntheticClicksConfig
 from kitforge.kits.recommender.build import Assembly, Inputs, assemble, read_options
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 from tests.distributed.training import Losses, TestRendezvous
 
 LOG = SyntheticClicksConfig(num_rows=1200, fields=(60, 30, 20, 10), crosses=((2, 3),), num_dense=2, history=4)
@@ -64,7 +64,7 @@ def ready(folder: Path, family: str, choices: Mapping[str, Any], rows: Any = Non
     model = {} if "checkpoint" in choices else {"model": family}
     if "checkpoint" in choices:
         given = {name: value for name, value in given.items() if not name.startswith("model")}
-    values = composed("recommendation", {**model, **given, "output_dir": str(folder), **choices}).values
+    values = compose_config("recommendation", {**model, **given, "output_dir": str(folder), **choices}).values
     options = read_options(values)
     degrees: ParallelConfig = options.parallel
     return assemble(

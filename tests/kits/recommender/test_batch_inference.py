@@ -15,7 +15,7 @@ from kitforge.cli import main as cli
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.recommender import batch_inference
 from kitforge.kits.recommender import pipeline as pipelines
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 from tests.kits.recommender.runs import ready, run
 from tests.kits.recommender.test_pipeline import cell, rows
 

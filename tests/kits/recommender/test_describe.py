@@ -226,4 +226,4 @@ def test_texts_of_several_whole_numbers_are_lists(tmp_path: Path) -> None:
     assert found.schema.sequences["history"].kind == "integer"
     assert {view.name: view.type for view in found.columns}["price"] == "text"
     assembly, _ = ready(tmp_path / "run", "wide_deep", {"data.schema": None}, str(tmp_path / "a.csv"))
-    assert [spec.num_ids for spec in assembly.tokenizer.tables() if spec.name == "history"] == [5 + 7 + 2]
+    assert [spec.num_ids for spec in assembly.processor.tables() if spec.name == "history"] == [5 + 7 + 2]

@@ -17,7 +17,7 @@ from kitforge.kits.recommender.build import open_pipeline, predict_file, read_op
 from kitforge.kits.recommender.data import load_dataset
 from kitforge.kits.recommender.describe import describe
 from kitforge.kits.recommender.schema import read_schema
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 from tests.kits.recommender.runs import ready
 
 NAMES = ("user_id:token", "item_id:token", "timestamp:float")
@@ -65,7 +65,7 @@ def test_sasrec_is_trained_on_rows_of_events(tmp_path: Path, schema: Any) -> Non
     assert sorted(sequence.lengths.tolist()) == sorted(user % 5 + 3 for user in range(60))
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     assert told.lines[-1]["eval/cold_share"] == 0.0
-    pipeline = open_pipeline(assembly.loop.model.eval(), assembly.tokenizer, assembly.options)
+    pipeline = open_pipeline(assembly.loop.model.eval(), assembly.processor, assembly.options)
     found = pipeline.retrieve({NAMES[1]: ["3", "4"]}, k=12)
     assert {each["item"] for each in found} == {str(item) for item in range(12)}
     output = tmp_path / "found.jsonl"
@@ -132,7 +132,7 @@ def test_items_already_taken_are_not_retrieved(tmp_path: Path, family: str) -> N
     if family == "two_tower":
         del choices["model.max_length"]
     assembly, _ = ready(tmp_path, family, choices, events())
-    pipeline = open_pipeline(assembly.loop.model.eval(), assembly.tokenizer, assembly.options)
+    pipeline = open_pipeline(assembly.loop.model.eval(), assembly.processor, assembly.options)
     column, taken = ("before", [3, 4, 4]) if family == "two_tower" else ("item", ["3", "4", "4"])
     found = pipeline.retrieve([{column: taken}, {column: []}], k=10)
     assert [len(each) for each in found] == [10, 10]

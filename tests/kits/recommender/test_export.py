@@ -21,7 +21,7 @@ from kitforge.data.token_cache import default_root
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.recommender.build import open_pipeline, read_options
 from kitforge.kits.recommender.export import program_inputs
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 from tests.kits.recommender.runs import FAMILIES, ready, run
 
 PROGRAM = """

@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kitforge.api import composed
+from kitforge.api import compose_config
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tables.columns import NamedColumns
 from kitforge.foundation.errors import ConfigError
@@ -19,7 +19,7 @@ from kitforge.kits.recommender.config import NegativeOptions, RecommendationData
 from kitforge.kits.recommender.data import load_dataset
 from kitforge.kits.recommender.negatives import ClickRows, NegativeSampler
 from kitforge.kits.recommender.schema import read_schema
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 from tests.distributed.training import TestRendezvous
 from tests.kits.recommender.runs import FAMILIES, OPTIONS, numbers, ready, same, state_of
 
@@ -199,7 +199,9 @@ def test_a_run_is_evaluated_again_on_the_same_negatives(tmp_path: Path) -> None:
     given = {"data.eval": written("eval.csv", rows[300:]), "data.train": written("train.csv", rows[:300])}
     given |= {"data.cache": str(tmp_path / "cache")}
     torch.set_num_threads(1)
-    values = composed("recommendation", {"model": "din", **OPTIONS, **FAMILIES["din"], **choices(), **given}).values
+    values = compose_config(
+        "recommendation", {"model": "din", **OPTIONS, **FAMILIES["din"], **choices(), **given}
+    ).values
     options = read_options({**values, "output_dir": str(tmp_path / "run")})
     assembly = assemble(options, Inputs(), TestRendezvous(ParallelConfig()))
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
@@ -257,7 +259,7 @@ def test_events_without_a_schema_become_targets_with_histories(
     caplog.set_level("INFO", logger="kitforge")
     more = {"data.schema": None, "data.negatives.item_features": [], "data.negatives.num_negatives": 2}
     assembly, _ = ready(tmp_path / "run", "din", {**choices(), **more}, rows)
-    schema = assembly.tokenizer.schema
+    schema = assembly.processor.schema
     assert list(schema.categorical) == ["user_id", "item_id"]
     assert list(schema.sequences) == ["history"]
     assert schema.group == "user_id"

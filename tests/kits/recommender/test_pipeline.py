@@ -18,7 +18,7 @@ from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, Mo
 from kitforge.kits.recommender.build import Inputs, read_options
 from kitforge.kits.recommender.item_catalog import load_item_catalog
 from kitforge.kits.recommender.model import inputs_of
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 from tests.kits.recommender.runs import LOG, ready, rows_of, run
 
 
@@ -147,7 +147,7 @@ def test_items_have_the_names_that_the_data_call_them(tmp_path: Path, family: st
     catalogue = find.model.item_catalog
     for place in range(12):
         assert catalogue.keys[place] == hash_text(catalogue.item(place))
-    in_memory = kit_of("recommendation").open_pipeline(assembly.loop.model, assembly.tokenizer, assembly.options)
+    in_memory = kit_of("recommendation").open_pipeline(assembly.loop.model, assembly.processor, assembly.options)
     assert [each["item"] for each in in_memory.retrieve(user, k=12)] == [each["item"] for each in found]
     find.save_index(tmp_path / "index")
     assert load_item_catalog(tmp_path / "index" / "items.safetensors").item(7) == catalogue.item(7)
@@ -174,7 +174,7 @@ def test_a_model_that_is_trained_has_no_smaller_tables(tmp_path: Path) -> None:
     assembly, _ = ready(tmp_path, "wide_deep", {})
     options = {"tables.serving_dtype": "int8"}
     with pytest.raises(ConfigError, match="model=RUN"):
-        pipeline("recommendation", assembly.loop.model, assembly.tokenizer, options)
+        pipeline("recommendation", assembly.loop.model, assembly.processor, options)
 
 
 @pytest.mark.slow

@@ -10,12 +10,12 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from kitforge.api import composed
+from kitforge.api import compose_config
 from kitforge.kits.recommender.build import Inputs, assemble, read_options
 from kitforge.kits.recommender.data import load_dataset
 from kitforge.kits.recommender.model import build_request_plan
 from kitforge.models.catalog import recommender_of
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 from tests.distributed.training import Losses, TestRendezvous
 from tests.kits.recommender.runs import numbers
 
@@ -43,7 +43,7 @@ def rows_for(recipe: str, folder: Path) -> Path:
 
 def options_of(recipe: str, rows: Path, **choices: Any) -> Any:
     given = {"recipe": recipe, "data.train": str(rows), "data.cache": str(rows.parent / "cache"), "device": "cpu"}
-    return read_options(composed("recommendation", given | choices).values)
+    return read_options(compose_config("recommendation", given | choices).values)
 
 
 @pytest.mark.slow

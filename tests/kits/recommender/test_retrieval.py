@@ -18,7 +18,7 @@ from kitforge.kits.recommender.build import open_pipeline, read_options
 from kitforge.kits.recommender.data import load_dataset
 from kitforge.kits.recommender.pipeline import build_index, index_recall, set_search
 from kitforge.kits.recommender.ranking_metrics import build_ranking_metrics, rank_users, ranks_without, target_ranks
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 from tests.kits.recommender.runs import ready
 from tests.kits.recommender.test_objectives import CLICKS, WORDS
 

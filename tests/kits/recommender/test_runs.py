@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from kitforge.api import composed, evaluate
+from kitforge.api import compose_config, evaluate
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.recommender.build import Inputs, assemble, read_options
 from kitforge.kits.recommender.config import with_size_defaults
 from kitforge.kits.recommender.model import Recommender
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 from tests.distributed.training import TestRendezvous
 from tests.kits.recommender.runs import FAMILIES, numbers, ready, rows_of, run, same
 
@@ -86,7 +86,7 @@ def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
 
 def test_a_run_stops_early_at_the_best_auc(tmp_path: Path) -> None:
     choices = {
-        "trainer.evaluate_every": 1,
+        "trainer.eval_every": 1,
         "trainer.early_stopping": 2,
         "trainer.max_steps": 40,
         "tables.wide.learning_rate": 2.0,
@@ -111,7 +111,7 @@ def test_grouped_auc_comes_with_a_group_key(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_metric_that_says_what_is_best_is_the_family_s_own(tmp_path: Path) -> None:
     monitors = {family: ready(tmp_path / family, family, {})[0].loop.options for family in ("dlrm", "sasrec")}
-    assert [(each.monitor, each.monitor_mode) for each in monitors.values()] == [
+    assert [(each.metric_for_best, each.metric_for_best_mode) for each in monitors.values()] == [
         ("eval/auc", "max"),
         ("eval/hr@10", "max"),
     ]
@@ -121,9 +121,9 @@ def test_the_metric_that_says_what_is_best_is_the_family_s_own(tmp_path: Path) -
 def test_another_number_of_items_or_another_metric_may_say_what_is_best(tmp_path: Path) -> None:
     told, _ = run(tmp_path / "run", "sasrec", {"retrieval.top_k": 7, "trainer.max_steps": 2})
     assert set(told.lines[-1]) >= {f"eval/{name}@{top}" for name in ("hr", "ndcg") for top in (1, 5, 7, 10, 20)}
-    assert ready(tmp_path / "top", "sasrec", {"retrieval.top_k": 7})[0].loop.options.monitor == "eval/hr@7"
-    said = ready(tmp_path / "said", "sasrec", {"trainer.monitor": "eval/loss"})[0].loop.options
-    assert (said.monitor, said.monitor_mode) == ("eval/loss", "min")
+    assert ready(tmp_path / "top", "sasrec", {"retrieval.top_k": 7})[0].loop.options.metric_for_best == "eval/hr@7"
+    said = ready(tmp_path / "said", "sasrec", {"trainer.metric_for_best": "eval/loss"})[0].loop.options
+    assert (said.metric_for_best, said.metric_for_best_mode) == ("eval/loss", "min")
     asked = {"checkpoint": str(tmp_path / "run"), "device": "cpu"}
     for top, choices in ((7, {}), (3, {"retrieval": {"top_k": 3}})):
         found = evaluate(read_options(asked | choices), Inputs(train_dataset=rows_of("sasrec")))
@@ -200,7 +200,9 @@ def test_a_small_table_is_learned_without_a_word_about_how(tmp_path: Path) -> No
     numbers = np.random.default_rng(0).normal(size=(4000, 2))
     clicks = np.random.default_rng(1).random(4000) < np.where(np.abs(numbers[:, 0]) > 1, 0.8, 0.1)
     rows = [{"a": a, "b": b, "click": int(click)} for (a, b), click in zip(numbers, clicks, strict=True)]
-    values = composed("recommendation", {"model": "wide_deep", "output_dir": str(tmp_path), "device": "cpu"}).values
+    values = compose_config(
+        "recommendation", {"model": "wide_deep", "output_dir": str(tmp_path), "device": "cpu"}
+    ).values
     inputs = Inputs(train_dataset=rows[:3000], eval_dataset=rows[3000:])
     assembly = assemble(read_options(values), inputs, TestRendezvous(ParallelConfig()))
     found = train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)

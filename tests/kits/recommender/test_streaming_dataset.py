@@ -11,11 +11,11 @@ from typing import Any, final
 import pytest
 import torch
 
-from kitforge.api import composed
+from kitforge.api import compose_config
 from kitforge.core.checkpoint.manifest import read_manifest, steps
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.recommender.build import Inputs, assemble, read_options
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 from tests.distributed.training import Losses, TestRendezvous
 from tests.kits.recommender.runs import OPTIONS, numbers, state_of
 
@@ -47,7 +47,7 @@ def online(
     told = Losses()
     told.stop_at = stop_at
     given = {**OPTIONS, "model.hidden": [8], "data.schema": SCHEMA, "output_dir": str(folder), **choices}
-    options = read_options(composed("recommendation", given).values)
+    options = read_options(compose_config("recommendation", given).values)
     assembly = assemble(options, Inputs(train_dataset=rows, callbacks=[told]), TestRendezvous(options.parallel))
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     return told, assembly
@@ -97,8 +97,8 @@ def test_an_endless_source_is_read_no_further_than_it_is_needed(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_snapshots_hold_what_changed(tmp_path: Path) -> None:
-    choices = {"trainer.max_steps": 8, "trainer.checkpoint_every": 2, "trainer.delta_checkpoints": 3}
-    online(tmp_path / "run", endless(), **choices, **{"trainer.keep_checkpoints": 10})
+    choices = {"trainer.max_steps": 8, "trainer.checkpoint_every": 2, "trainer.incremental_checkpoints": 3}
+    online(tmp_path / "run", endless(), **choices, **{"trainer.save_total_limit": 10})
     root = tmp_path / "run" / "checkpoints"
     sizes = {}
     for step in steps(root):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from kitforge.api import composed
+from kitforge.api import compose_config
 from kitforge.data.sampler import shuffled_indices
 from kitforge.embedding_cache.sharding.planner import TableLoad
 from kitforge.foundation.errors import ConfigError
@@ -56,7 +56,7 @@ def test_what_a_step_needs_is_counted_in_the_first_one() -> None:
     given = {name: value for name, value in OPTIONS.items() if name != "data.batch_size"}
     for size, replicas in ((100, 1), (100, 2), (1200, 1)):
         choices = {"model": "wide_deep", **given, "data.batch_size": size, "parallel.data": replicas}
-        options = read_options(composed("recommendation", choices).values)
+        options = read_options(compose_config("recommendation", choices).values)
         config, dataset = recommender_of(options.model), load_dataset(LOG, None, options.data, 0, None)
         found = distinct_rows(config, options, dataset, build_objective(config, options, dataset))
         rows = dataset.train_rows()

@@ -20,7 +20,7 @@ from kitforge.data.sampler import shuffled_indices
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation import seed as seeds
 from kitforge.kits.rlhf.actor_critic import critic_of, policy_of
-from kitforge.kits.rlhf.rollouts import Trajectory
+from kitforge.kits.rlhf.rollout_batch import Rollout
 
 Score = Callable[[tuple[int, ...]], float | list[float]]
 
@@ -56,7 +56,7 @@ class PlainRun:
         self.before: list[Any] = []  # the policy at the beginning of each round
         self.parameters = [each for each in model.parameters() if each.requires_grad]
         self.adam = PlainAdam(self.parameters, self.options.optimizer)
-        self.beta = self.options.kl.controller.coefficient
+        self.beta = self.options.kl.coef
         self.lines: list[dict[str, float]] = []
 
     def log_probs(self, network: Any, answer: Answer) -> tuple[Tensor, Tensor]:
@@ -72,37 +72,37 @@ class PlainRun:
         return found
 
     @torch.no_grad()
-    def look(self, each: Trajectory, number: int) -> Answer:
+    def look(self, each: Rollout, number: int) -> Answer:
         """All that is known of an answer before the first update of a round."""
         o = self.options
-        text = [*each.answer.prompt, *each.answer.tokens]
-        ended = each.answer.tokens[-1] == ByteTokenizer.eos_id
-        assert ended == each.answer.has_ended
-        answer = Answer(text=text, start=len(each.answer.prompt), ended=ended, prompt=each.prompt_index)
+        text = [*each.completion.prompt, *each.completion.tokens]
+        ended = each.completion.tokens[-1] == ByteTokenizer.eos_id
+        assert ended == each.completion.is_finished
+        answer = Answer(text=text, start=len(each.completion.prompt), ended=ended, prompt=each.prompt_index)
         answer.size = len(text) - answer.start
         drawn_by = self.before[max(0, number - o.rollout.max_staleness)]
         answer.drawn, own = self.log_probs(drawn_by, answer)[0], self.log_probs(self.policy, answer)[0]
-        answer.old = own if o.rl.old == "trainer" else answer.drawn
+        answer.old = own if o.rl.old_logprobs == "recompute" else answer.drawn
         difference = answer.old - self.log_probs(self.reference, answer)[0]
         answer.reference = answer.old - difference
         answer.kl = {"k1": difference, "k2": difference**2 / 2, "k3": (-difference).exp() - 1 + difference}[
             o.kl.estimator
         ]
         answer.value = torch.zeros(answer.size) if self.critic is None else self.values(answer)
-        answer.raw = self.score(each.answer.tokens[: answer.size - ended])
+        answer.raw = self.score(each.completion.tokens[: answer.size - ended])
         answer.weight = self.correction(answer)
         return answer
 
     def correction(self, answer: Answer) -> Tensor:
-        o, ratio = self.options.correction, (answer.old - answer.drawn).exp()
+        o, ratio = self.options.importance_sampling, (answer.old - answer.drawn).exp()
         if o.level != "token":
             product = math.prod(ratio.tolist())
             ratio = torch.full_like(ratio, product if o.level == "sequence" else product ** (1 / answer.size))
         if o.mode == "none":
             return torch.ones_like(ratio)
         if o.mode == "truncate":
-            return torch.tensor([min(max(each, o.low), o.high) for each in ratio.tolist()])
-        return torch.tensor([each if o.low <= each <= o.high else 0.0 for each in ratio.tolist()])
+            return torch.tensor([min(max(each, o.min), o.max) for each in ratio.tolist()])
+        return torch.tensor([each if o.min <= each <= o.max else 0.0 for each in ratio.tolist()])
 
     def reward(self, answer: Answer) -> None:
         """The rewards of the tokens: score, penalties, and the distance from the reference where it is paid in them."""
@@ -111,12 +111,12 @@ class PlainRun:
         scores = scores + [0.0] * (answer.size - len(scores))
         answer.before_penalties = sum(scores)
         if not answer.ended:
-            scores[-1] -= o.rl.missing_end_penalty
-        if o.rl.overlong_soft:
-            beyond = answer.size - (o.rollout.max_new_tokens - o.rl.overlong_soft)
-            scores[-1] -= max(beyond, 0) / o.rl.overlong_soft
+            scores[-1] -= o.rl.missing_eos_penalty
+        if o.rl.overlong_buffer:
+            beyond = answer.size - (o.rollout.max_new_tokens - o.rl.overlong_buffer)
+            scores[-1] -= max(beyond, 0) / o.rl.overlong_buffer
         answer.total = sum(scores)
-        pays = o.kl.used_as == "reward"
+        pays = o.kl.apply_to == "reward"
         answer.rewards = torch.tensor(scores) - (self.beta * answer.kl if pays else 0.0)
 
     def judge(self, answers: list[Answer]) -> list[Answer]:
@@ -143,8 +143,8 @@ class PlainRun:
             for each in answers:
                 each.rewards = (each.rewards - every.mean()) / (every.var() + 1e-8).sqrt() + every.mean()
         for each in answers:
-            trace = o.trace if o.advantage == "gae" else 1.0
-            for_value = trace if o.value_trace is None else o.value_trace
+            trace = o.gae_lambda if o.advantage == "gae" else 1.0
+            for_value = trace if o.value_gae_lambda is None else o.value_gae_lambda
             if o.length_adaptive_alpha is not None:
                 trace = max(0.0, 1 - 1 / (o.length_adaptive_alpha * each.size))
             each.advantages = self.gae(each, trace)
@@ -154,8 +154,8 @@ class PlainRun:
         found, advantage, following = [0.0] * answer.size, 0.0, 0.0
         for place in reversed(range(answer.size)):
             value = float(answer.value[place])
-            error = float(answer.rewards[place]) + self.options.rl.discount * following - value
-            advantage = error + self.options.rl.discount * trace * advantage
+            error = float(answer.rewards[place]) + self.options.rl.gamma * following - value
+            advantage = error + self.options.rl.gamma * trace * advantage
             found[place], following = advantage, value
         return torch.tensor(found)
 
@@ -172,7 +172,7 @@ class PlainRun:
                 if o.advantage == "grpo":
                     gain /= statistics.stdev(scores) + 1e-6
                 each.advantages = torch.full((each.size,), gain)
-            if o.drop_equal_groups and len({each.before_penalties for each in group}) == 1:
+            if o.filter_zero_variance_groups and len({each.before_penalties for each in group}) == 1:
                 for each in group:
                     each.kept = False
 
@@ -192,22 +192,22 @@ class PlainRun:
                 surrogate = torch.where(gain < 0, torch.maximum(surrogate, bound), surrogate)
             losses, num_clipped = -surrogate, int(is_clipped.sum())
         losses = losses * answer.weight
-        if o.kl.used_as == "loss" and self.beta:
+        if o.kl.apply_to == "loss" and self.beta:
             away = log_probs - answer.reference
             estimate = {"k1": away, "k2": away**2 / 2, "k3": (-away).exp() - 1 + away}[o.kl.estimator]
             if o.kl.use_bias_correction:
                 drawn = moved.exp()
                 estimate = (drawn.detach() if o.kl.estimator == "k2" else drawn) * estimate
             losses = losses + self.beta * estimate
-        return losses - o.rl.entropy_weight * entropies, num_clipped
+        return losses - o.rl.entropy_coef * entropies, num_clipped
 
     def token_weight(self, answer: Answer, part: list[Answer]) -> float:
         return {
-            "token_mean": 1 / sum(each.size for each in part),
-            "sequence_mean": 1 / (answer.size * len(part)),
-            "sequence_sum": 1 / len(part),
+            "token-mean": 1 / sum(each.size for each in part),
+            "seq-mean-token-mean": 1 / (answer.size * len(part)),
+            "seq-mean-token-sum": 1 / len(part),
             "constant": 1 / (self.options.rollout.max_new_tokens * len(part)),
-        }[self.options.rl.aggregation]
+        }[self.options.rl.loss_aggregation]
 
     def update(self, part: list[Answer], number: int, figures: dict[str, float]) -> None:
         o, num_tokens, line = self.options, sum(each.size for each in part), dict(figures)
@@ -226,15 +226,15 @@ class PlainRun:
             if self.critic is not None:
                 value = value + self.value_errors(each).sum() / num_tokens
         line |= {"policy_loss": policy.item(), "entropy": entropy / num_tokens}
-        line |= {"clip_fraction": clipped / num_tokens, "approximate_kl": far / num_tokens}
+        line |= {"clip_fraction": clipped / num_tokens, "approx_kl": far / num_tokens}
         total = policy * (0.0 if number < o.rl.critic_warmup else 1.0)
         if self.critic is not None:
             line["value_loss"] = value.item()
-            total = total + o.rl.value_weight * value
+            total = total + o.rl.vf_coef * value
         if self.texts:
             texts = self.text_loss(len(self.lines))
             line["ptx_loss"] = texts.item()
-            total = total + (0.0 if number < o.rl.critic_warmup else o.ptx.weight) * texts
+            total = total + (0.0 if number < o.rl.critic_warmup else o.ptx.coef) * texts
         gradients = torch.autograd.grad(total, self.parameters, allow_unused=True)
         line["loss"] = total.item()
         line["grad_norm"] = math.sqrt(sum(float((each**2).sum()) for each in gradients if each is not None))
@@ -246,7 +246,7 @@ class PlainRun:
         self.adam.step([each if not warms_up or id(own) in critic else None for own, each in members])
 
     def value_errors(self, answer: Answer) -> Tensor:
-        values, clip = self.values(answer), self.options.rl.value_clip
+        values, clip = self.values(answer), self.options.rl.value_clip_range
         errors = (values - answer.target) ** 2
         if clip is not None:
             held = torch.minimum(torch.maximum(values, answer.value - clip), answer.value + clip)
@@ -265,7 +265,7 @@ class PlainRun:
             losses.append(-every.gather(-1, torch.tensor(text[answer.start :]).unsqueeze(-1)))
         return torch.cat(losses).mean()
 
-    def round(self, trajectories: Sequence[Trajectory], number: int, num_updates: int) -> None:
+    def round(self, trajectories: Sequence[Rollout], number: int, num_updates: int) -> None:
         """At most so many updates on the answers of a round."""
         o, rl = self.options, self.options.rl
         self.before.append(copy.deepcopy(self.policy))
@@ -275,19 +275,19 @@ class PlainRun:
         figures = {
             "reward": statistics.fmean(each.reward for each in trajectories),
             "kl": kl,
-            "length": statistics.fmean(each.size for each in answers),
-            "ended": statistics.fmean(each.ended for each in answers),
-            "coefficient": self.beta,
+            "completion/mean_length": statistics.fmean(each.size for each in answers),
+            "completion/eos_rate": statistics.fmean(each.ended for each in answers),
+            "kl_coef": self.beta,
         }
         if self.critic is not None:
             every = [torch.cat([getattr(each, name) for each in answers]) for name in ("target", "value")]
             figures["explained_variance"] = float(1 - (every[0] - every[1]).var() / every[0].var())
         for update in range(num_updates):
-            epoch, part = divmod(update, rl.minibatches)
-            size = len(answers) // rl.minibatches
+            epoch, part = divmod(update, rl.num_minibatches)
+            size = len(answers) // rl.num_minibatches
             noise = seeds.generator(o.seed, "minibatch", number, epoch)
             rows = torch.randperm(len(answers), generator=noise)[part * size : (part + 1) * size]
             self.update([answers[row] for row in rows.tolist() if answers[row].kept], number, figures)
-        if o.kl.controller.kind == "adaptive":
-            error = min(max(kl / o.kl.controller.target - 1, -0.2), 0.2)
-            self.beta *= max(0.0, 1 + error * len(answers) / o.kl.controller.horizon)
+        if o.kl.controller == "adaptive":
+            error = min(max(kl / o.kl.target - 1, -0.2), 0.2)
+            self.beta *= max(0.0, 1 + error * len(answers) / o.kl.horizon)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.types import Cursor, MicroBatch
-from kitforge.kits.rlhf.build import STAGES, Assembly
-from kitforge.kits.rlhf.stages import Inputs
+from kitforge.kits.rlhf.build import TASKS, Assembly
+from kitforge.kits.rlhf.tasks import Inputs
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 from kitforge.trainer.task import Task
 from tests.trainer import tiny
 
@@ -36,25 +36,25 @@ SHAPED: dict[str, dict[str, Any]] = {
     "ipo": {"preference.loss": "ipo"},
     "orpo": {"preference.loss": "orpo"},
     "simpo": {"preference.loss": "simpo"},
-    "ppo": {"rl.whiten_advantages": True, "kl.controller.kind": "adaptive", "kl.controller.horizon": 50},
+    "ppo": {"rl.whiten_advantages": True, "kl.controller": "adaptive", "kl.horizon": 50},
     "grpo": {
         "rl.advantage": "grpo",
-        "rl.samples_per_prompt": 4,
-        "rl.aggregation": "sequence_mean",
-        "kl.used_as": "loss",
+        "rl.num_generations": 4,
+        "rl.loss_aggregation": "seq-mean-token-mean",
+        "kl.apply_to": "loss",
         "kl.estimator": "k3",
     },
-    "dr_grpo": {"rl.advantage": "dr_grpo", "rl.samples_per_prompt": 4, "rl.aggregation": "constant"},
+    "dr_grpo": {"rl.advantage": "dr_grpo", "rl.num_generations": 4, "rl.loss_aggregation": "constant"},
     "dapo": {
         "rl.advantage": "grpo",
-        "rl.samples_per_prompt": 4,
-        "rl.drop_equal_groups": True,
+        "rl.num_generations": 4,
+        "rl.filter_zero_variance_groups": True,
         "rl.max_num_gen_batches": 3,
-        "rl.overlong_soft": 3,
-        "rl.clip.high": 0.28,
-        "kl.used_as": "loss",
+        "rl.overlong_buffer": 3,
+        "rl.clip_ratio_high": 0.28,
+        "kl.apply_to": "loss",
     },
-    "rloo": {"rl.advantage": "rloo", "rl.samples_per_prompt": 4, "rl.aggregation": "sequence_sum"},
+    "rloo": {"rl.advantage": "rloo", "rl.num_generations": 4, "rl.loss_aggregation": "seq-mean-token-sum"},
     "reinforce_pp": {"rl.advantage": "reinforce", "rl.whiten_advantages": True},
 }
 RL = ("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")
@@ -70,7 +70,7 @@ OPTIONS: dict[str, Any] = {
 # For runs whose folders nobody looks at.
 _SCRATCH = tempfile.TemporaryDirectory()
 _NUMBERS = itertools.count()
-ROUNDS: dict[str, Any] = {"rl.prompts_per_step": 4, "rollout.max_new_tokens": 6}
+ROUNDS: dict[str, Any] = {"rl.prompts_per_rollout": 4, "rollout.max_new_tokens": 6}
 
 
 def letters(*, completion_tokens: list[list[int]]) -> list[float]:
@@ -88,14 +88,14 @@ def begin(stage: str, folder: Path | None = None, choices: Mapping[str, Any] | N
     values = OPTIONS | (ROUNDS if stage in RL else {}) | SHAPED.get(stage, {}) | {"task": stage} | dict(choices or {})
     values["output_dir"] = f"{_SCRATCH.name}/{next(_NUMBERS)}" if folder is None else str(folder)
     given: dict[str, Any] = {
-        "tokenizer": ByteTokenizer(),
+        "processor": ByteTokenizer(),
         "model": network(),
         "train_dataset": ROWS.get(stage, PROMPTS),
     }
     if stage in RL:
         given["roles"] = {"reward": letters}
-    options = STAGES[stage].read_options(tiny.nested(values))
-    return STAGES[stage].assemble(
+    options = TASKS[stage].read_options(tiny.nested(values))
+    return TASKS[stage].assemble(
         options, Inputs(**(given | inputs)), Rendezvous.open(options.parallel, options.device, options.num_ranks)
     )
 

@@ -21,16 +21,16 @@ from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.types import Region
 from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
-from kitforge.kits.rlhf.networks import load_policy, open_policy
-from kitforge.kits.rlhf.rl import RLTask
-from kitforge.kits.rlhf.scalar_model import ScalarModel
-from kitforge.kits.rlhf.weights import copied
+from kitforge.kits.rlhf.model_copy import copy_model
+from kitforge.kits.rlhf.model_loading import load_policy, open_policy
+from kitforge.kits.rlhf.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.reward_model import ValueHeadModel
 from kitforge.models import loading as model_folder
 from kitforge.models.peft import load_adapter, save_adapter
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
-SMALL = {"adapter.rank": 2}
+SMALL = {"lora.rank": 2}
 TOKENS = torch.arange(9).unsqueeze(0)
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def storages(*networks: nn.Module) -> dict[int, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "reward", "kto", "ppo"])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(stage: str, tmp_path: Path) -> None:
-    choices = SMALL | {"trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 9, "trainer.max_steps": 3}
+    choices = SMALL | {"trainer.checkpoint_every": 1, "trainer.save_total_limit": 9, "trainer.max_steps": 3}
     runs.finish(runs.begin(stage, tmp_path / "whole", choices))
     folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "killed", 1)
     runs.finish(runs.begin(stage, folder, choices | {"resume": "auto"}))
@@ -77,10 +77,10 @@ def test_four_roles_stand_on_one_base() -> None:
     policy = runs.network()
     judged = runs.begin("reward", None, SMALL, model=policy)
     runs.finish(judged)
-    judge = cast(ScalarModel, judged.loop.model)
+    judge = cast(ValueHeadModel, judged.loop.model)
     assembly = runs.begin("ppo", None, SMALL, model=policy, roles={"reward": judge})
     model = cast(ActorCritic, assembly.loop.model)
-    reference = cast(Any, cast(RLTask, assembly.loop.task)._collector)._roles.frozen.reference
+    reference = cast(Any, cast(PolicyGradientTask, assembly.loop.task)._collector)._roles.reference_model.model
     assert reference is policy
     base = sum(storages(policy).values())
     together = sum(storages(model.policy, model.critic, reference, judge).values())
@@ -89,7 +89,7 @@ def test_four_roles_stand_on_one_base() -> None:
     )
     tokens = torch.arange(7).unsqueeze(0)
     with torch.no_grad():
-        assert torch.allclose(model.critic(tokens), judge.normalised(judge(tokens)), atol=1e-6)
+        assert torch.allclose(model.critic(tokens), judge.normalized(judge(tokens)), atol=1e-6)
     runs.finish(assembly)
     assert config_of(model.critic.backbone) == config_of(judge.backbone)
 
@@ -112,12 +112,12 @@ def test_an_adapter_goes_out_to_a_folder_and_comes_back(tmp_path: Path) -> None:
     fresh = cast(Decoder, runs.network())
     load_adapter(fresh, "mine", folder)
     assert torch.equal(logits(fresh), logits(model))
-    again = runs.begin("grpo", None, SMALL | {"adapter.path": str(folder)}, model=base)
-    reference = cast(Any, cast(RLTask, again.loop.task)._collector)._roles.frozen.reference
+    again = runs.begin("grpo", None, SMALL | {"lora.path": str(folder)}, model=base)
+    reference = cast(Any, cast(PolicyGradientTask, again.loop.task)._collector)._roles.reference_model.model
     assert torch.equal(logits(again.loop.model), logits(model))
     assert torch.equal(logits(reference), logits(model))
     with pytest.raises(ConfigError, match="rank=2"):
-        runs.begin("grpo", None, {"adapter.rank": 3, "adapter.path": str(folder)}, model=base)
+        runs.begin("grpo", None, {"lora.rank": 3, "lora.path": str(folder)}, model=base)
     save_adapter(model, adapter_tensors(model, "policy"), cast(Any, config_of(model)), tmp_path / "same")
     assert (tmp_path / "same" / "adapter_config.json").read_bytes() == (folder / "adapter_config.json").read_bytes()
 
@@ -126,29 +126,29 @@ def test_a_reward_models_adapter_goes_out_with_its_head_and_comes_back_into_its_
     base = runs.network()
     judged = runs.begin("reward", tmp_path / "reward", SMALL, model=base)
     runs.finish(judged)
-    judge, folder = cast(ScalarModel, judged.loop.model), tmp_path / "reward" / "adapter"
+    judge, folder = cast(ValueHeadModel, judged.loop.model), tmp_path / "reward" / "adapter"
     page = json.loads((folder / "adapter_config.json").read_text())
     assert (page["task_type"], page["modules_to_save"]) == ("SEQ_CLS", ["score"])
     assert "base_model.model.score.weight" in TensorFile(folder / "adapter_model.safetensors", ModelError).names()
     assert float(judge.deviation) != 1.0
     for choices, roles in (({}, {"reward": folder}), ({"reward": str(folder)}, {})):
         following = runs.begin("ppo", None, choices, model=base, roles=roles)
-        read = cast(Any, cast(RLTask, following.loop.task)._collector)._roles.scorer.model
+        read = cast(Any, cast(PolicyGradientTask, following.loop.task)._collector)._roles.scorer.model
         assert torch.equal(scores(read), scores(judge))
         # Its matrices are those of the policy that was given, in the same memory.
         assert sum(storages(base, read).values()) - sum(storages(base).values()) < sum(storages(base).values()) / 10
-    again = runs.begin("reward", None, SMALL | {"adapter.path": str(folder)}, model=base)
-    assert torch.equal(scores(cast(ScalarModel, again.loop.model)), scores(judge))
+    again = runs.begin("reward", None, SMALL | {"lora.path": str(folder)}, model=base)
+    assert torch.equal(scores(cast(ValueHeadModel, again.loop.model)), scores(judge))
     with pytest.raises(ModelError, match="of a reward model"):
-        runs.begin("sft", None, SMALL | {"adapter.path": str(folder)}, model=base)
+        runs.begin("sft", None, SMALL | {"lora.path": str(folder)}, model=base)
     runs.finish(runs.begin("sft", tmp_path / "sft", SMALL, model=base))
     with pytest.raises(ModelError, match="no reward model here"):
         runs.begin("ppo", None, model=base, roles={"reward": tmp_path / "sft" / "adapter"})
 
 
-def scores(model: ScalarModel) -> Tensor:
+def scores(model: ValueHeadModel) -> Tensor:
     with torch.no_grad():
-        return model.normalised(model(TOKENS))
+        return model.normalized(model(TOKENS))
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "kto", "ppo"])
@@ -159,7 +159,7 @@ def test_adapters_do_not_go_on_beside_other_weights(stage: str, tmp_path: Path) 
     with torch.no_grad():
         next(other.parameters()).mul_(1.01)
     before = [each.clone() for each in other.parameters()]
-    further = SMALL | {"trainer.max_steps": 2, "resume": "auto", "trainer.allow_changes": True}
+    further = SMALL | {"trainer.max_steps": 2, "resume": "auto", "trainer.allow_config_changes": True}
     with pytest.raises(ConfigError, match=r"(?s)other weights.*got:.*expected:.*do:"):
         runs.finish(runs.begin(stage, tmp_path, further, model=other))
     assert all(torch.equal(each, old) for each, old in zip(other.parameters(), before, strict=True))
@@ -220,7 +220,7 @@ def test_a_run_is_exported_from_file_to_file_with_its_adapter_in_its_weights(
     stage: str, choices: dict[str, Any], tmp_path: Path
 ) -> None:
     runs.finish(assembly := runs.begin(stage, tmp_path / "run", choices | {"trainer.max_steps": 1}))
-    policy = copied(policy_of(assembly.loop.model), CPU)
+    policy = copy_model(policy_of(assembly.loop.model), CPU)
     save_model(policy, tmp_path / "memory", ByteTokenizer(), "float32")
     # No network is made on the way.
     with mock.patch.object(model_folder, "materialize", side_effect=AssertionError("memory was made")):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kitforge.kits.rlhf import order
-from kitforge.kits.rlhf.rl import RLTask
-from kitforge.kits.rlhf.rollouts import Round
+from kitforge.kits.rlhf import batching
+from kitforge.kits.rlhf.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.rollout_batch import RolloutBatch
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
@@ -23,7 +23,7 @@ STAGES = [*runs.ROWS, *runs.RL]
 def test_micro_batches_have_the_gradient_of_the_batch(stage: str) -> None:
     def gradient(size: int | None) -> torch.Tensor:
         model = runs.network(torch.float64)
-        choices = {"trainer.micro_batch_size": size} | ({"rl.minibatches": 2} if stage in runs.RL else {})
+        choices = {"trainer.micro_batch_size": size} | ({"rl.num_minibatches": 2} if stage in runs.RL else {})
         return runs.gradient(runs.begin(stage, None, choices, model=model))
 
     whole = gradient(None)
@@ -36,7 +36,7 @@ def test_as_many_rows_at_once_as_a_processor_likes_change_no_gradient(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found(tokens: int) -> tuple[int, torch.Tensor]:
-        monkeypatch.setattr(order, "CPU_TOKENS", tokens)
+        monkeypatch.setattr(batching, "CPU_TOKENS", tokens)
         assembly = runs.begin(stage, None, {}, model=runs.network(torch.float64))
         return len(runs.first_step(assembly.loop.task, assembly.loop.model)), runs.gradient(assembly)
 
@@ -78,7 +78,7 @@ def turned(batch: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "kto"])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(stage: str, tmp_path: Path) -> None:
-    choices = {"trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 9, "trainer.evaluate_every": 2}
+    choices = {"trainer.checkpoint_every": 1, "trainer.save_total_limit": 9, "trainer.eval_every": 2}
     runs.finish(runs.begin(stage, tmp_path / "whole", choices))
     for killed in (1, 3):
         folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / f"killed_{killed}", killed)
@@ -91,10 +91,10 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(stage: str, tmp_path: P
 def test_a_round_that_was_interrupted_goes_on_bit_for_bit(stage: str, tmp_path: Path) -> None:
     choices = {
         "trainer.checkpoint_every": 1,
-        "trainer.keep_checkpoints": 9,
+        "trainer.save_total_limit": 9,
         "trainer.max_steps": 6,
         "rl.epochs": 2,
-        "rl.minibatches": 2,
+        "rl.num_minibatches": 2,
     }
     runs.finish(runs.begin(stage, tmp_path / "whole", choices))
     # After the first update of a round, in its second pass, and between two rounds.
@@ -113,17 +113,17 @@ FORGOTTEN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 def _without(plain: dict[str, Any], name: str) -> dict[str, Any]:
-    zeros = torch.zeros_like(getattr(Round.from_plain(plain), name))
-    return dataclasses.replace(Round.from_plain(plain), **{name: zeros}).to_plain()
+    zeros = torch.zeros_like(getattr(RolloutBatch.from_dict(plain), name))
+    return dataclasses.replace(RolloutBatch.from_dict(plain), **{name: zeros}).to_dict()
 
 
 @pytest.mark.parametrize("forgotten", FORGOTTEN)
 def test_what_a_checkpoint_forgets_is_noticed(forgotten: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    choices = {"trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 9, "rl.epochs": 2, "trainer.max_steps": 4}
+    choices = {"trainer.checkpoint_every": 1, "trainer.save_total_limit": 9, "rl.epochs": 2, "trainer.max_steps": 4}
     runs.finish(runs.begin("ppo", tmp_path / "whole", choices))
     folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "killed", 1)
-    load = RLTask.load_state
-    monkeypatch.setattr(RLTask, "load_state", lambda task, state: load(task, FORGOTTEN[forgotten](state)))
+    load = PolicyGradientTask.load_state
+    monkeypatch.setattr(PolicyGradientTask, "load_state", lambda task, state: load(task, FORGOTTEN[forgotten](state)))
     runs.finish(runs.begin("ppo", folder, choices | {"resume": "auto"}))
     with pytest.raises(AssertionError):
         tiny.assert_same(folder, tmp_path / "whole")

@@ -15,20 +15,20 @@ from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.core.checkpoint.manifest import step_folder
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.types import Cursor
-from kitforge.kits.rlhf import collector
-from kitforge.kits.rlhf.judgement import select
-from kitforge.kits.rlhf.rl import RLTask
-from tests.kits.rlhf import runs, test_placement
+from kitforge.kits.rlhf import rollout_collector
+from kitforge.kits.rlhf.experience import select_groups
+from kitforge.kits.rlhf.ppo import PolicyGradientTask
+from tests.kits.rlhf import runs, test_role_ranks
 from tests.trainer import tiny
 
 # 24 prompts in the order of their numbers; those that three divides never score differently.
 CHOICES: dict[str, Any] = {
     "data.eval_fraction": 0.0,
     "data.shuffle": False,
-    "rl.overlong_soft": 0,
-    "rl.samples_per_prompt": 3,
+    "rl.overlong_buffer": 0,
+    "rl.num_generations": 3,
     "rl.max_num_gen_batches": 4,
-    "kl.controller.coefficient": 0.0,
+    "kl.coef": 0.0,
 }
 
 
@@ -51,18 +51,18 @@ def begin(choices: dict[str, Any], folder: Path | None = None, reward: Any = two
 
 
 def test_a_round_is_filled_with_groups_that_differ_and_the_next_begins_behind_them() -> None:
-    assembly = begin({"rl.prompts_per_step": 5})
-    task = cast(RLTask, assembly.loop.task)
+    assembly = begin({"rl.prompts_per_rollout": 5})
+    task = cast(PolicyGradientTask, assembly.loop.task)
     rounds = []
     for _ in zip(range(2), task.steps(assembly.loop.model, Cursor()), strict=False):
-        assert task.collected is not None and task._round is not None
+        assert task.collected is not None and task._batch is not None
         drawn = task.collected[1]
-        places = select(drawn, assembly.options).places
+        places = select_groups(drawn, assembly.options).indices
         rounds.append([drawn[place].prompt_index for place in places][::3])
-        figures = task._round.figures
+        figures = task._batch.metrics
         assert figures["num_gen_batches"] == 2
         assert figures["frac_reward_zero_std"] == pytest.approx(4 / 10 if len(rounds) == 1 else 3 / 10)
-        assert task._round.is_kept.all() and len(task._round.is_kept) == 15
+        assert task._batch.keep_mask.all() and len(task._batch.keep_mask) == 15
     # Of prompts 0 to 9, 0, 3, 6 and 9 are left out; the second round begins with prompt 8, and leaves out 9, 12 and 15.
     assert rounds == [[1, 2, 4, 5, 7], [0, 2, 3, 5, 6]]
     assert task.state()["next_prompt"] == 15
@@ -70,17 +70,17 @@ def test_a_round_is_filled_with_groups_that_differ_and_the_next_begins_behind_th
 
 def test_the_filter_looks_at_the_reward_before_penalties() -> None:
     # Lengths differ, and so do the penalties; that no answer is right tells nothing all the same.
-    assembly = begin({"rl.overlong_soft": 5, "rl.missing_end_penalty": 1.0}, reward=nothing)
-    task = cast(RLTask, assembly.loop.task)
+    assembly = begin({"rl.overlong_buffer": 5, "rl.missing_eos_penalty": 1.0}, reward=nothing)
+    task = cast(PolicyGradientTask, assembly.loop.task)
     step = runs.first_step(task, assembly.loop.model)
     assert float(task.count(step)["loss"]) == 0
-    assert task._round is not None and task._round.figures["num_gen_batches"] == 4
-    assert task._round.figures["reward_shaped"] < 0
+    assert task._batch is not None and task._batch.metrics["num_gen_batches"] == 4
+    assert task._batch.metrics["reward_shaped"] < 0
 
 
 def test_a_step_without_a_token_moves_neither_weights_nor_moments_and_is_counted(tmp_path: Path) -> None:
     once.__defaults__ = ([],)  # type: ignore[attr-defined]
-    choices = {"rl.max_num_gen_batches": 1, "trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 9}
+    choices = {"rl.max_num_gen_batches": 1, "trainer.checkpoint_every": 1, "trainer.save_total_limit": 9}
     assembly = begin(choices | {"trainer.max_steps": 3}, tmp_path, once)
     metrics = runs.finish(assembly)
     found = [open_checkpoint(step_folder(tmp_path / "checkpoints", step)) for step in (1, 2, 3)]
@@ -102,11 +102,11 @@ def test_a_step_without_a_token_moves_neither_weights_nor_moments_and_is_counted
 @pytest.mark.slow
 def test_a_resampled_round_that_was_interrupted_goes_on_bit_for_bit(tmp_path: Path) -> None:
     choices = {
-        "rl.prompts_per_step": 5,
-        "rl.minibatches": 3,
+        "rl.prompts_per_rollout": 5,
+        "rl.num_minibatches": 3,
         "trainer.max_steps": 7,
         "trainer.checkpoint_every": 1,
-        "trainer.keep_checkpoints": 9,
+        "trainer.save_total_limit": 9,
     }
     runs.finish(begin(choices, tmp_path / "whole"))
     lines = [each for each in tiny.records(tmp_path / "whole") if each["kind"] == "train"]
@@ -124,31 +124,31 @@ def test_a_resampled_round_that_was_interrupted_goes_on_bit_for_bit(tmp_path: Pa
 
 @pytest.mark.slow
 def test_ranks_of_their_own_fill_a_round_as_one_process_does(tmp_path: Path) -> None:
-    choices = CHOICES | {"rl.prompts_per_step": 5, "kl.measure": True}
-    one = test_placement.run("dapo", tmp_path / "one", choices, roles={"reward": two_of_three})
-    (ranks,) = test_placement.together(
-        [tmp_path / "three"], [("dapo", choices | test_placement.at([1, 2], [0], [2]))], played
+    choices = CHOICES | {"rl.prompts_per_rollout": 5, "kl.measure": True}
+    one = test_role_ranks.run("dapo", tmp_path / "one", choices, roles={"reward": two_of_three})
+    (ranks,) = test_role_ranks.together(
+        [tmp_path / "three"], [("dapo", choices | test_role_ranks.at([1, 2], [0], [2]))], played
     )
-    test_placement.assert_equal(tmp_path / "three", ranks, tmp_path / "one", one, False, "dapo")
+    test_role_ranks.assert_equal(tmp_path / "three", ranks, tmp_path / "one", one, False, "dapo")
 
 
 def played(_rank: int, folders: list[Path], cases: list[Any]) -> list[Any]:
-    return [test_placement.run(cases[0][0], folders[0], cases[0][1], roles={"reward": two_of_three})]
+    return [test_role_ranks.run(cases[0][0], folders[0], cases[0][1], roles={"reward": two_of_three})]
 
 
 def test_a_cost_of_zero_holds_and_asks_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    honest = collector.token_log_probs
+    honest = rollout_collector.token_logprobs
 
     def counted(network: Any, *given: Any) -> Any:
         asked.append(network)
         return honest(network, *given)
 
-    monkeypatch.setattr(collector, "token_log_probs", counted)
+    monkeypatch.setattr(rollout_collector, "token_logprobs", counted)
     assembly = begin({"trainer.max_steps": 2})
     metrics = runs.finish(assembly)
     task: Any = assembly.loop.task
-    assert task._collector._roles.frozen.reference is None
+    assert task._collector._roles.reference_model.model is None
     assert asked == [] and "kl" not in metrics and "eval/kl" not in metrics
 
 
@@ -169,12 +169,15 @@ def test_distance_can_be_measured_where_it_costs_nothing(choices: dict[str, Any]
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
-        ({"rl.drop_equal_groups": False}, r"max_num_gen_batches.*\n.*got: +4\n.*drop_equal_groups=true"),
         (
-            {"rl.old": "trainer", "correction.mode": "mask", "rollout.max_staleness": 1},
+            {"rl.filter_zero_variance_groups": False},
+            r"max_num_gen_batches.*\n.*got: +4\n.*filter_zero_variance_groups=true",
+        ),
+        (
+            {"rl.old_logprobs": "recompute", "importance_sampling.mode": "mask", "rollout.max_staleness": 1},
             r"beside rl\.max_num_gen_batches",
         ),
-        ({"placement.reference": [0]}, r"placement\.reference.*\n.*\n.*kl\.measure=true"),
+        ({"role_ranks.reference": [0]}, r"role_ranks\.reference.*\n.*\n.*kl\.measure=true"),
         ({"kl.estimator": "k1", "kl.use_bias_correction": False}, r"the mean gradient of k1 alone is zero"),
     ],
 )

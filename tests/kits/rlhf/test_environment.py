@@ -20,24 +20,24 @@ from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.foundation.types import MicroBatch
 from kitforge.inference.engine import Engine
-from kitforge.kits.rlhf import rollouts
+from kitforge.kits.rlhf import rollout_batch
 from kitforge.kits.rlhf.actor_critic import policy_of
-from kitforge.kits.rlhf.record import read_round
-from kitforge.kits.rlhf.rl import RLTask
-from kitforge.kits.rlhf.rollouts import Trajectory, episode_figures, token_log_probs
+from kitforge.kits.rlhf.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.rollout_batch import Rollout, environment_metrics, token_logprobs
+from kitforge.kits.rlhf.rollout_log import read_rollouts
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
 ROWS = [{"prompt": f"{n}+{n % 3}= ", "numbers": [n, n % 3]} for n in range(12)]
 CHOICES = {
-    "rl.prompts_per_step": 4,
+    "rl.prompts_per_rollout": 4,
     "rollout.max_new_tokens": 6,
     "rollout.max_turns": 3,
     "data.sequence_length": 64,
-    "kl.controller.coefficient": 0.0,
+    "kl.coef": 0.0,
     "rl.whiten_advantages": False,
-    "rl.discount": 1.0,
-    "rl.trace": 1.0,
+    "rl.gamma": 1.0,
+    "rl.gae_lambda": 1.0,
 }
 
 
@@ -71,12 +71,12 @@ def talkative(dtype: torch.dtype = torch.float64, strength: float = 3) -> nn.Mod
 
 def first(
     stage: str = "ppo", environment: Any = Calculator, **choices: Any
-) -> tuple[nn.Module, MicroBatch, list[Trajectory]]:
+) -> tuple[nn.Module, MicroBatch, list[Rollout]]:
     """Network, first micro-batch and its answers, in the order in which they were drawn."""
     Calculator.played = []
     roles = {"environment": environment}
     assembly = runs.begin(stage, None, CHOICES | choices, model=talkative(), train_dataset=ROWS, roles=roles)
-    task = cast(RLTask, assembly.loop.task)
+    task = cast(PolicyGradientTask, assembly.loop.task)
     batch = runs.first_step(task, assembly.loop.model)[0]
     assert task.collected is not None
     return assembly.loop.model, batch, task.collected[1]
@@ -87,16 +87,16 @@ def test_what_the_environment_said_is_in_the_text_and_not_in_the_loss() -> None:
     byte = ByteTokenizer()
     assert max(len(each.heard) for each in Calculator.played) == 2
     for answer, game in zip(answers, Calculator.played, strict=True):
-        tokens, learnt = answer.answer.tokens, answer.answer.learnt
+        tokens, learnt = answer.completion.tokens, answer.completion.loss_mask
         # Whether the last reply was needed or not, those before each answer are there, in their order.
         said = byte.encode("".join(game.told[: len(game.heard)]))
         assert [token for token, own in zip(tokens, learnt, strict=True) if not own] == said
         own = [token for token, is_own in zip(tokens, learnt, strict=True) if is_own]
         assert byte.decode([token for token in own if token != byte.eos_id]) == "".join(game.heard)
-        assert len(own) == len(answer.log_probs) == len(cast(tuple[float, ...], answer.score))
+        assert len(own) == len(answer.logprobs) == len(cast(tuple[float, ...], answer.score))
     wanted = [
-        (-100,) * (len(each.answer.prompt) - 1)
-        + tuple(t if own else -100 for t, own in zip(each.answer.tokens, each.answer.learnt, strict=True))
+        (-100,) * (len(each.completion.prompt) - 1)
+        + tuple(t if own else -100 for t, own in zip(each.completion.tokens, each.completion.loss_mask, strict=True))
         for each in answers
     ]
     found = sorted(tuple(row.tolist()) for row in batch["targets"])
@@ -107,10 +107,10 @@ def test_what_the_environment_said_is_in_the_text_and_not_in_the_loss() -> None:
 def test_probabilities_of_all_turns_are_those_of_the_trainer_and_tokens_are_those_that_were_written() -> None:
     model, batch, answers = first()
     with torch.no_grad():
-        found, _ = token_log_probs(policy_of(model), batch["tokens"], batch["targets"], 1.0)
-    assert float((found - batch["old"]).abs().max()) < 1e-10
+        found, _ = token_logprobs(policy_of(model), batch["tokens"], batch["targets"], 1.0)
+    assert float((found - batch["old_logprobs"]).abs().max()) < 1e-10
     # Bytes that are no UTF-8, which a text in between would have changed.
-    assert any("\ufffd" in ByteTokenizer().decode(each.answer.tokens) for each in answers)
+    assert any("\ufffd" in ByteTokenizer().decode(each.completion.tokens) for each in answers)
 
 
 def test_each_turn_earns_its_own_reward() -> None:
@@ -120,44 +120,46 @@ def test_each_turn_earns_its_own_reward() -> None:
         assert [each for each in cast(tuple[float, ...], answer.score) if each] == wanted
         assert answer.reward == pytest.approx(sum(wanted))
         # The last token that the policy wrote in each turn.
-        turns = [len(list(run)) for own, run in itertools.groupby(answer.answer.learnt) if own]
+        turns = [len(list(run)) for own, run in itertools.groupby(answer.completion.loss_mask) if own]
         ends = [place - 1 for place in itertools.accumulate(turns)]
         assert [place for place, each in enumerate(cast(tuple[float, ...], answer.score)) if each] == ends
     with_two = next(each for each, game in zip(answers, Calculator.played, strict=True) if len(game.heard) == 2)
-    assert with_two.answer.has_ended or len(with_two.log_probs) > 6
+    assert with_two.completion.is_finished or len(with_two.logprobs) > 6
 
 
 def test_an_episode_that_is_cut_in_its_last_turn_has_not_ended() -> None:
-    _, _, answers = first(**{"rl.prompts_per_step": 9})
+    _, _, answers = first(**{"rl.prompts_per_rollout": 9})
     over = [answer for answer, game in zip(answers, Calculator.played, strict=True) if len(game.heard) == 2]
-    is_cut = [answer.answer.tokens[-1] != ByteTokenizer.eos_id for answer in over]
-    assert [answer.answer.has_ended for answer in over] == [not each for each in is_cut]
+    is_cut = [answer.completion.tokens[-1] != ByteTokenizer.eos_id for answer in over]
+    assert [answer.completion.is_finished for answer in over] == [not each for each in is_cut]
     assert any(is_cut)
 
 
 def test_a_mask_that_learns_replies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    laid = rollouts.laid
+    pad_rollouts = rollout_batch.pad_rollouts
 
-    def wrong(trajectories: list[Trajectory], pad_id: int) -> dict[str, torch.Tensor]:
-        return laid([replace(each, answer=replace(each.answer, learnt=())) for each in trajectories], pad_id)
+    def wrong(trajectories: list[Rollout], pad_id: int) -> dict[str, torch.Tensor]:
+        return pad_rollouts(
+            [replace(each, completion=replace(each.completion, loss_mask=())) for each in trajectories], pad_id
+        )
 
-    monkeypatch.setattr("kitforge.kits.rlhf.judgement.laid", wrong)
+    monkeypatch.setattr("kitforge.kits.rlhf.experience.pad_rollouts", wrong)
     with pytest.raises((AssertionError, RuntimeError)):
         test_what_the_environment_said_is_in_the_text_and_not_in_the_loss()
 
 
 def test_an_interrupted_run_of_episodes_goes_on_bit_for_bit_and_keeps_them(tmp_path: Path) -> None:
-    choices = CHOICES | {"trainer.checkpoint_every": 1, "trainer.max_steps": 4, "rl.minibatches": 2}
+    choices = CHOICES | {"trainer.checkpoint_every": 1, "trainer.max_steps": 4, "rl.num_minibatches": 2}
     given: dict[str, Any] = {"train_dataset": ROWS, "roles": {"environment": Calculator}}
 
     def begin(folder: Path, **more: Any) -> Any:
         return runs.begin(
-            "grpo", folder, choices | {"trainer.keep_checkpoints": 9} | more, model=talkative(torch.float32), **given
+            "grpo", folder, choices | {"trainer.save_total_limit": 9} | more, model=talkative(torch.float32), **given
         )
 
     whole = begin(tmp_path / "whole")
     runs.finish(whole)
-    assert read_round(tmp_path / "whole", 1) == cast(RLTask, whole.loop.task).collected[1]  # type: ignore[index]
+    assert read_rollouts(tmp_path / "whole", 1) == cast(PolicyGradientTask, whole.loop.task).collected[1]  # type: ignore[index]
     folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "killed", 1)
     runs.finish(begin(folder, resume="auto"))
     tiny.assert_same(folder, tmp_path / "whole")
@@ -179,7 +181,7 @@ def test_what_an_environment_may_not_do_is_told() -> None:
     with pytest.raises(TrainingError, match="reward that is no number"):
         first(environment=Vague)
     with pytest.raises(ConfigError, match="as the environment judges"):
-        first(**{"rl.missing_end_penalty": 1.0})
+        first(**{"rl.missing_eos_penalty": 1.0})
     with pytest.raises(ConfigError, match="environment"):
         first(environment=Calculator())
     with pytest.raises(ConfigError, match="scored twice"):
@@ -208,18 +210,18 @@ class Chat:
         return [{"role": "tool", "content": "4"}, {"role": "user", "content": "so?"}], len(response) / 8, False
 
 
-def chat(environment: Any = Chat, rows: list[dict[str, Any]] = CHATS, **choices: Any) -> list[Trajectory]:
+def chat(environment: Any = Chat, rows: list[dict[str, Any]] = CHATS, **choices: Any) -> list[Rollout]:
     """The answers of the first round."""
     return first_answers("grpo", environment, rows, **(TALKING | choices))
 
 
-def first_answers(stage: str, environment: Any, rows: list[dict[str, Any]], **choices: Any) -> list[Trajectory]:
+def first_answers(stage: str, environment: Any, rows: list[dict[str, Any]], **choices: Any) -> list[Rollout]:
     Chat.played = []
     roles = {"environment": environment}
     assembly = runs.begin(
         stage, None, CHOICES | choices, model=talkative(strength=STRENGTH), train_dataset=rows, roles=roles
     )
-    task = cast(RLTask, assembly.loop.task)
+    task = cast(PolicyGradientTask, assembly.loop.task)
     runs.first_step(task, assembly.loop.model)
     assert task.collected is not None
     return task.collected[1]
@@ -232,11 +234,11 @@ def test_messages_of_an_environment_are_what_the_template_writes_after_the_reply
     told = template.continuation([], "", cast(Any, Chat().step(""))[0], has_end=True)
     assert byte.decode(told) == "\n\nTool: 4\n\nHuman: so?\n\nAssistant: "
     for answer in answers:
-        tokens, learnt = answer.answer.tokens, answer.answer.learnt
+        tokens, learnt = answer.completion.tokens, answer.completion.loss_mask
         own = [token for token, is_own in zip(tokens, learnt, strict=True) if is_own]
         heard = [token for token, is_own in zip(tokens, learnt, strict=True) if not is_own]
         assert heard == told * (len(answer.turn_rewards) - 1)
-        assert len(own) == len(answer.log_probs)
+        assert len(own) == len(answer.logprobs)
         # What the policy drew and the ends of its turns are there as they were.
         assert own.count(byte.eos_id) >= len(answer.turn_rewards) - 1
 
@@ -284,7 +286,7 @@ class Meeting(Chat):
 
 
 def test_steps_of_a_round_overlap() -> None:
-    answers = chat(Meeting, **{"rl.samples_per_prompt": 4, "environment.max_workers": 4})
+    answers = chat(Meeting, **{"rl.num_generations": 4, "environment.max_workers": 4})
     assert [each.failure for each in answers] == [None] * 16
 
 
@@ -328,8 +330,8 @@ def test_a_step_that_fails_has_the_reward_of_on_error_and_is_counted(
     assert 0 < len(failed) < len(answers)
     assert {each.reward for each in failed} == {-0.5}
     assert {each.reward for each in answers if each.failure is None} == {1.0}
-    assert not any(each.answer.has_ended for each in failed)
-    figures = episode_figures(answers)
+    assert not any(each.completion.is_finished for each in failed)
+    figures = environment_metrics(answers)
     is_error = environment is Failing
     assert figures["environment/errors"] == len(failed) * is_error
     assert figures["environment/timeouts"] == len(failed) * (not is_error)
@@ -340,7 +342,7 @@ def test_a_step_that_fails_has_the_reward_of_on_error_and_is_counted(
 
 
 def test_failures_stand_in_metrics_and_rollouts(tmp_path: Path) -> None:
-    choices = CHOICES | TALKING | {"trainer.max_steps": 1, "trainer.evaluate_first": True}
+    choices = CHOICES | TALKING | {"trainer.max_steps": 1, "trainer.eval_first": True}
     run = runs.begin(
         "grpo",
         tmp_path / "run",
@@ -350,10 +352,10 @@ def test_failures_stand_in_metrics_and_rollouts(tmp_path: Path) -> None:
         roles={"environment": Failing},
     )
     metrics = runs.finish(run)
-    answers = read_round(tmp_path / "run", 0)
+    answers = read_rollouts(tmp_path / "run", 0)
     assert metrics["environment/errors"] == sum(each.failure is not None for each in answers) > 0
     assert metrics["eval/environment/timeouts"] == 0
-    assert answers == cast(RLTask, run.loop.task).collected[1]  # type: ignore[index]
+    assert answers == cast(PolicyGradientTask, run.loop.task).collected[1]  # type: ignore[index]
 
 
 def test_a_failing_step_may_end_the_run() -> None:
@@ -391,38 +393,40 @@ def test_messages_need_a_conversation() -> None:
 def test_a_stop_string_ends_an_answer_that_keeps_it_and_its_probabilities(environment: Any) -> None:
     roles = {"reward": runs.letters} if environment is None else {"environment": environment}
 
-    def drawn(**choices: Any) -> tuple[nn.Module, MicroBatch, list[Trajectory]]:
-        given = CHOICES | TALKING | choices | {"rl.samples_per_prompt": 4}
+    def drawn(**choices: Any) -> tuple[nn.Module, MicroBatch, list[Rollout]]:
+        given = CHOICES | TALKING | choices | {"rl.num_generations": 4}
         assembly = runs.begin("grpo", None, given, model=runs.network(torch.float64), train_dataset=CHATS, roles=roles)
-        task = cast(RLTask, assembly.loop.task)
+        task = cast(PolicyGradientTask, assembly.loop.task)
         batch = runs.first_step(task, assembly.loop.model)[0]
         assert task.collected is not None
         return assembly.loop.model, batch, task.collected[1]
 
     byte, (_, _, plain) = ByteTokenizer(), drawn()
     # One of two tokens, of which the first alone stops nothing.
-    texts = (byte.decode(each.answer.tokens[1:3]) for each in plain)
+    texts = (byte.decode(each.completion.tokens[1:3]) for each in plain)
     pair = next(each for each in texts if len(each) == 2 and each.isascii())
     stop = (pair, *(each for each in "2yqg&}" if each not in pair))
     model, batch, stopped = drawn(**{"rollout.stop": stop})
-    assert any(each.answer.is_stopped or len(each.turn_rewards) > 1 for each in stopped)
+    assert any(each.completion.is_stopped or len(each.turn_rewards) > 1 for each in stopped)
     for free, cut in zip(plain, stopped, strict=True):
-        bytes_of_turn = bytes(token if token < 256 else 255 for token in free.answer.tokens[:6])
+        bytes_of_turn = bytes(token if token < 256 else 255 for token in free.completion.tokens[:6])
         ends = [bytes_of_turn.find(each.encode()) + len(each) for each in stop if each.encode() in bytes_of_turn]
         first_turn = min(ends, default=6)
-        own = cut.answer.tokens[:first_turn]
+        own = cut.completion.tokens[:first_turn]
         # The same tokens with the same probabilities, up to the stop string and with it.
-        assert own == free.answer.tokens[:first_turn]
-        assert cut.log_probs[: len(own)] == pytest.approx(free.log_probs[: len(own)], abs=1e-12)
+        assert own == free.completion.tokens[:first_turn]
+        assert cut.logprobs[: len(own)] == pytest.approx(free.logprobs[: len(own)], abs=1e-12)
         if environment is None:
-            assert cut.answer.tokens == own
-            assert cut.answer.is_stopped == bool(ends)
-            assert cut.answer.spoken == (own if cut.answer.is_stopped or not cut.answer.has_ended else own[:-1])
-            assert cut.answer.has_ended or not cut.answer.is_stopped
+            assert cut.completion.tokens == own
+            assert cut.completion.is_stopped == bool(ends)
+            assert cut.completion.text_tokens == (
+                own if cut.completion.is_stopped or not cut.completion.is_finished else own[:-1]
+            )
+            assert cut.completion.is_finished or not cut.completion.is_stopped
         elif len(cut.turn_rewards) > 1 and ends:
             # The end of the reply, which the policy did not draw, is what it is told.
-            assert cut.answer.tokens[first_turn] == byte.eos_id
-            assert not cut.answer.learnt[first_turn]
+            assert cut.completion.tokens[first_turn] == byte.eos_id
+            assert not cut.completion.loss_mask[first_turn]
     with torch.no_grad():
-        found, _ = token_log_probs(policy_of(model), batch["tokens"], batch["targets"], 1.0)
-    assert float((found - batch["old"]).abs().max()) < 1e-10
+        found, _ = token_logprobs(policy_of(model), batch["tokens"], batch["targets"], 1.0)
+    assert float((found - batch["old_logprobs"]).abs().max()) < 1e-10

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from torch import nn
 
-from kitforge.api import ALIGNMENT, Trainer, composed_for_evaluation
+from kitforge.api import RLHF_TASKS, Trainer, compose_eval_config
 from kitforge.cli.main import run
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from tests.kits.rlhf import runs
@@ -23,14 +23,14 @@ Capture = pytest.CaptureFixture[str]
 NETWORK = [f"model.{name}={value}" for name, value in tiny.LLAMA.items() if name != "family"] + ["model.num_kv_heads=2"]
 SHORT = ["trainer.max_steps=2", "trainer.progress=false", "device=cpu", "optimizer.learning_rate=0.01"]
 SHORT += ["data.sequence_length=40", "data.batch_size=4"]
-ROUNDS = ["rl.prompts_per_step=4", "rollout.max_new_tokens=5", "kl.controller.coefficient=0.0", "kl.measure=true"]
+ROUNDS = ["rl.prompts_per_rollout=4", "rollout.max_new_tokens=5", "kl.coef=0.0", "kl.measure=true"]
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, but for rows of every kind."""
     monkeypatch.chdir(tmp_path)
-    for stage in ALIGNMENT:
+    for stage in RLHF_TASKS:
         rows = runs.ROWS.get(stage, runs.PROMPTS)
         Path(f"{stage}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("own_rewards.py").write_text("def size(*, completions):\n    return list(map(len, completions))\n")
@@ -62,7 +62,7 @@ def close(values: Mapping[str, float]) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ALIGNMENT)
+@pytest.mark.parametrize("stage", RLHF_TASKS)
 def test_the_command_to_try_next_gives_the_figures_of_the_run(stage: str, capsys: Capture) -> None:
     assert train(stage) == 0
     (shown,) = (line.split() for line in capsys.readouterr().out.splitlines() if "kitforge evaluate" in line)
@@ -77,11 +77,11 @@ def test_the_command_to_try_next_gives_the_figures_of_the_run(stage: str, capsys
 @pytest.mark.slow
 def test_the_run_began_with_another_run(capsys: Capture) -> None:
     train("sft")
-    train("grpo", "checkpoint=sft", "adapter.rank=2")
+    train("grpo", "checkpoint=sft", "lora.rank=2")
     assert evaluated(capsys, "checkpoint=grpo", "reward=own_rewards:size") == close(recorded("grpo"))
     # Typed options come first, and those of the run stay.
     other = evaluated(capsys, "checkpoint=grpo", "reward=lowercase", "rollout.max_new_tokens=3")
-    assert other["length"] <= 3 and other["reward"] <= 1 and other["kl"] > 1e-3
+    assert other["completion/mean_length"] <= 3 and other["reward"] <= 1 and other["kl"] > 1e-3
     # A step has the options of its run.
     step = evaluated(capsys, "checkpoint=grpo/checkpoints/step_2", "reward=own_rewards:size")
     assert step == close(recorded("grpo"))
@@ -127,7 +127,7 @@ def test_a_reference_is_named_from_the_shell_and_written_down(capsys: Capture) -
 @pytest.mark.parametrize("start", ["preset", "network", "run"])
 def test_a_trainer_evaluates_what_it_has_trained(start: str, adapter: int) -> None:
     options = {each.split("=")[0]: yaml.safe_load(each.split("=")[1]) for each in (*SHORT, *ROUNDS)}
-    options["adapter.rank"] = adapter
+    options["lora.rank"] = adapter
     model: Any = runs.network()
     if start == "run":
         model = Trainer(
@@ -157,11 +157,16 @@ TYPED = ("rl", "ro", "kl")
 
 
 def test_a_policy_that_is_not_trained_yet_has_no_distance_from_itself() -> None:
-    options = {"rl.prompts_per_step": 4, "rollout.max_new_tokens": 4, "device": "cpu", "data.sequence_length": 40}
+    options = {"rl.prompts_per_rollout": 4, "rollout.max_new_tokens": 4, "device": "cpu", "data.sequence_length": 40}
     trainer = Trainer(
         "ppo", runs.network(), runs.PROMPTS, tokenizer=BYTE, options=options, roles={"reward": runs.letters}
     )
-    assert set(trainer.evaluate()) == {"eval/reward", "eval/reward_std", "eval/length", "eval/ended"}
+    assert set(trainer.evaluate()) == {
+        "eval/reward",
+        "eval/reward_std",
+        "eval/completion/mean_length",
+        "eval/completion/eos_rate",
+    }
 
 
 @pytest.mark.slow
@@ -177,15 +182,15 @@ def test_a_file_names_no_code() -> None:
 
 @pytest.mark.slow
 def test_what_says_where_a_run_ran_is_not_taken_over() -> None:
-    train("ppo", "placement.reward=null", "trainer.evaluate_batches=1")
-    chosen = composed_for_evaluation("ppo", {"checkpoint": "ppo", "reward": "exact", "rl": {"epochs": 2}}).values
-    assert chosen["rl"]["prompts_per_step"] == 4 and chosen["rl"]["epochs"] == 2
-    assert chosen["trainer"]["evaluate_batches"] == 1 and chosen["reward"] == "exact"
-    assert not {"parallel", "placement", "output_dir", "device", "adapter", "model"} & set(chosen)
+    train("ppo", "role_ranks.reward=null", "trainer.eval_batches=1")
+    chosen = compose_eval_config("ppo", {"checkpoint": "ppo", "reward": "exact", "rl": {"epochs": 2}}).values
+    assert chosen["rl"]["prompts_per_rollout"] == 4 and chosen["rl"]["epochs"] == 2
+    assert chosen["trainer"]["eval_batches"] == 1 and chosen["reward"] == "exact"
+    assert not {"parallel", "role_ranks", "output_dir", "device", "lora", "model"} & set(chosen)
     for choices, words in (
         ({"model": "llama_tiny"}, "brings its own network"),
         ({"recipe": "rlhf_tiny"}, "evaluated by its own options"),
         ({"rl.epoch": 2}, "unknown option 'rl.epoch'"),
     ):
         with pytest.raises(KitforgeError, match=words):
-            composed_for_evaluation("ppo", {"checkpoint": "ppo", "reward": "exact", **choices})
+            compose_eval_config("ppo", {"checkpoint": "ppo", "reward": "exact", **choices})

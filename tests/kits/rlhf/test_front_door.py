@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from kitforge.api import ALIGNMENT, KITS, Trainer, composed, load_model, pipeline
+from kitforge.api import KITS, RLHF_TASKS, Trainer, compose_config, load_model, pipeline
 from kitforge.cli.main import run
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import ConfigError
-from kitforge.kits.rlhf.build import STAGES
-from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.kits.rlhf.build import TASKS
+from kitforge.kits.rlhf.reward_model import ValueHeadModel
 from tests.kits.rlhf import runs
 
 NETWORK = {
@@ -22,7 +22,7 @@ NETWORK = {
     for name, value in {"dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "mlp_dim": 48}.items()
 }
 SHORT: dict[str, Any] = {"trainer.max_steps": 2, "trainer.progress": False, "data.eval_fraction": 0.2, "device": "cpu"}
-ROUNDS = SHORT | {"rl.prompts_per_step": 4, "rollout.max_new_tokens": 4}
+ROUNDS = SHORT | {"rl.prompts_per_rollout": 4, "rollout.max_new_tokens": 4}
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -44,9 +44,9 @@ def test_three_stages_from_files_each_from_the_one_before(tmp_path: Path, monkey
     assert set(before) <= set(aligned.metrics)
     for step in (0, 2):
         samples = json.loads((aligned.folder / "samples" / f"step_{step}.json").read_text())["samples"]
-        assert all(set(sample["figures"]) == {"reward", "nats from the reference"} for sample in samples)
+        assert all(set(sample["figures"]) == {"reward", "kl"} for sample in samples)
     # Each folder gives its network back, and whoever comes later may start from folders alone.
-    assert isinstance(load_model(reward.folder), ScalarModel)
+    assert isinstance(load_model(reward.folder), ValueHeadModel)
     loaded = load_model(aligned.folder)
     assert isinstance(loaded, Decoder)
     tokens = torch.arange(5).unsqueeze(0)
@@ -60,7 +60,7 @@ def test_three_stages_from_files_each_from_the_one_before(tmp_path: Path, monkey
         pipeline("reward", reward)("Q1: yes")[0]["score"]
     )
     again = Trainer("grpo", str(policy.folder), prompts, options=ROUNDS | {"reward": str(reward.folder)}).train()
-    assert again.metrics["eval/length"] > 0
+    assert again.metrics["eval/completion/mean_length"] > 0
 
 
 def test_a_vocabulary_is_trained_on_whatever_the_rows_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,19 +68,19 @@ def test_a_vocabulary_is_trained_on_whatever_the_rows_say(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     tokenizer = {"tokenizer.name": "sentencepiece", "tokenizer.vocab_size": 275}
     run = Trainer("reward", "llama_tiny", runs.PAIRS, options=NETWORK | SHORT | tokenizer).train()
-    assert run.tokenizer.vocab_size == 275
-    assert len(run.tokenizer.encode("yes")) < len("yes")
+    assert run.processor.vocab_size == 275
+    assert len(run.processor.encode("yes")) < len("yes")
 
 
 def test_the_front_door_knows_every_stage_and_its_yaml() -> None:
-    assert set(STAGES) == set(ALIGNMENT) <= set(KITS)
+    assert set(TASKS) == set(RLHF_TASKS) <= set(KITS)
 
 
-@pytest.mark.parametrize("stage", ALIGNMENT)
+@pytest.mark.parametrize("stage", RLHF_TASKS)
 def test_the_shipped_yaml_makes_options(stage: str) -> None:
-    options = STAGES[stage].read_options(composed(stage, {}).values)
+    options = TASKS[stage].read_options(compose_config(stage, {}).values)
     assert options.task == stage
-    assert STAGES[stage].resolved(options)["model"]["family"] == "llama"
+    assert TASKS[stage].resolved(options)["model"]["family"] == "llama"
 
 
 def test_a_role_that_a_stage_does_not_have_is_refused() -> None:

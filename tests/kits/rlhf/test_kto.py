@@ -25,7 +25,7 @@ def first_step(size: int | None = None, moved: float = 0.05) -> tuple[KTOTask, A
 
 def test_before_the_first_update_every_answer_costs_a_half() -> None:
     task, model, step = first_step(moved=0.0)
-    assert float(step[0]["baseline"]) == 0
+    assert float(step[0]["kl_baseline"]) == 0
     assert task.loss(model, step[0])["loss"].item() == pytest.approx(len(step[0]["weights"]) / 2, abs=1e-10)
 
 
@@ -33,13 +33,13 @@ def test_the_baseline_is_of_answers_to_other_prompts_of_the_whole_step() -> None
     # huggingface/trl 1.12, trainer/kto_trainer.py: each micro-batch has a baseline of its own.
     whole, parts = first_step(None)[2], first_step(1)[2]
     assert len(parts) == 4
-    assert all(torch.allclose(part["baseline"], whole[0]["baseline"], atol=1e-12, rtol=0) for part in parts)
+    assert all(torch.allclose(part["kl_baseline"], whole[0]["kl_baseline"], atol=1e-12, rtol=0) for part in parts)
     rows = [row["tokens"][0][row["tokens"][0] != 257].tolist() for row in parts]
     task, model, _ = first_step()
     crossed = [rows[i][:4] + rows[i - 1][4:] for i in range(4)]
     with torch.no_grad():
-        ratios = [answer(model, row) - answer(cast(Any, task)._frozen.reference, row) for row in crossed]
-    assert float(whole[0]["baseline"]) == pytest.approx(max(sum(ratios) / 4, 0.0), abs=1e-10)
+        ratios = [answer(model, row) - answer(cast(Any, task)._reference_model.model, row) for row in crossed]
+    assert float(whole[0]["kl_baseline"]) == pytest.approx(max(sum(ratios) / 4, 0.0), abs=1e-10)
     assert abs(sum(ratios)) > 1e-3
 
 
@@ -50,8 +50,8 @@ def answer(model: Any, tokens: list[int]) -> float:
 
 def test_good_answers_become_likelier_and_bad_ones_less() -> None:
     metrics = runs.finish(runs.begin("kto", None, {"trainer.max_steps": 25}))
-    assert metrics["eval/accuracy"] == 1.0
-    assert metrics["eval/desirable_reward"] > 0 > metrics["eval/undesirable_reward"]
+    assert metrics["eval/rewards/accuracy"] == 1.0
+    assert metrics["eval/rewards/desirable"] > 0 > metrics["eval/rewards/undesirable"]
 
 
 def test_a_batch_of_one_has_no_other_prompt() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from kitforge.api import ALIGNMENT, Trainer, composed
+from kitforge.api import RLHF_TASKS, Trainer, compose_config
 from kitforge.cli.main import run
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError
@@ -27,23 +27,23 @@ CRITIC = {"ppo": 1e-5}
 
 def rates(task: str, **choices: Any) -> tuple[float, float, float | None]:
     """Learning rate, decay and the critic's rate."""
-    values = composed(task, choices).values
+    values = compose_config(task, choices).values
     optimizer = values["optimizer"]
     return optimizer["learning_rate"], optimizer["weight_decay"], values.get("critic", {}).get("learning_rate")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ALIGNMENT)
+@pytest.mark.parametrize("task", RLHF_TASKS)
 def test_a_run_from_weights_learns_gently(task: str, tmp_path: Path) -> None:
     rate, critic = RATES.get(task, 1e-6), CRITIC.get(task)
     folder = str(tmp_path)
     assert rates(task, checkpoint=folder) == (rate, 0.0, critic)
     assert rates(task, model=folder) == (rate, 0.0, critic)
     # Adapters learn ten times as fast.
-    lora = rates(task, checkpoint=folder, adapter={"rank": 8})
+    lora = rates(task, checkpoint=folder, lora={"rank": 8})
     assert lora == (pytest.approx(10 * rate), 0.0, None if critic is None else pytest.approx(10 * critic))
     # From nothing all is as it was.
-    assert rates(task) == rates(task, model="llama_tiny") == rates(task, adapter={"rank": 8})
+    assert rates(task) == rates(task, model="llama_tiny") == rates(task, lora={"rank": 8})
     assert rates(task)[0] == (6e-4 if task in RATES else 5e-5)
 
 
@@ -63,7 +63,7 @@ def test_what_was_asked_for_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
     recipe = Path("configs/recipe/own.yaml")
     recipe.write_text("# @package _global_\ndefaults:\n  - override /optimizer: sgd\n")
     assert rates("sft", checkpoint=folder, recipe="own")[0] == 1e-2
-    recipe.write_text("# @package _global_\nadapter:\n  rank: 2\n")
+    recipe.write_text("# @package _global_\nlora:\n  rank: 2\n")
     assert rates("sft", checkpoint=folder, recipe="own")[0] == 2e-4
 
 

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tokenizer import ByteTokenizer
-from kitforge.kits.rlhf.build import STAGES
-from kitforge.kits.rlhf.networks import load_policy, load_scalar
-from kitforge.kits.rlhf.stages import Inputs
-from kitforge.kits.rlhf.weights import fingerprint
+from kitforge.kits.rlhf.build import TASKS
+from kitforge.kits.rlhf.model_copy import fingerprint
+from kitforge.kits.rlhf.model_loading import load_policy, load_reward_model
+from kitforge.kits.rlhf.tasks import Inputs
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of
-from kitforge.trainer.run import train
+from kitforge.trainer.run_folder import train
 from tests.allocations import Allocations
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import TestRendezvous
@@ -78,10 +78,10 @@ def run(_rank: int, folder: Path, target: Path, case: tuple[str, str, ParallelCo
     values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel")}
     # Few tokens at once, beside which the weights are large.
     values |= {"trainer.micro_batch_size": 1, "trainer.checkpoint_every": 1, "optimizer.name": "sgd"}
-    options = STAGES[stage].read_options(tiny.nested(values))
+    options = TASKS[stage].read_options(tiny.nested(values))
     with Allocations() as made:
         inputs = Inputs(train_dataset=runs.ROWS[stage])
-        begun: Any = STAGES[stage].assemble(options, inputs, TestRendezvous(degrees))  # type: ignore[arg-type]
+        begun: Any = TASKS[stage].assemble(options, inputs, TestRendezvous(degrees))  # type: ignore[arg-type]
     parallel = begun.loop.state.parallel
     pieces = parallel.parameters()
     limit = max(each.nbytes for each in pieces.values()) + 4 * cast(int, WIDE["dim"])
@@ -90,7 +90,7 @@ def run(_rank: int, folder: Path, target: Path, case: tuple[str, str, ParallelCo
     found["metrics"] = train(begun.loop, begun.options, begun.folder, begun.config_text)
     if degrees.shard > 1 and stage in ("dpo", "kto"):
         # What a pass through the reference has gathered is let go again.
-        reference = begun.loop.task._frozen.reference
+        reference = begun.loop.task._reference_model.model
         assert all(isinstance(each, DTensor) for each in reference.parameters())
     return found
 
@@ -103,7 +103,7 @@ def test_a_stage_reads_what_it_starts_from_by_pieces(
     alone = run(0, place, tmp_path, (stage, source, ALONE))
     wanted: dict[str, Tensor]
     if source == "judge":
-        wanted = dict(load_scalar(place / source, CPU).named_parameters())
+        wanted = dict(load_reward_model(place / source, CPU).named_parameters())
     else:
         wanted = dict(load_policy(place / source, CPU).named_parameters())
     for found in run_ranks(2, run, place, tmp_path, case):
@@ -127,12 +127,12 @@ def play(rank: int, folder: Path, target: Path, case: tuple[str, str, ParallelCo
     if degrees.world_size > 1:
         values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel")}
         values |= {f"placement.{name}": [2] for name in ("rollout", "reference", "reward")}
-    options = STAGES[stage].read_options(tiny.nested(values))
+    options = TASKS[stage].read_options(tiny.nested(values))
     inputs, lobby = Inputs(train_dataset=runs.PROMPTS), cast(Any, TestRendezvous(degrees))
     if lobby.rank >= degrees.world_size:
-        return {"metrics": STAGES[stage].attend(options, inputs, lobby).metrics}
+        return {"metrics": TASKS[stage].serve_roles(options, inputs, lobby).metrics}
     with Allocations() as made:
-        begun: Any = STAGES[stage].assemble(options, inputs, lobby)
+        begun: Any = TASKS[stage].assemble(options, inputs, lobby)
     parallel = begun.loop.state.parallel
     pieces = parallel.parameters()
     limit = max(each.nbytes for each in pieces.values()) + 4 * cast(int, WIDE["dim"])
@@ -181,16 +181,16 @@ def measured(_rank: int, folder: Path, case: tuple[str, Path, ParallelConfig]) -
     values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | (runs.ROUNDS if stage in runs.RL else {}) | {"task": stage}
     values |= {"checkpoint": str(source), "reward": "lowercase"} if stage in runs.RL else {"checkpoint": str(source)}
     values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel")}
-    options = STAGES[stage].read_options(tiny.nested(values))
+    options = TASKS[stage].read_options(tiny.nested(values))
     rows = runs.ROWS.get(stage, runs.PROMPTS)
-    inputs = Inputs(eval_dataset=rows[:4], tokenizer=ByteTokenizer())
-    return STAGES[stage].evaluate(options, inputs, TestRendezvous(degrees))  # type: ignore[arg-type]
+    inputs = Inputs(eval_dataset=rows[:4], processor=ByteTokenizer())
+    return TASKS[stage].evaluate(options, inputs, TestRendezvous(degrees))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stage", ["ppo", "grpo", "dpo", "reward"])
 def test_an_evaluation_in_pieces_is_that_of_the_whole(place: Path, tmp_path: Path, stage: str) -> None:
     choices: dict[str, Any] = {"checkpoint": str(place / "exported"), "trainer.max_steps": 2}
-    choices |= {"kl.controller.coefficient": 0.0, "kl.measure": True}
+    choices |= {"kl.coef": 0.0, "kl.measure": True}
     choices = {name: each for name, each in choices.items() if name[:2] != "kl" or stage in runs.RL}
     runs.finish(runs.begin(stage, tmp_path / stage, choices, model=None))
     alone = measured(0, place, (stage, tmp_path / stage, ALONE))

@@ -21,14 +21,14 @@ from kitforge.core.optim.build import Optimizer
 from kitforge.data.chat_datasets import ChatDatasetReader, TokenizedExample
 from kitforge.data.packing import IGNORED
 from kitforge.inference.text_engine import InferenceOptions
-from kitforge.kits.rlhf import collate, rollouts
+from kitforge.kits.rlhf import collate, rollout_batch
 from kitforge.kits.rlhf.actor_critic import critic_of
-from kitforge.kits.rlhf.algorithms.controllers import Adaptive
+from kitforge.kits.rlhf.algorithms.kl_controllers import AdaptiveKlController
 from kitforge.kits.rlhf.config import RolloutOptions
-from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.kits.rlhf.reward_model import ValueHeadModel
 from kitforge.trainer.state import TrainingState
 from tests.data import test_chat_datasets
-from tests.kits.rlhf import test_contracts, test_reward, test_rl, test_rounds, test_sft
+from tests.kits.rlhf import test_contracts, test_ppo, test_reward, test_rollout_batch, test_sft
 
 Patch = pytest.MonkeyPatch
 
@@ -51,12 +51,12 @@ def replace_everywhere(patch: Patch, right: Callable[..., Any], wrong: Callable[
 
 
 def bounded_scores(patch: Patch) -> None:
-    scores = ScalarModel._scores
-    patch.setattr(ScalarModel, "_scores", lambda model, hidden: scores(model, hidden).sigmoid())
+    scores = ValueHeadModel._scores
+    patch.setattr(ValueHeadModel, "_scores", lambda model, hidden: scores(model, hidden).sigmoid())
 
 
 def ends_masked_by_number(patch: Patch) -> None:
-    laid = rollouts.laid
+    laid = rollout_batch.pad_rollouts
 
     def wrong(trajectories: Any, pad_id: int) -> dict[str, Tensor]:
         found = laid(trajectories, pad_id)
@@ -66,7 +66,7 @@ def ends_masked_by_number(patch: Patch) -> None:
 
 
 def ends_of_demonstrations_masked_by_number(patch: Patch) -> None:
-    packed = collate.packed
+    packed = collate.pack_examples
 
     def wrong(responses: Any, pad_id: int, **choices: Any) -> dict[str, Tensor]:
         found = packed(responses, pad_id, **choices)
@@ -76,14 +76,14 @@ def ends_of_demonstrations_masked_by_number(patch: Patch) -> None:
 
 
 def values_after_each_token(patch: Patch) -> None:
-    def late(critic: ScalarModel, tokens: Tensor, mask: Tensor) -> Tensor:
+    def late(critic: ValueHeadModel, tokens: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask, critic(tokens).roll(-1, 1), 0.0)
 
-    replace_everywhere(patch, rollouts.token_values, late)
+    replace_everywhere(patch, rollout_batch.token_values, late)
 
 
 def one_noise_for_all_rounds(patch: Patch) -> None:
-    answered = rollouts.answered
+    answered = rollout_batch.generate_rollouts
     replace_everywhere(patch, answered, lambda *given, **named: answered(*given[:-1], "41", **named))
 
 
@@ -99,7 +99,7 @@ def dropout_within_ratios(patch: Patch) -> None:
         found = torch.where(targets >= 0, log_probs, 0.0)
         return found, torch.zeros_like(found)
 
-    replace_everywhere(patch, rollouts.token_log_probs, noisy)
+    replace_everywhere(patch, rollout_batch.token_logprobs, noisy)
 
 
 def moments_left_behind(patch: Patch) -> None:
@@ -120,16 +120,16 @@ def critic_left_behind(patch: Patch) -> None:
 
 
 def unused_controller(patch: Patch) -> None:
-    patch.setattr(Adaptive, "update", lambda *_: None)
+    patch.setattr(AdaptiveKlController, "update", lambda *_: None)
 
 
 def mask_one_token_off(patch: Patch) -> None:
-    lay = collate._lay
+    lay = collate._write_row
 
     def late(tokens: Tensor, targets: Tensor, response: TokenizedExample, start: int) -> None:
         lay(tokens, targets, dataclasses.replace(response, loss_mask=(False, *response.loss_mask[:-1])), start)
 
-    patch.setattr(collate, "_lay", late)
+    patch.setattr(collate, "_write_row", late)
 
 
 def replies_of_the_prompt(patch: Patch) -> None:
@@ -156,13 +156,13 @@ MISTAKES = {
         project="mindspore-lab/mindrlhf 0.3",
         link="https://github.com/mindspore-lab/mindrlhf/blob/master/mindrlhf/trainer/ppo_trainer.py",
         plant=unused_controller,
-        notices=lambda *_: test_rl.test_an_adaptive_coefficient_moves_and_is_remembered(),
+        notices=lambda *_: test_ppo.test_an_adaptive_coefficient_moves_and_is_remembered(),
     ),
     "the end of an answer masked where it also fills rows": Mistake(
         project=DEEPSPEED,
         link=f"{DEEPSPEED_CODE}/utils/utils.py",
         plant=ends_masked_by_number,
-        notices=lambda patch, _: test_rl.test_the_end_of_an_answer_is_learnt_though_the_same_number_fills_rows(patch),
+        notices=lambda patch, _: test_ppo.test_the_end_of_an_answer_is_learnt_though_the_same_number_fills_rows(patch),
     ),
     "the end of a demonstration masked where it also fills rows": Mistake(
         project=DEEPSPEED,
@@ -174,7 +174,7 @@ MISTAKES = {
         project=DEEPSPEED,
         link=f"{DEEPSPEED_CODE}/rlhf/ppo_trainer.py",
         plant=greedy_rollouts,
-        notices=lambda *_: test_rl.test_choices_that_cannot_be_are_refused(
+        notices=lambda *_: test_ppo.test_choices_that_cannot_be_are_refused(
             {"rollout.temperature": 0.0}, "rollout.temperature"
         ),
     ),
@@ -182,19 +182,19 @@ MISTAKES = {
         project=DEEPSPEED,
         link=f"{DEEPSPEED_CODE}/rlhf/ppo_trainer.py",
         plant=dropout_within_ratios,
-        notices=lambda *_: test_rounds.test_ratios_are_one_though_the_network_has_dropout(),
+        notices=lambda *_: test_rollout_batch.test_ratios_are_one_though_the_network_has_dropout(),
     ),
     "values one token late": Mistake(
         project="hpcaitech/ColossalAI, ColossalChat of 2025",
         link="https://github.com/hpcaitech/ColossalAI/tree/main/applications/ColossalChat/coati/experience_maker",
         plant=values_after_each_token,
-        notices=lambda *_: test_rounds.test_values_are_those_before_each_token_of_the_text_alone(),
+        notices=lambda *_: test_rollout_batch.test_values_are_those_before_each_token_of_the_text_alone(),
     ),
     "the same noise for every round": Mistake(
         project="hpcaitech/ColossalAI, ColossalChat of 2025",
         link="https://github.com/hpcaitech/ColossalAI/tree/main/applications/ColossalChat/coati/experience_maker",
         plant=one_noise_for_all_rounds,
-        notices=lambda *_: test_rounds.test_every_round_and_every_place_of_it_draws_anew(),
+        notices=lambda *_: test_rollout_batch.test_every_round_and_every_place_of_it_draws_anew(),
     ),
     "a critic that is not in the checkpoint": Mistake(
         project="huggingface/trl 1.12",

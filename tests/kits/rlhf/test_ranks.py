@@ -7,13 +7,13 @@ from typing import Any, final
 import pytest
 import torch
 
-from kitforge.api import composed, task_of
+from kitforge.api import compose_config, task_of
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
 from kitforge.data.tokenizer import ByteTokenizer
-from kitforge.kits.rlhf.build import STAGES
-from kitforge.kits.rlhf.stages import Inputs, parts_of
+from kitforge.kits.rlhf.build import TASKS
+from kitforge.kits.rlhf.tasks import Inputs, task_inputs_of
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.loop import Loop
 from tests.distributed.ranks import run_ranks
@@ -24,9 +24,9 @@ CPU = torch.device("cpu")
 # Five rows a step, so that ranks have different shares, and answers of a round that two minibatches divide.
 CHOICES = {"data.batch_size": 5, "trainer.micro_batch_size": 2, "trainer.max_steps": 2, "data.eval_fraction": 0.3}
 # Ranks that draw ahead, each its own part.
-AHEAD = {"rollout.max_staleness": 1, "rl.old": "trainer", "correction.mode": "truncate"}
+AHEAD = {"rollout.max_staleness": 1, "rl.old_logprobs": "recompute", "importance_sampling.mode": "truncate"}
 # Micro-batches of ragged sizes, of which ranks have different numbers, and text beside the answers.
-CUT = {"trainer.micro_batch_size": None, "rl.max_tokens_per_microbatch": 80, "ptx.weight": 0.5, "ptx.batch_size": 3}
+CUT = {"trainer.micro_batch_size": None, "rl.max_tokens_per_microbatch": 80, "ptx.coef": 0.5, "ptx.batch_size": 3}
 # Whose second update is too far.
 TARGET = {"rl.target_kl": 1e-6}
 TEXTS = [{"text": "the sea is wide"}, {"text": "a hill"}, {"text": "of towns and woods"}, {"text": "b"}]
@@ -45,16 +45,16 @@ def trained(_rank: int, degrees: ParallelConfig, stages: tuple[str, ...] = STAGE
             runs.SHAPED.get(stage, {})
             | (AHEAD if stage == "ppo" else {})
             | (TARGET if stage == "rloo" else {})
-            | (runs.ROUNDS | {"rl.minibatches": 2} if stage in runs.RL else {})
+            | (runs.ROUNDS | {"rl.num_minibatches": 2} if stage in runs.RL else {})
         )
         cut = CUT if stage == "grpo" else {}
-        options = STAGES[stage].read_options(tiny.nested(runs.OPTIONS | shaped | CHOICES | cut | {"task": stage}))
+        options = TASKS[stage].read_options(tiny.nested(runs.OPTIONS | shaped | CHOICES | cut | {"task": stage}))
         rows = runs.ROWS.get(stage, runs.PROMPTS)
         roles = {"reward": runs.letters} if stage in runs.RL else {}
         roles |= {"ptx": TEXTS} if cut else {}
         model = runs.network(torch.float64)
-        inputs = Inputs(tokenizer=ByteTokenizer(), model=model, train_dataset=rows, roles=roles)
-        task, _ = STAGES[stage].prepare(parts_of(options, inputs, CPU)).task(world)
+        inputs = Inputs(processor=ByteTokenizer(), model=model, train_dataset=rows, roles=roles)
+        task, _ = TASKS[stage].prepare(task_inputs_of(options, inputs, CPU)).task(world)
         loop = Loop(task, options, world)
         metrics = loop.train()
         weights = torch.cat(
@@ -68,8 +68,8 @@ def trained_by_recipe(world: World) -> list[dict[str, float]]:
     """What the recipe logs of its first steps, with a smaller network."""
     small = {"model.dim": 32, "model.num_layers": 1, "model.mlp_dim": 48, "trainer.max_steps": 3, "device": "cpu"}
     task = task_of({"recipe": "rlhf_tiny"})
-    options = STAGES[task].read_options(composed(task, {"recipe": "rlhf_tiny", **small}).values)
-    made, _ = STAGES[task].prepare(parts_of(options, Inputs(), CPU)).task(world)
+    options = TASKS[task].read_options(compose_config(task, {"recipe": "rlhf_tiny", **small}).values)
+    made, _ = TASKS[task].prepare(task_inputs_of(options, Inputs(), CPU)).task(world)
     heard = Heard()
     Loop(made, options, world, callbacks=[heard]).train()
     return heard.lines

@@ -13,7 +13,7 @@ from kitforge.api import replay
 from kitforge.cli import main as cli
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
-from kitforge.kits.rlhf.record import kept_rounds, round_file
+from kitforge.kits.rlhf.rollout_log import logged_rollouts, rollout_file
 from tests.kits.rlhf import runs
 
 # Two updates a round, so that step 4 is the second one of round 1 and begins within it.
@@ -21,10 +21,10 @@ CHOICES: dict[str, Any] = {
     "trainer.max_steps": 6,
     "trainer.checkpoint_every": 2,
     # That of step 0 is there whichever evaluation is the best.
-    "trainer.keep_checkpoints": 9,
-    "rl.minibatches": 2,
-    "rl.prompts_per_step": 4,
-    "trainer.evaluate_first": True,
+    "trainer.save_total_limit": 9,
+    "rl.num_minibatches": 2,
+    "rl.prompts_per_rollout": 4,
+    "trainer.eval_first": True,
 }
 
 
@@ -40,23 +40,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_that_is_trained_again_is_the_same_to_the_last_bit(run: Path, step: int, start: int) -> None:
     found = replay(run, step)
     assert (found.start, found.is_same) == (start, True)
-    assert {"loss", "grad_norm", "value_loss", "reward", "kl", "learning_rate"} <= set(found.found)
+    assert {"loss", "grad_norm", "value_loss", "reward", "kl", "learning_rate"} <= set(found.replayed)
 
 
 def test_a_change_is_seen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["replay", str(run), "step=3"]) == 0
     assert "equal to the last bit" in capsys.readouterr().out
     # Of an option.
-    assert cli.run(["replay", str(run), "step=3", "rl.value_weight=0.6"]) == 1
+    assert cli.run(["replay", str(run), "step=3", "rl.vf_coef=0.6"]) == 1
     # Of a number in the answers.
-    path = round_file(run, 1)
+    path = rollout_file(run, 1)
     whole = path.read_text()
     lines = [json.loads(line) for line in whole.splitlines()]
-    lines[0]["log_probs"][0] -= 0.1
+    lines[0]["logprobs"][0] -= 0.1
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     changed = replay(run, 3)
     path.write_text(whole)
-    differing = {name for name, value in changed.found.items() if value != changed.recorded[name]}
+    differing = {name for name, value in changed.replayed.items() if value != changed.recorded[name]}
     assert {"loss", "grad_norm"} <= differing
     assert "reward" not in differing
 
@@ -64,14 +64,12 @@ def test_a_change_is_seen(run: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_what_cannot_be_replayed_is_told(run: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="logged nothing at step 9"):
         replay(run, 9)
-    with pytest.raises(ConfigError, match=r"value_weight"):
-        replay(run, 3, {"rl.value_wait": 1})
+    with pytest.raises(ConfigError, match=r"vf_coef"):
+        replay(run, 3, {"rl.vf_coeff": 1})
     for arguments in ([str(run)], ["step=3"], [str(run), "step=x"]):
         with pytest.raises(ConfigError, match="one step of one run"):
             cli.run(["replay", *arguments])
-    runs.finish(
-        runs.begin("ppo", tmp_path / "late", CHOICES | {"trainer.max_steps": 1, "trainer.evaluate_first": False})
-    )
+    runs.finish(runs.begin("ppo", tmp_path / "late", CHOICES | {"trainer.max_steps": 1, "trainer.eval_first": False}))
     with pytest.raises(CheckpointError, match="no checkpoint before step 1"):
         replay(tmp_path / "late", 1)
     runs.finish(runs.begin("dpo", tmp_path / "pairs", {"trainer.max_steps": 1}))
@@ -82,8 +80,8 @@ def test_what_cannot_be_replayed_is_told(run: Path, tmp_path: Path) -> None:
 # A run of more rounds than are kept, a step each, whose best evaluation is its first.
 LONG: dict[str, Any] = {
     "trainer.max_steps": 12,
-    "trainer.evaluate_first": True,
-    "rollout.kept_rounds": 3,
+    "trainer.eval_first": True,
+    "rollout.keep_rollout_files": 3,
     "rollout.max_new_tokens": 3,
     "data.eval_fraction": 0.0,
 }
@@ -91,10 +89,10 @@ LONG: dict[str, Any] = {
 
 @pytest.mark.slow
 def test_rounds_stay_behind_the_checkpoints_that_stay(tmp_path: Path) -> None:
-    choices = LONG | {"trainer.checkpoint_every": 4, "trainer.keep_checkpoints": 2}
+    choices = LONG | {"trainer.checkpoint_every": 4, "trainer.save_total_limit": 2}
     runs.finish(runs.begin("grpo", tmp_path, choices))
     # Step 4 went when step 12 came, with which the run ended; the next round takes those behind it away.
-    assert kept_rounds(tmp_path) == [4, 5, 6, 8, 9, 10, 11]
+    assert logged_rollouts(tmp_path) == [4, 5, 6, 8, 9, 10, 11]
     for step in (9, 11, 12):
         assert replay(tmp_path, step).is_same
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint before step 7.*a step such as 9, 10, 11, 12"):
@@ -105,7 +103,7 @@ def test_rounds_stay_behind_the_checkpoints_that_stay(tmp_path: Path) -> None:
 def test_the_last_steps_of_a_run_that_says_nothing_of_checkpoints_can_be_replayed(
     tmp_path: Path, num_steps: int
 ) -> None:
-    choices = LONG | {"trainer.evaluate_first": False, "trainer.max_steps": num_steps, "rl.epochs": 2}
+    choices = LONG | {"trainer.eval_first": False, "trainer.max_steps": num_steps, "rl.epochs": 2}
     runs.finish(runs.begin("grpo", tmp_path, choices))
     # Rounds of two updates, of which three are kept.
     assert steps(tmp_path / "checkpoints") == ([0, 3] if num_steps == 3 else [6, 12])
@@ -116,7 +114,7 @@ def test_the_last_steps_of_a_run_that_says_nothing_of_checkpoints_can_be_replaye
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 8])
 def test_what_a_refusal_advises_would_have_worked(tmp_path: Path, step: int) -> None:
-    choices: dict[str, Any] = LONG | {"trainer.evaluate_first": False}
+    choices: dict[str, Any] = LONG | {"trainer.eval_first": False}
     runs.finish(runs.begin("grpo", tmp_path / "first", choices))
     with pytest.raises(CheckpointError) as refusal:
         replay(tmp_path / "first", step)
@@ -126,7 +124,7 @@ def test_what_a_refusal_advises_would_have_worked(tmp_path: Path, step: int) -> 
 
 @pytest.mark.slow
 def test_missing_rounds_are_told_with_what_would_have_kept_them(tmp_path: Path) -> None:
-    choices = LONG | {"trainer.checkpoint_every": 6, "rollout.kept_rounds": 2}
+    choices = LONG | {"trainer.checkpoint_every": 6, "rollout.keep_rollout_files": 2}
     runs.finish(runs.begin("grpo", tmp_path / "first", choices))
     with pytest.raises(DataError, match=r"(?s)between checkpoint 6 and step 11 were not kept") as refusal:
         replay(tmp_path / "first", 11)

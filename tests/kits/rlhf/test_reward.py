@@ -11,23 +11,23 @@ import torch
 from benchmarks.kits.rlhf.learning import preferred
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ModelError
-from kitforge.kits.rlhf.networks import load_policy, load_scalar
+from kitforge.kits.rlhf.model_loading import load_policy, load_reward_model
 from kitforge.kits.rlhf.pipeline import RewardPipeline
-from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.kits.rlhf.reward_model import ValueHeadModel
 from tests.kits.rlhf import runs
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScalarModel]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ValueHeadModel]:
     folder = tmp_path_factory.mktemp("reward") / "run"
     assembly = runs.begin("reward", folder, {"trainer.max_steps": 30})
     runs.finish(assembly)
-    return folder, cast(ScalarModel, assembly.loop.model)
+    return folder, cast(ValueHeadModel, assembly.loop.model)
 
 
-def scores(model: ScalarModel) -> torch.Tensor:
+def scores(model: ValueHeadModel) -> torch.Tensor:
     texts = [
         {"prompt": row["prompt"], "completion": row[kind]} for row in runs.PAIRS for kind in ("chosen", "rejected")
     ]
@@ -37,30 +37,35 @@ def scores(model: ScalarModel) -> torch.Tensor:
 def test_scores_of_what_it_was_trained_on_have_mean_zero_and_deviation_one() -> None:
     assembly = runs.begin("reward", None, {"data.eval_fraction": 0.0, "trainer.max_steps": 3})
     runs.finish(assembly)
-    found = scores(cast(ScalarModel, assembly.loop.model))
+    found = scores(cast(ValueHeadModel, assembly.loop.model))
     assert abs(float(found.mean())) < 1e-5
     assert abs(float(found.std(unbiased=False)) - 1) < 1e-5
 
 
-def test_a_folder_gives_the_model_and_the_meaning_of_its_scores(trained: tuple[Path, ScalarModel]) -> None:
+def test_a_folder_gives_the_model_and_the_meaning_of_its_scores(trained: tuple[Path, ValueHeadModel]) -> None:
     folder, model = trained
-    loaded = load_scalar(folder, CPU)
+    loaded = load_reward_model(folder, CPU)
     assert float(loaded.deviation) != 1.0
     assert torch.equal(scores(loaded), scores(model))
 
 
-def test_preferred_answers_score_higher_each_source_for_itself(trained: tuple[Path, ScalarModel]) -> None:
+def test_preferred_answers_score_higher_each_source_for_itself(trained: tuple[Path, ValueHeadModel]) -> None:
     chosen, rejected = scores(trained[1]).view(-1, 2).unbind(1)
     assert bool((chosen > rejected).all())
     assembly = runs.begin("reward", None, model=trained[1])
     metrics = assembly.loop.evaluate()
-    assert metrics["eval/accuracy"] == metrics["eval/accuracy/a"] == metrics["eval/accuracy/b"] == 1.0
+    assert (
+        metrics["eval/rewards/accuracy"]
+        == metrics["eval/rewards/accuracy/a"]
+        == metrics["eval/rewards/accuracy/b"]
+        == 1.0
+    )
 
 
 def test_margins_of_rows_are_asked_for_unless_they_are_switched_off() -> None:
     def loss(rows: list[dict[str, Any]], **choices: bool) -> float:
         given = {f"reward.{name}": value for name, value in choices.items()}
-        assembly = runs.begin("reward", None, {"reward.centre": 0.0} | given, train_dataset=rows)
+        assembly = runs.begin("reward", None, {"reward.center_coefficient": 0.0} | given, train_dataset=rows)
         step = runs.first_step(assembly.loop.task, assembly.loop.model)
         return sum(assembly.loop.task.loss(assembly.loop.model, part)["loss"].item() for part in step)
 
@@ -71,19 +76,19 @@ def test_margins_of_rows_are_asked_for_unless_they_are_switched_off() -> None:
 
 def test_scores_are_not_bounded() -> None:
     # mindspore-lab/mindrlhf ends its critic in a sigmoid, and cannot expect more than 1.
-    model = ScalarModel(runs.network())
+    model = ValueHeadModel(runs.network())
     model.reset_head(0)
     model.score.weight.data *= 1e4
     assert float(model(torch.arange(9).unsqueeze(0)).detach().abs().max()) > 10
 
 
 def test_what_fills_a_row_is_not_scored() -> None:
-    model = ScalarModel(runs.network(torch.float64))
+    model = ValueHeadModel(runs.network(torch.float64))
     model.reset_head(0)
     short = torch.tensor([[5, 6, 7]])
     wide = torch.tensor([[5, 6, 7, 250, 251], [5, 6, 7, 256, 256]])
-    alone = model.at(short, torch.tensor([2])).detach()
-    assert torch.allclose(model.at(wide, torch.tensor([2, 2])).detach(), alone.expand(2), atol=1e-12, rtol=0)
+    alone = model.scores_at(short, torch.tensor([2])).detach()
+    assert torch.allclose(model.scores_at(wide, torch.tensor([2, 2])).detach(), alone.expand(2), atol=1e-12, rtol=0)
 
 
 def test_the_policy_that_it_began_as_stays_as_it_was() -> None:
@@ -99,8 +104,8 @@ def test_planted_preferences_are_found_as_far_as_they_can_be(tmp_path: Path) -> 
     assert found > truth - 0.01
 
 
-def test_a_language_model_is_no_reward_model(trained: tuple[Path, ScalarModel], tmp_path: Path) -> None:
+def test_a_language_model_is_no_reward_model(trained: tuple[Path, ValueHeadModel], tmp_path: Path) -> None:
     runs.finish(runs.begin("sft", tmp_path / "sft", {"trainer.max_steps": 1}))
     with pytest.raises(ModelError, match="no reward model"):
-        load_scalar(tmp_path / "sft", CPU)
+        load_reward_model(tmp_path / "sft", CPU)
     assert load_policy(tmp_path / "sft", CPU) is not None

@@ -13,7 +13,7 @@ from torch.nn import functional
 from kitforge.data.chat_datasets import TokenizedExample
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.kits.rlhf.collate import input_tokens, packed, padded
+from kitforge.kits.rlhf.collate import input_tokens, pack_examples, pad_examples
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
@@ -42,11 +42,11 @@ def test_the_loss_is_that_of_every_completion_after_its_prompt_alone() -> None:
 
 def test_tokens_are_counted_that_are_read_and_not_the_filling() -> None:
     wanted = sum(len(each.tokens) for each in RESPONSES)
-    wide = [packed(RESPONSES, 99), packed(RESPONSES, 99, together=False), padded(RESPONSES, 99)]
+    wide = [pack_examples(RESPONSES, 99), pack_examples(RESPONSES, 99, packing=False), pad_examples(RESPONSES, 99)]
     assert [int(input_tokens([each])) for each in wide] == [wanted] * 3
-    assert int(input_tokens([padded([], 99)])) == 0
+    assert int(input_tokens([pad_examples([], 99)])) == 0
     # Two micro-batches are one batch.
-    assert int(input_tokens([padded(RESPONSES[:2], 99), padded(RESPONSES[2:], 99)])) == wanted
+    assert int(input_tokens([pad_examples(RESPONSES[:2], 99), pad_examples(RESPONSES[2:], 99)])) == wanted
 
 
 @pytest.mark.parametrize("task", ["sft", "dpo", "reward", "kto"])
@@ -91,7 +91,7 @@ def test_an_end_that_also_fills_rows_is_learnt(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_packed_rows_hold_every_response_once_and_no_token_twice() -> None:
-    rows = packed(RESPONSES, pad_id=99)
+    rows = pack_examples(RESPONSES, pad_id=99)
     assert rows["tokens"].shape == (4, 9)
     assert int(rows["members"].sum()) == len(RESPONSES)
     found = sorted(
@@ -101,7 +101,7 @@ def test_packed_rows_hold_every_response_once_and_no_token_twice() -> None:
         if 99 not in row[documents == document]
     )
     assert len(found) >= 4
-    alone = padded(RESPONSES, pad_id=99)
+    alone = pad_examples(RESPONSES, pad_id=99)
     assert sorted(rows["targets"][rows["targets"] >= 0].tolist()) == sorted(
         alone["targets"][alone["targets"] >= 0].tolist()
     )
@@ -109,7 +109,7 @@ def test_packed_rows_hold_every_response_once_and_no_token_twice() -> None:
 
 def test_the_token_after_a_prompt_is_the_first_that_is_learnt() -> None:
     # volcengine/verl #3287 was off by one here.
-    row = padded([TokenizedExample(tokens=(5, 6, 7, 8), loss_mask=(False, False, True, True))], pad_id=0)
+    row = pad_examples([TokenizedExample(tokens=(5, 6, 7, 8), loss_mask=(False, False, True, True))], pad_id=0)
     assert row["targets"].tolist() == [[-100, 7, 8, -100]]
 
 
@@ -117,7 +117,7 @@ def test_rows_that_are_too_long_are_refused_or_counted(caplog: pytest.LogCapture
     rows = [*runs.DEMONSTRATIONS, {"prompt": "a", "completion": "b" * 40}]
     with pytest.raises(DataError, match="1 of 25 rows are too long"):
         runs.begin("sft", None, train_dataset=rows)
-    runs.begin("sft", None, {"data.overlong": "drop"}, train_dataset=rows)
+    runs.begin("sft", None, {"data.on_too_long": "drop"}, train_dataset=rows)
     assert "1 of 25 rows" in caplog.text
 
 
@@ -130,7 +130,7 @@ def test_a_run_goes_on_over_the_rows_it_began_with() -> None:
 
 WRONG = [
     ({"data.sequence_length": 1024}, "max_length"),
-    ({"data.overlong": "cut"}, "overlong"),
+    ({"data.on_too_long": "cut"}, "on_too_long"),
     ({"data.eval_fraction": 1.0}, "eval_fraction"),
 ]
 

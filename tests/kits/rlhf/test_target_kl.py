@@ -18,7 +18,7 @@ CHOICES: dict[str, Any] = {
     "rl.target_kl": 1e-6,
     "trainer.max_steps": 8,
     "trainer.checkpoint_every": 1,
-    "trainer.keep_checkpoints": 9,
+    "trainer.save_total_limit": 9,
     "data.eval_fraction": 0.0,
 }
 
@@ -44,7 +44,7 @@ def test_updates_beyond_the_target_are_not_made_and_the_next_round_begins_with_t
     assert [line["skipped"] for line in lines] == [0, 1, 2, 3, 3, 4, 5, 6]
     # What ended the round is logged; steps that are left of it have no figures.
     assert ["reward" in line for line in lines] == [True, True, False, False] * 2
-    assert lines[1]["approximate_kl"] > 1.5e-6
+    assert lines[1]["approx_kl"] > 1.5e-6
     assert [line["num_target_kl_stops"] for line in lines if "reward" in line] == [0, 0, 1, 1]
     (first, second) = tiny.events(tmp_path, "skip")
     assert "rl.target_kl" in first and "step 2" in first and "step 6" in second
@@ -64,7 +64,7 @@ def test_micro_batches_of_a_step_decide_as_one(tmp_path: Path) -> None:
         runs.finish(runs.begin("ppo", tmp_path / name, choices, model=model))
         lines.append(tiny.records(tmp_path / name, "train"))
     assert [line["skipped"] for line in lines[0]] == [line["skipped"] for line in lines[1]] == [0, 1, 2, 3, 3]
-    assert lines[0][1]["approximate_kl"] == pytest.approx(lines[1][1]["approximate_kl"], rel=1e-5)
+    assert lines[0][1]["approx_kl"] == pytest.approx(lines[1][1]["approx_kl"], rel=1e-5)
 
 
 @pytest.mark.parametrize("step", [2, 3])

@@ -15,8 +15,8 @@ from kitforge.data.template import template_of
 from kitforge.data.tokenizer import HuggingFaceTokenizer
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.rlhf.function_schema import function_schema
-from kitforge.kits.rlhf.rl import RLTask
-from kitforge.kits.rlhf.rollouts import Trajectory, episode_figures
+from kitforge.kits.rlhf.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.rollout_batch import Rollout, environment_metrics
 from kitforge.kits.rlhf.tool_environment import FunctionTools, ToolCall, ToolEnvironment, parse_tool_calls
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
@@ -169,16 +169,16 @@ def test_what_opens_a_reply_and_is_left_out_later_is_told(tmp_path: Path) -> Non
 
 PROMPTS = [{"prompt": [{"role": "user", "content": f"{n}+1?"}], "answer": str(n + 1)} for n in range(8)]
 CHOICES: dict[str, Any] = {
-    "rl.prompts_per_step": 2,
-    "rl.samples_per_prompt": 2,
+    "rl.prompts_per_rollout": 2,
+    "rl.num_generations": 2,
     "rollout.max_new_tokens": 6,
     "rollout.max_turns": 3,
     "data.sequence_length": 900,
-    "kl.controller.coefficient": 0.0,
+    "kl.coef": 0.0,
 }
 
 
-def begin(tmp_path: Path, template: str, roles: dict[str, Any], rows: Any = None) -> RLTask:
+def begin(tmp_path: Path, template: str, roles: dict[str, Any], rows: Any = None) -> PolicyGradientTask:
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path / "tokenizer", "bytes", template))
     tokenizer.eos_id = tokenizer.special_tokens["<|im_end|>"]
     tokenizer.eos_ids = (tokenizer.eos_id,)
@@ -187,9 +187,9 @@ def begin(tmp_path: Path, template: str, roles: dict[str, Any], rows: Any = None
     # It often ends a turn.
     cast(Any, model).output.data[tokenizer.eos_id] += 2 * cast(Any, model).norm.weight.data
     assembly = runs.begin(
-        "grpo", None, CHOICES, model=model, tokenizer=tokenizer, train_dataset=rows or PROMPTS, roles=roles
+        "grpo", None, CHOICES, model=model, processor=tokenizer, train_dataset=rows or PROMPTS, roles=roles
     )
-    task = cast(RLTask, assembly.loop.task)
+    task = cast(PolicyGradientTask, assembly.loop.task)
     runs.first_step(task, assembly.loop.model)
     return task
 
@@ -216,16 +216,18 @@ def test_a_policy_that_calls_a_tool_is_told_its_result(
     told = "<|im_start|>user\n<tool_response>3.0</tool_response>2<|im_end|>\n<|im_start|>assistant\n"
     heard = []
     # Every turn makes a call.
-    figures = episode_figures(task.collected[1])
+    figures = environment_metrics(task.collected[1])
     assert figures["tools/call_frequency"] == figures["environment/turns"] > 1
     assert figures["tools/failure_frequency"] == 0
     for each in task.collected[1]:
         prompts = [template_of(tokenizer).tokens(row["prompt"], opens_reply=True, tools=schemas) for row in PROMPTS]
-        assert list(each.answer.prompt) in prompts
-        heard += [token for token, own in zip(each.answer.tokens, each.answer.learnt, strict=True) if not own]
+        assert list(each.completion.prompt) in prompts
+        heard += [
+            token for token, own in zip(each.completion.tokens, each.completion.loss_mask, strict=True) if not own
+        ]
         # Rewards of tokens are those of the policy's own.
         assert isinstance(each.score, tuple)
-        own = [token for token, is_own in zip(each.answer.tokens, each.answer.learnt, strict=True) if is_own]
+        own = [token for token, is_own in zip(each.completion.tokens, each.completion.loss_mask, strict=True) if is_own]
         assert is_environment or each.score[:-1] == tuple(map(float, own))[:-1]
         assert len(each.score) == len(own)
     special = {number: text for text, number in tokenizer.special_tokens.items()}
@@ -257,11 +259,11 @@ def test_failed_calls_are_counted_whoever_fails(tmp_path: Path, monkeypatch: pyt
     for each in answers:
         assert each.num_tool_failures == 2 * (each.failure is not None)
         assert each.num_tool_calls == len(each.turn_rewards) + (each.failure is not None)
-        assert Trajectory.from_plain(json.loads(json.dumps(each.to_plain()))) == replace(
-            each, answer=replace(each.answer, columns={})
+        assert Rollout.from_dict(json.loads(json.dumps(each.to_dict()))) == replace(
+            each, completion=replace(each.completion, columns={})
         )
     num_calls = sum(len(each.turn_rewards) for each in answers) + num_failed
-    figures = episode_figures(answers)
+    figures = environment_metrics(answers)
     assert figures["tools/call_frequency"] == num_calls / len(answers)
     assert figures["tools/failure_frequency"] == 2 * num_failed / num_calls
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from kitforge.data.tokenizer import ByteTokenizer
-from kitforge.kits.rlhf.networks import load_scalar
-from kitforge.kits.rlhf.rl import RLTask
-from kitforge.kits.rlhf.scalar_model import ScalarModel
+from kitforge.kits.rlhf.model_loading import load_reward_model
+from kitforge.kits.rlhf.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.reward_model import ValueHeadModel
 from tests.kits.rlhf import runs
 from tests.kits.rlhf.plain_round import PlainAdam
 from tests.trainer import tiny
@@ -36,7 +36,7 @@ COMMON: dict[str, Any] = {
     "data.batch_size": 6,
     "data.sequence_length": 24,
     "trainer.max_steps": 3,
-    "trainer.gradient_clip": 0.0,
+    "trainer.max_grad_norm": 0.0,
     "optimizer.weight_decay": 0.0,
     "optimizer.learning_rate": 1e-3,
     "optimizer.eps": 1e-5,
@@ -46,14 +46,14 @@ COMMON: dict[str, Any] = {
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("sft", {}),
     ("sft", {"packing": False, "trainer.micro_batch_size": 4}),
-    ("reward", {"reward.centre": 0.3, "trainer.micro_batch_size": 4}),
-    ("reward", {"reward.use_margins": False, "reward.centre": 0.0}),
+    ("reward", {"reward.center_coefficient": 0.3, "trainer.micro_batch_size": 4}),
+    ("reward", {"reward.use_margins": False, "reward.center_coefficient": 0.0}),
     ("dpo", {"preference.beta": 0.3}),
     ("dpo", {"preference.label_smoothing": 0.2, "trainer.micro_batch_size": 4}),
     ("dpo", {"preference.rpo_alpha": 0.7}),
     ("ipo", {"preference.beta": 0.4}),
-    ("simpo", {"preference.beta": 2.0, "preference.margin": 0.8}),
-    ("orpo", {"preference.odds_weight": 0.6}),
+    ("simpo", {"preference.beta": 2.0, "preference.simpo_gamma": 0.8}),
+    ("orpo", {"preference.orpo_lambda": 0.6}),
     ("kto", {"kto.desirable_weight": 1.5, "kto.undesirable_weight": 0.5, "kto.beta": 0.3}),
     # Answers of one row behind the prompt of another are cut here.
     ("kto", {"data.sequence_length": 9, "trainer.micro_batch_size": 4}),
@@ -82,7 +82,7 @@ def loss_of_scores(model: Any, _: Any, options: Any) -> Tensor:
         ]  # type: ignore[attr-defined]
         good, bad = (model(torch.tensor([text]))[0, -1] for text in texts)
         margin = row["margin"] if options.reward.use_margins else 0.0
-        losses.append(-logsigmoid(good - bad - margin) + options.reward.centre * (good + bad) ** 2)
+        losses.append(-logsigmoid(good - bad - margin) + options.reward.center_coefficient * (good + bad) ** 2)
     return torch.stack(losses).mean()
 
 
@@ -99,10 +99,10 @@ def loss_of_pairs(policy: Any, reference: Any, options: Any) -> Tensor:
         elif o.loss == "ipo":
             losses.append(((good - kept) / long - (bad - dropped) / short - 1 / (2 * o.beta)) ** 2)
         elif o.loss == "simpo":
-            losses.append(-logsigmoid(o.beta * (good / long - bad / short) - o.margin))
+            losses.append(-logsigmoid(o.beta * (good / long - bad / short) - o.simpo_gamma))
         else:
             odds = [mean - torch.log1p(-mean.exp()) for mean in (good / long, bad / short)]
-            losses.append(-good / long - o.odds_weight * logsigmoid(odds[0] - odds[1]))
+            losses.append(-good / long - o.orpo_lambda * logsigmoid(odds[0] - odds[1]))
     return torch.stack(losses).mean()
 
 
@@ -158,10 +158,10 @@ def test_a_step_is_that_of_the_papers(stage: str, choices: Mapping[str, Any], tm
 
 @pytest.mark.slow
 def test_every_checkpoint_of_a_reward_model_holds_the_mean_and_deviation_of_its_scores(tmp_path: Path) -> None:
-    choices = {"trainer.checkpoint_every": 1, "trainer.keep_checkpoints": 9, "trainer.max_steps": 3}
+    choices = {"trainer.checkpoint_every": 1, "trainer.save_total_limit": 9, "trainer.max_steps": 3}
     runs.finish(runs.begin("reward", tmp_path, choices | {"data.eval_fraction": 0.0}))
     for step in (1, 2, 3):
-        model = cast(ScalarModel, load_scalar(tmp_path / "checkpoints" / f"step_{step}", torch.device("cpu")))
+        model = cast(ValueHeadModel, load_reward_model(tmp_path / "checkpoints" / f"step_{step}", torch.device("cpu")))
         scores = []
         for row in cast(list[dict[str, str]], runs.PAIRS):
             for name in ("chosen", "rejected"):
@@ -173,22 +173,27 @@ def test_every_checkpoint_of_a_reward_model_holds_the_mean_and_deviation_of_its_
 
 
 def test_the_best_evaluation_of_a_policy_is_that_of_the_largest_reward(tmp_path: Path) -> None:
-    assembly = runs.begin("reinforce_pp", tmp_path, {"trainer.max_steps": 3, "trainer.evaluate_every": 1})
+    assembly = runs.begin("reinforce_pp", tmp_path, {"trainer.max_steps": 3, "trainer.eval_every": 1})
     rewards = iter((0.2, 0.6, 0.4))
     evaluate = assembly.loop.task.evaluate
-    with mock.patch.object(RLTask, "evaluate", lambda _, model: evaluate(model) | {"eval/reward": next(rewards)}):
+    with mock.patch.object(
+        PolicyGradientTask, "evaluate", lambda _, model: evaluate(model) | {"eval/reward": next(rewards)}
+    ):
         metrics = runs.finish(assembly)
     assert "eval/loss" not in metrics
     state = assembly.loop.state
-    assert (state.best, state.best_step) == (0.6, 2)
+    assert (state.best_value, state.best_step) == (0.6, 2)
 
 
 def test_the_metric_that_is_named_says_which_evaluation_of_a_policy_is_the_best() -> None:
     for choices, wanted in (
         ({}, ("eval/reward", "max")),
-        ({"trainer.monitor": "eval/length"}, ("eval/length", "min")),
-        ({"trainer.monitor": "eval/ended", "trainer.monitor_mode": "max"}, ("eval/ended", "max")),
-        ({"trainer.monitor_mode": "min"}, ("eval/reward", "min")),
+        ({"trainer.metric_for_best": "eval/completion/mean_length"}, ("eval/completion/mean_length", "min")),
+        (
+            {"trainer.metric_for_best": "eval/completion/eos_rate", "trainer.metric_for_best_mode": "max"},
+            ("eval/completion/eos_rate", "max"),
+        ),
+        ({"trainer.metric_for_best_mode": "min"}, ("eval/reward", "min")),
     ):
         options = runs.begin("reinforce_pp", None, choices).loop.options
-        assert (options.monitor, options.monitor_mode) == wanted
+        assert (options.metric_for_best, options.metric_for_best_mode) == wanted

@@ -117,7 +117,7 @@ def test_a_folder_that_is_finetuned_keeps_its_begin(folder: Path, tmp_path: Path
     options = WITHOUT_MODEL | {
         "data.cache": str(tmp_path / "cache"),
         "trainer.max_steps": 1,
-        "trainer.evaluate_first": True,
+        "trainer.eval_first": True,
         "prompt": PROMPTS[0],
         "checkpoint": str(folder),
     }

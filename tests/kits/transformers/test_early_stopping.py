@@ -17,7 +17,7 @@ def test_the_folder_of_a_run_that_stopped_early_gives_the_best_weights(
 ) -> None:
     losses = iter([3.0, 2.0, 4.0, 5.0])
     monkeypatch.setattr(TextGenerationTask, "evaluate", lambda *_: {"eval/loss": next(losses)})
-    options = {"trainer.evaluate_every": 1, "trainer.early_stopping": 2, "inference.max_new_tokens": 1}
+    options = {"trainer.eval_every": 1, "trainer.early_stopping": 2, "inference.max_new_tokens": 1}
     assembly = tiny.run(tmp_path / "run", corpus, options)
     found = load(tmp_path / "run", torch.device("cpu")).state_dict()
     best = load(tmp_path / "run" / "checkpoints" / "step_2", torch.device("cpu")).state_dict()

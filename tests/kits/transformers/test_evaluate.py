@@ -15,7 +15,7 @@ from tests.trainer import tiny
 
 NETWORK = [f"model.{name}={value}" for name, value in tiny.LLAMA.items() if name != "family"] + ["model.num_kv_heads=2"]
 # Each changes what is evaluated, or how.
-OWN = ["data.sequence_length=24", "data.column=words", "data.eval_fraction=0.3", "seed=5", "trainer.evaluate_batches=2"]
+OWN = ["data.sequence_length=24", "data.column=words", "data.eval_fraction=0.3", "seed=5", "trainer.eval_batches=2"]
 OWN += ["data.batch_size=3"]
 SHORT = ["trainer.max_steps=2", "trainer.progress=false", "device=cpu", "optimizer.learning_rate=0.01"]
 

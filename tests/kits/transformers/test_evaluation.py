@@ -32,7 +32,7 @@ def loss(model: nn.Module, corpus: Path, file: str, **choices: Any) -> float:
         name.replace("__", "."): choices[name] for name in choices
     }
     options = read_options(tiny.nested(values))
-    inputs = Inputs(model=model, tokenizer=ByteTokenizer())
+    inputs = Inputs(model=model, processor=ByteTokenizer())
     return evaluate(options, inputs, Rendezvous.open(options.parallel, options.device))["eval/loss"]
 
 
@@ -49,9 +49,9 @@ def test_the_loss_does_not_depend_on_the_batch_size(
 
 def test_the_loss_does_not_depend_on_micro_batches(corpus: Path) -> None:
     model = network("llama", torch.float64)
-    whole = loss(model, corpus, "documents.jsonl", data__batch_size=5, trainer__evaluate_batches=3)
+    whole = loss(model, corpus, "documents.jsonl", data__batch_size=5, trainer__eval_batches=3)
     split = loss(
-        model, corpus, "documents.jsonl", data__batch_size=5, trainer__evaluate_batches=3, trainer__micro_batch_size=2
+        model, corpus, "documents.jsonl", data__batch_size=5, trainer__eval_batches=3, trainer__micro_batch_size=2
     )
     assert abs(split - whole) < 1e-12
 

@@ -21,7 +21,7 @@ from lm_eval.models.huggingface import HFLM
 
 from kitforge import load_model, load_tokenizer
 from kitforge.inference.text_engine import InferenceOptions
-from kitforge.kits.transformers.evaluation import Evaluation, Evaluator
+from kitforge.kits.transformers.evaluation import EvaluationResult, Evaluator
 from kitforge.kits.transformers.questions import load_task
 from tests.tokenizer_folders import write_kind
 
@@ -63,7 +63,7 @@ def asked(kind: str, *arguments: str) -> Instance:
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
 
 
-def evaluated(folder: Path, path: Path, rows: list[dict[str, Any]]) -> Evaluation:
+def evaluated(folder: Path, path: Path, rows: list[dict[str, Any]]) -> EvaluationResult:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     evaluator = Evaluator(load_model(folder, "cpu"), load_tokenizer(folder), InferenceOptions(), "cut_left")
     return evaluator.evaluate([load_task(str(path))])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def advantages(rewards: Tensor, values: Tensor, mask: Tensor, discount: float, trace: Tensor | float) -> Tensor:
+def gae_advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: Tensor | float) -> Tensor:
     """Generalised advantage estimates [B, T], 0 outside of the mask.
 
     `discount` is gamma; `trace` is lambda, one number or one a sequence [B, 1]. The value after the last generated
@@ -20,15 +20,15 @@ def advantages(rewards: Tensor, values: Tensor, mask: Tensor, discount: float, t
     is_action = mask.gather(-1, order)
     rewards, own = (torch.where(is_action, each.gather(-1, order), 0.0) for each in (rewards, values))
     following = torch.cat([own[:, 1:], torch.zeros_like(own[:, :1])], dim=-1)
-    errors = rewards + discount * following - own
-    found = torch.where(is_action, discounted_sums(errors, discount * trace), 0.0)
+    errors = rewards + gamma * following - own
+    found = torch.where(is_action, discounted_sums(errors, gamma * gae_lambda), 0.0)
     return torch.zeros_like(found).scatter(-1, order, found)
 
 
-def returns(rewards: Tensor, mask: Tensor, discount: float) -> Tensor:
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """The discounted sums [B, T] of all rewards from each generated token on, 0 outside of the mask."""
     nothing = torch.zeros_like(rewards)
-    return advantages(rewards, nothing, mask, discount, 1.0)
+    return gae_advantages(rewards, nothing, mask, gamma, 1.0)
 
 
 def actions_first(mask: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def discounted_sums(values: Tensor, rate: Tensor | float) -> Tensor:
     return values
 
 
-def length_adaptive_trace(mask: Tensor, alpha: float) -> Tensor:
+def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
     """lambda = 1 - 1 / (alpha * length) a sequence [B, 1], so that a long response is not forgotten (VAPO; Yue et al.,
     2025)."""
     lengths = mask.sum(-1, keepdim=True).clamp(min=1).double()

@@ -34,6 +34,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def tried(num_samples: int) -> list[int]:
+def measured_k(num_samples: int) -> list[int]:
     """The k that are measured: powers of two, and all."""
     return sorted({2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples} | {num_samples})

@@ -15,23 +15,23 @@ def token_rewards(scores: Tensor, penalties: Tensor, mask: Tensor) -> Tensor:
     rewards = torch.where(mask, -penalties, 0.0)
     if scores.dim() == 2:
         return rewards + torch.where(mask, scores, 0.0)
-    return rewards + torch.where(last_token(mask), scores.unsqueeze(-1), 0.0)
+    return rewards + torch.where(last_token_mask(mask), scores.unsqueeze(-1), 0.0)
 
 
-def last_token(mask: Tensor) -> Tensor:
+def last_token_mask(mask: Tensor) -> Tensor:
     """True [B, T] at the last true place of each row; nowhere in a row without one."""
     remaining = mask.flip(-1).cumsum(-1).flip(-1)
     return mask & (remaining == 1)
 
 
-def without_end(scores: Tensor, has_ended: Tensor, penalty: float) -> Tensor:
+def missing_eos_scores(scores: Tensor, is_finished: Tensor, penalty: float) -> Tensor:
     """Scores [B], less by `penalty` where the text did not come to its end."""
-    return torch.where(has_ended, scores, scores - penalty)
+    return torch.where(is_finished, scores, scores - penalty)
 
 
-def overlong_penalty(lengths: Tensor, longest: int, soft: int) -> Tensor:
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     """Between 0 and 1 for responses of these lengths [B]: rises over the last `soft` tokens before `longest` (soft
     overlong punishment of DAPO; Yu et al., 2025)."""
-    if soft == 0:
-        return (lengths > longest).to(torch.float32)
-    return ((lengths - (longest - soft)) / soft).clamp(0.0, 1.0)
+    if buffer == 0:
+        return (lengths > max_length).to(torch.float32)
+    return ((lengths - (max_length - buffer)) / buffer).clamp(0.0, 1.0)

@@ -26,7 +26,7 @@ from tests.inference.server.conftest import metric, until
 from tests.kits.recommender.runs import run
 from tests.kits.recommender.test_pipeline import rows as rows_of_log
 
-DELTAS = {"trainer.checkpoint_every": 2, "trainer.delta_checkpoints": 9, "trainer.keep_checkpoints": 9}
+DELTAS = {"trainer.checkpoint_every": 2, "trainer.incremental_checkpoints": 9, "trainer.save_total_limit": 9}
 
 
 def rows(num_rows: int) -> list[dict[str, Any]]:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitforge.kits.rlhf.algorithms.advantages import advantages, returns
-from kitforge.kits.rlhf.algorithms.aggregation import aggregate
-from kitforge.kits.rlhf.algorithms.divergence import Estimator, divergence, divergence_loss
-from kitforge.kits.rlhf.algorithms.groups import Baseline, group_advantages
-from kitforge.kits.rlhf.algorithms.policy import ClipOptions, policy_loss
+from kitforge.kits.rlhf.algorithms.advantages import discounted_returns, gae_advantages
+from kitforge.kits.rlhf.algorithms.group_advantages import Baseline, group_advantages
+from kitforge.kits.rlhf.algorithms.kl import KlEstimator, kl_estimate, kl_loss
+from kitforge.kits.rlhf.algorithms.loss_aggregation import aggregate
+from kitforge.kits.rlhf.algorithms.losses import ClipOptions, policy_loss
 from kitforge.kits.rlhf.algorithms.token_rewards import token_rewards
 
 VOCAB, BETA = 3, 0.5
@@ -56,16 +56,16 @@ def best(scores: Tensor = SCORES) -> Tensor:
 
 def weighed(values: Tensor, old: Tensor) -> Tensor:
     """The mean over texts as the policy before wrote them."""
-    return aggregate(values * old.sum(-1, keepdim=True).exp(), MASK, "sequence_sum", 1.0)
+    return aggregate(values * old.sum(-1, keepdim=True).exp(), MASK, "seq-mean-token-sum", 1.0)
 
 
-def penalised(estimator: Estimator, trace: float, sign: float = 1.0) -> Objective:
+def penalised(estimator: KlEstimator, trace: float, sign: float = 1.0) -> Objective:
     """PPO: the divergence is taken from the rewards. The critic is perfect where the trace is below one."""
 
     def objective(now: Tensor, old: Tensor, reference: Tensor) -> Tensor:
-        rewards = token_rewards(SCORES, sign * BETA * divergence(old, reference, estimator), MASK)
-        values = expected(returns(rewards, MASK, 1.0), old)
-        gains = advantages(rewards, values, MASK, 1.0, trace)
+        rewards = token_rewards(SCORES, sign * BETA * kl_estimate(old, reference, estimator), MASK)
+        values = expected(discounted_returns(rewards, MASK, 1.0), old)
+        gains = gae_advantages(rewards, values, MASK, 1.0, trace)
         return weighed(policy_loss(now, old, gains, ClipOptions())[0], old)
 
     return objective
@@ -80,7 +80,7 @@ def expected(came: Tensor, old: Tensor) -> Tensor:
     return torch.stack([first, second], dim=1)
 
 
-def compared(baseline: Baseline, estimator: Estimator) -> Objective:
+def compared(baseline: Baseline, estimator: KlEstimator) -> Objective:
     """The GRPO family: all groups of two, each with its probability; the divergence is a loss of its own."""
 
     def objective(now: Tensor, old: Tensor, reference: Tensor) -> Tensor:
@@ -89,9 +89,9 @@ def compared(baseline: Baseline, estimator: Estimator) -> Objective:
         gains = group_advantages(SCORES[pairs], baseline) * chances.unsqueeze(-1)
         gain = torch.zeros(9, dtype=torch.float64).index_add_(0, pairs.flatten(), gains.flatten()) / 2
         surrogate = aggregate(
-            policy_loss(now, old, gain.unsqueeze(-1).expand_as(now), ClipOptions())[0], MASK, "sequence_sum", 1.0
+            policy_loss(now, old, gain.unsqueeze(-1).expand_as(now), ClipOptions())[0], MASK, "seq-mean-token-sum", 1.0
         )
-        return surrogate + BETA * weighed(divergence_loss(now, reference, estimator, drawn_from=old), old)
+        return surrogate + BETA * weighed(kl_loss(now, reference, estimator, rollout_logprobs=old), old)
 
     return objective
 
@@ -108,7 +108,7 @@ def test_ppo_finds_the_best_policy(trace: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_groups_find_the_best_policy_whichever_estimator_is_the_loss(estimator: Estimator) -> None:
+def test_groups_find_the_best_policy_whichever_estimator_is_the_loss(estimator: KlEstimator) -> None:
     # Of a text's tokens only the sum has the divergence of texts as its mean; token by token it is the chain rule's.
     assert distance(trained(compared("rloo", estimator)), best()) < 0.02
 

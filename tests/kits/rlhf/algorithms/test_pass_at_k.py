@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from kitforge.kits.rlhf.algorithms.pass_at_k import pass_at_k, tried
+from kitforge.kits.rlhf.algorithms.pass_at_k import measured_k, pass_at_k
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5])
@@ -20,4 +20,4 @@ def test_it_is_the_share_of_choices_that_hold_a_correct_one(num_samples: int) ->
 
 
 def test_powers_of_two_are_measured_and_all_samples() -> None:
-    assert [tried(each) for each in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [measured_k(each) for each in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]

@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kitforge.kits.rlhf.algorithms.token_rewards import last_token, overlong_penalty, token_rewards, without_end
+from kitforge.kits.rlhf.algorithms.token_rewards import (
+    last_token_mask,
+    missing_eos_scores,
+    overlong_penalty,
+    token_rewards,
+)
 from tests.kits.rlhf.algorithms.sequences import LENGTHS, MASK, numbers
 
 SCORES = torch.tensor([1.0, -2.0, 0.5, 4.0], dtype=torch.float64)
@@ -38,15 +43,15 @@ def test_what_a_tool_said_earns_nothing() -> None:
 
 def test_a_response_without_a_token_earns_nothing() -> None:
     mask = torch.zeros(1, 4, dtype=torch.bool)
-    assert not last_token(mask).any()
+    assert not last_token_mask(mask).any()
     assert token_rewards(torch.tensor([3.0]), torch.ones(1, 4), mask).tolist() == [[0.0] * 4]
 
 
 def test_a_text_without_an_end_costs_the_penalty() -> None:
-    assert without_end(torch.tensor([1.0, 1.0]), torch.tensor([True, False]), 2.5).tolist() == [1.0, -1.5]
+    assert missing_eos_scores(torch.tensor([1.0, 1.0]), torch.tensor([True, False]), 2.5).tolist() == [1.0, -1.5]
 
 
 def test_the_overlong_penalty_rises_over_the_last_tokens() -> None:
     lengths = torch.tensor([10, 80, 85, 90, 100, 120])
-    assert overlong_penalty(lengths, longest=100, soft=20).tolist() == pytest.approx([0, 0, 0.25, 0.5, 1, 1])
-    assert overlong_penalty(lengths, longest=100, soft=0).tolist() == [0, 0, 0, 0, 0, 1]
+    assert overlong_penalty(lengths, max_length=100, buffer=20).tolist() == pytest.approx([0, 0, 0.25, 0.5, 1, 1])
+    assert overlong_penalty(lengths, max_length=100, buffer=0).tolist() == [0, 0, 0, 0, 0, 1]

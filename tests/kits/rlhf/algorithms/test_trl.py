@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.kits.rlhf.peer_losses import PROMPT, ROWS, numbers, rows, table
-from kitforge.kits.rlhf.algorithms.aggregation import Mode, aggregate, share_of_denominator
-from kitforge.kits.rlhf.algorithms.divergence import divergence, divergence_loss
-from kitforge.kits.rlhf.algorithms.policy import ClipOptions, policy_loss, value_loss
-from kitforge.kits.rlhf.algorithms.preference import (
+from kitforge.kits.rlhf.algorithms.kl import kl_estimate, kl_loss
+from kitforge.kits.rlhf.algorithms.loss_aggregation import LossAggregation, aggregate, loss_denominator
+from kitforge.kits.rlhf.algorithms.losses import ClipOptions, policy_loss, value_loss
+from kitforge.kits.rlhf.algorithms.preference_losses import (
     dpo_loss,
     ipo_loss,
     kto_loss,
+    logratio_margin,
     orpo_loss,
-    preference_margin,
     simpo_loss,
 )
-from kitforge.kits.rlhf.algorithms.reward import pairwise_loss
+from kitforge.kits.rlhf.algorithms.reward_loss import pairwise_loss
 
 THEIRS = json.loads(Path(__file__).with_name("trl_losses.json").read_text())
 TOKENS, ANSWERS = rows()
@@ -50,41 +50,41 @@ def kto(rows: slice = slice(None)) -> Tensor:
     return (losses * torch.where(good, 1.5, 0.5)).mean()
 
 
-def groups(mode: Mode) -> Tensor:
+def groups(mode: LossAggregation) -> Tensor:
     """TRL's k3 is differentiated as it stands (see the museum); its value is that of the estimate."""
     gains = numbers(3, ROWS).unsqueeze(-1)
     losses, _ = policy_loss(log_probs(0), log_probs(2), gains, ClipOptions())
-    losses = losses + 0.04 * divergence(log_probs(0), log_probs(1), "k3")
-    return aggregate(losses, MASK, mode, share_of_denominator(MASK, mode, longest=6))
+    losses = losses + 0.04 * kl_estimate(log_probs(0), log_probs(1), "k3")
+    return aggregate(losses, MASK, mode, loss_denominator(MASK, mode, longest=6))
 
 
 def critic() -> Tensor:
     values, before, wanted = (numbers(each, *MASK.shape) for each in (7, 8, 6))
-    return aggregate(value_loss(values, before, wanted, 0.2)[0], MASK, "token_mean", MASK.sum())
+    return aggregate(value_loss(values, before, wanted, 0.2)[0], MASK, "token-mean", MASK.sum())
 
 
 def actor() -> Tensor:
     losses, _ = policy_loss(log_probs(0), log_probs(2), numbers(3, *MASK.shape), ClipOptions())
-    return aggregate(losses, MASK, "token_mean", MASK.sum())
+    return aggregate(losses, MASK, "token-mean", MASK.sum())
 
 
 def sft() -> Tensor:
-    return aggregate(-log_probs(0), MASK, "token_mean", MASK.sum())
+    return aggregate(-log_probs(0), MASK, "token-mean", MASK.sum())
 
 
 def ours() -> dict[str, Tensor]:
     policy, reference = whole(0).chunk(2), whole(1).chunk(2)
     means, frozen = (whole(0) / LENGTHS).chunk(2), (whole(1) / LENGTHS).chunk(2)
     return {
-        "dpo": dpo_loss(preference_margin(*policy, *reference), 0.1).mean(),
-        "ipo": ipo_loss(preference_margin(*means, *frozen), 0.1).mean(),
+        "dpo": dpo_loss(logratio_margin(*policy, *reference), 0.1).mean(),
+        "ipo": ipo_loss(logratio_margin(*means, *frozen), 0.1).mean(),
         "kto": kto(),
         "orpo": (-means[0] + 0.1 * orpo_loss(*means)).mean(),
-        "simpo": simpo_loss(*means, beta=2.0, margin=0.5).mean(),
+        "simpo": simpo_loss(*means, beta=2.0, gamma=0.5).mean(),
         "reward": pairwise_loss(*numbers(5, ROWS).chunk(2), torch.tensor([0.3, 0.0]), 0.01).mean(),
-        "grpo/grpo": groups("sequence_mean"),
+        "grpo/grpo": groups("seq-mean-token-mean"),
         "grpo/dr_grpo": groups("constant"),
-        "grpo/bnpo": groups("token_mean"),
+        "grpo/bnpo": groups("token-mean"),
         "ppo/policy": actor(),
         "ppo/value": critic(),
         "sft": sft(),
@@ -98,8 +98,8 @@ def test_a_loss_is_theirs_on_the_same_tensors(name: str) -> None:
 
 def test_where_theirs_is_wrong_ours_is_another() -> None:
     # k3 as a plain loss has TRL's value and another gradient; ours is weighed by the ratio to the policy that drew.
-    weighed = divergence_loss(log_probs(0), log_probs(1), "k3", drawn_from=log_probs(2))
-    assert not torch.allclose(weighed, divergence(log_probs(0), log_probs(1), "k3"))
+    weighed = kl_loss(log_probs(0), log_probs(1), "k3", rollout_logprobs=log_probs(2))
+    assert not torch.allclose(weighed, kl_estimate(log_probs(0), log_probs(1), "k3"))
     # A baseline of each micro-batch of two, which is what TRL's KTO takes, gives another loss than that of all four.
     alone = [kto(slice(0, 2)), kto(slice(2, 4))]
     assert abs(float(sum(alone)) / 2 - THEIRS["kto"]) > 1e-4

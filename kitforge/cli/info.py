@@ -1,0 +1,123 @@
+"""`kitforge config`, `report`, `list` and `doctor`: what is there, with nothing trained."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.padding import Padding
+from rich.table import Table
+
+from kitforge.api import KITS, kit_of
+from kitforge.cli.console import say
+from kitforge.composition import Composition, groups, preset_values, presets
+from kitforge.foundation import device as devices
+from kitforge.foundation.config import to_yaml
+from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.log import console, sanitize
+from kitforge.report.page import write_report
+
+PACKAGES = ("datasets", "sentencepiece", "tokenizers", "pyarrow", "numba", "faiss-cpu", "redis", "fastapi", "wandb")
+
+
+def config(chosen: Composition) -> int:
+    """Every option as it would be used, and what some come to together."""
+    kit = kit_of(chosen.values["task"])
+    options = kit.read_options(chosen.values)
+    sys.stdout.write(sanitize(to_yaml(kit.resolved(options))))
+    if options.summary is not None:
+        sys.stdout.write(f"# {options.summary}\n")
+    return 0
+
+
+def report(arguments: list[str]) -> int:
+    """Draw one run, or several side by side."""
+    if not arguments:
+        raise ConfigError("a report is of at least one run", fix="kitforge report runs/latest")
+    target = write_report([Path(argument) for argument in arguments])
+    say(f"wrote {target}")
+    return 0
+
+
+def list_presets(arguments: list[str]) -> int:
+    """The tasks with their models, and the presets of every other group."""
+    _refuse("list", arguments)
+    models = preset_values("model")
+    borrowers = []
+    for task in sorted(KITS):
+        if rows := kit_of(task).describe_presets(models):
+            console.print(_table(f"task {task}", rows))
+        else:
+            borrowers.append(task)
+    say("tasks that start from the models of text_generation:")
+    console.print(Padding(", ".join(borrowers), (0, 0, 1, 2)))
+    choices = Table.grid(padding=(0, 1))
+    for group in groups():
+        if group != "model":
+            choices.add_row(group, ", ".join(presets(group)))
+    console.print(choices)
+    return 0
+
+
+def _table(title: str, rows: list[dict[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column in ("model", "family") else "right")
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
+def doctor(arguments: list[str]) -> int:
+    """This machine: devices, versions, extras, and a one-second speed test."""
+    _refuse("doctor", arguments)
+    table = Table(show_header=False)
+    for name, value in _machine_info().items():
+        table.add_row(name, value)
+    console.print(table)
+    return 0
+
+
+def version(package: str) -> str:
+    """Which version is installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _machine_info() -> dict[str, str]:
+    facts = {
+        "kitforge": version("kitforge"),
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "torch": torch.__version__,
+        "devices": ", ".join(devices.available()),
+        "bfloat16": "native" if devices.has_native_matmul(torch.bfloat16) else "stored only, computed in fp32",
+    }
+    for kind in devices.available():
+        device = torch.device(kind)
+        facts[kind] = f"{devices.describe(device)}, {_matrix_speed(device):.0f} GFLOP/s in fp32"
+    return facts | {package: version(package) for package in PACKAGES}
+
+
+def _matrix_speed(device: torch.device, seconds: float = 0.5) -> float:
+    """GFLOP/s of fp32 products of 1024 x 1024 matrices."""
+    size = 1024
+    left, right = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
+    torch.mm(left, right)
+    devices.synchronize(device)
+    started, count = time.perf_counter(), 0
+    while time.perf_counter() - started < seconds:
+        torch.mm(left, right)
+        devices.synchronize(device)
+        count += 1
+    return count * 2 * size**3 / (time.perf_counter() - started) / 1e9
+
+
+def _refuse(verb: str, arguments: list[str]) -> None:
+    if arguments:
+        raise ConfigError(f"kitforge {verb} takes no options", got=" ".join(arguments))

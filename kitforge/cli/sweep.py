@@ -1,0 +1,111 @@
+"""From arguments to what is run: one command, or a sweep of them; in this process, or in ranks of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kitforge.api import SCORING_TASKS, compose_config, compose_eval_config, kit_of, task_of, text_task_of
+from kitforge.cli.command import INTERRUPTED, Command
+from kitforge.cli.console import print_error
+from kitforge.composition import TEXT_OPTIONS, Composition, parse
+from kitforge.core.parallel.launch import launch
+from kitforge.core.parallel.rendezvous import launch_info
+from kitforge.foundation import device as devices
+from kitforge.foundation.errors import ConfigError, KitforgeError
+from kitforge.foundation.log import console
+from kitforge.trainer.run_folder import default_folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRun:
+    """A run of a command: what it was composed from, and the arguments that compose it again."""
+
+    chosen: Composition
+    arguments: tuple[str, ...]
+
+
+def sweep_runs(verb: Command, overrides: Sequence[str], *, is_sweep: bool = False) -> list[SweepRun]:
+    """What a verb is to run, composed and named as a whole before the first of it begins."""
+    axes = [(text, *parse(text)) for text in overrides]
+    for _, name, values in axes:
+        if len(values) > 1 and not is_sweep:
+            raise ConfigError(
+                f"option {name!r} has several values",
+                got=", ".join(map(str, values)),
+                fix=f"-m runs one after the other; {name}=[...] is a list; {name}=\"'...'\" is text with a comma",
+            )
+    found = []
+    for picked in itertools.product(*(values for _, _, values in axes)):
+        choices = {name: value for (_, name, _), value in zip(axes, picked, strict=True)}
+        # A value of many is written out anew; a single one stays as it was typed.
+        arguments = [
+            text if len(values) == 1 else argument(name, value)
+            for (text, name, values), value in zip(axes, picked, strict=True)
+        ]
+        # Questions are put to whatever writes text, whichever stage trained it.
+        writes_text = (
+            verb.generates_text or choices.get("tasks") or (verb.predicts and task_of(choices) not in SCORING_TASKS)
+        )
+        writes_text = writes_text or (verb.serves and not hasattr(kit_of(task_of(choices)), "open_service"))
+        task = text_task_of(choices) if writes_text else task_of(choices)
+        choices.pop("task", None)
+        unread = verb.ignored_sections + (kit_of(task).OPTIONS.INFERENCE_ONLY_SECTIONS if verb.starts_run else ())
+        compose = compose_eval_config if verb.measures_run else compose_config
+        found.append(SweepRun(chosen=compose(task, choices, unread), arguments=tuple(arguments)))
+    folders = [folder for member in found if (folder := member.chosen.values.get("output_dir")) is not None]
+    if len(folders) != len(set(folders)):
+        raise ConfigError(
+            "the runs of a sweep need a folder each", got=f"output_dir={folders[0]}", fix="leave output_dir out"
+        )
+    return found
+
+
+def argument(name: str, value: object) -> str:
+    """The argument that `parse` reads as that value."""
+    if not isinstance(value, str) or name in TEXT_OPTIONS:
+        return f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+    # Within quotes, a backslash counts only before one.
+    quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"{name}='{quoted}'"
+
+
+def run_sweep(name: str, verb: Command, found: Sequence[SweepRun]) -> int:
+    """Run one after the other; in a sweep one that fails is told, and the next one is run."""
+    if len(found) == 1:
+        return _run_or_launch(name, verb, found[0])
+    worst = 0
+    for number, member in enumerate(found, 1):
+        console.print(f"{number} of {len(found)}", style="bold")
+        try:
+            status = _run_or_launch(name, verb, member)
+        except KitforgeError as error:
+            print_error(type(error), error, None)
+            status = 1
+        worst = max(worst, status)
+        if status == INTERRUPTED:
+            break
+    return worst
+
+
+def _run_or_launch(name: str, verb: Command, member: SweepRun) -> int:
+    """In this process; in ranks of its own where the degrees ask for several and no launcher has started any."""
+    assert verb.run is not None
+    if name == "finetune" and member.chosen.values.get("checkpoint") is None:
+        raise ConfigError("finetuning starts from weights", got="checkpoint=null", fix="add checkpoint=FOLDER")
+    if not verb.is_launched or launch_info() is not None:
+        return verb.run(member.chosen)
+    kit = kit_of(member.chosen.values["task"])
+    options = kit.read_options(member.chosen.values)
+    if options.num_ranks == 1:
+        return verb.run(member.chosen)
+    kit.check_parallel(options)
+    devices.of_rank(options.device, 0, options.num_ranks)
+    arguments = [name, *member.arguments]
+    if verb.starts_run:
+        # Decided once, as every rank has a clock of its own.
+        arguments.append(argument("output_dir", str(default_folder(options, member.chosen.model_name))))
+    return launch(arguments, options.parallel, options.num_ranks)

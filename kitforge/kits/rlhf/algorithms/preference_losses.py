@@ -1,0 +1,73 @@
+"""Losses over pairs or single judged responses, one value each [P], from the log-probabilities of whole responses.
+
+`chosen`, `rejected` and their references are sums over a response's tokens unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+CompletionT = TypeVar("CompletionT")
+
+
+def dpo_loss(log_ratio: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """Direct preference optimisation (Rafailov et al., 2023) of log-ratios [P], see `preference_margin`. With
+    `label_smoothing` e the label is believed with probability 1 - e (cDPO; Mitchell, 2023)."""
+    return -(1 - label_smoothing) * logsigmoid(beta * log_ratio) - label_smoothing * logsigmoid(-beta * log_ratio)
+
+
+def rpo_loss(chosen: Tensor, lengths: Tensor) -> Tensor:
+    """The negative log-likelihood a token [P] of chosen responses of these lengths, which iterative RPO adds to DPO's
+    loss (Pang et al., 2024). `chosen` are sums over tokens."""
+    return -chosen / lengths
+
+
+def ipo_loss(log_ratio: Tensor, beta: float) -> Tensor:
+    """Identity preference optimisation (Azar et al., 2023): the log-ratio [P], of means over tokens, is drawn to
+    1 / (2 beta)."""
+    return (log_ratio - 1 / (2 * beta)).square()
+
+
+def logratio_margin(chosen: Tensor, rejected: Tensor, chosen_reference: Tensor, rejected_reference: Tensor) -> Tensor:
+    """How much more the policy prefers the chosen response than the reference does [P]."""
+    return (chosen - chosen_reference) - (rejected - rejected_reference)
+
+
+def kto_loss(log_ratio: Tensor, is_desirable: Tensor, baseline: Tensor, beta: float) -> Tensor:
+    """Kahneman-Tversky optimisation (Ethayarajh et al., 2024) of log policy / reference [S] of single responses.
+
+    `baseline` is an estimate of the divergence, 0-dim, without a gradient and never below 0.
+    """
+    advantage = beta * (log_ratio - baseline.detach().clamp(min=0))
+    return 1 - torch.sigmoid(torch.where(is_desirable, advantage, -advantage))
+
+
+def mismatched_completions(completions: Sequence[CompletionT]) -> list[CompletionT]:
+    """For each prompt the answer to the one before it, never its own, of at least two: what KTO's baseline is of."""
+    return [completions[number - 1] for number in range(len(completions))]
+
+
+def orpo_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """The odds-ratio part of ORPO (Hong et al., 2024), of means over tokens [P]."""
+    odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+    return -logsigmoid(odds)
+
+
+def simpo_loss(chosen: Tensor, rejected: Tensor, beta: float, gamma: float) -> Tensor:
+    """SimPO (Meng et al., 2024) of means over tokens [P]: the rewards beta * mean are to differ by `margin`."""
+    return -logsigmoid(beta * (chosen - rejected) - gamma)
+
+
+def _log1mexp(log_probs: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x <= 0, exact at both ends (Maechler, 2012), and finite at 0, to which certainty rounds."""
+    log_probs = log_probs.clamp(max=-torch.finfo(log_probs.dtype).tiny)
+    near_zero = log_probs > -0.6931471805599453
+    # Each branch sees only what it is good at, so that no gradient of the other is infinite.
+    close = torch.where(near_zero, log_probs, -1.0)
+    far = torch.where(near_zero, -1.0, log_probs)
+    return torch.where(near_zero, (-close.expm1()).log(), (-far.exp()).log1p())

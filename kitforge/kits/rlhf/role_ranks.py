@@ -1,0 +1,50 @@
+"""Options `role_ranks.*`: the ranks of the roles of a policy gradient run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kitforge.foundation.config import check
+
+# Roles that may have ranks of their own.
+ROLES = ("rollout", "reference", "reward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleRanksOptions:
+    """Which ranks hold what a policy and its critic, which are trained on the first ranks, are not trained with. The
+    name of a field is that of a fragment. None: the ranks that train."""
+
+    rollout: tuple[int, ...] | None = None  # ranks that draw answers, with copies of policy and critic
+    reference: tuple[int, ...] | None = None  # ranks with the frozen policy that answers are compared with
+    reward: tuple[int, ...] | None = None  # ranks that score answers
+
+    def __post_init__(self) -> None:
+        for name in ROLES:
+            if (ranks := getattr(self, name)) is not None:
+                is_sound = len(ranks) > 0 and min(ranks) >= 0 and len(set(ranks)) == len(ranks)
+                check(is_sound, f"role_ranks.{name}", list(ranks), "ranks from 0 on, at least one and each once")
+
+    def ranks(self, role: str, num_training: int) -> tuple[int, ...]:
+        """The ranks of a fragment, in order."""
+        named: tuple[int, ...] | None = getattr(self, role)
+        return tuple(range(num_training)) if named is None else tuple(sorted(named))
+
+    def num_ranks(self, num_training: int) -> int:
+        """Processes that it takes."""
+        return max(max(self.ranks(name, num_training)) for name in ROLES) + 1
+
+    def roles_of(self, rank: int, num_training: int) -> frozenset[str]:
+        """The fragments that a rank has a part in."""
+        return frozenset(name for name in ROLES if rank in self.ranks(name, num_training))
+
+    def describe(self, num_training: int) -> str:
+        """Who is where, for people; nothing where all of it is everywhere."""
+        named = [f"{name} on {rank_list(ranks)}" for name in ROLES if (ranks := getattr(self, name)) is not None]
+        return ", ".join([f"training on {rank_list(range(num_training))}", *named]) if named else ""
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """`rank 3` or `ranks 0 1 2`."""
+    return f"rank{'s' * (len(ranks) > 1)} {' '.join(map(str, sorted(ranks)))}"

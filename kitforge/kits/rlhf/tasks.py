@@ -1,0 +1,499 @@
+"""What each stage needs before it can run: rows, networks and a task over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+
+from kitforge.core.nn.decoder import Decoder
+from kitforge.core.parallel.parallelize import parallel_model_of
+from kitforge.core.parallel.world import World
+from kitforge.data.chat_datasets import ChatDatasetReader, ExampleKind, PreferencePair, TokenizedExample
+from kitforge.data.example_cache import build_example_cache
+from kitforge.data.template import template_of
+from kitforge.data.token_cache import default_root
+from kitforge.data.tokenizer import Tokenizer
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
+from kitforge.kits.rlhf.config import (
+    ChatDatasetOptions,
+    KTOOptions,
+    LoraOptions,
+    PreferenceOptions,
+    RewardOptions,
+    RLOptions,
+    SFTOptions,
+    StageOptions,
+)
+from kitforge.kits.rlhf.dataset import DatasetSplits, read_rows
+from kitforge.kits.rlhf.dpo import PreferenceTask
+from kitforge.kits.rlhf.kto import KTOTask
+from kitforge.kits.rlhf.model_copy import copy_model, copy_with_adapter
+from kitforge.kits.rlhf.model_loading import (
+    BaseModelSource,
+    base_model_of,
+    find_tokenizer_or_none,
+    is_reward_model,
+    load_reward_model,
+    open_policy,
+    open_reward_model,
+    recorded_reference_model,
+    sharding_of,
+    stored_base_model,
+    tokenizer_of,
+)
+from kitforge.kits.rlhf.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.reference_model import ReferenceModel
+from kitforge.kits.rlhf.reward import NormalizeRewards, RewardTask
+from kitforge.kits.rlhf.reward_model import ValueHeadModel
+from kitforge.kits.rlhf.rewards import (
+    RewardModel,
+    critic_init,
+    networks_in,
+    reward_members,
+    scorer_of,
+    weighted_member,
+)
+from kitforge.kits.rlhf.rollout_collector import Roles
+from kitforge.kits.rlhf.rollout_log import RolloutLog
+from kitforge.kits.rlhf.sample_logger import SampleLogger
+from kitforge.kits.rlhf.sft import SFTTask
+from kitforge.kits.rlhf.tool_environment import environment_runner_of, with_tools
+from kitforge.models.peft import is_adapter, read_head
+from kitforge.trainer.assembly import RunInputs
+from kitforge.trainer.callbacks.callback import Callback
+from kitforge.trainer.run_folder import Run
+from kitforge.trainer.task import Task
+
+Inputs: TypeAlias = RunInputs[Tokenizer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskInputs:
+    """What all stages begin with."""
+
+    options: StageOptions
+    inputs: Inputs
+    sources: tuple[object, object]  # of the training and the evaluation rows
+    tokenizer: Tokenizer
+    reader: ChatDatasetReader
+    device: torch.device
+    rank: int  # of this process
+    is_evaluation: bool  # the model is looked at as it is, and not to be trained
+
+    def rows(
+        self,
+        kind: ExampleKind | None,
+        columns: str,
+        reserved: int = 0,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> DatasetSplits[Any]:
+        """The rows of the stage, which have these columns; prompts, in which the chat template names the `tools`, where
+        there is no other kind. Raises ConfigError where there are none."""
+        purpose, name = ("evaluate", "eval") if self.is_evaluation else ("train", "train")
+        if self.sources == (None, None):
+            raise ConfigError(
+                f"{self.options.task} has nothing to {purpose} on",
+                got=f"data.{name}=null",
+                expected=f"rows with the columns {columns}",
+                fix=f"add data.{name}=FILE or pass {name}_dataset=; kitforge train recipe=rlhf_tiny needs no file",
+            )
+        return self.read(kind, self.sources, self.options.data, reserved, tools)
+
+    def read(
+        self,
+        kind: ExampleKind | None,
+        specs: tuple[object, object],
+        data: ChatDatasetOptions,
+        reserved: int = 0,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> DatasetSplits[Any]:
+        """Rows to train on and to evaluate on: from a cache of tokens, but for prompts."""
+
+        def read(spec: object) -> Sequence[Any]:
+            if kind is None:
+                prompts = self.reader.prompts(spec)
+                template = template_of(self.tokenizer)
+                return list(prompts if tools is None else (with_tools(each, template, tools) for each in prompts))
+            return build_example_cache(
+                self.reader, self.tokenizer, kind, spec, default_root(), num_workers=data.num_workers
+            )
+
+        seed, pad_id = self.options.seed, self.tokenizer.pad_id
+        return read_rows(read, specs, data, seed=seed, pad_id=pad_id, reserved=reserved)
+
+    def base_model(self, given: nn.Module | None, *, is_shared: bool = False) -> BaseModelSource:
+        """What a language model is made from; `is_shared` where several are made from it at once."""
+        return base_model_of(self.options, given, self.tokenizer, self.device, is_shared=is_shared)
+
+    def reference_model(
+        self,
+        origin: BaseModelSource,
+        reference: nn.Module | None = None,
+        critics: ValueHeadModel | None = None,
+        known: str | None = None,
+        judge: object = None,
+    ) -> ReferenceModel:
+        """What stays as it is beside what is trained; a critic's adapter begins beside the weights of a reward model,
+        where it is a critic of one."""
+        bases = (origin.given, None if critics is None else critics.backbone)
+        own = [each for each in bases if each is not None] if self.options.lora.is_on else ()
+        given = networks_in([self.inputs.model, *self.inputs.roles.values()])
+        return ReferenceModel(reference, own, known, judges=networks_in(judge), given=given)
+
+    def reference_base(self, named: str | None) -> BaseModelSource | None:
+        """The language model in the role `reference`, or in the folder that is named: of a Run, in a folder, or in
+        memory. Without one a run that is evaluated has the one that it was trained beside; None where there is none."""
+        given = self.inputs.roles.get("reference", named)
+        if isinstance(given, (Run, nn.Module)):
+            return BaseModelSource(given=policy_of(given.model if isinstance(given, Run) else given), config=None)
+        if given is not None:
+            return stored_base_model(self.options, self.tokenizer, partial(open_policy, Path(given)))
+        return (
+            recorded_reference_model(self.options, self.inputs, self.tokenizer, self.device)
+            if self.is_evaluation
+            else None
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskBuilder:
+    """A stage ready for its ranks to meet."""
+
+    task: Callable[[World], tuple[Task, Sequence[Callback]]]  # and what watches over it
+    fingerprint: str  # of the training rows
+    network: dict[str, Any] | None  # what a checkpoint records of it; None where this rank does not know it
+
+
+def task_inputs_of(
+    options: StageOptions, inputs: Inputs, device: torch.device, *, rank: int = 0, is_evaluation: bool = False
+) -> TaskInputs:
+    """Find rows and tokenizer."""
+    train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
+    evaluation = options.data.eval if inputs.eval_dataset is None else inputs.eval_dataset
+    # Rows that are trained on are read in an evaluation only where some of them are kept for it.
+    train = None if is_evaluation and evaluation is not None else train
+    tokenizer = tokenizer_of(options, inputs.processor, train)
+    return TaskInputs(
+        options=options,
+        inputs=inputs,
+        sources=(train, evaluation),
+        tokenizer=tokenizer,
+        reader=ChatDatasetReader(tokenizer, template_of(tokenizer), options.data.columns, options.data.on_invalid),
+        device=device,
+        rank=rank,
+        is_evaluation=is_evaluation,
+    )
+
+
+def sft(parts: TaskInputs) -> TaskBuilder:
+    """Demonstrations, and the network itself."""
+    options = cast(SFTOptions, parts.options)
+    origin = parts.base_model(parts.inputs.model)
+    rows = parts.rows("demonstrations", "prompt and completion, or text")
+
+    def build(world: World) -> nn.Module:
+        if options.lora.is_on and not parts.is_evaluation:
+            return _sharded(origin.trainable_copy(options, world.device), options, world)
+        return _prepared_for_training(origin.policy(options, world), options)
+
+    return TaskBuilder(
+        task=lambda world: (SFTTask(options, rows, build, world, parts.reference_model(origin)), ()),
+        fingerprint=rows.fingerprint,
+        network=origin.config_dict(),
+    )
+
+
+def reward(parts: TaskInputs) -> TaskBuilder:
+    """Pairs, and a scalar model over a copy of the policy that was given."""
+    options = cast(RewardOptions, parts.options)
+    rows, stored, trained = _pairs(parts), _stored_reward_model(parts), _loaded_reward_model(parts)
+    origin = stored or parts.base_model(parts.inputs.model if trained is None else trained.backbone)
+
+    def build(world: World) -> nn.Module:
+        if trained is not None and parts.is_evaluation:
+            return trained
+        if origin.is_sharded_init:
+            return _prepared_for_training(origin.value_head_model(options, world), options)
+        model = ValueHeadModel(origin.trainable_copy(options, world.device, "reward"))
+        if trained is not None:
+            model.copy_head(trained)
+        elif options.lora.path is not None and (head := read_head(Path(options.lora.path))):
+            model.load_head(head)
+        else:
+            model.reset_head(options.seed)
+        return _sharded(model, options, world)
+
+    def task(world: World) -> tuple[Task, Sequence[Callback]]:
+        made = RewardTask(options, rows, build, world, parts.reference_model(origin))
+        return made, [NormalizeRewards(made)] if options.reward.normalize_rewards else []
+
+    return TaskBuilder(task=task, fingerprint=rows.fingerprint, network=origin.config_dict())
+
+
+def preference(parts: TaskInputs) -> TaskBuilder:
+    """Pairs, a policy that is a copy of the one given, and the one given as its reference."""
+    options = cast(PreferenceOptions, parts.options)
+    rows, origin = _pairs(parts), parts.base_model(parts.inputs.model)
+    has_reference, build = options.preference.needs_reference, _policy(parts, origin)
+    compared = _reference(parts, options.reference, origin) if has_reference else None
+
+    def task(world: World) -> tuple[Task, Sequence[Callback]]:
+        return PreferenceTask(options, rows, build, world, _reference_model(parts, origin, compared, world)), ()
+
+    return TaskBuilder(task=task, fingerprint=rows.fingerprint, network=origin.config_dict())
+
+
+def kto(parts: TaskInputs) -> TaskBuilder:
+    """Single answers with a verdict each, a policy that is a copy of the one given, and the one given beside it."""
+    options = cast(KTOOptions, parts.options)
+    rows = parts.rows("unpaired", "prompt, completion and label")
+    origin = parts.base_model(parts.inputs.model)
+    compared, build = _reference(parts, options.reference, origin), _policy(parts, origin)
+
+    def task(world: World) -> tuple[Task, Sequence[Callback]]:
+        return KTOTask(options, rows, build, world, _reference_model(parts, origin, compared, world)), ()
+
+    return TaskBuilder(task=task, fingerprint=rows.fingerprint, network=origin.config_dict())
+
+
+def _reference_model(
+    parts: TaskInputs, origin: BaseModelSource, compared: BaseModelSource | None, world: World
+) -> ReferenceModel:
+    """What stays as it is, the reference cut as what is trained is: all ranks of a replica pass the same rows."""
+    if compared is None:
+        return parts.reference_model(origin)
+    options = parts.options
+    # An adapter that training begins with is of no other network than its own.
+    plain = options if compared is origin else replace(options, lora=LoraOptions())
+    network, known = compared.reference(plain, world)
+    return parts.reference_model(origin, network, known=known)
+
+
+def policy_gradient(parts: TaskInputs) -> TaskBuilder:
+    """Prompts, a policy that is a copy of the one given, the one given as its reference, a critic that begins as the
+    reward model where there is one, and what scores answers; of these what the rank has a part in."""
+    options = cast(RLOptions, parts.options)
+    playground = environment_runner_of(parts.inputs.roles, options, parts.tokenizer)
+    tools = None if playground is None else playground.tools
+    rows = parts.rows(None, "prompt, and those that rewards read", options.rollout.max_new_tokens, tools)
+    pretraining = _ptx_rows(parts)
+    given, num_training = parts.inputs.model, options.parallel.world_size
+    held = options.role_ranks.roles_of(parts.rank, num_training)
+    is_built = parts.rank < num_training or "rollout" in held
+    origin = cache(lambda: parts.base_model(policy_of(given) if given is not None else None, is_shared=True))
+    scores, has_critic = _rewards(parts), is_built and options.rl.has_critic
+    sources = _sharded_sources(parts, scores) if is_built else None
+    is_whole = "reward" in held or (has_critic and (sources is None or "rollout" in held))
+    judge = _reward_source(parts, scores, origin) if is_whole else None
+    basis = critic_init(judge, parts.tokenizer) if has_critic else None
+    is_named = options.reference is not None or "reference" in parts.inputs.roles
+    is_compared = "reference" in held and (options.kl.needs_reference or is_named)
+    reference = _full_reference(parts, options.reference, origin) if is_compared else None
+
+    def build(world: World) -> nn.Module:
+        if sources is not None and world.is_sharded:
+            is_pair, first = options.rl.has_critic and not parts.is_evaluation, sources[0]
+            both = first.actor_critic(sources[1], options, world) if is_pair else first.policy(options, world)
+            return _prepared_for_training(both, options)
+        network = origin().given
+        if parts.is_evaluation and network is not None and not world.is_sharded:
+            return network
+        policy = origin().trainable_copy(options, world.device)
+        model = ActorCritic(policy, _critic(basis, origin(), options, world)) if options.rl.has_critic else policy
+        return _sharded(model, options, world)
+
+    def task(world: World) -> tuple[Task, Sequence[Callback]]:
+        roles = Roles(
+            scorer=scorer_of(judge, parts.tokenizer, options.rl.max_tokens_per_microbatch)
+            if judge is not None and "reward" in held
+            else None,
+            reference_model=parts.reference_model(
+                origin() if is_built and sources is None else BaseModelSource(given=None, config=None),
+                reference,
+                basis,
+                judge=judge if "reward" in held else None,
+            ),
+            eos_ids=parts.tokenizer.eos_ids,
+            environment_runner=playground,
+            tokenizer=parts.tokenizer,
+        )
+        made = PolicyGradientTask(options, rows, roles, build, world, pretraining)
+        return made, [
+            SampleLogger(made, parts.tokenizer),
+            RolloutLog(made, parts.tokenizer, options.rollout.keep_rollout_files, options.rl.updates_per_rollout),
+        ]
+
+    network = (origin() if sources is None else sources[0]).config_dict() if is_built else None
+    return TaskBuilder(task=task, fingerprint=_fingerprints(rows, pretraining), network=network)
+
+
+def _sharded_sources(parts: TaskInputs, scores: Any) -> tuple[BaseModelSource, BaseModelSource] | None:
+    """What a policy and its critic are filled from piece by piece, where no rank is to hold them whole; None where they
+    are in memory already, and for adapters, which stand on weights that are whole."""
+    options = cast(RLOptions, parts.options)
+    is_cut = max(options.parallel.shard, options.parallel.tensor) > 1
+    if not is_cut or parts.inputs.model is not None or options.lora.is_on or isinstance(scores, (Run, ValueHeadModel)):
+        return None
+    policy = parts.base_model(None)
+    folder = Path(scores).expanduser() if isinstance(scores, (str, Path)) else None
+    if folder is None or not folder.is_dir():
+        return policy, policy
+    if is_adapter(folder):
+        return None
+    own = find_tokenizer_or_none(folder)
+    if own is not None and own.fingerprint != parts.tokenizer.fingerprint:
+        return policy, policy
+    return policy, stored_base_model(options, parts.tokenizer, partial(open_reward_model, folder))
+
+
+def _full_reference(parts: TaskInputs, named: str | None, origin: Callable[[], BaseModelSource]) -> nn.Module | None:
+    """What a policy is compared with, whole on this rank: its passes are over as many answers as each rank has."""
+    options, compared = parts.options, parts.reference_base(named)
+    if compared is not None:
+        return _prepared_for_training(compared.frozen_copy(replace(options, lora=LoraOptions()), parts.device), options)
+    return None if parts.is_evaluation else _prepared_for_training(origin().frozen_copy(options, parts.device), options)
+
+
+def _fingerprints(rows: DatasetSplits[Any], pretraining: DatasetSplits[Any] | None) -> str:
+    return rows.fingerprint if pretraining is None else f"{rows.fingerprint} beside {pretraining.fingerprint}"
+
+
+def _ptx_rows(parts: TaskInputs) -> DatasetSplits[TokenizedExample] | None:
+    """Text that the policy must not forget; None where it counts for nothing."""
+    options = cast(RLOptions, parts.options)
+    source = parts.inputs.roles.get("ptx", options.ptx.data)
+    check(source is None or options.ptx.coef > 0, "ptx.coef", options.ptx.coef, "above 0 beside the role ptx")
+    if options.ptx.coef == 0 or parts.is_evaluation:
+        return None
+    check(source is not None, "ptx.data", None, 'rows for ptx.coef: a file, or roles={"ptx": ROWS}')
+    return parts.read("demonstrations", (source, None), replace(options.data, eval_fraction=0.0))
+
+
+def _reference(parts: TaskInputs, named: str | None, origin: BaseModelSource) -> BaseModelSource:
+    """What a policy is compared with: the one in that role, else the one that training begins with."""
+    given = parts.reference_base(named)
+    if given is None and parts.is_evaluation:
+        raise ConfigError(
+            f"{parts.options.task} is evaluated beside its reference",
+            fix='add reference=FOLDER or pass roles={"reference": MODEL}, the policy that training began with',
+        )
+    return given or origin
+
+
+def _policy(parts: TaskInputs, origin: BaseModelSource) -> Callable[[World], nn.Module]:
+    """What makes a copy of the policy that was given, to be trained."""
+
+    def build(world: World) -> nn.Module:
+        if parts.is_evaluation or origin.is_sharded_init:
+            return _prepared_for_training(origin.policy(parts.options, world), parts.options)
+        return _sharded(origin.trainable_copy(parts.options, world.device), parts.options, world)
+
+    return build
+
+
+def _rewards(parts: TaskInputs) -> Any:
+    """What the role `reward` was given, or the option of that name; None where an environment gives the rewards."""
+    options = cast(RLOptions, parts.options)
+    given = parts.inputs.roles.get("reward", options.reward)
+    has_environment = "environment" in parts.inputs.roles
+    if has_environment and given is None:
+        return None
+    if has_environment:
+        raise ConfigError(
+            "answers are scored twice",
+            got="the roles reward and environment",
+            fix="let the environment give the rewards",
+        )
+    if given is None:
+        raise ConfigError(
+            f"{options.task} has nothing that scores answers",
+            fix='pass roles={"reward": RUN or FUNCTION}, or add reward=RUN_FOLDER, reward=exact or '
+            "reward=package.module:function",
+        )
+    return given
+
+
+def _reward_source(parts: TaskInputs, source: Any, origin: Callable[[], BaseModelSource]) -> Any:
+    """What gives the rewards: a scalar model with its tokenizer, a function, a name, or several."""
+    if several := reward_members(source):
+        weights = {name: weighted_member(name, each) for name, each in several.items()}
+        return {name: (weight, _reward_source(parts, each, origin)) for name, (weight, each) in weights.items()}
+    if not isinstance(source, (str, Path)) or not Path(source).expanduser().is_dir():
+        return source
+    folder = Path(source).expanduser()
+    if is_adapter(folder):
+        return origin().reward_model(folder, parts.options)
+    model = load_reward_model(folder, parts.device, parts.options.compile_level)
+    return RewardModel(model=model, tokenizer=find_tokenizer_or_none(folder))
+
+
+def _critic(basis: ValueHeadModel | None, origin: BaseModelSource, options: RLOptions, world: World) -> ValueHeadModel:
+    """A scalar model that expects what answers will score."""
+    if basis is not None:
+        critic = ValueHeadModel(_critic_backbone(basis.backbone, options, world.device))
+        critic.init_from_reward_model(basis)
+    else:
+        critic = ValueHeadModel(origin.trainable_copy(options, world.device, "critic"))
+        critic.reset_head(options.seed)
+    return critic
+
+
+def _critic_backbone(backbone: nn.Module, options: RLOptions, device: torch.device) -> nn.Module:
+    """What a critic reads with, beginning as what the reward model reads with."""
+    if options.lora.is_on and isinstance(backbone, Decoder):
+        return copy_with_adapter(backbone, "critic", options.lora.config, options.seed, options.compile_level)
+    return copy_model(backbone, device, options.compile_level)
+
+
+def _pairs(parts: TaskInputs) -> DatasetSplits[PreferencePair]:
+    return parts.rows("pairs", "chosen and rejected, and prompt unless both begin with it")
+
+
+def _stored_reward_model(parts: TaskInputs) -> BaseModelSource | None:
+    """The reward model in files that is gone on with, or looked at, piece by piece; None where there is none, and for
+    adapters, which stand on one that is whole."""
+    folder = parts.options.checkpoint
+    if (
+        parts.inputs.model is not None
+        or folder is None
+        or parts.options.lora.is_on
+        or not is_reward_model(Path(folder))
+    ):
+        return None
+    return stored_base_model(parts.options, parts.tokenizer, partial(open_reward_model, Path(folder)))
+
+
+def _loaded_reward_model(parts: TaskInputs) -> ValueHeadModel | None:
+    """The reward model in memory that is gone on with, or looked at; None where one begins from a language model."""
+    given, folder = parts.inputs.model, parts.options.checkpoint
+    if isinstance(given, ValueHeadModel):
+        return given
+    is_there = given is None and folder is not None and is_reward_model(Path(folder))
+    if is_there and folder is not None and parts.options.lora.is_on:
+        return load_reward_model(Path(folder), parts.device, parts.options.compile_level)
+    if parts.is_evaluation and not is_there:
+        raise ModelError("there is no reward model to evaluate", fix="add checkpoint=RUN, or train one first")
+    return None
+
+
+def _sharded(model: nn.Module, options: StageOptions, world: World) -> nn.Module:
+    """The model ready for its trainer, and cut as the world's degrees say."""
+    parallel_model_of(_prepared_for_training(model, options), world, sharding_of(model))
+    return model
+
+
+def _prepared_for_training(model: nn.Module, options: StageOptions) -> nn.Module:
+    """The model as its trainer wants it: nothing kept within a block, or blocks compiled."""
+    for decoder in (each for each in model.modules() if isinstance(each, Decoder)):
+        decoder.recompute = options.trainer.activation_checkpointing
+        if options.compile_level == "O2":
+            decoder.compile_blocks()
+    return model

@@ -1,0 +1,210 @@
+"""A file of prompts to a file of answers, in the same order, whatever happens on the way.
+
+While it is made, what is answered lies in OUTPUT.part: what it was begun with, then an answer a line. OUTPUT appears
+when all is answered. The noise of an answer is keyed by its line, so going on gives what never stopping would have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, final
+
+from kitforge.data.template import template_of
+from kitforge.foundation.config import to_dict
+from kitforge.foundation.errors import ConfigError, DataError, KitforgeError
+from kitforge.foundation.files import atomic_file
+from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
+from kitforge.kits.transformers.questions import check_text
+
+# The columns that an answer adds to its prompt's row.
+_OUTPUT_COLUMNS = ("generated_text", "finish_reason")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPrompt:
+    """A line of the file: an object with `prompt`, a text, or `messages`, a chat. Whatever else it has is kept, so it
+    may have no column that an answer brings."""
+
+    where: str
+    values: Mapping[str, Any]
+
+
+def read_prompts(path: Path) -> list[BatchPrompt]:
+    """Every line that is not blank. Raises DataError naming file and line."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError("the prompts cannot be read", got=f"{path}: {error.strerror}") from None
+    prompts = [_read(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise DataError(f"{path} has no prompts", got="no lines", expected='{"prompt": "..."}, one object a line')
+    return prompts
+
+
+def run_batch_inference(
+    texts: TextEngine,
+    prompts: Sequence[BatchPrompt],
+    target: Path,
+    options: InferenceOptions,
+    model: str,
+    progress: Callable[[int], None] = lambda _done: None,
+) -> None:
+    """Write `target`, or go on with it where that was begun with the same prompts, options and model.
+
+    Raises ConfigError where `target` is there already or was begun with others, DataError for a prompt that cannot be
+    answered, naming its line; what has been answered before is kept.
+    """
+    if target.exists():
+        raise ConfigError("there are answers already", got=target, fix="choose another output=, or move them away")
+    part = target.with_name(f"{target.name}.part")
+    settings = _settings(prompts, options, model)
+    part.parent.mkdir(parents=True, exist_ok=True)
+    with open(part, "a+b") as file:
+        done = _reopen(file, part, settings)
+        progress(done)
+        for line in _output_lines(texts, prompts, options, done):
+            file.write(line)
+            file.flush()
+            done += 1
+            progress(done)
+        os.fsync(file.fileno())
+        file.seek(len(settings))
+        with atomic_file(target) as whole:
+            whole.write(file.read())
+    part.unlink()
+
+
+@final
+class _Pending:
+    """An answer as far as it has come."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.text = ""
+        self.finish_reason: str | None = None
+
+    def add(self, delta: TextDelta) -> None:
+        """Go on with what came next."""
+        self.text += delta.text
+        self.finish_reason = delta.finish_reason
+
+
+def _output_lines(
+    texts: TextEngine, prompts: Sequence[BatchPrompt], options: InferenceOptions, start: int
+) -> Iterator[bytes]:
+    """The lines from `start` on, in order. Prompts are handed in a little ahead of the line that is waited for."""
+    ahead = 4 * texts.engine.options.max_num_seqs
+    pending: dict[int, _Pending] = {}
+    finished: dict[int, _Pending] = {}
+    submitted = written = start
+    try:
+        while written < len(prompts):
+            while submitted < min(len(prompts), written + ahead):
+                pending[_submit(texts, prompts[submitted], options, submitted)] = _Pending(submitted)
+                submitted += 1
+            finished |= {found.index: found for found in _step(texts, pending)}
+            while written in finished:
+                yield _line(prompts[written], finished.pop(written))
+                written += 1
+    finally:
+        for request in pending:
+            texts.cancel(request)
+
+
+def _step(texts: TextEngine, pending: dict[int, _Pending]) -> list[_Pending]:
+    """The answers that have ended with this step; they are not pending any more."""
+    ended = []
+    for delta in texts.step():
+        if delta.error is not None:
+            raise delta.error
+        pending[delta.request].add(delta)
+        if delta.finish_reason is not None:
+            ended.append(pending.pop(delta.request))
+    return ended
+
+
+def _submit(texts: TextEngine, prompt: BatchPrompt, options: InferenceOptions, index: int) -> int:
+    values = prompt.values
+    try:
+        tokens = (
+            texts.tokenizer.encode_prompt(values["prompt"])
+            if "prompt" in values
+            else template_of(texts.tokenizer).tokens(values["messages"], opens_reply=True)
+        )
+        return texts.submit(tokens, options, key=index)
+    except KitforgeError as error:
+        raise DataError(f"{prompt.where}: {error}") from None
+
+
+def _line(prompt: BatchPrompt, found: _Pending) -> bytes:
+    answer = dict(zip(_OUTPUT_COLUMNS, (found.text, found.finish_reason), strict=True))
+    return json.dumps({**prompt.values, **answer}, ensure_ascii=False).encode() + b"\n"
+
+
+def _settings(prompts: Sequence[BatchPrompt], options: InferenceOptions, model: str) -> bytes:
+    """The first line of a part: what its answers depend on. How the engine fills its steps is none of that."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps(prompt.values, sort_keys=True).encode() + b"\n")
+    chosen = to_dict(options)
+    del chosen["engine"]
+    settings = {"model": model, "prompts": digest.hexdigest(), "options": chosen}
+    return json.dumps(settings, sort_keys=True).encode() + b"\n"
+
+
+def _reopen(file: IO[bytes], path: Path, settings: bytes) -> int:
+    """How many answers are there already. A line that was cut short is taken away."""
+    file.seek(0)
+    content = file.read()
+    whole = content[: content.rfind(b"\n") + 1]
+    if not whole:
+        file.truncate(0)
+        file.write(settings)
+        return 0
+    if not whole.startswith(settings):
+        raise ConfigError(
+            "the answers were begun with another model, other prompts or other options",
+            got=path,
+            fix="use the same ones again, or remove the file to begin anew",
+        )
+    file.truncate(len(whole))
+    return whole.count(b"\n") - 1
+
+
+def _read(where: str, line: bytes) -> BatchPrompt:
+    try:
+        values = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise DataError(f"{where} is not text in UTF-8") from None
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON", got=error) from None
+    expected = '{"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}'
+    if not isinstance(values, dict) or ("prompt" in values) == ("messages" in values):
+        raise DataError(f"{where} is not a prompt", got=line[:80].decode("utf-8", "replace"), expected=expected)
+    check_text(values, where)
+    taken = [name for name in _OUTPUT_COLUMNS if name in values]
+    if taken:
+        raise DataError(
+            f"{where} has columns that its answer would overwrite", got=", ".join(taken), fix="give them other names"
+        )
+    if "prompt" in values and not (isinstance(values["prompt"], str) and values["prompt"]):
+        raise DataError(f"{where} has a prompt that is no text or empty", expected=expected)
+    if "messages" in values and not _is_chat(values["messages"]):
+        raise DataError(f"{where} has messages that are no chat", expected=expected)
+    return BatchPrompt(where=where, values=values)
+
+
+def _is_chat(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(
+            isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
+            for each in messages
+        )
+    )

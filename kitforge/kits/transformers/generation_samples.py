@@ -1,0 +1,84 @@
+"""The tokenizer beside the run, and continuations of a few prompts at every evaluation, for people to read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import final
+
+from torch import nn
+
+from kitforge.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
+from kitforge.foundation.files import write_text
+from kitforge.inference.engine import Engine, kv_bytes_per_token
+from kitforge.inference.options import EngineOptions
+from kitforge.inference.text_engine import InferenceOptions
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
+
+# Bytes of weights that the samples of one evaluation may gather on a rank: a second or so between GPUs of one machine.
+GATHERED = 64 * 2**30
+
+
+@final
+class GenerationSamples(Callback):
+    """Writes tokenizer/ when the run starts, then samples/step_N.json."""
+
+    def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, options: InferenceOptions) -> None:
+        self._prompts = list(prompts)
+        self._tokenizer = tokenizer
+        self._options = options
+        self._is_told = False
+
+    def on_event(self, event: Event, run: RunContext) -> None:
+        """Save the tokenizer at the start, generate after an evaluation."""
+        is_first = run.world.rank == 0
+        if event.kind == "start" and run.folder is not None and is_first:
+            self._tokenizer.save(run.folder / TOKENIZER_FOLDER)
+        if event.kind != "evaluate" or run.folder is None or not self._prompts:
+            return
+        prompts = [self._tokenizer.encode_prompt(prompt) for prompt in self._prompts]
+        # Every rank takes part, since each may hold only pieces of the model.
+        if self._costs_too_much(run):
+            return
+        chosen = engine_options(run.model, self._options, [len(prompt) for prompt in prompts])
+        engine = Engine(run.model, chosen, stop_ids=self._tokenizer.eos_ids)
+        completions = engine.generate(prompts, self._options)
+        run.state.parallel.reshard()
+        if not is_first:
+            return
+        texts = [self._tokenizer.decode(samples[0].content) for samples in completions]
+        samples = [{"prompt": prompt, "text": text} for prompt, text in zip(self._prompts, texts, strict=True)]
+        step = run.state.cursor.step
+        page = json.dumps({"step": step, "samples": samples}, ensure_ascii=False, indent=1)
+        write_text(run.folder / "samples" / f"step_{step}.json", page)
+
+    def _costs_too_much(self, run: RunContext) -> bool:
+        """Whether the weights would be gathered too often; said once. Where they are cut over `shard`, no rank may hold
+        all of them, so every token of a text has every rank gather every block."""
+        mesh = run.world.mesh
+        if mesh is None or mesh.degree("shard") == 1 or mesh.degrees.zero_stage < 3:
+            return False
+        once = sum(each.numel() * each.element_size() for each in run.model.parameters())
+        affordable = GATHERED // max(once, 1)
+        if self._options.max_new_tokens <= affordable:
+            return False
+        if not self._is_told:
+            self._is_told = True
+            size = f"left out: each new token would gather {once / 2**30:.1f} GiB of weights"
+            run.log_event("samples", f"{size}; inference.max_new_tokens={affordable} would do" if affordable else size)
+        return True
+
+
+def engine_options(model: nn.Module, options: InferenceOptions, lengths: Sequence[int]) -> EngineOptions:
+    """An engine with room for texts after prompts of these lengths and for no other, all of them in every pass."""
+    given = options.engine
+    # A block more for each, which the scheduler wants free before it lets a further text in.
+    blocks = sum(-(-(length + options.max_new_tokens) // given.block_size) + 1 for length in lengths)
+    memory = blocks * given.block_size * kv_bytes_per_token(model)
+    return dataclasses.replace(
+        given,
+        max_num_seqs=len(lengths),
+        max_num_batched_tokens=max(given.max_num_batched_tokens, len(lengths)),
+        kv_cache_bytes=memory if given.kv_cache_bytes is None else min(memory, given.kv_cache_bytes),
+    )

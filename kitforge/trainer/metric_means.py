@@ -1,0 +1,37 @@
+"""Evaluation that does not depend on the batch size: sums over all batches, divided once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kitforge.foundation.types import Sums
+
+Batch = TypeVar("Batch")
+
+
+def weighted_means(
+    batches: Iterable[Batch],
+    sums: Callable[[Batch], Sums],
+    counts: Callable[[Batch], Sums],
+    all_reduce: Callable[[Mapping[str, Tensor]], Sums] = dict,
+) -> dict[str, float]:
+    """`sum of sums / sum of counts` by name, in float64; a sum without a count of its own is divided by "loss"'s.
+    `over_ranks` adds up what each rank has found in its share of the batches."""
+    totals: dict[str, float] = {}
+    divisors: dict[str, float] = {}
+    for batch in batches:
+        for name, value in sums(batch).items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+        for name, value in counts(batch).items():
+            divisors[name] = divisors.get(name, 0.0) + float(value)
+    totals, divisors = _all_reduced(totals, all_reduce), _all_reduced(divisors, all_reduce)
+    return {name: total / max(divisors.get(name, divisors["loss"]), 1.0) for name, total in totals.items()}
+
+
+def _all_reduced(values: Mapping[str, float], over_ranks: Callable[[Mapping[str, Tensor]], Sums]) -> dict[str, float]:
+    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    return {name: float(value) for name, value in over_ranks(tensors).items()}

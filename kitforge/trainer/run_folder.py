@@ -1,0 +1,159 @@
+"""A run: a folder, the loop, and the callbacks that every run has."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from kitforge.core.parallel.world import World
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import ConfigError, KitforgeError
+from kitforge.foundation.files import write_text
+from kitforge.foundation.log import console
+from kitforge.trainer.callbacks.callback import Callback
+from kitforge.trainer.callbacks.checkpointing import CheckpointCallback
+from kitforge.trainer.callbacks.early_stopping import EarlyStopping
+from kitforge.trainer.callbacks.metrics_file import MetricsFile
+from kitforge.trainer.callbacks.plateau import PlateauCallback
+from kitforge.trainer.callbacks.profiler import Profiler
+from kitforge.trainer.callbacks.progress import ProgressDisplay
+from kitforge.trainer.callbacks.report_page import ReportPage
+from kitforge.trainer.callbacks.tracking import WandbCallback
+from kitforge.trainer.loop import Loop
+from kitforge.trainer.options import RunOptions
+from kitforge.trainer.resume import find_resume_checkpoint
+from kitforge.trainer.task import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a finished run leaves behind; accepted wherever a model is."""
+
+    folder: Path
+    model: nn.Module
+    processor: Any
+    metrics: dict[str, float]
+    was_interrupted: bool = False
+
+
+def default_folder(options: RunOptions, model_name: str) -> Path:
+    """The folder that the options name, or a new one below runs/."""
+    if options.output_dir is None and options.resume == "auto":
+        raise ConfigError("resume=auto goes on in a folder", got="output_dir=null", fix="add output_dir=runs/latest")
+    if options.output_dir is None:
+        return _new_folder(f"{time.strftime('%Y%m%d-%H%M%S')}-{options.task}-{model_name}")
+    folder = Path(options.output_dir)
+    for path in (folder, *folder.parents):
+        check(path.is_dir() or not path.exists(), "output_dir", options.output_dir, f"folders; {path} is a file")
+    # The run behind runs/latest, since the link itself is about to point to this run.
+    return Path(os.path.relpath(folder.resolve())) if folder.is_symlink() else folder
+
+
+def _new_folder(name: str) -> Path:
+    """Two runs may start within the same second."""
+    folders = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return next(folder for folder in folders if not folder.exists())
+
+
+def make_loop(
+    task: Task,
+    options: RunOptions,
+    folder: Path,
+    *,
+    world: World,
+    config: Mapping[str, Any],
+    callbacks: Sequence[Callback],
+) -> Loop:
+    """The loop of a run with its standing callbacks; those handed in are told first."""
+    standing = _default_callbacks(options, folder, dict(config), world)
+    return Loop(task, options, world, folder=folder, callbacks=[*callbacks, *standing], config=config)
+
+
+def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> dict[str, float]:
+    """Train in `folder`, from where `options.resume` says."""
+    found = find_resume_checkpoint(
+        options.resume,
+        folder,
+        lambda event, message: console.print(f"{event}: {message}", markup=False),
+        loop.world,
+    )
+    # Whatever is refused is refused before a file of the run is touched, on any rank.
+    if found is not None:
+        loop.resume(found)
+    loop.world.all_gather_object(None)
+    if loop.world.rank > 0:
+        return loop.train()
+    before, made = _latest_target(folder), [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "config.yaml", config_text)
+    _link_latest(folder, folder.name)
+    try:
+        return loop.train()
+    except KitforgeError:
+        # What fails on its data before the first step leaves nothing to look at or to go on from.
+        if made and loop.state.cursor.step == 0:
+            _link_latest(folder, before)
+            shutil.rmtree(made[-1], ignore_errors=True)
+        raise
+
+
+def _default_callbacks(options: RunOptions, folder: Path, config: dict[str, Any], world: World) -> list[Callback]:
+    """In the order in which they must hear of an event: what decides, what writes, what saves, what draws. One rank
+    writes and speaks; all of them decide, and save what they hold."""
+    trainer = options.trainer
+    chosen: list[Callback] = []
+    if options.schedule.name == "plateau":
+        chosen.append(PlateauCallback())
+    if trainer.early_stopping is not None:
+        chosen.append(EarlyStopping(trainer.early_stopping))
+    is_first = world.rank == 0
+    if trainer.profile and is_first:
+        chosen.append(Profiler(folder / "profile"))
+    if is_first:
+        chosen.append(MetricsFile(folder / "metrics.jsonl"))
+    chosen.append(
+        CheckpointCallback(
+            folder / "checkpoints",
+            save_total_limit=trainer.save_total_limit,
+            world=world,
+            num_increments=trainer.incremental_checkpoints,
+        )
+    )
+    if trainer.wandb is not None and is_first:
+        chosen.append(WandbCallback(trainer.wandb, config))
+    if trainer.progress and is_first:
+        chosen.append(ProgressDisplay())
+    if is_first:
+        chosen.append(ReportPage())
+    return chosen
+
+
+def _latest_target(folder: Path) -> str | None:
+    """Where `latest` beside the run points to."""
+    try:
+        return os.readlink(folder.parent / "latest")
+    except OSError:
+        return None
+
+
+def _link_latest(folder: Path, target: str | None) -> None:
+    """Let `latest` beside the run point to a run, or to none; where links cannot be made there is none."""
+    link = folder.parent / "latest"
+    draft = folder.parent / f".latest.{os.getpid()}"
+    try:
+        draft.unlink(missing_ok=True)
+        if target is None:
+            link.unlink(missing_ok=True)
+            return
+        draft.symlink_to(target)
+        os.replace(draft, link)
+    except OSError:
+        draft.unlink(missing_ok=True)

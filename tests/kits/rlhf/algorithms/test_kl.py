@@ -1,0 +1,97 @@
+"""The estimators over all outcomes of a small distribution, where every mean is a finite sum."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitforge.kits.rlhf.algorithms.kl import KlEstimator, biased_kl_loss, kl_estimate, kl_loss
+from tests.kits.rlhf.algorithms.sequences import numbers
+
+ESTIMATORS = get_args(KlEstimator)
+OUTCOMES = torch.ones(7, dtype=torch.bool)
+LOGITS, REFERENCE = numbers(0, OUTCOMES), numbers(1, OUTCOMES).log_softmax(-1)
+
+
+def gradient(of: Tensor, logits: Tensor) -> Tensor:
+    return torch.autograd.grad(of, logits)[0]
+
+
+def exact() -> tuple[float, Tensor]:
+    """KL(policy || reference) and its gradient."""
+    logits = LOGITS.clone().requires_grad_()
+    log_probs = logits.log_softmax(-1)
+    value = (log_probs.exp() * (log_probs - REFERENCE)).sum()
+    return value.item(), gradient(value, logits)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_mean_of_k1_and_k3_is_the_divergence(estimator: KlEstimator) -> None:
+    log_probs = LOGITS.log_softmax(-1)
+    found = (log_probs.exp() * kl_estimate(log_probs, REFERENCE, estimator)).sum()
+    assert float(found) == pytest.approx(exact()[0], abs=1e-12)
+
+
+def test_k2_and_k3_are_never_negative() -> None:
+    log_probs = LOGITS.log_softmax(-1)
+    assert all(bool((kl_estimate(log_probs, REFERENCE, each) >= 0).all()) for each in ("k2", "k3"))
+    assert bool((kl_estimate(log_probs, REFERENCE, "k1") < 0).any())
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_gradient_of_the_loss_is_that_of_the_divergence(estimator: KlEstimator) -> None:
+    logits = LOGITS.clone().requires_grad_()
+    log_probs = logits.log_softmax(-1)
+    loss = (log_probs.exp().detach() * kl_loss(log_probs, REFERENCE, estimator)).sum()
+    assert torch.allclose(gradient(loss, logits), exact()[1], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_it_stays_so_for_tokens_of_an_older_policy(estimator: KlEstimator) -> None:
+    older = numbers(2, OUTCOMES).log_softmax(-1)
+    logits = LOGITS.clone().requires_grad_()
+    log_probs = logits.log_softmax(-1)
+    loss = (older.exp() * kl_loss(log_probs, REFERENCE, estimator, rollout_logprobs=older)).sum()
+    assert torch.allclose(gradient(loss, logits), exact()[1], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_value_of_the_loss_is_the_estimate(estimator: KlEstimator) -> None:
+    log_probs = LOGITS.log_softmax(-1)
+    loss = kl_loss(log_probs, REFERENCE, estimator)
+    assert torch.allclose(loss, kl_estimate(log_probs, REFERENCE, estimator), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_policy_that_is_its_reference_is_at_no_distance(estimator: KlEstimator) -> None:
+    assert torch.equal(kl_estimate(REFERENCE, REFERENCE, estimator), torch.zeros_like(REFERENCE))
+    assert not kl_estimate(LOGITS.clone().requires_grad_(), REFERENCE, estimator).requires_grad
+
+
+def test_k3_as_published_has_the_gradient_of_the_other_divergence() -> None:
+    # Shao et al. (2024), equation 4: ref / pi - log(ref / pi) - 1, differentiated as it stands.
+    logits = LOGITS.clone().requires_grad_()
+    log_probs = logits.log_softmax(-1)
+    loss = biased_kl_loss(log_probs, REFERENCE, "k3")
+    rest = REFERENCE.exp() / log_probs.exp()
+    assert torch.allclose(loss, rest - rest.log() - 1, atol=1e-12, rtol=0)
+    backward = (REFERENCE.exp() * (REFERENCE - LOGITS.log_softmax(-1))).sum()
+    assert backward > 0
+    found = gradient((log_probs.exp().detach() * loss).sum(), logits)
+    again = LOGITS.clone().requires_grad_()
+    wanted = gradient((REFERENCE.exp() * (REFERENCE - again.log_softmax(-1))).sum(), again)
+    assert torch.allclose(found, wanted, atol=1e-12, rtol=0)
+    assert not torch.allclose(found, exact()[1], atol=1e-3)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("away", [-200.0, 200.0])
+def test_any_distance_has_a_finite_loss_and_gradient(estimator: KlEstimator, away: float) -> None:
+    log_probs = torch.tensor([away], requires_grad=True)
+    for old in (torch.zeros(1), torch.full((1,), 2 * away)):
+        loss = kl_loss(log_probs, torch.zeros(1), estimator, rollout_logprobs=old)
+        assert torch.isfinite(loss).all() and torch.isfinite(gradient(loss.sum(), log_probs)).all()
+    assert torch.isfinite(kl_estimate(log_probs, torch.zeros(1), estimator)).all()

@@ -1,0 +1,121 @@
+"""Networks that are cut: ranks with a piece of each do what one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitforge.core.checkpoint.safetensors_file import TensorFile
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.kits.rlhf.build import TASKS
+from kitforge.kits.rlhf.model_loading import load_policy
+from kitforge.kits.rlhf.tasks import Inputs
+from kitforge.trainer.run_folder import train
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import TestRendezvous
+from tests.kits.rlhf import runs
+from tests.trainer import tiny
+
+# Five rows a step for two ranks and more, and answers of a round that two minibatches divide.
+CHOICES = {
+    "data.batch_size": 5,
+    "data.eval_fraction": 0.3,
+    "trainer.micro_batch_size": 2,
+    "trainer.max_steps": 2,
+    "trainer.checkpoint_every": 2,
+}
+# Matrices that are cut by rows and by columns, in attention and beyond it.
+ADAPTERS = {"lora.rank": 3, "lora.target_modules": ["query", "value", "out", "up", "down"]}
+ALONE = ParallelConfig(sequence_parallel=False)
+SHARD = ParallelConfig(shard=2, sequence_parallel=False)
+TENSOR = ParallelConfig(tensor=2, sequence_parallel=False)
+SQUARE = ParallelConfig(shard=2, tensor=2, sequence_parallel=False)
+LESS = [ParallelConfig(shard=2, zero_stage=zero, sequence_parallel=False) for zero in (1, 2)]
+# Stages, what they are told beside, and how networks are cut.
+SPLIT: list[tuple[str, dict[str, Any], ParallelConfig]] = [
+    *(("sft", ADAPTERS, degrees) for degrees in (SHARD, *LESS, TENSOR)),
+    *(("ppo", {}, degrees) for degrees in (SHARD, TENSOR)),
+    ("reward", {}, SHARD),
+    ("dpo", {}, TENSOR),
+    ("kto", {}, SHARD),
+    ("grpo", ADAPTERS, TENSOR),
+]
+QUARTERS: list[tuple[str, dict[str, Any], ParallelConfig]] = [("sft", ADAPTERS, SQUARE), ("ppo", ADAPTERS, SQUARE)]
+
+
+def trained(_rank: int, folder: Path, cases: list[tuple[str, dict[str, Any], ParallelConfig]]) -> list[dict[str, Any]]:
+    """Metrics and whole weights of a short run of each case, in float64."""
+    torch.set_num_threads(1)
+    return [run(folder / f"{number}", *case) for number, case in enumerate(cases)]
+
+
+def run(folder: Path, stage: str, choices: dict[str, Any], degrees: ParallelConfig) -> dict[str, Any]:
+    rounds = runs.ROUNDS | {"rl.num_minibatches": 2} if stage in runs.RL else {}
+    values = runs.OPTIONS | runs.SHAPED.get(stage, {}) | CHOICES | rounds | choices
+    values |= {
+        f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel", "zero_stage")
+    }
+    options = TASKS[stage].read_options(tiny.nested(values | {"task": stage, "output_dir": str(folder)}))
+    TASKS[stage].check_parallel(options)
+    inputs = Inputs(
+        processor=ByteTokenizer(),
+        model=runs.network(torch.float64),
+        train_dataset=runs.ROWS.get(stage, runs.PROMPTS),
+        roles={"reward": runs.letters} if stage in runs.RL else {},
+    )
+    made: Any = TASKS[stage].assemble(options, inputs, TestRendezvous(degrees))  # type: ignore[arg-type]
+    metrics = train(made.loop, made.options, made.folder, made.config_text)
+    parallel = made.loop.state.parallel
+    weights = {name: parallel.full_tensor(name) for name, each in parallel.parameters().items() if each.requires_grad}
+    return {"metrics": metrics, "weights": weights}
+
+
+def adapter(folder: Path) -> dict[str, Tensor]:
+    file = TensorFile(folder / "adapter" / "adapter_model.safetensors", ModelError)
+    return {name: file.tensor(name) for name in file.names()}
+
+
+def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.allclose(found[name], value, rtol=0, atol=1e-9), f"{what}: {name}"
+
+
+@pytest.mark.slow
+def test_ranks_with_pieces_equal_one(tmp_path: Path) -> None:
+    wanted: dict[str, dict[str, Any]] = {}
+    for size, cases in ((2, SPLIT), (4, QUARTERS)):
+        for stage, choices, _ in cases:
+            name = f"{stage}{len(choices)}"
+            if name not in wanted:
+                wanted[name] = run(tmp_path / name, stage, choices, ALONE)
+        for rank in run_ranks(size, trained, tmp_path / f"{size}", cases):
+            for found, (stage, choices, degrees) in zip(rank, cases, strict=True):
+                one = wanted[f"{stage}{len(choices)}"]
+                assert_close(
+                    found["weights"], one["weights"], f"{stage} {degrees.describe()} zero={degrees.zero_stage}"
+                )
+                # The loss of pairs is computed in fp32.
+                assert found["metrics"] == pytest.approx(one["metrics"], abs=1e-6)
+    # One process goes on where four have ended, and what they left is an adapter and a policy like any other.
+    whole, cut = tmp_path / "sft2", tmp_path / "4" / "0"
+    assert_close(adapter(cut), adapter(whole), "adapter")
+    tokens = torch.arange(9).unsqueeze(0)
+    with torch.no_grad():
+        left, right = (load_policy(each, torch.device("cpu"))(tokens) for each in (cut, whole))
+    torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
+    further = ADAPTERS | {"trainer.max_steps": 3, "resume": "auto", "trainer.allow_config_changes": True}
+    longer, same = (run(folder, "sft", further, ALONE) for folder in (cut, whole))
+    assert_close(longer["weights"], same["weights"], "resumed")
+
+
+def test_texts_of_any_length_are_not_cut_themselves() -> None:
+    options = TASKS["dpo"].read_options({"task": "dpo", "parallel": {"tensor": 2}})
+    with pytest.raises(ConfigError, match=r"parallel\.sequence"):
+        TASKS["dpo"].check_parallel(options)

@@ -1,0 +1,95 @@
+"""Files of prompts become files of answers, also after a kill in the middle of a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.inference.engine import Engine
+from kitforge.inference.options import EngineOptions
+from kitforge.inference.text_engine import InferenceOptions, TextEngine
+from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference
+from kitforge.models.catalog import config_of
+from kitforge.models.loading import build
+from tests.trainer import tiny
+
+OPTIONS = InferenceOptions(max_new_tokens=8, temperature=1.0)
+
+
+@pytest.fixture
+def texts() -> TextEngine:
+    config = config_of(tiny.LLAMA | {"vocab_size": ByteTokenizer.vocab_size})
+    model = build(config, device=torch.device("cpu"), seed=3).eval()
+    return TextEngine(Engine(model, EngineOptions(max_num_seqs=2), stop_ids=(256,)), ByteTokenizer())
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "ab" * (1 + place % 5), "id": place}) + "\n" for place in range(20)))
+    return path
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("lost", [0, 7])
+def test_a_killed_file_goes_on_to_what_it_would_have_been(
+    texts: TextEngine, prompts: Path, tmp_path: Path, lost: int
+) -> None:
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    run_batch_inference(texts, read_prompts(prompts), whole, OPTIONS, "run")
+    assert [json.loads(line)["id"] for line in whole.read_text().splitlines()] == list(range(20))
+
+    def kill(done: int) -> None:
+        if done == 9:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run_batch_inference(texts, read_prompts(prompts), broken, OPTIONS, "run", kill)
+    part = tmp_path / "broken.jsonl.part"
+    content = part.read_bytes()
+    part.write_bytes(content[: len(content) - lost])
+    with pytest.raises(ConfigError, match="begun with another"):
+        run_batch_inference(texts, read_prompts(prompts), broken, InferenceOptions(max_new_tokens=9), "run")
+    run_batch_inference(texts, read_prompts(prompts), broken, OPTIONS, "run")
+    assert broken.read_bytes() == whole.read_bytes()
+    assert not part.exists()
+    with pytest.raises(ConfigError, match="answers already"):
+        run_batch_inference(texts, read_prompts(prompts), broken, OPTIONS, "run")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"{", "not JSON"),
+        (b'{"text": "a"}', "not a prompt"),
+        (b'{"prompt": ""}', "empty"),
+        (b"\xff", "UTF-8"),
+        (b'{"prompt": "a \\ud800"}', "half of a surrogate pair"),
+        (b'{"prompt": "a", "note": ["\\udc00"]}', "half of a surrogate pair"),
+        (b'{"prompt": "a", "generated_text": "b", "id": 1}', "would overwrite"),
+        (b'{"prompt": "a", "finish_reason": null}', "would overwrite"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, words: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n\n' + line + b"\n")
+    with pytest.raises(DataError, match=rf"prompts\.jsonl:3 .*{words}"):
+        read_prompts(path)
+
+
+def test_a_prompt_that_is_too_long_is_named_and_those_before_it_are_kept(texts: TextEngine, tmp_path: Path) -> None:
+    path, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    lines = [{"prompt": "a"}] * 12 + [{"prompt": "a" * 500}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(DataError, match=r"prompts\.jsonl:13: the text would become longer"):
+        run_batch_inference(texts, read_prompts(path), target, OPTIONS, "run")
+    assert not target.exists()
+    assert (tmp_path / "answers.jsonl.part").read_bytes().count(b"\n") > 1

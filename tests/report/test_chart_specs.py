@@ -1,0 +1,71 @@
+"""Which charts are made of which metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kitforge.report.chart_specs import charts, is_bad
+from kitforge.report.metrics import LoggedEvent, RunRecord, Series, read_run
+
+
+def run_of(train: dict[str, float], evaluation: dict[str, float], *events: str) -> RunRecord:
+    return RunRecord(
+        name="run",
+        folder=Path("run"),
+        config_text="",
+        train={name: Series(steps=(1,), values=(value,)) for name, value in train.items()},
+        eval={name: Series(steps=(1,), values=(value,)) for name, value in evaluation.items()},
+        events=tuple(LoggedEvent(step=1, name=name, message="") for name in events),
+        samples=(),
+        problems=(),
+    )
+
+
+def test_an_evaluation_joins_the_training_metric_of_its_name() -> None:
+    found = charts([run_of({"loss": 2.0, "auc": 0.5}, {"eval/loss": 3.0, "eval/ndcg": 0.1})], ["run"])
+    lines = {chart.title: [(line.label, line.tone) for line in chart.lines] for chart in found}
+    assert lines == {
+        "Loss": [("training", 0), ("evaluation", 1)],
+        "AUC": [("training", 0)],
+        "NDCG": [("evaluation", 1)],
+    }
+
+
+def test_runs_side_by_side_have_their_own_colours_and_names() -> None:
+    runs = [run_of({"loss": 2.0}, {"eval/loss": 3.0}), run_of({"loss": 2.0}, {})]
+    (chart,) = charts(runs, ["one", "two"])
+    found = [(line.label, line.run, line.tone) for line in chart.lines]
+    assert found == [("one", 0, 0), ("one (evaluation)", 0, 0), ("two", 1, 1)]
+
+
+def test_progress_is_no_curve() -> None:
+    assert (
+        charts([run_of({"epoch": 1, "tokens": 9, "skipped": 1, "time/seconds": 5}, {"eval/tokens": 3})], ["run"]) == []
+    )
+
+
+def test_memory_is_drawn_in_a_unit_that_fits() -> None:
+    (chart,) = charts([run_of({"time/memory_bytes": 3 * 2.0**30}, {})], ["run"])
+    assert chart.unit == "GiB"
+    assert chart.lines[0].series.values == (3.0,)
+
+
+def test_checkpoints_are_not_marked_on_the_loss_but_skips_are() -> None:
+    (chart,) = charts([run_of({"loss": 1.0}, {}, "checkpoint", "skipped", "resumed")], ["run"])
+    assert [(mark.label, mark.is_bad) for mark in chart.marks] == [
+        ("skipped at step 1", True),
+        ("resumed at step 1", False),
+    ]
+
+
+@pytest.mark.parametrize("name", ["skipped", "rollback", "interrupt", "damaged"])
+def test_events_to_look_at(name) -> None:
+    assert is_bad(LoggedEvent(step=1, name=name, message=""))
+
+
+def test_a_whole_run_makes_the_charts_that_everybody_wants(write_run) -> None:
+    found = charts([read_run(write_run(num_steps=24))], ["run"])
+    assert [chart.title for chart in found][:5] == ["Loss", "Learning rate", "Gradient norm", "Throughput", "Memory"]
+    assert [chart.is_wide for chart in found][:2] == [True, False]
