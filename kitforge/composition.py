@@ -1,6 +1,6 @@
 """From presets and overrides to one plain dict. Hydra begins and ends in this file.
 
-Knows which options there are only from the dataclass that it is handed, and builds nothing.
+The options that exist are those of the task's dataclass; nothing is built here.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import inspect
 import io
 import re
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose as compose_config
+from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -28,6 +28,7 @@ from yaml import YAMLError
 
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.untrusted import check_yaml, names_function
+from kitforge.kits.registry import DEFAULT_TASK, kit_of, recorded_config, recorded_task
 from kitforge.peer_names import PEER_NAMES
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -90,12 +91,14 @@ def compose(
     single = _full_names(typed, options, ignored_sections)
     texts = {name: single.pop(name) for name in TEXT_OPTIONS if name in single}
     try:
-        values, preset = _composed(task, named, single)
+        option_sections = {each.name for each in dataclasses.fields(options)}
+        values, preset = _composed(task, named, single, option_sections)
         checkpoint = values.get("checkpoint")
         if fine_tuning is not None and (checkpoint is not None or fine_tuning.has_network):
             if "optimizer" not in named and not _chooses_optimizer(named.get("recipe")):
                 lora = "_lora" if values.get("lora", {}).get("rank", 0) else ""
-                values, _ = _composed(task, named | {"optimizer": fine_tuning.optimizer + lora}, single)
+                changed = named | {"optimizer": fine_tuning.optimizer + lora}
+                values, _ = _composed(task, changed, single, option_sections)
                 _follow_learning_rate(values, read_yaml(presets("optimizer")[fine_tuning.optimizer + lora]))
             values["model"] = {}
     except (HydraException, OmegaConfBaseException) as error:
@@ -107,10 +110,20 @@ def compose(
     return Composition(values=values | texts, model_name=preset)
 
 
-def _composed(task: str, named: Mapping[str, str], single: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def _composed(
+    task: str, named: Mapping[str, str], single: Mapping[str, Any], option_sections: Collection[str]
+) -> tuple[dict[str, Any], str]:
     """The presets with single values over them, and the name of the model's preset."""
-    config, preset = _compose_presets({"task": task, **named})
+    has_preset = task in presets("task")
+    config, preset = _compose_presets({"task": task, **named} if has_preset else named)
     _refuse_functions(config)
+    if not has_preset:
+        # A task of an installed kit: the groups that its options have.
+        for name in named.keys() - option_sections - {"recipe"}:
+            raise ConfigError(f"task {task!r} has no option {name!r}", got=f"{name}={named[name]}", fix="leave it out")
+        for section in [each for each in config if each not in option_sections]:
+            del config[section]
+        preset = preset if "model" in option_sections else task
     # What was asked for counts, whatever task a recipe was made for.
     return to_plain_dict(OmegaConf.merge(config, nested(single), {"task": task})), preset
 
@@ -163,6 +176,48 @@ def recipe_task(name: Any) -> str | None:
     """The task that a recipe is made for; None where it says nothing, or is none of ours."""
     path = presets("recipe").get(str(name))
     return None if path is None else read_yaml(path).get("task")
+
+
+def task_of(choices: Mapping[str, Any]) -> str:
+    """The task that is asked for: by name, else that of a checkpoint, else that of a recipe."""
+    named = choices.get("task") or recorded_task(choices.get("checkpoint")) or recipe_task(choices.get("recipe"))
+    return str(named or DEFAULT_TASK)
+
+
+def text_task_of(choices: Mapping[str, Any]) -> str:
+    """The task whose options generate text with the chosen model. Raises ConfigError for a model that gives scores."""
+    task = task_of(choices)
+    if (text_task := kit_of(task).TEXT_TASK) is None:
+        raise ConfigError(
+            f"a run of {task} gives scores and writes no text",
+            got=f"checkpoint={choices.get('checkpoint')}",
+            expected="a run of text_generation or of a stage that trains a policy",
+            fix="score a file: kitforge predict checkpoint=RUN data.eval=FILE output=FILE",
+        )
+    return text_task
+
+
+def compose_config(
+    task: str, choices: Mapping[str, Any], ignored_sections: Sequence[str] = (), *, has_network: bool = False
+) -> Composition:
+    """The configuration of a task: presets by name, then single values over them. Short option names do not search the
+    sections `ignored_sections`. A run that starts from weights, of a checkpoint or (`has_network`) of a network that is
+    handed over, takes the optimizer preset `Kit.FINE_TUNING`."""
+    kit = kit_of(task)
+    preset = kit.FINE_TUNING
+    fine_tuning = None if preset is None else FineTuning(optimizer=preset, has_network=has_network)
+    return compose(task, choices, kit.OPTIONS, ignored_sections, fine_tuning)
+
+
+def compose_eval_config(task: str, choices: Mapping[str, Any], ignored_sections: Sequence[str] = ()) -> Composition:
+    """The same for an evaluation, which starts from the run's own options if `Kit.evaluation_options` gives them."""
+    checkpoint, kit, base = choices.get("checkpoint"), kit_of(task), None
+    config = recorded_config(checkpoint) if isinstance(checkpoint, (str, Path)) else None
+    if config is not None and recorded_task(checkpoint) == task:
+        base = kit.evaluation_options(to_plain_dict(read_yaml(config)), dotted(choices))
+    if base is None:
+        return compose_config(task, choices, ignored_sections)
+    return compose_over(base, choices, kit.OPTIONS, ignored_sections)
 
 
 def recorded_values(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,7 +368,7 @@ def _compose_presets(named: Mapping[str, str]) -> tuple[DictConfig, str]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            config = compose_config("config", overrides, return_hydra_config=True)
+            config = hydra_compose("config", overrides, return_hydra_config=True)
     finally:
         restore_gh_from_backup(before)
     preset = str(config.hydra.runtime.choices.model)

@@ -19,8 +19,10 @@ from kitforge.core.kernels.dispatch import REFERENCE, Kernels, select
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.foundation import device as devices
 from kitforge.foundation.log import console
-from kitforge.kits.transformers.build import Inputs, assemble, read_options
+from kitforge.kits.transformers.build import TASKS, Inputs
 from kitforge.trainer.run_folder import train
+
+KIT = TASKS["text_generation"]
 
 STEPS = 20
 SHAPE = {"family": "llama", "dim": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 1408}
@@ -68,7 +70,7 @@ def check_kernels(device: torch.device) -> Iterator[tuple[str, str, str]]:
 
 def check_training(device: torch.device, precision: str, place: Path) -> tuple[str, str, str]:
     """Twenty steps of a small LLaMA on Python's own sources: does the loss fall, and how fast does it go?"""
-    options = read_options(
+    options = KIT.read_options(
         {
             "model": SHAPE,
             "device": str(device),
@@ -78,7 +80,7 @@ def check_training(device: torch.device, precision: str, place: Path) -> tuple[s
             "trainer": {"max_steps": STEPS, "progress": False, "eval_batches": 2, "eval_first": True},
         }
     )
-    assembly = assemble(options, Inputs(), Rendezvous.open(options.parallel, options.device))
+    assembly = KIT.assemble(options, Inputs(), Rendezvous.open(options.parallel, options.device))
     before = assembly.loop.evaluate()["eval/loss"]
     started = time.perf_counter()
     metrics = train(assembly.loop, options, assembly.folder, assembly.config_text)

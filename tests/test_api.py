@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from kitforge.api import Trainer, load_model, load_tokenizer, pipeline, replay, save_model
+from kitforge.api import Trainer, load_model, load_processor, pipeline, replay, save_model
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel.world import World
 from kitforge.data.tokenizer import ByteTokenizer
@@ -69,7 +69,7 @@ LINE = {"trainer.max_steps": 5, "trainer.progress": False, "optimizer.learning_r
     [
         (
             Trainer,
-            "(task, model=None, train_dataset=None, eval_dataset=None, *, roles=None, tokenizer=None, "
+            "(task, model=None, train_dataset=None, eval_dataset=None, *, roles=None, processor=None, "
             "output_dir=None, options=None, callbacks=())",
         ),
         (Trainer.train, "(self, resume=None)"),
@@ -77,7 +77,7 @@ LINE = {"trainer.max_steps": 5, "trainer.progress": False, "optimizer.learning_r
         (Trainer.finetune, "(self, checkpoint)"),
         (Trainer.evaluate, "(self)"),
         (Trainer.predict, "(self, inputs)"),
-        (pipeline, "(task, model, tokenizer=None, options=None)"),
+        (pipeline, "(task, model, processor=None, options=None)"),
     ],
 )
 def test_signatures_are_those_that_others_rely_on(method: Any, expected: str) -> None:
@@ -135,7 +135,7 @@ def test_the_same_documents_give_the_same_weights_in_every_shape() -> None:
 
 def test_a_network_in_memory_is_trained_in_place(small_run: Path) -> None:
     network = load_model(small_run)
-    run = Trainer("text_generation", network, "corpus.txt", tokenizer=ByteTokenizer(), options=WITHOUT_MODEL).train()
+    run = Trainer("text_generation", network, "corpus.txt", processor=ByteTokenizer(), options=WITHOUT_MODEL).train()
     assert run.model is network
 
 
@@ -152,8 +152,8 @@ def test_a_network_without_the_language_model_protocol_is_refused() -> None:
 
 def test_a_tokenizer_may_be_a_preset_or_a_folder(small_run: Path) -> None:
     options = OPTIONS | {"tokenizer.vocab_size": 300}
-    run = Trainer("text_generation", "llama_tiny", "corpus.txt", tokenizer="sentencepiece", options=options).train()
-    again = Trainer("text_generation", None, "corpus.txt", tokenizer=run.folder / "tokenizer", options=OPTIONS).train()
+    run = Trainer("text_generation", "llama_tiny", "corpus.txt", processor="sentencepiece", options=options).train()
+    again = Trainer("text_generation", None, "corpus.txt", processor=run.folder / "tokenizer", options=OPTIONS).train()
     assert again.processor.encode("ROMEO: line") == run.processor.encode("ROMEO: line")
 
 
@@ -176,7 +176,7 @@ def test_finetuning_takes_weights_and_nothing_else(small_run: Path) -> None:
 
 
 def test_finetuning_does_not_drop_a_network_that_was_handed_over(small_run: Path) -> None:
-    other = Trainer("text_generation", load_model(small_run), "corpus.txt", tokenizer=ByteTokenizer())
+    other = Trainer("text_generation", load_model(small_run), "corpus.txt", processor=ByteTokenizer())
     with pytest.raises(ConfigError, match="own network"):
         other.finetune(small_run)
 
@@ -225,7 +225,7 @@ def test_a_pipeline_answers_in_the_shape_of_transformers(small_run: Path) -> Non
 
 @pytest.mark.parametrize("place", ["run", "step", "export", "memory", "Run"])
 def test_a_pipeline_opens_every_kind_of_model(place: str, small_run: Path, here: Path) -> None:
-    network, tokenizer = load_model(small_run), load_tokenizer(small_run)
+    network, tokenizer = load_model(small_run), load_processor(small_run)
     save_model(network, here / "export", tokenizer)
     models: dict[str, Any] = {
         "run": small_run,
@@ -242,7 +242,7 @@ def test_a_pipeline_opens_every_kind_of_model(place: str, small_run: Path, here:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: pipeline("text_generation", nn.Linear(1, 1)), "without a tokenizer"),
+        (lambda: pipeline("text_generation", nn.Linear(1, 1)), "without a processor"),
         (lambda: pipeline("text_generation", "nowhere"), "nowhere"),
         (lambda: pipeline("text_generation", "llama_tiny"), "without weights"),
         (lambda: pipeline("text_gen", "nowhere"), "did you mean 'text_generation'"),
@@ -256,7 +256,7 @@ def test_a_pipeline_opens_every_kind_of_model(place: str, small_run: Path, here:
         (lambda: Trainer("text_generation", None, "corpus.txt").evaluate(), "no model to evaluate"),
         (lambda: Trainer(Line(), "llama_tiny"), "brings its model"),
         (lambda: Trainer(Line(), options=LINE).finetune("x"), "builds its network"),
-        (lambda: Trainer(Line(), options=LINE).predict(["x"]), "call the network"),
+        (lambda: Trainer(Line(), options=LINE).predict(["x"]), "nothing to predict with yet"),
         (lambda: Trainer(Line(), options={"data.batch_size": 3}), "data"),
         (lambda: save_model(nn.Linear(1, 1), "out"), "Linear"),
     ],

@@ -32,7 +32,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         read_options=lambda _: SimpleNamespace(checkpoint="run", device="cpu", task="any"),
         open_pipeline=lambda *_: Talker(),
     )
-    for name, value in {"kit_of": lambda _: kit, "load_model": str, "load_tokenizer": str}.items():
+    for name, value in {"kit_of": lambda _: kit, "load_model": str, "load_processor": str}.items():
         monkeypatch.setattr(module, name, lambda *given, value=value: value(given[0]))
     ours, theirs = pty.openpty()
     with open(os.dup(theirs), encoding="utf-8") as typed, open(theirs, "w", encoding="utf-8") as shown:

@@ -22,11 +22,12 @@ from rich.table import Table
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from kitforge.api import KITS, load_model, recorded_task, text_task_of
+from kitforge.api import load_model
 from kitforge.cli import main as cli
 from kitforge.cli.console import print_error, say
 from kitforge.cli.sweep import sweep_runs
 from kitforge.cli.train import show_sample
+from kitforge.composition import text_task_of
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import (
@@ -39,6 +40,7 @@ from kitforge.foundation.errors import (
     ModelError,
 )
 from kitforge.foundation.log import console, log_to_terminal, sanitize, sanitizing_console
+from kitforge.kits.registry import recorded_task, task_names
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.report.metrics import read_run
 from tests.small_run import ARGUMENTS, TEXT, WITHOUT_MODEL
@@ -119,7 +121,10 @@ def test_a_replay_is_of_one_run(tmp_path: Path) -> None:
     for arguments in ([], [str(tmp_path), str(tmp_path)]):
         with pytest.raises(ConfigError, match="one step of one run"):
             cli.run(["replay", *arguments, "step=1"])
-    with pytest.raises(KitforgeError, match=r"(?s)only runs of alignment"):
+    with pytest.raises(KitforgeError, match=r"(?s)no run in this folder"):
+        cli.run(["replay", str(tmp_path), "step=1"])
+    (tmp_path / "config.yaml").write_text("task: text_generation\n")
+    with pytest.raises(KitforgeError, match=r"(?s)keeps no rollouts to replay.*got: +task=text_generation"):
         cli.run(["replay", str(tmp_path), "step=1"])
 
 
@@ -291,7 +296,7 @@ def test_the_list_names_every_task_once_with_its_models_or_with_whose_models_it_
     cli.run(["list"])
     tables, borrowers = capsys.readouterr().out.split("tasks that start from the models of text_generation:")
     words = borrowers.replace(",", " ").split()
-    assert all((f"task {task}" in tables) != (task in words) for task in KITS)
+    assert all((f"task {task}" in tables) != (task in words) for task in task_names())
 
 
 def test_a_policy_of_any_stage_is_served_and_what_only_scores_writes_no_text(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
-from kitforge.api import KITS, kit_of, recorded_task, task_of
 from kitforge.composition import (
     CONFIGS,
     compose,
@@ -21,9 +20,11 @@ from kitforge.composition import (
     option_names,
     parse,
     presets,
+    task_of,
 )
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError
+from kitforge.kits.registry import kit_of, recorded_task, task_names
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.peer_names import PEER_NAMES
 
@@ -176,7 +177,7 @@ def test_the_name_of_another_library_is_refused_and_ours_is_named(task: str, nam
 
 
 def test_what_stands_for_the_names_of_other_libraries_exists() -> None:
-    known = {name for task in KITS for name in option_names(kit_of(task).OPTIONS)} | set(groups())
+    known = {name for task in task_names() for name in option_names(kit_of(task).OPTIONS)} | set(groups())
     assert {each for ours in PEER_NAMES.values() for each in ours} <= known
     # A name that is an option of ours as well means ours, and the table would never be asked.
     assert not PEER_NAMES.keys() & {name for name in known if "." not in name}
@@ -309,7 +310,7 @@ def test_what_is_no_option_is_refused(argument: str) -> None:
 
 @pytest.mark.slow
 def test_every_task_has_words_for_the_options_that_need_them() -> None:
-    for task in KITS:
+    for task in task_names():
         options = kit_of(task).OPTIONS
         words = option_help(options)
         known = option_names(options)

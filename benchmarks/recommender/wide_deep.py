@@ -31,7 +31,7 @@ from kitforge.data.tables.columns import LabelColumn
 from kitforge.foundation.device import describe, pick
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch
-from kitforge.kits.recommender.build import read_options
+from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.factory import new_recommender
 from kitforge.kits.recommender.features import FeatureEncoder
 from kitforge.kits.recommender.model import build_request_plan
@@ -41,6 +41,8 @@ from kitforge.kits.recommender.statistics import FeatureStatistics, Moments
 from kitforge.models.catalog import recommender_of
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.task import Task
+
+KIT = TASKS["recommendation"]
 
 CONFIGURATIONS = {"benchmark": (16, [1024] * 7), "recipe": (80, [1024, 512, 256, 128])}
 OURS = {
@@ -70,7 +72,7 @@ class Steps(Task):
         )
         moments = {name: Moments(mean=0.0, deviation=1.0, num_missing=0) for name in numbers}
         self._encoder = FeatureEncoder(schema, FeatureStatistics(num_rows=1, moments=moments))
-        self.options = read_options(
+        self.options = KIT.read_options(
             {
                 "model": {"family": "wide_deep", "dim": dim, "hidden": hidden},
                 "precision": precision,

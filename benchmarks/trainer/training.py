@@ -83,7 +83,9 @@ def ours(arch: str, dtype: str, level: str = "O1") -> dict[str, float]:
     from kitforge.data.packing import PackedRows
     from kitforge.data.source import open_source
     from kitforge.data.token_cache import build_token_cache
-    from kitforge.kits.transformers.build import read_options
+    from kitforge.kits.transformers.build import TASKS
+
+    kit = TASKS["text_generation"]
     from kitforge.kits.transformers.data import Corpus
     from kitforge.kits.transformers.task import TextGenerationTask
     from kitforge.models import loading
@@ -118,7 +120,7 @@ def ours(arch: str, dtype: str, level: str = "O1") -> dict[str, float]:
         "precision": dtype,
         "compile_level": level,
     }
-    options = read_options(values)
+    options = kit.read_options(values)
     with tempfile.TemporaryDirectory() as place:
         cache = build_token_cache(
             open_source([str(n) for n in range(512)]), Numbers(), Path(place) / "cache", num_workers=1

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import cast
 
-from kitforge.api import kit_of, load_model, load_tokenizer
+from kitforge.api import load_model, load_processor
 from kitforge.composition import Composition
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.foundation.log import errors, sanitize
+from kitforge.inference.pipeline import TextGenerationPipeline
+from kitforge.kits.registry import kit_of
 
 _WORDS = "/reset begins anew, /quit ends; so does Ctrl-D, and Ctrl-C ends a reply"
 
@@ -19,7 +22,8 @@ def chat(chosen: Composition) -> int:
     if options.checkpoint is None:
         raise ConfigError("a chat needs a model", fix="add checkpoint=RUN")
     model = load_model(options.checkpoint, options.device)
-    opened = kit_of(options.task).open_pipeline(model, load_tokenizer(options.checkpoint), options)
+    kit, processor = kit_of(options.task), load_processor(options.checkpoint)
+    opened = cast(TextGenerationPipeline, kit.open_pipeline(model, processor, options))
     messages: list[dict[str, str]] = []
     for line in _lines():
         if line == "/quit":

@@ -7,9 +7,11 @@ import math
 import sys
 
 from kitforge.api import evaluate as evaluate_task
-from kitforge.api import kit_of, load_model
+from kitforge.api import load_model
 from kitforge.cli.console import is_main_process
 from kitforge.composition import Composition
+from kitforge.kits.kit import RunInputs
+from kitforge.kits.registry import kit_of
 
 
 def evaluate(chosen: Composition) -> int:
@@ -17,9 +19,9 @@ def evaluate(chosen: Composition) -> int:
     kit = kit_of(chosen.values["task"])
     options = kit.read_options(chosen.values)
     if chosen.values.get("tasks"):
-        metrics = kit.evaluate_questions(options, load_model)
+        metrics = kit.evaluate_benchmarks(options, load_model)
     else:
-        metrics = evaluate_task(options, kit.Inputs())
+        metrics = evaluate_task(options, RunInputs())
     # JSON has no word for infinity and none for what is not a number.
     line = {name.removeprefix("eval/"): value if math.isfinite(value) else None for name, value in metrics.items()}
     sys.stdout.write(json.dumps(line) + "\n" if is_main_process() else "")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kitforge.api import kit_of, save_model
+from kitforge.api import save_model
 from kitforge.cli.console import say
 from kitforge.composition import Composition
 from kitforge.foundation.errors import ConfigError
+from kitforge.kits.registry import kit_of
 
 
 def export(chosen: Composition) -> int:
     """Write what other programs read: a Hugging Face folder, an index of items, or a program of torch.export."""
     if chosen.values.get("format") == "torch_export":
         kit = kit_of(chosen.values["task"])
-        say(f"wrote {', '.join(map(str, kit.export_file(kit.read_options(chosen.values))))}")
+        say(f"wrote {', '.join(map(str, kit.export_program(kit.read_options(chosen.values))))}")
         return 0
     source, target = chosen.values.get("checkpoint"), chosen.values.get("output_dir")
     if source is None or target is None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from kitforge.api import kit_of, load_model, load_tokenizer
+from kitforge.api import load_model, load_processor
 from kitforge.cli.console import say
 from kitforge.composition import Composition
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import sanitize
+from kitforge.kits.registry import kit_of
 
 
 def generate(chosen: Composition) -> int:
@@ -20,7 +21,7 @@ def generate(chosen: Composition) -> int:
     if options.checkpoint is None or options.prompt is None:
         raise ConfigError("generation needs a model and a prompt", fix='add checkpoint=RUN prompt="Once upon a time"')
     model = load_model(options.checkpoint, options.device)
-    opened = kit_of(options.task).open_pipeline(model, load_tokenizer(options.checkpoint), options)
+    opened = kit_of(options.task).open_pipeline(model, load_processor(options.checkpoint), options)
     prompts = [options.prompt] if isinstance(options.prompt, str) else options.prompt
     for answer in opened(prompts):
         text = answer[0]["generated_text"]

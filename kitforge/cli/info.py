@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 import sys
@@ -12,13 +13,13 @@ import torch
 from rich.padding import Padding
 from rich.table import Table
 
-from kitforge.api import KITS, kit_of
 from kitforge.cli.console import say
 from kitforge.composition import Composition, groups, preset_values, presets
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import to_yaml
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import console, sanitize
+from kitforge.kits.registry import kit_of, task_names
 from kitforge.report.page import write_report
 
 PACKAGES = ("datasets", "sentencepiece", "tokenizers", "pyarrow", "numba", "faiss-cpu", "redis", "fastapi", "wandb")
@@ -47,14 +48,19 @@ def list_presets(arguments: list[str]) -> int:
     """The tasks with their models, and the presets of every other group."""
     _refuse("list", arguments)
     models = preset_values("model")
-    borrowers = []
-    for task in sorted(KITS):
-        if rows := kit_of(task).describe_presets(models):
+    others: dict[str, list[str]] = {}
+    for task in sorted(task_names()):
+        kit = kit_of(task)
+        if rows := kit.describe_presets(models):
             console.print(_table(f"task {task}", rows))
         else:
-            borrowers.append(task)
-    say("tasks that start from the models of text_generation:")
-    console.print(Padding(", ".join(borrowers), (0, 0, 1, 2)))
+            title = "tasks without presets of models"
+            if "model" in {each.name for each in dataclasses.fields(kit.OPTIONS)}:
+                title = "tasks that start from the models of text_generation"
+            others.setdefault(title, []).append(task)
+    for title, names in others.items():
+        say(f"{title}:")
+        console.print(Padding(", ".join(names), (0, 0, 1, 2)))
     choices = Table.grid(padding=(0, 1))
     for group in groups():
         if group != "model":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kitforge.api import RLHF_TASKS, compose_config, kit_of, task_of
 from kitforge.cli.console import say
-from kitforge.composition import parse
+from kitforge.composition import compose_config, parse, task_of
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import console
+from kitforge.kits.registry import RLHF_TASKS, kit_of
 
 
 def inspect(arguments: list[str]) -> int:
@@ -19,7 +19,7 @@ def inspect(arguments: list[str]) -> int:
             got=" ".join(arguments) or "nothing",
             fix="kitforge inspect FILE, or kitforge inspect data.train=FILE checkpoint=FOLDER",
         )
-    console.print(kit_of("recommendation").inspected(arguments[0]))
+    console.print(kit_of("recommendation").describe_data(arguments[0]))
     return 0
 
 
@@ -32,6 +32,6 @@ def _inspect_rows(choices: dict[str, object]) -> int:
             raise ConfigError("inspect shows what alignment tasks learn", got=f"task={task}", expected=expected)
         task = "sft"
     kit = kit_of(task)
-    for line in kit.inspected(kit.read_options(compose_config(task, choices).values)):
+    for line in kit.inspect_rows(kit.read_options(compose_config(task, choices).values)):
         say(line)
     return 0

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Sequence
 
-from kitforge.api import compose_config, kit_of, task_of
 from kitforge.cli.chat import chat
 from kitforge.cli.command import INTERRUPTED, Command
 from kitforge.cli.console import is_main_process, print_error, say
@@ -21,9 +20,10 @@ from kitforge.cli.replay import replay
 from kitforge.cli.serve import serve
 from kitforge.cli.sweep import run_sweep, sweep_runs
 from kitforge.cli.train import train
-from kitforge.composition import dotted, groups, option_help, parse, presets
+from kitforge.composition import compose_config, dotted, groups, option_help, parse, presets, task_of
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.log import console, errors, log_to_terminal
+from kitforge.kits.registry import kit_of
 
 TRAINING = ("trainer", "optimizer", "schedule", "parallel")
 COMMANDS = {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kitforge.api import kit_of, load_model, load_tokenizer
+from kitforge.api import load_model, load_processor
 from kitforge.cli.console import say
 from kitforge.composition import Composition
 from kitforge.foundation.errors import ConfigError
 from kitforge.inference.server.serve import serve as answer
+from kitforge.kits.registry import kit_of
 
 
 def serve(chosen: Composition) -> int:
@@ -17,7 +18,7 @@ def serve(chosen: Composition) -> int:
     options = kit.read_options(chosen.values)
     if options.checkpoint is None:
         raise ConfigError("serving needs a model", fix="add checkpoint=RUN")
-    tokenizer = load_tokenizer(options.checkpoint)
+    tokenizer = load_processor(options.checkpoint)
     model = load_model(options.checkpoint, options.device)
     service = kit.open_service(model, tokenizer, Path(options.checkpoint).resolve().name, options)
     app = kit.new_app(service)

@@ -8,15 +8,23 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kitforge.api import SCORING_TASKS, compose_config, compose_eval_config, kit_of, task_of, text_task_of
 from kitforge.cli.command import INTERRUPTED, Command
 from kitforge.cli.console import print_error
-from kitforge.composition import TEXT_OPTIONS, Composition, parse
+from kitforge.composition import (
+    TEXT_OPTIONS,
+    Composition,
+    compose_config,
+    compose_eval_config,
+    parse,
+    task_of,
+    text_task_of,
+)
 from kitforge.core.parallel.launch import launch
 from kitforge.core.parallel.rendezvous import launch_info
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import ConfigError, KitforgeError
 from kitforge.foundation.log import console
+from kitforge.kits.registry import kit_of
 from kitforge.trainer.run_folder import default_folder
 
 
@@ -47,11 +55,11 @@ def sweep_runs(verb: Command, overrides: Sequence[str], *, is_sweep: bool = Fals
             for (text, name, values), value in zip(axes, picked, strict=True)
         ]
         # Questions are put to whatever writes text, whichever stage trained it.
-        writes_text = (
-            verb.generates_text or choices.get("tasks") or (verb.predicts and task_of(choices) not in SCORING_TASKS)
-        )
-        writes_text = writes_text or (verb.serves and not hasattr(kit_of(task_of(choices)), "open_service"))
-        task = text_task_of(choices) if writes_text else task_of(choices)
+        task = task_of(choices)
+        kit = kit_of(task)
+        writes_text = verb.generates_text or choices.get("tasks") or (verb.serves and not kit.IS_SERVED)
+        if writes_text or (verb.predicts and kit.TEXT_TASK is not None):
+            task = text_task_of(choices)
         choices.pop("task", None)
         unread = verb.ignored_sections + (kit_of(task).OPTIONS.INFERENCE_ONLY_SECTIONS if verb.starts_run else ())
         compose = compose_eval_config if verb.measures_run else compose_config

@@ -6,13 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from kitforge.api import kit_of, train_task
+from kitforge.api import train_task
 from kitforge.cli.command import INTERRUPTED
 from kitforge.cli.console import is_main_process, say
 from kitforge.composition import Composition
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.core.parallel.rendezvous import launch_info
 from kitforge.foundation.log import console
+from kitforge.kits.kit import RunInputs
+from kitforge.kits.registry import kit_of
 from kitforge.report.metrics import RunRecord, read_run
 from kitforge.report.summary import evaluated_by
 
@@ -21,7 +23,7 @@ def train(chosen: Composition) -> int:
     """Train, then say what came of it, where it lies and what to try next."""
     kit = kit_of(chosen.values["task"])
     options = restarted(kit.read_options(chosen.values))
-    result = train_task(options, kit.Inputs(model_name=chosen.model_name))
+    result = train_task(options, RunInputs(model_name=chosen.model_name))
     if not is_main_process():
         return INTERRUPTED if result.was_interrupted else 0
     record = read_run(result.folder)

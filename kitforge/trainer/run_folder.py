@@ -49,7 +49,7 @@ def default_folder(options: RunOptions, model_name: str) -> Path:
     if options.output_dir is None and options.resume == "auto":
         raise ConfigError("resume=auto goes on in a folder", got="output_dir=null", fix="add output_dir=runs/latest")
     if options.output_dir is None:
-        return _new_folder(f"{time.strftime('%Y%m%d-%H%M%S')}-{options.task}-{model_name}")
+        return _new_folder("-".join(dict.fromkeys((time.strftime("%Y%m%d-%H%M%S"), options.task, model_name))))
     folder = Path(options.output_dir)
     for path in (folder, *folder.parents):
         check(path.is_dir() or not path.exists(), "output_dir", options.output_dir, f"folders; {path} is a file")

@@ -11,17 +11,21 @@ import torch.distributed.fsdp
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kitforge.api import compose_config, save_model
+from kitforge.api import save_model
+from kitforge.composition import compose_config
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import KitforgeError, ModelError
 from kitforge.kits.rlhf.build import TASKS
-from kitforge.kits.transformers.build import Inputs, evaluate, read_options, save
+from kitforge.kits.transformers.build import TASKS as TRANSFORMERS_TASKS
+from kitforge.kits.transformers.build import Inputs
 from kitforge.models import loading as model_folder
 from tests.allocations import Allocations
 from tests.distributed import training
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import TestRendezvous, ready, run_training, write_text
 from tests.kits.rlhf import runs
+
+KIT = TRANSFORMERS_TASKS["text_generation"]
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +97,7 @@ def trained(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[Decode
 def write(rank: int, folder: Path, target: str, choices: Mapping[str, Any], dtype: Any) -> tuple[int, int]:
     model, parallel = trained(rank, folder, choices)
     with Allocations() as made:
-        save(model, folder / target, None, dtype)
+        KIT.save(model, folder / target, None, dtype)
     return made.largest, max(each.nbytes for each in parallel.parameters().values())
 
 
@@ -135,7 +139,7 @@ def cannot_write(rank: int, folder: Path) -> str:
     with torch.no_grad():
         parallel.parameters()["blocks.1.mlp.up.weight"].fill_(1e5)
     with pytest.raises(KitforgeError) as told:
-        save(model, folder / "refused", None, "float16")
+        KIT.save(model, folder / "refused", None, "float16")
     assert rank > 0 or isinstance(told.value, ModelError)
     return str(told.value)
 
@@ -157,10 +161,10 @@ def measure(rank: int, folder: Path, source: str, choices: Mapping[str, Any]) ->
         "data.cache": str(folder / "cache"),
         "checkpoint": str(folder / source),
     }
-    options = read_options(compose_config("text_generation", given).values)
+    options = KIT.read_options(compose_config("text_generation", given).values)
     with Allocations() as made:
         inputs = Inputs(open_model=TASKS["sft"].open_model if source == "aligned" else None)
-        metrics = evaluate(options, inputs, TestRendezvous(options.parallel))  # type: ignore[arg-type]
+        metrics = KIT.evaluate(options, inputs, TestRendezvous(options.parallel))  # type: ignore[arg-type]
     return metrics, made.largest
 
 

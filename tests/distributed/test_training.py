@@ -66,7 +66,7 @@ def numbers(lines: list[dict[str, Any]], name: str) -> list[float]:
 @pytest.fixture(autouse=True)
 def products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Muon orthogonalises in bf16 where a processor has it; the last bit of a gradient then moves a loss by 1e-4."""
-    monkeypatch.setattr("kitforge.core.optim.muon.multiplies_natively", lambda *_: False)
+    monkeypatch.setattr("kitforge.core.optim.muon.has_native_matmul", lambda *_: False)
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kitforge.api import compose_config
+from kitforge.composition import compose_config
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.world import World
-from kitforge.kits.transformers.build import Assembly, Inputs, assemble, read_options
+from kitforge.kits.transformers.build import TASKS, Assembly, Inputs
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.run_folder import train
+
+KIT = TASKS["text_generation"]
 
 
 class TestRendezvous:
@@ -85,8 +87,8 @@ def ready(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[Assembly
     given = {"data.train": str(folder / "text.txt"), "data.cache": str(folder / "cache")}
     network = {} if "model" in choices else LLAMA
     values = compose_config("text_generation", {**BASE, **network, **given, **choices}).values
-    options = read_options(values)
-    return assemble(options, Inputs(callbacks=[told]), TestRendezvous(options.parallel)), told
+    options = KIT.read_options(values)
+    return KIT.assemble(options, Inputs(callbacks=[told]), TestRendezvous(options.parallel)), told
 
 
 def run_training(rank: int, folder: Path, choices: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -15,9 +15,11 @@ from kitforge.core.checkpoint.load import open_checkpoint
 from kitforge.core.checkpoint.manifest import step_folder, steps
 from kitforge.core.checkpoint.state_tensors import detach_tensors
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.kits.transformers.build import Assembly, Inputs, assemble, read_options
+from kitforge.kits.transformers.build import TASKS, Assembly, Inputs
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import train
+
+KIT = TASKS["text_generation"]
 
 WORDS = ["sun", "moon", "river", "stone", "sings", "sleeps", "over", "under", "the", "a", "old", "café", "夜"]
 LLAMA = {"family": "llama", "dim": 32, "num_layers": 2, "num_heads": 2, "mlp_dim": 48, "max_length": 128}
@@ -79,8 +81,8 @@ def begin(
     """A run in `folder`, ready to start. `choices` are dotted options; `data.train` is a file of the corpus."""
     values = OPTIONS | {"data.train": "corpus.txt", "data.cache": str(corpus / "cache")} | dict(choices or {})
     values |= {"output_dir": str(folder), "data.train": str(corpus / values["data.train"])}
-    options = read_options(nested(values))
-    return assemble(options, Inputs(callbacks=callbacks), Rendezvous.open(options.parallel, options.device))
+    options = KIT.read_options(nested(values))
+    return KIT.assemble(options, Inputs(callbacks=callbacks), Rendezvous.open(options.parallel, options.device))
 
 
 def finish(assembly: Assembly) -> dict[str, float]:

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from kitforge.api import compose_config
+from kitforge.composition import compose_config
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.device import describe

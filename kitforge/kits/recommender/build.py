@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import torch
 from rich.console import RenderableType
@@ -19,9 +19,10 @@ from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import World
 from kitforge.data.tables.source import open_table
-from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
+from kitforge.foundation.config import check, to_dict, to_yaml
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
+from kitforge.kits.kit import AnyKit, Kit, RunAssembly, RunInputs, evaluate_model
 from kitforge.kits.recommender.artifacts import SaveFeatures, find_features, find_item_catalog, resumed_features
 from kitforge.kits.recommender.batch_inference import check_target, write_predictions
 from kitforge.kits.recommender.config import RecommendationOptions, with_size_defaults
@@ -53,7 +54,7 @@ from kitforge.kits.recommender.model import Recommender, sample_shape
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
 from kitforge.kits.recommender.schema_inference import with_length, with_own_items, with_rare_values
 from kitforge.kits.recommender.sequential_objective import NUM_HELD_OUT
-from kitforge.kits.recommender.server.app import new_app as new_app
+from kitforge.kits.recommender.server.app import new_app
 from kitforge.kits.recommender.server.service import RecommenderService
 from kitforge.kits.recommender.serving import open_served, serve_quantized
 from kitforge.kits.recommender.table_stats import TableStatsCallback, distinct_rows, hit_rate_curves
@@ -61,13 +62,7 @@ from kitforge.kits.recommender.task import RecommendationTask
 from kitforge.models.catalog import RECOMMENDERS, recommender_of
 from kitforge.models.sasrec.model import SASRecConfig
 from kitforge.models.two_tower.model import TwoTowerConfig
-from kitforge.trainer.assembly import RunAssembly, RunInputs, evaluate_model
-from kitforge.trainer.run_folder import default_folder, make_loop
-
-OPTIONS = RecommendationOptions
-# Further models or callables that the task takes by name.
-ROLES: tuple[str, ...] = ()
-
+from kitforge.trainer.run_folder import Run, default_folder, make_loop
 
 # Events of a user that a sasrec is trained on where no schema says how many, the newest ones: in windows of max_length.
 LONGEST = 1000
@@ -77,86 +72,210 @@ Inputs: TypeAlias = RunInputs[FeatureEncoder]
 Assembly: TypeAlias = RunAssembly[RecommendationOptions, FeatureEncoder]
 
 
-def read_options(values: Mapping[str, Any]) -> RecommendationOptions:
-    """The options of the task from a plain dict; raises ConfigError."""
-    return from_dict(RecommendationOptions, values)
+@final
+class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
+    """The task `recommendation`."""
 
+    OPTIONS = RecommendationOptions
+    IS_SERVED = True
 
-def assemble(options: RecommendationOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
-    """Everything that a run needs, in the order in which mistakes are cheapest to find."""
-    given = _model_of(inputs)
-    start = None if options.checkpoint is None else open_run_checkpoint(Path(options.checkpoint))
-    config = _network_config(options, given, start)
-    with rendezvous.local_rank_zero_first():
-        dataset = _dataset(options, inputs, config)
-    num_rows = dataset.train.num_rows if isinstance(dataset.train, ClickDataset) else None
-    options = with_size_defaults(options, num_rows, config.family)
-    objective = build_objective(config, options, dataset)
-    world = rendezvous.init_process_group().with_precision(options.precision)
-    recorded = _recorded(options, config)
-    config_text = to_yaml(recorded)
-    rendezvous.check_same({"configuration": config_text, "training rows": dataset.fingerprint})
+    def assemble(self, options: RecommendationOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
+        """Everything that a run needs, in the order in which mistakes are cheapest to find."""
+        given = _model_of(inputs)
+        start = None if options.checkpoint is None else open_run_checkpoint(Path(options.checkpoint))
+        config = _network_config(options, given, start)
+        with rendezvous.local_rank_zero_first():
+            dataset = _dataset(options, inputs, config)
+        num_rows = dataset.train.num_rows if isinstance(dataset.train, ClickDataset) else None
+        options = with_size_defaults(options, num_rows, config.family)
+        objective = build_objective(config, options, dataset)
+        world = rendezvous.init_process_group().with_precision(options.precision)
+        recorded = _recorded(options, config)
+        config_text = to_yaml(recorded)
+        rendezvous.check_same({"configuration": config_text, "training rows": dataset.fingerprint})
 
-    def build(world: World) -> nn.Module:
-        if given is not None:
-            parallel_model_of(given.to(world.device), world)
-            return given
-        distinct = {} if world.mesh is None else distinct_rows(config, options, dataset, objective)
-        known = (dataset.encoder, options, world, distinct)
-        model = new_recommender(config, *known) if start is None else restore_recommender(start, *known)
-        model.item_catalog = dataset.catalogue
-        parallelize(model, Sharding(), world)
-        return model
+        def build(world: World) -> nn.Module:
+            if given is not None:
+                parallel_model_of(given.to(world.device), world)
+                return given
+            distinct = {} if world.mesh is None else distinct_rows(config, options, dataset, objective)
+            known = (dataset.encoder, options, world, distinct)
+            model = new_recommender(config, *known) if start is None else restore_recommender(start, *known)
+            model.item_catalog = dataset.catalogue
+            parallelize(model, Sharding(), world)
+            return model
 
-    folder = world.broadcast_object(default_folder(options, inputs.model_name))
-    loop = make_loop(
-        RecommendationTask(options, dataset, objective, build, world),
-        dataclasses.replace(options, device=str(world.device)),
-        folder,
-        world=world,
-        config=recorded,
-        callbacks=[
-            *inputs.callbacks,
-            SaveFeatures(dataset.encoder, dataset.catalogue, used_features(config, sample_shape(dataset.encoder))),
-            TableStatsCallback(hit_rate_curves(config, options, dataset, objective)),
-        ],
-    )
-    return Assembly(loop=loop, folder=folder, processor=dataset.encoder, options=options, config_text=config_text)
+        folder = world.broadcast_object(default_folder(options, inputs.model_name))
+        loop = make_loop(
+            RecommendationTask(options, dataset, objective, build, world),
+            dataclasses.replace(options, device=str(world.device)),
+            folder,
+            world=world,
+            config=recorded,
+            callbacks=[
+                *inputs.callbacks,
+                SaveFeatures(dataset.encoder, dataset.catalogue, used_features(config, sample_shape(dataset.encoder))),
+                TableStatsCallback(hit_rate_curves(config, options, dataset, objective)),
+            ],
+        )
+        return Assembly(loop=loop, folder=folder, processor=dataset.encoder, options=options, config_text=config_text)
 
+    def evaluate(self, options: RecommendationOptions, inputs: Inputs, rendezvous: Rendezvous) -> dict[str, float]:
+        """The objective's metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
+        model, checkpoint = _model_of(inputs), None
+        if model is None:
+            if options.checkpoint is None:
+                raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
+            checkpoint = open_run_checkpoint(Path(options.checkpoint))
+            recorded = recorded_options(checkpoint)
+            data = merge_data_options(options.data, recorded.data)
+            if data.negatives.num_negatives and data.train is None:
+                # Which items there are, and who has taken which, is known of the training rows.
+                data = dataclasses.replace(data, train=recorded.data.train)
+            retrieval = merge_options(options.retrieval, recorded.retrieval)
+            # What is said goes to programs, which want the metrics alone.
+            trainer = dataclasses.replace(options.trainer, progress=False)
+            options = dataclasses.replace(options, seed=recorded.seed, data=data, retrieval=retrieval, trainer=trainer)
+            config = recommender_of(recorded.model)
+        else:
+            config = model.config
+        with rendezvous.local_rank_zero_first():
+            dataset = _dataset(options, inputs, config)
+        world = rendezvous.init_process_group().with_precision(options.precision)
+        if model is None:
+            assert checkpoint is not None
+            model = restore_recommender(checkpoint, dataset.encoder, options, world)
+        metrics = _evaluate_model(model, options, dataset, world)
+        if not metrics:
+            raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
+        return metrics
 
-def check_parallel(options: RecommendationOptions) -> None:
-    """Nothing that the options do not refuse themselves: replicas and shards fit every network."""
+    def load(self, folder: Path, device: torch.device, level: CompileLevel = "O1") -> Recommender:
+        """The network of a run folder or a step folder over its tables, which stay in the files and are only read."""
+        return open_served(folder, device, level)
 
+    def find_processor(self, folder: Path) -> FeatureEncoder:
+        """What reads rows for the network of a run: its features."""
+        return find_features(folder)
 
-def evaluate(options: RecommendationOptions, inputs: Inputs, rendezvous: Rendezvous) -> dict[str, float]:
-    """The objective's metrics of the evaluation rows, for a model in memory or under `options.checkpoint`."""
-    model, checkpoint = _model_of(inputs), None
-    if model is None:
-        if options.checkpoint is None:
-            raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
-        checkpoint = open_run_checkpoint(Path(options.checkpoint))
-        recorded = recorded_options(checkpoint)
-        data = merge_data_options(options.data, recorded.data)
-        if data.negatives.num_negatives and data.train is None:
-            # Which items there are, and who has taken which, is known of the training rows.
-            data = dataclasses.replace(data, train=recorded.data.train)
+    def open_pipeline(
+        self, model: nn.Module, tokenizer: FeatureEncoder, options: RecommendationOptions
+    ) -> RecommendationPipeline:
+        """What scores rows, and finds items for users."""
+        recommender = _model_of(Inputs(model=model))
+        assert recommender is not None
+        if options.tables.serving_dtype is not None:
+            serve_quantized(recommender, options.tables.serving_dtype)
+        return RecommendationPipeline(recommender, tokenizer, options)
+
+    def open_service(
+        self, model: nn.Module, tokenizer: FeatureEncoder, name: str, options: RecommendationOptions
+    ) -> RecommenderService:
+        """What scores rows and finds items over HTTP, by the options of the run but for those that are asked for."""
+        found, seconds = _model_of(Inputs(model=model)), options.serve.refresh_seconds
+        if found is None or found.checkpoint_folder is None:
+            raise ConfigError("serving needs a run", fix="add checkpoint=RUN")
+        folder = Path(options.checkpoint or found.checkpoint_folder).expanduser()
+        if seconds is not None and (options.tables.serving_dtype is not None or not (folder / "checkpoints").is_dir()):
+            raise ConfigError(
+                "newer checkpoints can be taken over from a run folder, by its own rows",
+                got=f"serve.refresh_seconds={seconds:g} checkpoint={folder} "
+                f"tables.serving_dtype={options.tables.serving_dtype}",
+                fix="name the run folder, and leave tables.serving_dtype out",
+            )
+        recorded = recorded_options(open_checkpoint(found.checkpoint_folder, verify=False))
         retrieval = merge_options(options.retrieval, recorded.retrieval)
-        # What is said goes to programs, which want the metrics alone.
-        trainer = dataclasses.replace(options.trainer, progress=False)
-        options = dataclasses.replace(options, seed=recorded.seed, data=data, retrieval=retrieval, trainer=trainer)
-        config = recommender_of(recorded.model)
-    else:
-        config = model.config
-    with rendezvous.local_rank_zero_first():
-        dataset = _dataset(options, inputs, config)
-    world = rendezvous.init_process_group().with_precision(options.precision)
-    if model is None:
-        assert checkpoint is not None
-        model = restore_recommender(checkpoint, dataset.encoder, options, world)
-    metrics = _evaluate_model(model, options, dataset, world)
-    if not metrics:
-        raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
-    return metrics
+        options = dataclasses.replace(options, seed=recorded.seed, retrieval=retrieval)
+        return RecommenderService(self.open_pipeline(found, tokenizer, options), name)
+
+    def new_app(self, service: RecommenderService) -> Any:
+        """The FastAPI application of that service."""
+        return new_app(service)
+
+    def predict_file(self, options: RecommendationOptions, load_model: Callable[[str, str], nn.Module]) -> Path:
+        """Score the rows of `data.eval`, or find items for them, into the file `output`."""
+        spec = options.data.eval
+        if options.checkpoint is None or spec is None or options.output is None:
+            raise ConfigError(
+                "predictions need a run, rows and a file to write",
+                got=f"checkpoint={options.checkpoint} data.eval={spec} output={options.output}",
+                fix="add checkpoint=RUN data.eval=rows.csv output=scores.csv",
+            )
+        target, folder = Path(options.output).expanduser(), Path(options.checkpoint)
+        recorded = recorded_options(open_run_checkpoint(folder))
+        data, retrieval = (
+            merge_data_options(options.data, recorded.data),
+            merge_options(options.retrieval, recorded.retrieval),
+        )
+        options = dataclasses.replace(options, seed=recorded.seed, data=data, retrieval=retrieval)
+        source = open_table(spec, table_config(data))
+        check_target(target, source)
+        encoder = self.find_processor(folder)
+        events = encoder.schema.events
+        if events is not None and {events.user, events.item, events.time} <= set(source.names):
+            # Events as the run was trained on, and not yet the sequences that they become.
+            source = as_sequences(source, encoder.schema, events)
+        opened = self.open_pipeline(load_model(str(folder), options.device), encoder, options)
+        with show_progress("rows predicted", enabled=options.trainer.progress) as progress:
+            write_predictions(opened, source, target, progress)
+        return target
+
+    def export_program(self, options: RecommendationOptions) -> list[Path]:
+        """Write the network of a run to `output` as a program of torch.export; the files that were written."""
+        if options.checkpoint is None or options.output is None:
+            raise ConfigError(
+                "an exported program needs a run and a file",
+                got=f"checkpoint={options.checkpoint} output={options.output}",
+                fix="add checkpoint=RUN output=model.pt2",
+            )
+        model = open_served(Path(options.checkpoint).expanduser(), torch.device("cpu"), "O1")
+        assert model.checkpoint_folder is not None
+        checkpoint = open_checkpoint(model.checkpoint_folder, verify=False)
+        target = Path(options.output).expanduser()
+        export_program(model, recorded_options(checkpoint).tables.pooling, checkpoint.step, target)
+        return [target, target.with_suffix(".json")]
+
+    def save(
+        self, source: nn.Module | Run | Path, folder: Path, processor: FeatureEncoder, dtype: str | None = None
+    ) -> None:
+        """Write the item vectors of a family that retrieves items as a faiss index. Raises ModelError for any other
+        family, and ConfigError for a dtype."""
+        check(dtype is None, "dtype", dtype, "null: an index of faiss holds float32")
+        if isinstance(source, Path):
+            source = self.load(source, torch.device("cpu"))
+        model = source.model if isinstance(source, Run) else source
+        self.open_pipeline(model, processor, RecommendationOptions()).save_index(folder)
+
+    def resolved(self, options: RecommendationOptions) -> dict[str, Any]:
+        """The whole tree of options, the model's own defaults among them unless it comes with the checkpoint."""
+        values = to_dict(options)
+        if options.checkpoint is not None:
+            return values
+        config = recommender_of(options.model)
+        return values | {"model": {"family": config.family, **to_dict(config)}}
+
+    def describe_presets(self, presets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+        """A row for every preset of a family of ours."""
+        rows = []
+        for name, values in presets.items():
+            if values.get("family") in RECOMMENDERS:
+                config: Any = recommender_of(values)
+                hidden = getattr(config, "hidden", getattr(config, "top", ()))
+                row = {"model": name, "family": config.family, "row width": str(config.dim)}
+                rows.append(row | {"tower": " ".join(map(str, hidden)) or f"{config.num_layers} blocks"})
+        return rows
+
+    def describe_data(self, spec: object) -> RenderableType:
+        """What a table holds, for a terminal."""
+        return render(describe(spec))
+
+    def next_steps(self, folder: Path) -> list[str]:
+        """Commands to try after a run."""
+        return [
+            f"kitforge evaluate checkpoint={folder} data.eval=FILE",
+            "kitforge inspect FILE",
+            "kitforge train task=recommendation data.train=FILE",
+        ]
 
 
 def _evaluate_model(
@@ -166,135 +285,6 @@ def _evaluate_model(
     objective = build_objective(model.config, options, dataset)
     task = RecommendationTask(options, dataset, objective, lambda _world: model, world)
     return evaluate_model(task, parallel, world.device, options.precision)
-
-
-def load(folder: Path, device: torch.device, level: CompileLevel = "O1") -> Recommender:
-    """The network of a run folder or a step folder over its tables, which stay in the files and are only read."""
-    return open_served(folder, device, level)
-
-
-def find_tokenizer(folder: Path) -> FeatureEncoder:
-    """What reads rows for the network of a run: its features."""
-    return find_features(folder)
-
-
-def open_pipeline(
-    model: nn.Module, tokenizer: FeatureEncoder, options: RecommendationOptions
-) -> RecommendationPipeline:
-    """What scores rows, and finds items for users."""
-    recommender = _model_of(Inputs(model=model))
-    assert recommender is not None
-    if options.tables.serving_dtype is not None:
-        serve_quantized(recommender, options.tables.serving_dtype)
-    return RecommendationPipeline(recommender, tokenizer, options)
-
-
-def open_service(
-    model: nn.Module, tokenizer: FeatureEncoder, name: str, options: RecommendationOptions
-) -> RecommenderService:
-    """What scores rows and finds items over HTTP, by the options of the run but for those that are asked for."""
-    found, seconds = _model_of(Inputs(model=model)), options.serve.refresh_seconds
-    if found is None or found.checkpoint_folder is None:
-        raise ConfigError("serving needs a run", fix="add checkpoint=RUN")
-    folder = Path(options.checkpoint or found.checkpoint_folder).expanduser()
-    if seconds is not None and (options.tables.serving_dtype is not None or not (folder / "checkpoints").is_dir()):
-        raise ConfigError(
-            "newer checkpoints can be taken over from a run folder, by its own rows",
-            got=f"serve.refresh_seconds={seconds:g} checkpoint={folder} "
-            f"tables.serving_dtype={options.tables.serving_dtype}",
-            fix="name the run folder, and leave tables.serving_dtype out",
-        )
-    recorded = recorded_options(open_checkpoint(found.checkpoint_folder, verify=False))
-    retrieval = merge_options(options.retrieval, recorded.retrieval)
-    options = dataclasses.replace(options, seed=recorded.seed, retrieval=retrieval)
-    return RecommenderService(open_pipeline(found, tokenizer, options), name)
-
-
-def predict_file(options: RecommendationOptions, load_model: Callable[[str, str], nn.Module]) -> Path:
-    """Score the rows of `data.eval`, or find items for them, into the file `output`."""
-    spec = options.data.eval
-    if options.checkpoint is None or spec is None or options.output is None:
-        raise ConfigError(
-            "predictions need a run, rows and a file to write",
-            got=f"checkpoint={options.checkpoint} data.eval={spec} output={options.output}",
-            fix="add checkpoint=RUN data.eval=rows.csv output=scores.csv",
-        )
-    target, folder = Path(options.output).expanduser(), Path(options.checkpoint)
-    recorded = recorded_options(open_run_checkpoint(folder))
-    data, retrieval = (
-        merge_data_options(options.data, recorded.data),
-        merge_options(options.retrieval, recorded.retrieval),
-    )
-    options = dataclasses.replace(options, seed=recorded.seed, data=data, retrieval=retrieval)
-    source = open_table(spec, table_config(data))
-    check_target(target, source)
-    encoder = find_tokenizer(folder)
-    events = encoder.schema.events
-    if events is not None and {events.user, events.item, events.time} <= set(source.names):
-        # Events as the run was trained on, and not yet the sequences that they become.
-        source = as_sequences(source, encoder.schema, events)
-    opened = open_pipeline(load_model(str(folder), options.device), encoder, options)
-    with show_progress("rows predicted", enabled=options.trainer.progress) as progress:
-        write_predictions(opened, source, target, progress)
-    return target
-
-
-def export_file(options: RecommendationOptions) -> list[Path]:
-    """Write the network of a run to `output` as a program of torch.export; the files that were written."""
-    if options.checkpoint is None or options.output is None:
-        raise ConfigError(
-            "an exported program needs a run and a file",
-            got=f"checkpoint={options.checkpoint} output={options.output}",
-            fix="add checkpoint=RUN output=model.pt2",
-        )
-    model = open_served(Path(options.checkpoint).expanduser(), torch.device("cpu"), "O1")
-    assert model.checkpoint_folder is not None
-    checkpoint = open_checkpoint(model.checkpoint_folder, verify=False)
-    target = Path(options.output).expanduser()
-    export_program(model, recorded_options(checkpoint).tables.pooling, checkpoint.step, target)
-    return [target, target.with_suffix(".json")]
-
-
-def save(model: nn.Module, folder: Path, tokenizer: FeatureEncoder, dtype: str | None = None) -> None:
-    """Write the item vectors of a family that finds items as an index of faiss; raises ModelError for any other, and
-    ConfigError for a dtype, which is the index's own."""
-    check(dtype is None, "dtype", dtype, "null: an index of faiss holds float32")
-    open_pipeline(model, tokenizer, RecommendationOptions()).save_index(folder)
-
-
-def resolved(options: RecommendationOptions) -> dict[str, Any]:
-    """The whole tree of options, the model's own defaults among them unless it comes with the checkpoint."""
-    values = to_dict(options)
-    if options.checkpoint is not None:
-        return values
-    config = recommender_of(options.model)
-    return values | {"model": {"family": config.family, **to_dict(config)}}
-
-
-def describe_presets(presets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """A row for every preset of a family of ours."""
-    rows = []
-    for name, values in presets.items():
-        if values.get("family") in RECOMMENDERS:
-            config: Any = recommender_of(values)
-            hidden = getattr(config, "hidden", getattr(config, "top", ()))
-            row = {"model": name, "family": config.family, "row width": str(config.dim)}
-            rows.append(row | {"tower": " ".join(map(str, hidden)) or f"{config.num_layers} blocks"})
-    return rows
-
-
-def inspected(spec: object) -> RenderableType:
-    """What a table holds, for a terminal."""
-    return render(describe(spec))
-
-
-def next_steps(folder: Path) -> list[str]:
-    """Commands to try after a run."""
-    return [
-        f"kitforge evaluate checkpoint={folder} data.eval=FILE",
-        "kitforge inspect FILE",
-        "kitforge train task=recommendation data.train=FILE",
-    ]
 
 
 def _network_config(
@@ -359,3 +349,6 @@ def _recorded(options: RecommendationOptions, config: RecommenderConfig) -> dict
     if (server := options.cache.server()) is not None:
         values["cache"]["remote"] = server.endpoint
     return values
+
+
+TASKS: dict[str, AnyKit] = {"recommendation": Recommendation()}

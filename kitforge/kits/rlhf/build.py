@@ -17,13 +17,16 @@ from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
-from kitforge.data.tokenizer import TOKENIZER_FOLDER, ByteTokenizer, Tokenizer, find_tokenizer
+from kitforge.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, find_tokenizer
 from kitforge.foundation import device as devices
-from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
+from kitforge.foundation.config import check, to_dict, to_yaml
+from kitforge.foundation.dtype import ExportDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
 from kitforge.foundation.untrusted import load_yaml, names_function
 from kitforge.inference.pipeline import TextGenerationPipeline
+from kitforge.kits.kit import Kit, LoadModel, RunAssembly, evaluate_model
+from kitforge.kits.language_model import export_language_model, resolved_options, save_language_model
 from kitforge.kits.rlhf import tasks
 from kitforge.kits.rlhf.actor_critic import policy_of
 from kitforge.kits.rlhf.batch_inference import write_scores
@@ -38,13 +41,10 @@ from kitforge.kits.rlhf.reward_model import ValueHeadModel
 from kitforge.kits.rlhf.rewards import reward_reference
 from kitforge.kits.rlhf.role_checks import DisableDropout, check_role_tokenizers
 from kitforge.kits.rlhf.tasks import Inputs, TaskBuilder, TaskInputs, task_inputs_of
-from kitforge.models.catalog import config_of
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.peft import save_adapter
-from kitforge.trainer.assembly import RunAssembly, evaluate_model
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
-from kitforge.trainer.run_folder import Run as FinishedRun
-from kitforge.trainer.run_folder import default_folder, make_loop
+from kitforge.trainer.run_folder import Run, default_folder, make_loop
 from kitforge.trainer.signals import interrupt_signals
 from kitforge.trainer.task import RunResult, Task
 
@@ -56,8 +56,8 @@ Assembly: TypeAlias = RunAssembly[StageOptions, Tokenizer]
 
 
 @final
-class RlhfTask:
-    """One task behind the face that the front door knows of a kit."""
+class RlhfTask(Kit[StageOptions, Tokenizer]):
+    """One stage of alignment: a builder of its task, and the options of it."""
 
     def __init__(
         self,
@@ -67,15 +67,11 @@ class RlhfTask:
         fine_tuning: str = "finetune_policy",
     ) -> None:
         self.OPTIONS = options
-        # The preset of the optimizer for runs that start from weights.
         self.FINE_TUNING = fine_tuning
         self.ROLES = roles
-        self.Inputs = Inputs
+        self.TEXT_TASK = None if options is RewardOptions else "text_generation"
+        self.RATE_SECTIONS = ("optimizer", "critic") if options is RLOptions else ("optimizer",)
         self.prepare = prepare
-
-    def read_options(self, values: Mapping[str, Any]) -> StageOptions:
-        """The options of the task from a plain dict; raises ConfigError."""
-        return from_dict(self.OPTIONS, values)
 
     def assemble(self, options: StageOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
         """Everything that a run needs, in the order in which mistakes are cheapest to find."""
@@ -96,7 +92,7 @@ class RlhfTask:
         config_text = to_yaml(recorded)
         return Assembly(loop=loop, folder=folder, processor=parts.tokenizer, options=options, config_text=config_text)
 
-    def serve_roles(self, options: StageOptions, inputs: Inputs, rendezvous: Rendezvous) -> FinishedRun:
+    def serve_roles(self, options: StageOptions, inputs: Inputs, rendezvous: Rendezvous) -> Run:
         """The part in a run of a rank that trains nothing, which lasts as long as the run does."""
         parts = _checked_inputs(options, inputs, rendezvous)
         prepared = self.prepare(parts)
@@ -105,7 +101,7 @@ class RlhfTask:
         # With it goes what the networks of this rank were made from.
         del prepared
         ending = _serve_until_end(task, options)
-        return FinishedRun(
+        return Run(
             folder=folder,
             model=PlaceholderModel(),
             processor=parts.tokenizer,
@@ -145,7 +141,7 @@ class RlhfTask:
         task.on_run_end(RunResult(metrics=metrics))
         return metrics
 
-    def inspected(self, options: StageOptions) -> Iterator[str]:
+    def inspect_rows(self, options: StageOptions) -> Iterator[str]:
         """Which tokens of the first training rows are learnt, line by line."""
         parts = task_inputs_of(options, Inputs(), torch.device("cpu"))
         readers: dict[type[StageOptions], Callable[[object], Iterator[Any]]] = {
@@ -173,7 +169,7 @@ class RlhfTask:
             return RewardPipeline(model, tokenizer)
         return TextGenerationPipeline(model, tokenizer, options.inference)
 
-    def predict_file(self, options: StageOptions, load_model: Callable[[str, str], nn.Module]) -> Path:
+    def predict_file(self, options: StageOptions, load_model: LoadModel) -> Path:
         """Score the rows of `data.eval` by a reward model into the file `output`."""
         assert isinstance(options, RewardOptions)  # of all stages, predict asks this one; policies continue texts
         if options.checkpoint is None or options.data.eval is None or options.output is None:
@@ -194,9 +190,22 @@ class RlhfTask:
         read = load_reward_model if self.OPTIONS is RewardOptions else load_policy
         return read(folder, device, level)
 
-    def open_stored(self, folder: Path) -> StoredModel:
-        """What `export` writes of a run of this stage: a language model, or one that gives scores."""
-        return open_reward_model(folder) if self.OPTIONS is RewardOptions else open_policy(folder)
+    def save(
+        self,
+        source: nn.Module | Run | Path,
+        folder: Path,
+        processor: Tokenizer | None,
+        dtype: ExportDtype | None = None,
+    ) -> None:
+        """Write a Hugging Face folder of a policy or a reward model; a reward model always from its run folder."""
+        is_reward = self.OPTIONS is RewardOptions
+        if is_reward and isinstance(source, Run) and source.folder.is_dir():
+            source = source.folder
+        if isinstance(source, Path):
+            stored = open_reward_model(source) if is_reward else open_policy(source)
+            export_language_model(stored, folder, processor, dtype)
+        else:
+            save_language_model(source.model if isinstance(source, Run) else source, folder, processor, dtype)
 
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
         """The language model of a run of this stage, or of one of its steps, of which no weight is read yet. Raises
@@ -206,25 +215,17 @@ class RlhfTask:
             raise ModelError("this run holds no language model", got=f"a reward model in {folder}", expected=expected)
         return open_policy(folder, open_run)
 
-    def find_tokenizer(self, folder: Path) -> Tokenizer:
+    def find_processor(self, folder: Path) -> Tokenizer:
         """The tokenizer that lies with a run or a step."""
         return find_tokenizer(folder)
 
-    def resolved(self, options: StageOptions) -> dict[str, Any]:
-        """The whole tree of options, the model's own defaults among them unless it comes with the checkpoint."""
-        values = to_dict(options)
-        if options.checkpoint is not None:
-            return values
-        network = dict(options.model)
-        if network.get("vocab_size") is None:
-            is_byte = options.tokenizer.name == "byte"
-            network["vocab_size"] = ByteTokenizer.vocab_size if is_byte else options.tokenizer.vocab_size
-        config = config_of(network)
-        return values | {"model": {"family": config.family, **to_dict(config)}}
+    def after_training(self, options: StageOptions, run: Run) -> StageOptions:
+        """The run's folder as the checkpoint: it records the reference and the rewards of the training."""
+        return dataclasses.replace(options, checkpoint=str(run.folder))
 
-    def describe_presets(self, presets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-        """None of its own: stages start from language models."""
-        return []
+    def resolved(self, options: StageOptions) -> dict[str, Any]:
+        """All options, with the defaults of the model unless a checkpoint brings it."""
+        return resolved_options(options, options.checkpoint, options.model, options.tokenizer)
 
     def next_steps(self, folder: Path) -> list[str]:
         """Commands to try after a run."""

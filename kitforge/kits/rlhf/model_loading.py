@@ -29,6 +29,7 @@ from kitforge.foundation.config import check, from_dict, to_dict
 from kitforge.foundation.errors import DataError, ModelError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
+from kitforge.kits.kit import RunInputs
 from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
 from kitforge.kits.rlhf.config import LoraOptions, StageOptions
 from kitforge.kits.rlhf.model_copy import (
@@ -45,7 +46,6 @@ from kitforge.models.catalog import config_of
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.peft import load_adapter, read_head
 from kitforge.models.sharding import DECODER
-from kitforge.trainer.assembly import RunInputs
 
 # Names of the parts of what a stage trains, before those of their parameters.
 POLICY, BACKBONE = "policy.", "backbone."
@@ -441,7 +441,7 @@ def sharding_of(network: nn.Module) -> Sharding:
     if isinstance(network, ValueHeadModel):
         backbone = sharding_of(network.backbone).with_prefix("backbone")
         score = Sharding(rules=(ShardingRule(module="score", gradient="whole"),) if backbone.rules else ())
-        return replace(backbone.merged_with(score), fsdp_roots={"": ("at",)})
+        return replace(backbone.merged_with(score), fsdp_roots={"": ("scores_at",)})
     return DECODER if isinstance(network, Decoder) else Sharding(fsdp_roots={"": ("hidden",)})
 
 

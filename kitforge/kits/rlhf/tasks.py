@@ -21,6 +21,7 @@ from kitforge.data.token_cache import default_root
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, ModelError
+from kitforge.kits.kit import RunInputs
 from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
 from kitforge.kits.rlhf.config import (
     ChatDatasetOptions,
@@ -67,7 +68,6 @@ from kitforge.kits.rlhf.sample_logger import SampleLogger
 from kitforge.kits.rlhf.sft import SFTTask
 from kitforge.kits.rlhf.tool_environment import environment_runner_of, with_tools
 from kitforge.models.peft import is_adapter, read_head
-from kitforge.trainer.assembly import RunInputs
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
 from kitforge.trainer.task import Task

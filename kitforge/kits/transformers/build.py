@@ -6,33 +6,32 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
 
-from kitforge.core.checkpoint.all_or_none import collective_try
-from kitforge.core.checkpoint.gather import GatheredParameters
 from kitforge.core.checkpoint.load import find_checkpoint, load_tensors
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
-from kitforge.core.parallel import collectives
 from kitforge.core.parallel.parallelize import init_sharded, parallel_model_of, parallelize
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.sharding import Sharding, check_geometry
-from kitforge.core.parallel.world import ALONE, World
+from kitforge.core.parallel.world import World
 from kitforge.data.source import Source
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
-from kitforge.foundation.config import check, from_dict, to_dict, to_yaml
-from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype
-from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, ModelError
+from kitforge.foundation.config import check, to_dict, to_yaml
+from kitforge.foundation.dtype import ExportDtype
+from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.foundation.progress import show_progress
 from kitforge.inference.engine import Engine
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.inference.server.app import create_app
 from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import TextEngine
+from kitforge.kits.kit import AnyKit, Kit, LoadModel, RunAssembly, RunInputs, evaluate_model
+from kitforge.kits.language_model import export_language_model, resolved_options, save_language_model
 from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus, load_corpus, open_text, tokenizer_for
@@ -45,194 +44,227 @@ from kitforge.models import loading as model_folder
 from kitforge.models.catalog import FAMILIES, config_of
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.sharding import DECODER
-from kitforge.trainer.assembly import RunAssembly, RunInputs, evaluate_model
-from kitforge.trainer.run_folder import default_folder, make_loop
-
-OPTIONS = TextGenerationOptions
-# Further models or callables that the task takes by name.
-ROLES: tuple[str, ...] = ()
-
+from kitforge.trainer.run_folder import Run, default_folder, make_loop
 
 # Options of a run that say where it ran, what it began with, or what is asked of it besides; its evaluation does not
 # begin with them.
 TRAINING_ONLY_OPTIONS = frozenset(
     ("checkpoint", "model", "resume", "output_dir", "prompt", "device", "parallel", "tasks", "limit", "output", "port")
 )
-# Reads the model under a folder, whichever stage trained it, onto the device of that name.
-LoadModel: TypeAlias = Callable[[str, str], nn.Module]
 # Opens the model of a folder, whose checkpoint the second finds.
 OpenModel: TypeAlias = Callable[[Path, OpenCheckpoint], StoredModel]
 Inputs: TypeAlias = RunInputs[Tokenizer]
 Assembly: TypeAlias = RunAssembly[TextGenerationOptions, Tokenizer]
 
 
-def read_options(values: Mapping[str, Any]) -> TextGenerationOptions:
-    """The options of the task from a plain dict; raises ConfigError."""
-    return from_dict(TextGenerationOptions, values)
+@final
+class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
+    """The task `text_generation`."""
 
+    OPTIONS = TextGenerationOptions
+    TEXT_TASK = "text_generation"
+    IS_SERVED = True
 
-def assemble(options: TextGenerationOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
-    """Everything that a run needs, in the order in which mistakes are cheapest to find."""
-    train = _source(inputs.train_dataset, options.data.train, options)
-    evaluation = _source(inputs.eval_dataset, options.data.eval, options)
-    given = _given_network(inputs)
-    opened = inputs.open_model or open_model
-    config = _stored_config(options, given, opened)
-    tokenizer = _tokenizer(options, inputs, train or evaluation)
-    if config is None and given is None:
-        config = _new_config(options, tokenizer)
-    if config is not None:
-        _check_fit(config, options, tokenizer)
-    # Token caches are built by one rank, before ranks wait for one another.
-    with (
-        rendezvous.local_rank_zero_first(),
-        show_progress("tokenizing, bytes", enabled=options.trainer.progress) as progress,
-    ):
-        corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed, progress)
-    world = rendezvous.init_process_group().with_precision(options.precision)
-    recorded = to_dict(options)
-    if config is not None:
-        recorded["model"] = {"family": config.family, **to_dict(config)}
-    config_text = to_yaml(recorded)
-    rendezvous.check_same({"configuration": config_text, "training text": corpus.fingerprint})
+    def assemble(self, options: TextGenerationOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
+        """Everything that a run needs, in the order in which mistakes are cheapest to find."""
+        train = _source(inputs.train_dataset, options.data.train, options)
+        evaluation = _source(inputs.eval_dataset, options.data.eval, options)
+        given = _given_network(inputs)
+        opened = inputs.open_model or self.open_model
+        config = _stored_config(options, given, opened)
+        tokenizer = _tokenizer(options, inputs, train or evaluation)
+        if config is None and given is None:
+            config = _new_config(options, tokenizer)
+        if config is not None:
+            _check_fit(config, options, tokenizer)
+        # Token caches are built by one rank, before ranks wait for one another.
+        with (
+            rendezvous.local_rank_zero_first(),
+            show_progress("tokenizing, bytes", enabled=options.trainer.progress) as progress,
+        ):
+            corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed, progress)
+        world = rendezvous.init_process_group().with_precision(options.precision)
+        recorded = to_dict(options)
+        if config is not None:
+            recorded["model"] = {"family": config.family, **to_dict(config)}
+        config_text = to_yaml(recorded)
+        rendezvous.check_same({"configuration": config_text, "training text": corpus.fingerprint})
 
-    def build(world: World) -> nn.Module:
-        if given is not None or options.checkpoint is not None:
-            return _prepare(_sharded_model(options, given, world, opened), options)
-        assert config is not None
-        network = model_folder.build_on_meta(config, options.compile_level)
-        return _prepare(init_sharded(network, DECODER, world, options.seed), options)
+        def build(world: World) -> nn.Module:
+            if given is not None or options.checkpoint is not None:
+                return _prepare(_sharded_model(options, given, world, opened), options)
+            assert config is not None
+            network = model_folder.build_on_meta(config, options.compile_level)
+            return _prepare(init_sharded(network, DECODER, world, options.seed), options)
 
-    folder = world.broadcast_object(default_folder(options, inputs.model_name))
-    loop = make_loop(
-        TextGenerationTask(options, corpus, build, world),
-        dataclasses.replace(options, device=str(world.device)),
-        folder,
-        world=world,
-        config=recorded,
-        callbacks=[*inputs.callbacks, _samples(options, config, corpus, tokenizer)],
-    )
-    return Assembly(loop=loop, folder=folder, processor=tokenizer, options=options, config_text=config_text)
+        folder = world.broadcast_object(default_folder(options, inputs.model_name))
+        loop = make_loop(
+            TextGenerationTask(options, corpus, build, world),
+            dataclasses.replace(options, device=str(world.device)),
+            folder,
+            world=world,
+            config=recorded,
+            callbacks=[*inputs.callbacks, _samples(options, config, corpus, tokenizer)],
+        )
+        return Assembly(loop=loop, folder=folder, processor=tokenizer, options=options, config_text=config_text)
 
+    def check_parallel(self, options: TextGenerationOptions) -> None:
+        """Raise ConfigError, with the arithmetic, for a network that the degrees of `options` cannot split; before any
+        rank is started."""
+        degrees = options.parallel
+        if options.checkpoint is None:
+            config = config_of(
+                {**options.model, "vocab_size": options.model.get("vocab_size") or ByteTokenizer.vocab_size}
+            )
+            with torch.device("meta"):
+                check_geometry(DECODER, Decoder(config).geometry, degrees)
+        length = options.data.sequence_length
+        check(
+            not degrees.sequence_parallel or length % degrees.tensor == 0,
+            "data.sequence_length",
+            length,
+            f"a multiple of parallel.tensor={degrees.tensor}",
+            "or parallel.sequence_parallel=false, which splits no sequence",
+        )
 
-def check_parallel(options: TextGenerationOptions) -> None:
-    """Raise ConfigError, with the arithmetic, for a network that the degrees of `options` cannot split; before any
-    rank is started."""
-    degrees = options.parallel
-    if options.checkpoint is None:
-        config = config_of({**options.model, "vocab_size": options.model.get("vocab_size") or ByteTokenizer.vocab_size})
-        with torch.device("meta"):
-            check_geometry(DECODER, Decoder(config).geometry, degrees)
-    length = options.data.sequence_length
-    check(
-        not degrees.sequence_parallel or length % degrees.tensor == 0,
-        "data.sequence_length",
-        length,
-        f"a multiple of parallel.tensor={degrees.tensor}",
-        "or parallel.sequence_parallel=false, which splits no sequence",
-    )
+    def load(self, folder: Path, device: torch.device, level: CompileLevel = "O1") -> Decoder:
+        """The model of a run folder, a step folder or a Hugging Face folder."""
+        return model_folder.load(folder, device=device, level=level)
+
+    def save(
+        self,
+        source: nn.Module | Run | Path,
+        folder: Path,
+        processor: Tokenizer | None,
+        dtype: ExportDtype | None = None,
+    ) -> None:
+        """Write a Hugging Face folder: of a model in memory, see `save_language_model`, or of a folder."""
+        if isinstance(source, Path):
+            export_language_model(self.open_model(source), folder, processor, dtype)
+        else:
+            save_language_model(source.model if isinstance(source, Run) else source, folder, processor, dtype)
+
+    def find_processor(self, folder: Path) -> Tokenizer:
+        """The tokenizer that lies with a run, a step or a Hugging Face folder."""
+        return find_tokenizer(folder)
+
+    def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
+        """The model of a run folder, a step folder or a Hugging Face folder, of which no weight is read yet."""
+        return model_folder.open_model(folder, open_run)
+
+    def open_pipeline(
+        self, model: nn.Module, tokenizer: Tokenizer, options: TextGenerationOptions
+    ) -> TextGenerationPipeline:
+        """What continues texts."""
+        return TextGenerationPipeline(model, tokenizer, options.inference)
+
+    def open_service(
+        self, model: nn.Module, tokenizer: Tokenizer, name: str, options: TextGenerationOptions
+    ) -> Service:
+        """What answers over HTTP."""
+        texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
+        return Service(texts, name, options.inference, options.serve)
+
+    def new_app(self, service: Service) -> Any:
+        """The routes of that service."""
+        return create_app(service)
+
+    def evaluate_benchmarks(self, options: TextGenerationOptions, load_model: LoadModel) -> dict[str, float]:
+        """Metrics of the benchmarks `options.tasks`, of the model under `options.checkpoint`; logs each row."""
+        if options.checkpoint is None:
+            raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN")
+        check(options.parallel.world_size == 1, "tasks", f"{options.parallel.world_size} ranks", "one rank")
+        folder = Path(options.checkpoint).expanduser()
+        sets = [load_task(name, options.data.tasks, options.limit) for name in options.tasks]
+        names = [task.name for task in sets]
+        check(len(set(names)) == len(names), "tasks", names, "files of different names")
+        files = log_files(folder, options.output, names)
+        model = load_model(options.checkpoint, options.device)
+        found = Evaluator(model, find_tokenizer(folder), options.inference, options.data.on_too_long).evaluate(sets)
+        write_log(files, found.rows)
+        return found.metrics
+
+    def predict_file(self, options: TextGenerationOptions, load_model: LoadModel) -> Path:
+        """Answer the prompts of `data.eval` into `output` by the model under `options.checkpoint`."""
+        if options.checkpoint is None or options.output is None or not isinstance(options.data.eval, str):
+            raise ConfigError(
+                "answers need a model, a file of prompts and a file for the answers",
+                fix="add checkpoint=RUN data.eval=prompts.jsonl output=answers.jsonl",
+            )
+        folder, target = Path(options.checkpoint).expanduser(), Path(options.output).expanduser()
+        prompts = read_prompts(Path(options.data.eval).expanduser())
+        tokenizer = find_tokenizer(folder)
+        model = load_model(options.checkpoint, options.device)
+        texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
+        with show_progress("prompts answered", len(prompts), enabled=options.trainer.progress) as progress:
+            run_batch_inference(texts, prompts, target, options.inference, str(folder.resolve()), progress)
+        return target
+
+    def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """The run's options without those of its training. With a new data.train, data.eval is a fraction of it."""
+        found = {name: value for name, value in recorded.items() if name not in TRAINING_ONLY_OPTIONS}
+        if "data.train" in chosen and "data.eval" not in chosen:
+            found["data"] = {**found["data"], "eval": None}
+        return found
+
+    def evaluate(self, options: TextGenerationOptions, inputs: Inputs, rendezvous: Rendezvous) -> dict[str, float]:
+        """Loss and perplexity of the evaluation text, for a model in memory or under `options.checkpoint`."""
+        evaluation = _source(inputs.eval_dataset, options.data.eval, options)
+        train = _source(inputs.train_dataset, options.data.train, options) if evaluation is None else None
+        if train is None and evaluation is None:
+            raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
+        given = _given_network(inputs)
+        if given is None and options.checkpoint is None:
+            raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
+        opened = inputs.open_model or self.open_model
+        config = _stored_config(options, given, opened)
+        tokenizer = _tokenizer(options, inputs, evaluation or train)
+        if config is not None:
+            _check_fit(config, options, tokenizer)
+        with rendezvous.local_rank_zero_first():
+            corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed)
+        world = rendezvous.init_process_group().with_precision(options.precision)
+        model = _sharded_model(options, given, world, opened)
+        task = TextGenerationTask(options, corpus, lambda _world: model, world)
+        return evaluate_model(task, parallel_model_of(model, world), world.device, options.precision)
+
+    def resolved(self, options: TextGenerationOptions) -> dict[str, Any]:
+        """All options, with the defaults of the model unless a checkpoint brings it."""
+        return resolved_options(options, options.checkpoint, options.model, options.tokenizer)
+
+    def next_steps(self, folder: Path) -> list[str]:
+        """Commands to try after a run."""
+        return [
+            f'kitforge generate checkpoint={folder} prompt="Once upon a time"',
+            f"kitforge evaluate checkpoint={folder} data.eval=FILE",
+            "kitforge train data.train=FILE",
+        ]
+
+    def describe_presets(self, presets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+        """A row for every preset of a family of ours; built on meta, so nothing is held."""
+        rows = []
+        for name, values in presets.items():
+            if values.get("family") not in FAMILIES:
+                continue
+            config = config_of({**values, "vocab_size": values.get("vocab_size") or ByteTokenizer.vocab_size})
+            with torch.device("meta"):
+                model = Decoder(config)
+            shape = model.geometry
+            rows.append(
+                {
+                    "model": name,
+                    "family": config.family,
+                    "parameters": _count(sum(parameter.numel() for parameter in model.parameters())),
+                    "layers": str(shape.num_layers),
+                    "width": str(shape.dim),
+                    "length": f"{shape.max_length:,}",
+                }
+            )
+        return rows
 
 
 def _sharding(network: nn.Module) -> Sharding:
     return DECODER if isinstance(network, Decoder) else Sharding()
-
-
-def load(folder: Path, device: torch.device, level: CompileLevel = "O1") -> Decoder:
-    """The model of a run folder, a step folder or a Hugging Face folder."""
-    return model_folder.load(folder, device=device, level=level)
-
-
-def save(model: nn.Module, folder: Path, tokenizer: Tokenizer | None, dtype: ExportDtype | None = None) -> None:
-    """Write a Hugging Face folder that `transformers` and we can load; without `dtype`, in the one that the weights
-    were published in. Of a model that is cut, all ranks call this, and rank 0 writes tensor by tensor as they come."""
-    if not isinstance(model, Decoder):
-        raise ModelError("only the families can be exported", got=type(model).__name__, expected="a gpt2, llama or glm")
-    parallel = parallel_model_of(model, ALONE)
-    names = model_folder.exported_names(model.config)
-    weights = GatheredParameters(parallel, names, EXPORT_DTYPES[dtype or model.config.dtype])
-
-    def write() -> None:
-        try:
-            if parallel.rank == 0:
-                ids = _write_tokenizer(folder, tokenizer, model.geometry.vocab_size)
-                model_folder.save(model, folder, extra=ids, weights=weights, dtype=dtype)
-        finally:
-            weights.finish()
-
-    group = None if parallel.mesh is None else parallel.mesh.world
-    collective_try(write, partial(collectives.all_gather_object, group=group), KitforgeError)
-
-
-def open_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
-    """The model of a run folder, a step folder or a Hugging Face folder, of which no weight is read yet."""
-    return model_folder.open_model(folder, open_run)
-
-
-def export(stored: StoredModel, folder: Path, tokenizer: Tokenizer | None, dtype: ExportDtype | None = None) -> None:
-    """`save` of a model on disk, of which one tensor at a time is in memory."""
-    ids = _write_tokenizer(folder, tokenizer, stored.config.decoder().vocab_size)
-    model_folder.export(stored, folder, extra=ids, dtype=dtype)
-
-
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
-    """What config.json says of its tokens."""
-    ids: dict[str, Any] = {}
-    if tokenizer is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(folder)
-        ends = list(tokenizer.eos_ids)
-        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
-        ids["pad_token_id"] = tokenizer.pad_id if tokenizer.pad_id < vocab_size else None
-    return ids
-
-
-def open_pipeline(model: nn.Module, tokenizer: Tokenizer, options: TextGenerationOptions) -> TextGenerationPipeline:
-    """What continues texts."""
-    return TextGenerationPipeline(model, tokenizer, options.inference)
-
-
-def open_service(model: nn.Module, tokenizer: Tokenizer, name: str, options: TextGenerationOptions) -> Service:
-    """What answers over HTTP."""
-    texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
-    return Service(texts, name, options.inference, options.serve)
-
-
-def new_app(service: Service) -> Any:
-    """The routes of that service."""
-    return create_app(service)
-
-
-def evaluate_questions(options: TextGenerationOptions, load_model: LoadModel) -> dict[str, float]:
-    """The metrics of the tasks that `options.tasks` names, of the model under `options.checkpoint`; logs every row."""
-    if options.checkpoint is None:
-        raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN")
-    check(options.parallel.world_size == 1, "tasks", f"{options.parallel.world_size} ranks", "one rank")
-    folder = Path(options.checkpoint).expanduser()
-    sets = [load_task(name, options.data.tasks, options.limit) for name in options.tasks]
-    names = [task.name for task in sets]
-    check(len(set(names)) == len(names), "tasks", names, "files of different names")
-    files = log_files(folder, options.output, names)
-    model = load_model(options.checkpoint, options.device)
-    found = Evaluator(model, find_tokenizer(folder), options.inference, options.data.on_too_long).evaluate(sets)
-    write_log(files, found.rows)
-    return found.metrics
-
-
-def predict_file(options: TextGenerationOptions, load_model: LoadModel) -> Path:
-    """Answer the prompts of `data.eval` into `output` by the model under `options.checkpoint`."""
-    if options.checkpoint is None or options.output is None or not isinstance(options.data.eval, str):
-        raise ConfigError(
-            "answers need a model, a file of prompts and a file for the answers",
-            fix="add checkpoint=RUN data.eval=prompts.jsonl output=answers.jsonl",
-        )
-    folder, target = Path(options.checkpoint).expanduser(), Path(options.output).expanduser()
-    prompts = read_prompts(Path(options.data.eval).expanduser())
-    tokenizer = find_tokenizer(folder)
-    model = load_model(options.checkpoint, options.device)
-    texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
-    with show_progress("prompts answered", len(prompts), enabled=options.trainer.progress) as progress:
-        run_batch_inference(texts, prompts, target, options.inference, str(folder.resolve()), progress)
-    return target
 
 
 def _source(dataset: Any, named: Any, options: TextGenerationOptions) -> Source | None:
@@ -358,82 +390,8 @@ def _evenly_spaced(num_rows: int) -> Any:
     return torch.tensor(sorted({0, num_rows // 2})).numpy()
 
 
-def evaluation_options(recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the options that a run wrote down, those that its evaluation begins with; another text to take a share of is
-    not passed over for the one that the run was evaluated on."""
-    found = {name: value for name, value in recorded.items() if name not in TRAINING_ONLY_OPTIONS}
-    if "data.train" in chosen and "data.eval" not in chosen:
-        found["data"] = {**found["data"], "eval": None}
-    return found
-
-
-def evaluate(options: TextGenerationOptions, inputs: Inputs, rendezvous: Rendezvous) -> dict[str, float]:
-    """Loss and perplexity of the evaluation text, for a model in memory or under `options.checkpoint`."""
-    evaluation = _source(inputs.eval_dataset, options.data.eval, options)
-    train = _source(inputs.train_dataset, options.data.train, options) if evaluation is None else None
-    if train is None and evaluation is None:
-        raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
-    given = _given_network(inputs)
-    if given is None and options.checkpoint is None:
-        raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
-    opened = inputs.open_model or open_model
-    config = _stored_config(options, given, opened)
-    tokenizer = _tokenizer(options, inputs, evaluation or train)
-    if config is not None:
-        _check_fit(config, options, tokenizer)
-    with rendezvous.local_rank_zero_first():
-        corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed)
-    world = rendezvous.init_process_group().with_precision(options.precision)
-    model = _sharded_model(options, given, world, opened)
-    task = TextGenerationTask(options, corpus, lambda _world: model, world)
-    return evaluate_model(task, parallel_model_of(model, world), world.device, options.precision)
-
-
-def resolved(options: TextGenerationOptions) -> dict[str, Any]:
-    """The whole tree of options, the model's own defaults among them unless it comes with the checkpoint."""
-    values = to_dict(options)
-    if options.checkpoint is not None:
-        return values
-    network = dict(options.model)
-    if network.get("vocab_size") is None:
-        # What the tokenizer will have; a folder's is not read for this.
-        trained = options.tokenizer.name != "byte"
-        network["vocab_size"] = options.tokenizer.vocab_size if trained else ByteTokenizer.vocab_size
-    config = config_of(network)
-    return values | {"model": {"family": config.family, **to_dict(config)}}
-
-
-def next_steps(folder: Path) -> list[str]:
-    """Commands to try after a run."""
-    return [
-        f'kitforge generate checkpoint={folder} prompt="Once upon a time"',
-        f"kitforge evaluate checkpoint={folder} data.eval=FILE",
-        "kitforge train data.train=FILE",
-    ]
-
-
-def describe_presets(presets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """A row for every preset of a family of ours; built on meta, so nothing is held."""
-    rows = []
-    for name, values in presets.items():
-        if values.get("family") not in FAMILIES:
-            continue
-        config = config_of({**values, "vocab_size": values.get("vocab_size") or ByteTokenizer.vocab_size})
-        with torch.device("meta"):
-            model = Decoder(config)
-        shape = model.geometry
-        rows.append(
-            {
-                "model": name,
-                "family": config.family,
-                "parameters": _count(sum(parameter.numel() for parameter in model.parameters())),
-                "layers": str(shape.num_layers),
-                "width": str(shape.dim),
-                "length": f"{shape.max_length:,}",
-            }
-        )
-    return rows
-
-
 def _count(size: int) -> str:
     return f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.1f} M"
+
+
+TASKS: dict[str, AnyKit] = {"text_generation": TextGeneration()}

@@ -7,14 +7,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kitforge.api import compose_config, kit_of
 from kitforge.cli.main import run
+from kitforge.composition import compose_config
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ConfigError
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server.authentication import auth_tokens, has_token
 from kitforge.inference.server.options import TOKEN_VARIABLE, ServeOptions
+from kitforge.kits.registry import kit_of
 from tests.inference.server.conftest import make_service, serving
 from tests.small_run import write_run
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from kitforge.api import compose_config
+from kitforge.composition import compose_config
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tables.synthetic_clicks import SyntheticClicksConfig
-from kitforge.kits.recommender.build import Assembly, Inputs, assemble, read_options
+from kitforge.kits.recommender.build import TASKS, Assembly, Inputs
 from kitforge.trainer.run_folder import train
 from tests.distributed.training import Losses, TestRendezvous
+
+KIT = TASKS["recommendation"]
 
 LOG = SyntheticClicksConfig(num_rows=1200, fields=(60, 30, 20, 10), crosses=((2, 3),), num_dense=2, history=4)
 OPTIONS: dict[str, Any] = {
@@ -65,9 +67,9 @@ def ready(folder: Path, family: str, choices: Mapping[str, Any], rows: Any = Non
     if "checkpoint" in choices:
         given = {name: value for name, value in given.items() if not name.startswith("model")}
     values = compose_config("recommendation", {**model, **given, "output_dir": str(folder), **choices}).values
-    options = read_options(values)
+    options = KIT.read_options(values)
     degrees: ParallelConfig = options.parallel
-    return assemble(
+    return KIT.assemble(
         options,
         Inputs(callbacks=[told], train_dataset=rows_of(family) if rows is None else rows),
         TestRendezvous(degrees),

@@ -13,12 +13,14 @@ import torch
 from kitforge.api import load_model
 from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.kits.recommender.build import open_pipeline, predict_file, read_options
+from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.data import load_dataset
 from kitforge.kits.recommender.describe import describe
 from kitforge.kits.recommender.schema import read_schema
 from kitforge.trainer.run_folder import train
 from tests.kits.recommender.runs import ready
+
+KIT = TASKS["recommendation"]
 
 NAMES = ("user_id:token", "item_id:token", "timestamp:float")
 TARGETS: dict[str, Any] = {
@@ -65,12 +67,14 @@ def test_sasrec_is_trained_on_rows_of_events(tmp_path: Path, schema: Any) -> Non
     assert sorted(sequence.lengths.tolist()) == sorted(user % 5 + 3 for user in range(60))
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     assert told.lines[-1]["eval/cold_share"] == 0.0
-    pipeline = open_pipeline(assembly.loop.model.eval(), assembly.processor, assembly.options)
+    pipeline = KIT.open_pipeline(assembly.loop.model.eval(), assembly.processor, assembly.options)
     found = pipeline.retrieve({NAMES[1]: ["3", "4"]}, k=12)
     assert {each["item"] for each in found} == {str(item) for item in range(12)}
     output = tmp_path / "found.jsonl"
     predicted = {"task": "recommendation", "checkpoint": str(assembly.folder), "output": str(output)}
-    predict_file(read_options({**predicted, "data": {"eval": str(path)}, "trainer": {"progress": False}}), load_model)
+    KIT.predict_file(
+        KIT.read_options({**predicted, "data": {"eval": str(path)}, "trainer": {"progress": False}}), load_model
+    )
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     user = next(line for line in lines if line[NAMES[0]] == "7")
     assert len(lines) == 60 and user[NAMES[1]] == ["7", "8", "9", "10", "11"]
@@ -94,7 +98,7 @@ def test_two_tower_takes_a_target_and_the_history_before_it(tmp_path: Path) -> N
 
 
 def test_a_split_by_time_holds_out_the_newest_rows() -> None:
-    options = read_options({"data": {**SPLIT, "schema": TARGETS["data.schema"]}}).data
+    options = KIT.read_options({"data": {**SPLIT, "schema": TARGETS["data.schema"]}}).data
     found = load_dataset(events(), None, options, 0, None)
     rows = sorted(row["time"] for row in events())
     (old, new) = (_times(each) for each in (found.train, found.eval))
@@ -106,7 +110,7 @@ def test_rows_of_one_time_are_on_one_side_of_a_split_by_time() -> None:
     days = ["2024-01-01"] * 3 + ["2024-01-03"] * 3 + ["2024-01-02"] * 4
     rows = [{"click": n % 2, "site": f"s{n}", "day": day} for n, day in enumerate(days)]
     schema = {"label": {"name": "click"}, "categorical": {"site": {}}}
-    options = read_options({"data": {**SPLIT, "schema": schema, "time_column": "day", "eval_fraction": 0.5}}).data
+    options = KIT.read_options({"data": {**SPLIT, "schema": schema, "time_column": "day", "eval_fraction": 0.5}}).data
     found = load_dataset(rows, None, options, 0, None)
     assert len(set(_times(found.train))) == 1 and len(_times(found.train)) == 3
     for bad, words in (({"day": None}, "1 of 11 rows"), ({"day": "soon"}, "holds no number[^$]*soon")):
@@ -114,7 +118,7 @@ def test_rows_of_one_time_are_on_one_side_of_a_split_by_time() -> None:
             load_dataset([*rows, {**rows[0], **bad}], None, options, 0, None)
     with pytest.raises(DataError, match="all rows of training would be held out"):
         load_dataset(rows[:3], None, options, 0, None)
-    unnamed = read_options({"data": {**SPLIT, "schema": schema}}).data
+    unnamed = KIT.read_options({"data": {**SPLIT, "schema": schema}}).data
     with pytest.raises(ConfigError, match=r"needs a column of times[^$]*data\.time_column"):
         load_dataset(rows, None, unnamed, 0, None)
 
@@ -132,7 +136,7 @@ def test_items_already_taken_are_not_retrieved(tmp_path: Path, family: str) -> N
     if family == "two_tower":
         del choices["model.max_length"]
     assembly, _ = ready(tmp_path, family, choices, events())
-    pipeline = open_pipeline(assembly.loop.model.eval(), assembly.processor, assembly.options)
+    pipeline = KIT.open_pipeline(assembly.loop.model.eval(), assembly.processor, assembly.options)
     column, taken = ("before", [3, 4, 4]) if family == "two_tower" else ("item", ["3", "4", "4"])
     found = pipeline.retrieve([{column: taken}, {column: []}], k=10)
     assert [len(each) for each in found] == [10, 10]

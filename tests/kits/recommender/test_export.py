@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kitforge.api import load_model, load_tokenizer, pipeline
+from kitforge.api import load_model, load_processor, pipeline
 from kitforge.cli import main as cli
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.column_cache import load_table
@@ -19,10 +19,12 @@ from kitforge.data.tables.columns import NamedColumns
 from kitforge.data.tables.source import open_table
 from kitforge.data.token_cache import default_root
 from kitforge.foundation.errors import ConfigError, ModelError
-from kitforge.kits.recommender.build import open_pipeline, read_options
+from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.export import program_inputs
 from kitforge.trainer.run_folder import train
 from tests.kits.recommender.runs import FAMILIES, ready, run
+
+KIT = TASKS["recommendation"]
 
 PROGRAM = """
 import sys, torch
@@ -71,7 +73,7 @@ def trained(folder: Path, family: str, **choices: Any) -> Path:
 
 
 def batch_of(folder: Path, rows: list[dict[str, Any]]) -> Any:
-    encoder = load_tokenizer(folder)
+    encoder = load_processor(folder)
     layout = encoder.schema.layout(with_label=False)
     table = load_table(open_table(rows), layout, default_root(), BadRows())
     return encoder.encode(NamedColumns(table.rows(torch.arange(len(rows)).numpy()), layout))
@@ -123,7 +125,7 @@ def test_the_tower_of_users_is_exported(tmp_path: Path) -> None:
     )
     given = [[row(number) for number in range(9)] + STRANGE]
     (found,) = exported(folder, given, ["user", "tags", "history"], tmp_path)
-    opened = open_pipeline(load_model(folder, "cpu"), load_tokenizer(folder), read_options({}))
+    opened = KIT.open_pipeline(load_model(folder, "cpu"), load_processor(folder), KIT.read_options({}))
     vectors, _ = opened.queries(batch_of(folder, given[0]))  # type: ignore[attr-defined]
     assert found.numpy() == pytest.approx(vectors, abs=2e-6)
 

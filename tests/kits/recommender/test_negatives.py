@@ -10,11 +10,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kitforge.api import compose_config
+from kitforge.composition import compose_config
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tables.columns import NamedColumns
 from kitforge.foundation.errors import ConfigError
-from kitforge.kits.recommender.build import Inputs, assemble, evaluate, read_options
+from kitforge.kits.recommender.build import TASKS, Inputs
 from kitforge.kits.recommender.config import NegativeOptions, RecommendationDataOptions
 from kitforge.kits.recommender.data import load_dataset
 from kitforge.kits.recommender.negatives import ClickRows, NegativeSampler
@@ -22,6 +22,8 @@ from kitforge.kits.recommender.schema import read_schema
 from kitforge.trainer.run_folder import train
 from tests.distributed.training import TestRendezvous
 from tests.kits.recommender.runs import FAMILIES, OPTIONS, numbers, ready, same, state_of
+
+KIT = TASKS["recommendation"]
 
 ITEM = {"kind": "integer", "encoding": "vocabulary"}
 SCHEMA: dict[str, Any] = {
@@ -202,12 +204,12 @@ def test_a_run_is_evaluated_again_on_the_same_negatives(tmp_path: Path) -> None:
     values = compose_config(
         "recommendation", {"model": "din", **OPTIONS, **FAMILIES["din"], **choices(), **given}
     ).values
-    options = read_options({**values, "output_dir": str(tmp_path / "run")})
-    assembly = assemble(options, Inputs(), TestRendezvous(ParallelConfig()))
+    options = KIT.read_options({**values, "output_dir": str(tmp_path / "run")})
+    assembly = KIT.assemble(options, Inputs(), TestRendezvous(ParallelConfig()))
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     asked = {"task": "recommendation", "checkpoint": str(tmp_path / "run"), "device": "cpu"}
     found = [
-        evaluate(read_options({**asked, **data}), Inputs(), TestRendezvous(ParallelConfig()))
+        KIT.evaluate(KIT.read_options({**asked, **data}), Inputs(), TestRendezvous(ParallelConfig()))
         for data in ({}, {"data": {"eval": given["data.eval"], "cache": given["data.cache"]}})
     ]
     assert found[0] == found[1]

@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from kitforge.api import evaluate, kit_of, load_model, load_tokenizer, pipeline, recorded_task
+from kitforge.api import evaluate, load_model, load_processor, pipeline
 from kitforge.cli import main as cli
 from kitforge.data.tables.hashing import hash_text
 from kitforge.data.tables.synthetic_clicks import SyntheticClicks
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, ModelError
-from kitforge.kits.recommender.build import Inputs, read_options
+from kitforge.kits.recommender.build import TASKS, Inputs
 from kitforge.kits.recommender.item_catalog import load_item_catalog
 from kitforge.kits.recommender.model import inputs_of
+from kitforge.kits.registry import kit_of, recorded_task
 from kitforge.trainer.run_folder import train
 from tests.kits.recommender.runs import LOG, ready, rows_of, run
+
+KIT = TASKS["recommendation"]
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +62,8 @@ def test_rows_are_scored_in_three_lines(runs: dict[str, Path]) -> None:
 
 def test_scores_are_those_that_the_run_was_evaluated_by(runs: dict[str, Path]) -> None:
     model = load_model(runs["wide_deep"], "cpu")
-    encoder = load_tokenizer(runs["wide_deep"])
-    options = read_options({"checkpoint": str(runs["wide_deep"]), "device": "cpu"})
+    encoder = load_processor(runs["wide_deep"])
+    options = KIT.read_options({"checkpoint": str(runs["wide_deep"]), "device": "cpu"})
     score = kit_of("recommendation").open_pipeline(model, encoder, options)
     assembly, _ = ready(runs["wide_deep"].parent / "again", "wide_deep", {"checkpoint": str(runs["wide_deep"])})
     trained: Any = assembly.loop.model.eval()
@@ -250,7 +253,7 @@ def test_a_run_knows_its_task(runs: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("family", ["wide_deep", "two_tower", "sasrec"])
 def test_a_run_is_evaluated_again_to_the_same_numbers(runs: dict[str, Path], family: str) -> None:
-    options = read_options({"checkpoint": str(runs[family]), "device": "cpu"})
+    options = KIT.read_options({"checkpoint": str(runs[family]), "device": "cpu"})
     lines = [json.loads(line) for line in (runs[family] / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if line["kind"] == "eval"][-1]
     found = evaluate(options, Inputs(train_dataset=rows_of(family)))
@@ -260,9 +263,9 @@ def test_a_run_is_evaluated_again_to_the_same_numbers(runs: dict[str, Path], fam
 
 def test_evaluation_wants_a_model_and_a_folder_that_is_a_run(tmp_path: Path) -> None:
     with pytest.raises(KitforgeError, match="no model to evaluate"):
-        evaluate(read_options({"device": "cpu"}), Inputs())
+        evaluate(KIT.read_options({"device": "cpu"}), Inputs())
     with pytest.raises(ModelError, match="no run"):
-        evaluate(read_options({"device": "cpu", "checkpoint": str(tmp_path)}), Inputs())
+        evaluate(KIT.read_options({"device": "cpu", "checkpoint": str(tmp_path)}), Inputs())
 
 
 def test_finetuning_starts_from_rows_and_weights(runs: dict[str, Path], tmp_path: Path) -> None:

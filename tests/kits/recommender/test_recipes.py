@@ -10,14 +10,16 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from kitforge.api import compose_config
-from kitforge.kits.recommender.build import Inputs, assemble, read_options
+from kitforge.composition import compose_config
+from kitforge.kits.recommender.build import TASKS, Inputs
 from kitforge.kits.recommender.data import load_dataset
 from kitforge.kits.recommender.model import build_request_plan
 from kitforge.models.catalog import recommender_of
 from kitforge.trainer.run_folder import train
 from tests.distributed.training import Losses, TestRendezvous
 from tests.kits.recommender.runs import numbers
+
+KIT = TASKS["recommendation"]
 
 NUM_ROWS = 60
 RECIPES = ("wide_deep_mindspore", "wide_deep_recipe", "hugectr_wdl", "dlrm_dcnv2_mlperf")
@@ -43,7 +45,7 @@ def rows_for(recipe: str, folder: Path) -> Path:
 
 def options_of(recipe: str, rows: Path, **choices: Any) -> Any:
     given = {"recipe": recipe, "data.train": str(rows), "data.cache": str(rows.parent / "cache"), "device": "cpu"}
-    return read_options(compose_config("recommendation", given | choices).values)
+    return KIT.read_options(compose_config("recommendation", given | choices).values)
 
 
 @pytest.mark.slow
@@ -53,7 +55,7 @@ def test_a_recipe_trains_on_rows_of_its_form(recipe: str, tmp_path: Path) -> Non
     small = {"model.top": [8], "model.bottom": [8], "model.rank": 4} if "dlrm" in recipe else {"model.hidden": [8]}
     more = {"data.batch_size": 20, "trainer.max_steps": 3, "trainer.progress": False, "model.dim": 4}
     options, told = options_of(recipe, rows, **small, **more, output_dir=str(tmp_path / "run")), Losses()
-    assembly = assemble(options, Inputs(callbacks=[told]), TestRendezvous(options.parallel))
+    assembly = KIT.assemble(options, Inputs(callbacks=[told]), TestRendezvous(options.parallel))
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     assert len(numbers(told, "loss")) == 3
 

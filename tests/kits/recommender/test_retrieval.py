@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from kitforge.api import load_model, load_tokenizer
+from kitforge.api import load_model, load_processor
 from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.recommender import ranking_metrics
-from kitforge.kits.recommender.build import open_pipeline, read_options
+from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.data import load_dataset
 from kitforge.kits.recommender.pipeline import build_index, index_recall, set_search
 from kitforge.kits.recommender.ranking_metrics import build_ranking_metrics, rank_users, ranks_without, target_ranks
 from kitforge.trainer.run_folder import train
 from tests.kits.recommender.runs import ready
 from tests.kits.recommender.test_objectives import CLICKS, WORDS
+
+KIT = TASKS["recommendation"]
 
 EVAL = [{"click": 1, "user": n % 4, "item": n % 6} for n in range(12)]
 
@@ -108,16 +110,16 @@ def test_users_are_ranked_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_search_may_be_more_thorough_and_its_recall_is_measured() -> None:
     vectors = torch.nn.functional.normalize(torch.randn(2000, 16, generator=torch.Generator().manual_seed(0)), dim=1)
-    retrieval = read_options({"retrieval": {"index": "IVF32,Flat"}}).retrieval
+    retrieval = KIT.read_options({"retrieval": {"index": "IVF32,Flat"}}).retrieval
     index = build_index(vectors, retrieval.index)
     narrow = index_recall(index, vectors, 10)
-    set_search(index, read_options({"retrieval": {"index": "IVF32,Flat", "nprobe": 32}}).retrieval)
+    set_search(index, KIT.read_options({"retrieval": {"index": "IVF32,Flat", "nprobe": 32}}).retrieval)
     assert narrow < 0.9 and index_recall(index, vectors, 10) == 1.0
     graph = build_index(vectors, "HNSW8")
-    set_search(graph, read_options({"retrieval": {"index": "HNSW8", "ef_search": 500}}).retrieval)
+    set_search(graph, KIT.read_options({"retrieval": {"index": "HNSW8", "ef_search": 500}}).retrieval)
     assert index_recall(graph, vectors, 10) > 0.95
     with pytest.raises(ConfigError, match=r"has no nprobe[^$]*retrieval\.nprobe=4"):
-        set_search(build_index(vectors, "Flat"), read_options({"retrieval": {"nprobe": 4}}).retrieval)
+        set_search(build_index(vectors, "Flat"), KIT.read_options({"retrieval": {"nprobe": 4}}).retrieval)
 
 
 def test_a_user_is_asked_for_its_own_columns_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,8 +135,8 @@ def test_a_user_is_asked_for_its_own_columns_alone(tmp_path: Path, caplog: pytes
     choices = {**CLICKS, "data.schema": schema, "model.user": ["user", "age", "age is missing"]}
     assembly, _ = ready(tmp_path, "two_tower", choices, rows)
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
-    model, encoder = load_model(tmp_path), load_tokenizer(tmp_path)
-    find = open_pipeline(model, encoder, read_options({"retrieval": {"index": "IVF2,Flat"}}))
+    model, encoder = load_model(tmp_path), load_processor(tmp_path)
+    find = KIT.open_pipeline(model, encoder, KIT.read_options({"retrieval": {"index": "IVF2,Flat"}}))
     with caplog.at_level(logging.INFO):
         few = find.retrieve({"user": 3, "age": 2.0}, k=2)
     assert "recall@10 of the index IVF2,Flat" in caplog.text

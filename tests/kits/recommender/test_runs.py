@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from kitforge.api import compose_config, evaluate
+from kitforge.api import evaluate
+from kitforge.composition import compose_config
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.foundation.errors import ConfigError
-from kitforge.kits.recommender.build import Inputs, assemble, read_options
+from kitforge.kits.recommender.build import TASKS, Inputs
 from kitforge.kits.recommender.config import with_size_defaults
 from kitforge.kits.recommender.model import Recommender
 from kitforge.trainer.run_folder import train
 from tests.distributed.training import TestRendezvous
 from tests.kits.recommender.runs import FAMILIES, numbers, ready, rows_of, run, same
+
+KIT = TASKS["recommendation"]
 
 CACHES: dict[str, dict[str, Any]] = {
     "smaller than a batch": {"cache.device_rows": 16},
@@ -126,7 +129,7 @@ def test_another_number_of_items_or_another_metric_may_say_what_is_best(tmp_path
     assert (said.metric_for_best, said.metric_for_best_mode) == ("eval/loss", "min")
     asked = {"checkpoint": str(tmp_path / "run"), "device": "cpu"}
     for top, choices in ((7, {}), (3, {"retrieval": {"top_k": 3}})):
-        found = evaluate(read_options(asked | choices), Inputs(train_dataset=rows_of("sasrec")))
+        found = evaluate(KIT.read_options(asked | choices), Inputs(train_dataset=rows_of("sasrec")))
         ranks = {f"eval/{name}@{k}" for name in ("hr", "ndcg") for k in (1, 5, 10, 20, top)}
         assert set(found) == {"eval/loss", "eval/mrr", "eval/cold_share", f"eval/popularity_hr@{top}"} | ranks
 
@@ -159,7 +162,7 @@ def test_bf16_is_near_fp32(tmp_path: Path) -> None:
 def test_what_is_not_said_is_left_to_the_number_of_rows(
     rows: int | None, size: int, epochs: float | None, rate: float
 ) -> None:
-    found = with_size_defaults(read_options({}), rows, "wide_deep")
+    found = with_size_defaults(KIT.read_options({}), rows, "wide_deep")
     assert (found.data.batch_size, found.trainer.epochs) == (size, epochs)
     assert found.tables.wide.learning_rate == pytest.approx(rate, rel=1e-3)
     assert found.tables.wide.initial_sum == pytest.approx((4 * rate / size) ** 2, rel=1e-2)
@@ -169,14 +172,14 @@ def test_what_is_not_said_is_left_to_the_number_of_rows(
 
 
 def test_sequences_are_passed_over_more_often() -> None:
-    assert with_size_defaults(read_options({}), 10**7, "sasrec").trainer.epochs == 10
-    few = with_size_defaults(read_options({}), 943, "sasrec")
+    assert with_size_defaults(KIT.read_options({}), 10**7, "sasrec").trainer.epochs == 10
+    few = with_size_defaults(KIT.read_options({}), 943, "sasrec")
     assert (few.trainer.epochs, few.data.batch_size) == (50, 16)
 
 
 def test_what_is_said_stays() -> None:
     wide = {"learning_rate": 0.5, "initial_sum": 0.25}
-    options = read_options({"data": {"batch_size": 7}, "trainer": {"max_steps": 3}, "tables": {"wide": wide}})
+    options = KIT.read_options({"data": {"batch_size": 7}, "trainer": {"max_steps": 3}, "tables": {"wide": wide}})
     assert with_size_defaults(options, 50, "sasrec") == options
 
 
@@ -204,7 +207,7 @@ def test_a_small_table_is_learned_without_a_word_about_how(tmp_path: Path) -> No
         "recommendation", {"model": "wide_deep", "output_dir": str(tmp_path), "device": "cpu"}
     ).values
     inputs = Inputs(train_dataset=rows[:3000], eval_dataset=rows[3000:])
-    assembly = assemble(read_options(values), inputs, TestRendezvous(ParallelConfig()))
+    assembly = KIT.assemble(KIT.read_options(values), inputs, TestRendezvous(ParallelConfig()))
     found = train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     # A line through the numbers has 0.5, the truth about 0.84.
     assert found["eval/auc"] > 0.8

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from kitforge.foundation.errors import ConfigError
-from kitforge.kits.recommender.build import read_options
+from kitforge.kits.recommender.build import TASKS
 from tests.embedding_cache.redis_server import RedisServer, make_certificate
 from tests.kits.recommender.runs import numbers, run, same
+
+KIT = TASKS["recommendation"]
 
 SECRET = "a-word-to-keep"
 ACCOUNT = ("--user", "kit", "on", f">{SECRET}", "~mine:*", "+@all", "--user", "default", "off")
@@ -54,6 +56,6 @@ def test_a_server_changes_no_number_and_its_password_is_kept_nowhere(
 
 def test_an_address_that_is_none_is_refused_before_anything_is_read() -> None:
     with pytest.raises(ConfigError, match=r"cache\.remote.*\n.*http"):
-        read_options({"cache": {"remote": "http://127.0.0.1"}})
+        KIT.read_options({"cache": {"remote": "http://127.0.0.1"}})
     with pytest.raises(ConfigError, match=r"cache\.remote_ca_file"):
-        read_options({"cache": {"remote": "redis://127.0.0.1", "remote_ca_file": "ca.pem"}})
+        KIT.read_options({"cache": {"remote": "redis://127.0.0.1", "remote_ca_file": "ca.pem"}})

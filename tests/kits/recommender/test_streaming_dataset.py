@@ -11,13 +11,15 @@ from typing import Any, final
 import pytest
 import torch
 
-from kitforge.api import compose_config
+from kitforge.composition import compose_config
 from kitforge.core.checkpoint.manifest import read_manifest, steps
 from kitforge.foundation.errors import ConfigError
-from kitforge.kits.recommender.build import Inputs, assemble, read_options
+from kitforge.kits.recommender.build import TASKS, Inputs
 from kitforge.trainer.run_folder import train
 from tests.distributed.training import Losses, TestRendezvous
 from tests.kits.recommender.runs import OPTIONS, numbers, state_of
+
+KIT = TASKS["recommendation"]
 
 SCHEMA = {
     "label": {"name": "click"},
@@ -47,8 +49,8 @@ def online(
     told = Losses()
     told.stop_at = stop_at
     given = {**OPTIONS, "model.hidden": [8], "data.schema": SCHEMA, "output_dir": str(folder), **choices}
-    options = read_options(compose_config("recommendation", given).values)
-    assembly = assemble(options, Inputs(train_dataset=rows, callbacks=[told]), TestRendezvous(options.parallel))
+    options = KIT.read_options(compose_config("recommendation", given).values)
+    assembly = KIT.assemble(options, Inputs(train_dataset=rows, callbacks=[told]), TestRendezvous(options.parallel))
     train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
     return told, assembly
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from kitforge.api import compose_config
+from kitforge.composition import compose_config
 from kitforge.data.sampler import shuffled_indices
 from kitforge.embedding_cache.sharding.planner import TableLoad
 from kitforge.foundation.errors import ConfigError
-from kitforge.kits.recommender.build import read_options
+from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.config import CacheOptions
 from kitforge.kits.recommender.data import load_dataset
 from kitforge.kits.recommender.factory import build_objective
@@ -18,6 +18,8 @@ from kitforge.kits.recommender.table_sharding import assign_sharding, describe_p
 from kitforge.kits.recommender.table_stats import distinct_rows
 from kitforge.models.catalog import recommender_of
 from tests.kits.recommender.runs import LOG, OPTIONS
+
+KIT = TASKS["recommendation"]
 
 LOADS = {
     "wide": TableLoad(num_rows=1000, dim=1, width=3, distinct=300.0, optimizer="ftrl"),
@@ -56,7 +58,7 @@ def test_what_a_step_needs_is_counted_in_the_first_one() -> None:
     given = {name: value for name, value in OPTIONS.items() if name != "data.batch_size"}
     for size, replicas in ((100, 1), (100, 2), (1200, 1)):
         choices = {"model": "wide_deep", **given, "data.batch_size": size, "parallel.data": replicas}
-        options = read_options(compose_config("recommendation", choices).values)
+        options = KIT.read_options(compose_config("recommendation", choices).values)
         config, dataset = recommender_of(options.model), load_dataset(LOG, None, options.data, 0, None)
         found = distinct_rows(config, options, dataset, build_objective(config, options, dataset))
         rows = dataset.train_rows()

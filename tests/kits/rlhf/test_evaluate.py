@@ -13,9 +13,11 @@ import pytest
 import yaml
 from torch import nn
 
-from kitforge.api import RLHF_TASKS, Trainer, compose_eval_config
+from kitforge.api import Trainer
 from kitforge.cli.main import run
+from kitforge.composition import compose_eval_config
 from kitforge.foundation.errors import ConfigError, KitforgeError
+from kitforge.kits.registry import RLHF_TASKS
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 
@@ -135,14 +137,14 @@ def test_a_trainer_evaluates_what_it_has_trained(start: str, adapter: int) -> No
             model,
             runs.DEMONSTRATIONS,
             options={"trainer.max_steps": 1, "data.sequence_length": 40},
-            tokenizer=BYTE,
+            processor=BYTE,
         ).train()
     given = {"preset": "llama_tiny", "network": model, "run": model}[start]
     options |= {f"model.{name}": 32 for name in ("dim", "mlp_dim")} if start == "preset" else {}
     tokenizer = BYTE if isinstance(given, nn.Module) else None
     for task, rows, roles in (("grpo", runs.PROMPTS, {"reward": runs.letters}), ("dpo", runs.PAIRS, None)):
         chosen = options if task == "grpo" else {name: each for name, each in options.items() if name[:2] not in TYPED}
-        trainer = Trainer(task, given, rows, rows, roles=roles, options=chosen, tokenizer=tokenizer, output_dir=task)
+        trainer = Trainer(task, given, rows, rows, roles=roles, options=chosen, processor=tokenizer, output_dir=task)
         done = trainer.train()
         found = trainer.evaluate()
         assert found == close({name: done.metrics[name] for name in found})
@@ -159,7 +161,7 @@ TYPED = ("rl", "ro", "kl")
 def test_a_policy_that_is_not_trained_yet_has_no_distance_from_itself() -> None:
     options = {"rl.prompts_per_rollout": 4, "rollout.max_new_tokens": 4, "device": "cpu", "data.sequence_length": 40}
     trainer = Trainer(
-        "ppo", runs.network(), runs.PROMPTS, tokenizer=BYTE, options=options, roles={"reward": runs.letters}
+        "ppo", runs.network(), runs.PROMPTS, processor=BYTE, options=options, roles={"reward": runs.letters}
     )
     assert set(trainer.evaluate()) == {
         "eval/reward",

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from kitforge.api import KITS, RLHF_TASKS, Trainer, compose_config, load_model, pipeline
+from kitforge.api import Trainer, load_model, pipeline
 from kitforge.cli.main import run
+from kitforge.composition import compose_config
 from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import ConfigError
+from kitforge.kits.registry import RLHF_TASKS, task_names
 from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.reward_model import ValueHeadModel
 from tests.kits.rlhf import runs
@@ -73,7 +75,7 @@ def test_a_vocabulary_is_trained_on_whatever_the_rows_say(tmp_path: Path, monkey
 
 
 def test_the_front_door_knows_every_stage_and_its_yaml() -> None:
-    assert set(TASKS) == set(RLHF_TASKS) <= set(KITS)
+    assert set(TASKS) == set(RLHF_TASKS) <= set(task_names())
 
 
 @pytest.mark.parametrize("stage", RLHF_TASKS)

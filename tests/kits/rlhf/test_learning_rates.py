@@ -12,10 +12,12 @@ import pytest
 import torch
 import yaml
 
-from kitforge.api import RLHF_TASKS, Trainer, compose_config
+from kitforge.api import Trainer
 from kitforge.cli.main import run
+from kitforge.composition import compose_config
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError
+from kitforge.kits.registry import RLHF_TASKS
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 

@@ -126,7 +126,7 @@ def play(rank: int, folder: Path, target: Path, case: tuple[str, str, ParallelCo
     values |= {"optimizer.name": "sgd", "data.eval_fraction": 0.0}
     if degrees.world_size > 1:
         values |= {f"parallel.{name}": getattr(degrees, name) for name in ("shard", "tensor", "sequence_parallel")}
-        values |= {f"placement.{name}": [2] for name in ("rollout", "reference", "reward")}
+        values |= {f"role_ranks.{name}": [2] for name in ("rollout", "reference", "reward")}
     options = TASKS[stage].read_options(tiny.nested(values))
     inputs, lobby = Inputs(train_dataset=runs.PROMPTS), cast(Any, TestRendezvous(degrees))
     if lobby.rank >= degrees.world_size:

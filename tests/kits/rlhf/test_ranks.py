@@ -7,7 +7,7 @@ from typing import Any, final
 import pytest
 import torch
 
-from kitforge.api import compose_config, task_of
+from kitforge.composition import compose_config, task_of
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World

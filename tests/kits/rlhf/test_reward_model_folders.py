@@ -11,10 +11,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from kitforge.api import load_model, pipeline, recorded_task, save_model
+from kitforge.api import load_model, pipeline, save_model
 from kitforge.cli.main import run
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ModelError
+from kitforge.kits.registry import recorded_task
 from kitforge.kits.rlhf.model_loading import is_reward_model, load_reward_model
 from kitforge.kits.rlhf.reward_model import ValueHeadModel
 from kitforge.trainer.run_folder import Run

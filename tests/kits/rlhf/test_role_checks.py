@@ -61,13 +61,13 @@ def test_a_reference_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     runs.finish(runs.begin("sft", tmp_path / "sft", {"trainer.max_steps": 1}))
     reward, reference = str(tmp_path / "reward"), str(tmp_path / "sft")
     runs.begin("grpo", None, {"reward": reward, "reference": reference}, roles={})
-    runs.begin("grpo", None, {"reward": reward}, roles={}, tokenizer=OtherTokenizer())
+    runs.begin("grpo", None, {"reward": reward}, roles={}, processor=OtherTokenizer())
     for choices, roles in (
         ({"reference": reference}, {"reward": runs.letters}),
         ({}, {"reward": runs.letters, "reference": reference}),
     ):
         with pytest.raises(ConfigError, match="the role reference reads other tokens"):
-            runs.begin("grpo", None, choices, roles=roles, tokenizer=OtherTokenizer())
+            runs.begin("grpo", None, choices, roles=roles, processor=OtherTokenizer())
 
 
 @pytest.mark.parametrize("role", ["reward", "reference"])

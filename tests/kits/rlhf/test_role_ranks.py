@@ -284,7 +284,7 @@ def holding(rank: int, folders: list[Path], cases: list[Case]) -> list[Any]:
         found["networks"] = sum(isinstance(each, Decoder) for each in gc.get_objects())
         return honest(self, *given)
 
-    where = "round" if rank == 0 else "attend"
+    where = "collect" if rank == 0 else "serve"
     honest = getattr(RolloutCollector, where)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_loading, "load_policy", counting("policy", model_loading.load_policy))

@@ -15,7 +15,7 @@ pytest.importorskip("tokenizers")
 
 import transformers
 
-from kitforge import Trainer, load_model, load_tokenizer, pipeline
+from kitforge import Trainer, load_model, load_processor, pipeline
 from kitforge.cli import main as cli
 from kitforge.data.template import template_of
 from kitforge.inference.logprobs import token_logprobs
@@ -67,7 +67,7 @@ def theirs(folder: Path, prompt: str, **how: Any) -> str:
         attention_mask=mask,
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
-        eos_token_id=list(load_tokenizer(folder).eos_ids),
+        eos_token_id=list(load_processor(folder).eos_ids),
         pad_token_id=0,
     )
     return str(tokenizer.decode(found[0, tokens.shape[1] :], skip_special_tokens=True))
@@ -97,13 +97,13 @@ def test_every_way_to_generate_gives_the_texts_of_transformers(folder: Path, tmp
 def test_a_chat_template_writes_the_begin_itself(tmp_path: Path) -> None:
     write_kind("llama3", tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    tokens = template_of(load_tokenizer(tmp_path)).tokens([{"role": "user", "content": "x"}], opens_reply=True)
+    tokens = template_of(load_processor(tmp_path)).tokens([{"role": "user", "content": "x"}], opens_reply=True)
     assert tokens.count(0) == 1 and tokens[0] == 0
 
 
 def test_a_folder_is_measured_as_it_reads(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in PROMPTS))
-    tokenizer, network = load_tokenizer(folder), load_model(folder, "cpu")
+    tokenizer, network = load_processor(folder), load_model(folder, "cpu")
     texts = [[*tokenizer.encode_prompt(text), tokenizer.eos_id] for text in PROMPTS]
     length = sum(map(len, texts)) - 1
     arguments = [f"data.eval={tmp_path / 'corpus.jsonl'}", f"data.sequence_length={length}", f"data.cache={tmp_path}"]
@@ -127,13 +127,13 @@ def test_a_folder_that_is_finetuned_keeps_its_begin(folder: Path, tmp_path: Path
     ).train()
     samples = json.loads((run.folder / "samples" / "step_0.json").read_text())["samples"]
     assert theirs(folder, PROMPTS[0]).startswith(samples[0]["text"])
-    assert load_tokenizer(run.folder).encode_prompt("x") == load_tokenizer(folder).encode_prompt("x")
+    assert load_processor(run.folder).encode_prompt("x") == load_processor(folder).encode_prompt("x")
 
 
 def test_plain_text_of_alignment_begins_so_too(tmp_path: Path) -> None:
     from kitforge.data.chat_datasets import ChatDatasetReader
 
-    tokenizer = load_tokenizer(write_kind("glm", tmp_path))
+    tokenizer = load_processor(write_kind("glm", tmp_path))
     reader = ChatDatasetReader(tokenizer, template_of(tokenizer))
     (prompt,) = reader.prompts([{"prompt": "x y"}])
     assert list(prompt.tokens) == [1, 2, *tokenizer.encode("x y")]

@@ -13,10 +13,12 @@ from torch.nn import functional
 
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizer import ByteTokenizer
-from kitforge.kits.transformers.build import Inputs, evaluate, read_options
+from kitforge.kits.transformers.build import TASKS, Inputs
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build
 from tests.trainer import tiny
+
+KIT = TASKS["text_generation"]
 
 NETWORKS = {"llama": tiny.LLAMA, "gpt2": tiny.GPT2 | tiny.DROPOUT}
 
@@ -31,9 +33,9 @@ def loss(model: nn.Module, corpus: Path, file: str, **choices: Any) -> float:
     values |= {"data.sequence_length": 32, "device": "cpu"} | {
         name.replace("__", "."): choices[name] for name in choices
     }
-    options = read_options(tiny.nested(values))
+    options = KIT.read_options(tiny.nested(values))
     inputs = Inputs(model=model, processor=ByteTokenizer())
-    return evaluate(options, inputs, Rendezvous.open(options.parallel, options.device))["eval/loss"]
+    return KIT.evaluate(options, inputs, Rendezvous.open(options.parallel, options.device))["eval/loss"]
 
 
 @pytest.mark.parametrize("file", ["corpus.txt", "documents.jsonl"])

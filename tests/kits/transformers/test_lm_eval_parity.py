@@ -19,7 +19,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean_stderr
 from lm_eval.models.huggingface import HFLM
 
-from kitforge import load_model, load_tokenizer
+from kitforge import load_model, load_processor
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.transformers.evaluation import EvaluationResult, Evaluator
 from kitforge.kits.transformers.questions import load_task
@@ -65,13 +65,13 @@ def asked(kind: str, *arguments: str) -> Instance:
 
 def evaluated(folder: Path, path: Path, rows: list[dict[str, Any]]) -> EvaluationResult:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    evaluator = Evaluator(load_model(folder, "cpu"), load_tokenizer(folder), InferenceOptions(), "cut_left")
+    evaluator = Evaluator(load_model(folder, "cpu"), load_processor(folder), InferenceOptions(), "cut_left")
     return evaluator.evaluate([load_task(str(path))])
 
 
 def test_choices_score_alike(folder: Path, theirs: HFLM, tmp_path: Path) -> None:
     # Without a begin token theirs has nothing to read for a context of spaces alone, and fails.
-    begins = bool(load_tokenizer(folder).encode_prompt(""))
+    begins = bool(load_processor(folder).encode_prompt(""))
     contexts = [context for context in CONTEXTS if begins or context.strip() or not context]
     found = evaluated(
         folder, tmp_path / "a.jsonl", [{"query": each, "choices": CHOICES, "gold": 1} for each in contexts]
@@ -110,7 +110,7 @@ def test_continuations_score_alike(folder: Path, theirs: HFLM, tmp_path: Path) -
 def test_rolling_perplexity_is_theirs(folder: Path, theirs: HFLM, tmp_path: Path) -> None:
     texts = ["Beautiful is better than ugly.\n" * 9, "x", "für 三 😀 and more of it, but not much more"]
     found = evaluated(folder, tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_processor(folder)
     if tokenizer.encode_prompt("") == []:
         wanted = theirs.loglikelihood_rolling([asked("loglikelihood_rolling", text) for text in texts])
         assert [row["logprob"] for row in found.rows["a"]] == pytest.approx(wanted, rel=1e-4)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kitforge.api import load_model, load_tokenizer
+from kitforge.api import load_model, load_processor
 from kitforge.cli import main as cli
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.inference.choice_scoring import ChoiceBatch, ChoiceScore
@@ -59,7 +59,7 @@ def test_questions_are_measured_as_a_plain_loop_does(run: Path, tmp_path: Path, 
         "next": 1,
         "sum": 1,
     }
-    model, tokenizer = load_model(run, "cpu"), load_tokenizer(run)
+    model, tokenizer = load_model(run, "cpu"), load_processor(run)
     right = right_per_byte = 0
     for question in CHOICES:
         stem = tokenizer.encode(str(question["query"]))
@@ -117,7 +117,7 @@ def test_white_space_that_ends_a_context_is_read(run: Path, tmp_path: Path, caps
     queries = ["who\n", "who \n\n", "who", "", "  "]
     path = write(tmp_path / "space.jsonl", [{"query": each, "choices": ["ROMEO"], "gold": 0} for each in queries])
     assert command("evaluate", run, f"tasks=[{path}]") == 0
-    end = [load_tokenizer(run).eos_id]
+    end = [load_processor(run).eos_id]
     pairs = [(b"who", b"\n ROMEO"), (b"who", b" \n\n ROMEO"), (b"who", b" ROMEO"), (end, b" ROMEO"), (end, b"   ROMEO")]
     wanted = plain(run, [(list(stem), list(branch)) for stem, branch in pairs])
     rows = logged(run, "space")
@@ -209,7 +209,7 @@ def test_windows_predict_each_token_once_after_as_many_as_fit() -> None:
 def test_texts_are_measured_in_windows_that_predict_every_token_once(
     run: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    limit, end = load_model(run, "cpu").geometry.max_length, load_tokenizer(run).eos_id
+    limit, end = load_model(run, "cpu").geometry.max_length, load_processor(run).eos_id
     texts = ["ROMEO: line 1 ", "für three words"]
     texts.append((TEXT * 2)[: 2 * limit + 5])
     path = write(tmp_path / "texts.jsonl", [{"text": text} for text in texts])

@@ -16,15 +16,17 @@ import httpx
 import numpy as np
 import pytest
 
-from kitforge.api import load_model, load_tokenizer, pipeline
+from kitforge.api import load_model, load_processor, pipeline
 from kitforge.foundation.errors import ConfigError
 from kitforge.inference.server.serve import build_server
-from kitforge.kits.recommender.build import new_app, open_service, read_options
+from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.server import refresh
 from kitforge.kits.recommender.server.service import RecommenderService
 from tests.inference.server.conftest import metric, until
 from tests.kits.recommender.runs import run
 from tests.kits.recommender.test_pipeline import rows as rows_of_log
+
+KIT = TASKS["recommendation"]
 
 DELTAS = {"trainer.checkpoint_every": 2, "trainer.incremental_checkpoints": 9, "trainer.save_total_limit": 9}
 
@@ -44,14 +46,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def opened(folder: Path, **serve: Any) -> RecommenderService:
-    options = read_options({"task": "recommendation", "checkpoint": str(folder), "serve": serve})
-    return open_service(load_model(folder, "cpu"), load_tokenizer(folder), "clicks", options)
+    options = KIT.read_options({"task": "recommendation", "checkpoint": str(folder), "serve": serve})
+    return KIT.open_service(load_model(folder, "cpu"), load_processor(folder), "clicks", options)
 
 
 @contextlib.contextmanager
 def serving(service: RecommenderService) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    server = build_server(service, new_app(service))
+    server = build_server(service, KIT.new_app(service))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -303,5 +305,5 @@ def test_what_cannot_be_refreshed_is_refused(runs: dict[str, Path]) -> None:
         opened(folder / "checkpoints" / "step_8", refresh_seconds=1.0)
     with pytest.raises(ConfigError, match=r"serve\.refresh_seconds"):
         opened(folder, refresh_seconds=0.0)
-    options = dataclasses.replace(read_options({"checkpoint": str(folder)}), checkpoint=None)
-    assert open_service(load_model(folder, "cpu"), load_tokenizer(folder), "clicks", options).version.step == 8
+    options = dataclasses.replace(KIT.read_options({"checkpoint": str(folder)}), checkpoint=None)
+    assert KIT.open_service(load_model(folder, "cpu"), load_processor(folder), "clicks", options).version.step == 8

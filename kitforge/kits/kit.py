@@ -1,0 +1,286 @@
+"""The kit interface: what the trainer front end and the command line know of a task.
+
+A kit is a package with a dict `TASKS: dict[str, Kit]`. `Kit` is abstract in two methods, `assemble` and `evaluate`; all
+others have defaults, which refuse with words what a task cannot do. `TaskKit` is a whole kit around one `Task`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, final
+
+import torch
+from rich.console import RenderableType
+from torch import nn
+
+from kitforge.core.checkpoint.load import find_checkpoint
+from kitforge.core.kernels.dispatch import CompileLevel
+from kitforge.core.parallel.parallelize import ParallelModel
+from kitforge.core.parallel.rendezvous import Rendezvous
+from kitforge.foundation.config import from_dict, to_dict, to_yaml
+from kitforge.foundation.dtype import ExportDtype, Precision
+from kitforge.foundation.errors import ConfigError
+from kitforge.inference.server.application import HttpService
+from kitforge.models.loading import OpenCheckpoint, StoredModel
+from kitforge.trainer.callbacks.callback import Callback
+from kitforge.trainer.loop import Loop
+from kitforge.trainer.options import RunOptions
+from kitforge.trainer.precision import autocast
+from kitforge.trainer.run_folder import Run, default_folder, make_loop, train
+from kitforge.trainer.task import Task
+
+OptionsT = TypeVar("OptionsT", bound=RunOptions)
+# What reads the rows of a task: a tokenizer, or the feature encoder of a recommender.
+ProcessorT = TypeVar("ProcessorT")
+# Loads the model of a folder, whichever task trained it, onto the device of that name.
+LoadModel: TypeAlias = Callable[[str, str], nn.Module]
+# Inference: called with one input or a list of them. Kits add methods of their own (`stream`, `retrieve`).
+Pipeline: TypeAlias = Callable[..., Any]
+
+
+# Without slots: Python 3.11 cannot make an instance of a frozen, slotted generic dataclass through RunInputs[int].
+@final
+@dataclass(frozen=True, kw_only=True)
+class RunInputs(Generic[ProcessorT]):
+    """Objects that a caller hands over instead of naming them in the options."""
+
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    model: nn.Module | None = None
+    model_folder: Path | None = None  # the run that `model` came from, if it came from one
+    initial_model: nn.Module | None = None  # for the evaluation of a trained model: the model that training began with
+    # Opens the model under the checkpoint if another task trained it.
+    open_model: Callable[..., StoredModel] | None = None
+    processor: ProcessorT | None = None
+    roles: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: Sequence[Callback] = ()
+    model_name: str = "model"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RunAssembly(Generic[OptionsT, ProcessorT]):
+    """A run ready to start."""
+
+    loop: Loop
+    folder: Path
+    processor: ProcessorT
+    options: OptionsT
+    config_text: str  # of config.yaml
+
+    def train(self) -> Run:
+        """Train, from the checkpoint that `options.resume` names if it does."""
+        metrics = train(self.loop, self.options, self.folder, self.config_text)
+        model, was_interrupted = self.loop.model, self.loop.was_interrupted
+        return Run(
+            folder=self.folder,
+            model=model,
+            processor=self.processor,
+            metrics=metrics,
+            was_interrupted=was_interrupted,
+        )
+
+
+class ReplayResult(Protocol):
+    """The metrics of one step: as recorded, and as replayed."""
+
+    @property
+    def step(self) -> int:
+        """The step that was replayed."""
+
+    @property
+    def start(self) -> int:
+        """The step of the checkpoint that the replay started from."""
+
+    @property
+    def recorded(self) -> dict[str, float]:
+        """The metrics of metrics.jsonl."""
+
+    @property
+    def replayed(self) -> dict[str, float]:
+        """The metrics of the replay."""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all metrics are equal, bit for bit."""
+
+
+class Kit(ABC, Generic[OptionsT, ProcessorT]):
+    """One task: its options, and how it is trained, evaluated, loaded, saved and served."""
+
+    OPTIONS: type[OptionsT]  # the dataclass of all its options
+    ROLES: tuple[str, ...] = ()  # names of further models or callables that `Trainer(roles=...)` takes
+    FINE_TUNING: str | None = None  # optimizer preset of runs that start from weights; None: the same as from scratch
+    RATE_SECTIONS: tuple[str, ...] = ("optimizer",)  # sections of options that such a preset sets
+    TEXT_TASK: str | None = None  # the task whose options generate text with its models; None: they give scores
+    IS_SERVED: bool = False  # whether open_service is implemented; otherwise its models are served by TEXT_TASK
+
+    def read_options(self, values: Mapping[str, Any]) -> OptionsT:
+        """The options from a plain dict. Raises ConfigError."""
+        return from_dict(self.OPTIONS, values)
+
+    def check_parallel(self, options: OptionsT) -> None:
+        """Raise ConfigError for parallel degrees that cannot be, before a rank is started. Default: all can."""
+
+    @abstractmethod
+    def assemble(
+        self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous
+    ) -> RunAssembly[OptionsT, ProcessorT]:
+        """Everything that a run needs, in the order in which mistakes are cheapest to find. All ranks call it."""
+
+    def serve_roles(self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous) -> Run:
+        """The work of a rank that trains nothing, until the run ends. Default: there are no such ranks."""
+        raise self._unsupported("has no ranks besides those that train")
+
+    @abstractmethod
+    def evaluate(self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous) -> dict[str, float]:
+        """Metrics of the evaluation set, for `inputs.model` or the model under `options.checkpoint`."""
+
+    def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The options of a run's config.yaml that its evaluation starts from. Default: None, the task's defaults."""
+        return None
+
+    def after_training(self, options: OptionsT, run: Run) -> OptionsT:
+        """The options for evaluating the trained model of `run` in memory. Default: those of the training."""
+        return options
+
+    def evaluate_benchmarks(self, options: OptionsT, load_model: LoadModel) -> dict[str, float]:
+        """Metrics of the benchmarks that `options.tasks` names."""
+        raise self._unsupported("has no benchmarks")
+
+    def load(self, folder: Path, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
+        """The model of a run folder or a step folder."""
+        raise self._unsupported("does not load models", "build the network, then load its state dict")
+
+    def find_processor(self, folder: Path) -> ProcessorT:
+        """The processor that lies with a run or a step."""
+        raise self._unsupported("keeps no processor with its runs")
+
+    def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
+        """The language model of a folder, none of its weights read yet."""
+        raise self._unsupported("trains no language model")
+
+    def save(self, source: nn.Module | Run | Path, folder: Path, processor: Any, dtype: ExportDtype | None) -> None:
+        """Write a model for other programs; that of a folder with one tensor at a time in memory."""
+        raise self._unsupported("exports no models")
+
+    def export_program(self, options: OptionsT) -> list[Path]:
+        """Write the model under `options.checkpoint` with torch.export to `options.output`; the files written."""
+        raise self._unsupported("has no torch.export program")
+
+    def open_pipeline(self, model: nn.Module, processor: ProcessorT, options: OptionsT) -> Pipeline:
+        """Inference with a model in memory."""
+        raise self._unsupported("has no pipeline", "call the network: train().model(...)")
+
+    def predict_file(self, options: OptionsT, load_model: LoadModel) -> Path:
+        """Write a prediction for each row of `options.data.eval` to `options.output`."""
+        fix = f'score rows with pipeline("{options.task}", model=RUN)'
+        raise self._unsupported("predicts no files", fix)
+
+    def open_service(self, model: nn.Module, processor: ProcessorT, name: str, options: OptionsT) -> HttpService:
+        """The HTTP service of a model in memory."""
+        raise self._unsupported("is not served over HTTP")
+
+    def new_app(self, service: Any) -> Any:
+        """The FastAPI application of what `open_service` gave."""
+        raise self._unsupported("is not served over HTTP")
+
+    def replay(self, folder: Path, step: int, options: OptionsT) -> ReplayResult:
+        """Train a step of a run again from its kept rollouts."""
+        raise self._unsupported("keeps no rollouts to replay", "resume from a checkpoint before the step")
+
+    def resolved(self, options: OptionsT) -> dict[str, Any]:
+        """All options, with the defaults of the model unless a checkpoint brings it."""
+        return to_dict(options)
+
+    def describe_data(self, spec: object) -> RenderableType:
+        """What a file of rows holds, for a terminal."""
+        raise self._unsupported("describes no data")
+
+    def inspect_rows(self, options: OptionsT) -> Iterator[str]:
+        """The first training rows with their loss mask, line by line."""
+        raise self._unsupported("shows no rows")
+
+    def describe_presets(self, presets: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+        """A table row for each model preset that belongs to the task."""
+        return []
+
+    def next_steps(self, folder: Path) -> list[str]:
+        """Commands to try after a run."""
+        return [f"kitforge report {folder}"]
+
+    def _unsupported(self, what: str, fix: str | None = None) -> ConfigError:
+        return ConfigError(f"this task {what}", got=self._name(), fix=fix)
+
+    def _name(self) -> str:
+        return f"task={self.OPTIONS().task}"
+
+
+# A kit of any options and any processor.
+AnyKit: TypeAlias = Kit[Any, Any]
+
+
+class TaskKit(Kit[OptionsT, ProcessorT]):
+    """A kit around a `Task`: `task` builds it, the rest is the same for every task."""
+
+    def __init__(self) -> None:
+        self._trained: tuple[nn.Module, Loop] | None = None
+
+    @abstractmethod
+    def task(self, options: OptionsT, inputs: RunInputs[ProcessorT]) -> Task:
+        """The network, the data and the loss."""
+
+    def processor(self, options: OptionsT, inputs: RunInputs[ProcessorT]) -> Any:
+        """What reads rows, kept in `Run.processor`. Default: the one that was handed over, else None."""
+        return inputs.processor
+
+    def assemble(
+        self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous
+    ) -> RunAssembly[OptionsT, ProcessorT]:
+        """Everything that a run needs."""
+        world = rendezvous.init_process_group().with_precision(options.precision)
+        config = to_dict(options)
+        rendezvous.check_same({"configuration": to_yaml(config)})
+        folder = world.broadcast_object(default_folder(options, inputs.model_name))
+        task = self.task(options, inputs)
+        loop = make_loop(task, options, folder, world=world, config=config, callbacks=inputs.callbacks)
+        self._trained = loop.model, loop
+        processor = self.processor(options, inputs)
+        return RunAssembly(loop=loop, folder=folder, processor=processor, options=options, config_text=to_yaml(config))
+
+    def evaluate(self, options: OptionsT, inputs: RunInputs[ProcessorT], rendezvous: Rendezvous) -> dict[str, float]:
+        """Metrics of the task, of the model that was trained last or of a new one."""
+        if self._trained is None or self._trained[0] is not inputs.model:
+            return self.assemble(options, inputs, rendezvous).loop.evaluate()
+        return self._trained[1].evaluate()
+
+
+@final
+class OwnTaskKit(TaskKit[RunOptions, None]):
+    """A user's own `Task`, which brings its network and its data."""
+
+    OPTIONS = RunOptions
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self._task = task
+
+    def task(self, options: RunOptions, inputs: RunInputs[None]) -> Task:
+        """The task that was handed over."""
+        return self._task
+
+
+def evaluate_model(task: Task, parallel: ParallelModel, device: torch.device, precision: Precision) -> dict[str, float]:
+    """Metrics of a model outside of a run. Gathered parameters are sharded again, and its mode is restored."""
+    model = parallel.model
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), autocast(device, precision):
+            return task.evaluate(model)
+    finally:
+        parallel.reshard()
+        model.train(was_training)

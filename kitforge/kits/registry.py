@@ -1,0 +1,96 @@
+"""The tasks by name, and the kits that have them. A kit is imported when one of its tasks is first used.
+
+Kits outside this package register with the entry point group `kitforge.kits`, whose values are dicts of tasks:
+
+    [project.entry-points."kitforge.kits"]
+    mine = "my_package.kit:TASKS"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from kitforge.foundation.errors import ConfigError, KitforgeError, nearest
+from kitforge.foundation.untrusted import load_yaml
+from kitforge.kits.kit import AnyKit, Kit
+from kitforge.models.loading import is_reward_model
+
+RLHF_TASKS = (
+    *("sft", "reward", "dpo", "ipo", "kto", "orpo", "simpo"),
+    *("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp"),
+)
+DEFAULT_TASK = "text_generation"
+ENTRY_POINTS = "kitforge.kits"
+_MODULES = {
+    "recommendation": "kitforge.kits.recommender.build",
+    DEFAULT_TASK: "kitforge.kits.transformers.build",
+    **dict.fromkeys(RLHF_TASKS, "kitforge.kits.rlhf.build"),
+}
+
+
+def task_names() -> list[str]:
+    """All tasks: those of this package, then those of installed kits."""
+    return [*_MODULES, *_installed_tasks()]
+
+
+def kit_of(task: str) -> AnyKit:
+    """The kit of a task. Raises ConfigError with the nearest name for an unknown one."""
+    if task in _MODULES:
+        kit: AnyKit = import_module(_MODULES[task]).TASKS[task]
+        return kit
+    if task not in _installed_tasks():
+        raise ConfigError(f"unknown task {task!r}", fix=nearest(task, task_names()))
+    return _installed_tasks()[task]
+
+
+@cache
+def _installed_tasks() -> Mapping[str, AnyKit]:
+    found: dict[str, AnyKit] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            tasks = point.load()
+        except Exception as error:
+            raise KitforgeError(
+                "an installed kit cannot be imported",
+                got=f"{point.name} = {point.value}: {type(error).__name__}: {error}",
+                fix="mend or uninstall that package",
+            ) from error
+        if not isinstance(tasks, Mapping) or not all(isinstance(each, Kit) for each in tasks.values()):
+            expected = "a dict of task names to kitforge.kits.kit.Kit"
+            raise KitforgeError("an installed kit has no tasks", got=f"{point.name} = {point.value}", expected=expected)
+        for name in tasks:
+            if name in found or name in _MODULES:
+                raise KitforgeError("two kits have a task of the same name", got=f"{name}, in {point.value}")
+        found |= tasks
+    return found
+
+
+def recorded_config(folder: str | Path) -> Path | None:
+    """config.yaml of a run, or of the run that a step belongs to; None for another folder."""
+    path = Path(folder).expanduser()
+    # A step is RUN/checkpoints/step_N.
+    candidates = (parent / "config.yaml" for parent in (path, path.resolve().parent.parent))
+    return next((each for each in candidates if each.is_file()), None)
+
+
+def recorded_task(folder: object) -> str | None:
+    """The task that a run or a step was trained for; None if nothing says so."""
+    if not isinstance(folder, (str, Path)):
+        return None
+    if (config := recorded_config(folder)) is None:
+        return "reward" if is_reward_model(Path(folder).expanduser()) else None
+    try:
+        values = load_yaml(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{config} is not YAML that can be used", got=" ".join(str(error).split())) from None
+    task = values.get("task") if isinstance(values, Mapping) else None
+    return task if isinstance(task, str) and task in task_names() else None
+
+
+def kit_of_folder(folder: Path) -> AnyKit:
+    """The kit of the task recorded in a run; a Hugging Face folder records none and holds a language model."""
+    return kit_of(recorded_task(folder) or DEFAULT_TASK)
