@@ -128,7 +128,7 @@ def candidates(definition: Definition) -> Iterator[tuple[int, str]]:
     silent = {
         id(inner)
         for node in ast.walk(definition)
-        if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr)) or _is_told(node)
+        if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr)) or _is_reported(node)
         for inner in ast.walk(node)
     }
     for number, node in enumerate(nodes(definition)):
@@ -283,7 +283,7 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def _is_told(node: ast.AST) -> bool:
+def _is_reported(node: ast.AST) -> bool:
     """A call whose arguments are for people: an error that is made, a check, a line of a log."""
     if not isinstance(node, ast.Call):
         return False

@@ -70,7 +70,7 @@ def copy_model(network: nn.Module, device: torch.device, level: CompileLevel = "
     return twin
 
 
-def share_weights(network: Decoder, level: CompileLevel = "O1") -> Decoder:
+def alias_weights(network: Decoder, level: CompileLevel = "O1") -> Decoder:
     """Another network over the very same weights, frozen, and free to have an adapter of its own."""
     twin = build_on_meta(network.config, level)
     sources = dict(network.named_parameters())
@@ -82,7 +82,7 @@ def share_weights(network: Decoder, level: CompileLevel = "O1") -> Decoder:
 
 def copy_with_adapter(network: Decoder, name: str, fresh: LoraConfig, seed: int, level: CompileLevel = "O1") -> Decoder:
     """A network over the same weights with an adapter that begins as the one that is on, else as a fresh one."""
-    twin, config = share_weights(network, level), config_of(network)
+    twin, config = alias_weights(network, level), config_of(network)
     attach(twin, name, config or fresh, seed)
     if config is not None:
         copy_factors(network, twin)

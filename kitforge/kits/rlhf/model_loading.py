@@ -33,11 +33,11 @@ from kitforge.kits.kit import RunInputs
 from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
 from kitforge.kits.rlhf.config import LoraOptions, StageOptions
 from kitforge.kits.rlhf.model_copy import (
+    alias_weights,
     copy_model,
     copy_with_adapter,
     fingerprint,
     fingerprint_of,
-    share_weights,
     weight_digest,
 )
 from kitforge.kits.rlhf.reward_model import ValueHeadModel, complete_head, init_head, normalized_head
@@ -182,7 +182,7 @@ class BaseModelSource:
         given, level = self.given, options.compile_level
         is_plain = isinstance(given, Decoder) and config_of_adapter(given) is None
         if is_plain and cast(Decoder, given).kernels != select(level):
-            return share_weights(cast(Decoder, given), level)
+            return alias_weights(cast(Decoder, given), level)
         return given
 
     def trainable_copy(self, options: StageOptions, device: torch.device, name: str = "policy") -> nn.Module:
@@ -195,7 +195,7 @@ class BaseModelSource:
             if name == "policy" and read_head(Path(options.lora.path)):
                 expected = "an adapter of a language model"
                 raise ModelError("the adapter is of a reward model", got=options.lora.path, expected=expected)
-            shared = share_weights(base, options.compile_level)
+            shared = alias_weights(base, options.compile_level)
             found = load_adapter(shared, name, Path(options.lora.path))
             wanted = replace(options.lora.config, target_modules=tuple(sorted(options.lora.target_modules)))
             expected = (
@@ -223,7 +223,7 @@ class BaseModelSource:
             )
         if not (head := read_head(folder)):
             raise ModelError("there is no reward model here", got=folder, expected="an adapter with a head, `score`")
-        backbone = share_weights(self.given, options.compile_level)
+        backbone = alias_weights(self.given, options.compile_level)
         load_adapter(backbone, "reward", folder)
         model = ValueHeadModel(backbone)
         model.load_head(head)
@@ -288,8 +288,8 @@ def recorded_reference_model(
         given = None if inputs.initial_model is None else policy_of(inputs.initial_model)
         origin = base_model_of(begun, given, tokenizer, device, is_shared=False)
     if origin is not None:
-        is_by_pieces = origin.is_sharded_init
-        network = None if is_by_pieces else origin.frozen_copy(begun, device)
+        is_sharded_load = origin.is_sharded_init
+        network = None if is_sharded_load else origin.frozen_copy(begun, device)
         if (origin.fingerprint(begun) if network is None else fingerprint(network)) == wanted:
             return origin if network is None else BaseModelSource(given=network, config=None)
     got = f"{lost} is no folder" if lost else f"{named or start or 'the first weights under its seed'} holds others"

@@ -28,7 +28,7 @@ class GenerationSamples(Callback):
         self._prompts = list(prompts)
         self._tokenizer = tokenizer
         self._options = options
-        self._is_told = False
+        self._is_reported = False
 
     def on_event(self, event: Event, run: RunContext) -> None:
         """Save the tokenizer at the start, generate after an evaluation."""
@@ -63,8 +63,8 @@ class GenerationSamples(Callback):
         affordable = GATHERED // max(once, 1)
         if self._options.max_new_tokens <= affordable:
             return False
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_reported:
+            self._is_reported = True
             size = f"left out: each new token would gather {once / 2**30:.1f} GiB of weights"
             run.log_event("samples", f"{size}; inference.max_new_tokens={affordable} would do" if affordable else size)
         return True
