@@ -18,7 +18,7 @@ import torch
 
 from kitforge.data.collate import split_micro_batches
 from kitforge.data.packing import DocumentSplit, PackedRows, split_documents
-from kitforge.data.sampler import shuffled_indices
+from kitforge.data.schedule import shuffled_indices
 from kitforge.data.source import open_source
 from kitforge.data.token_cache import TokenCache, build_token_cache
 from kitforge.data.tokenizer import ByteTokenizer

@@ -23,7 +23,7 @@ import pyarrow
 import torch
 from pyarrow import csv, parquet
 
-from kitforge.data.sampler import shuffled_indices
+from kitforge.data.schedule import shuffled_indices
 from kitforge.data.tables.bad_rows import BadRows
 from kitforge.data.tables.column_cache import load_table
 from kitforge.data.tables.columns import ColumnLayout, KeyColumn, KeyKind, LabelColumn

@@ -12,7 +12,9 @@ from torch import nn
 
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.world import World
+from kitforge.data.schedule import BatchSchedule
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
+from kitforge.trainer.options import RunOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,3 +104,29 @@ class Task(ABC):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state` gave."""
+
+
+def batch_schedule(
+    options: RunOptions,
+    world: World,
+    *,
+    num_rows: int,
+    batch_size: int,
+    shuffle: bool = True,
+    max_tokens: int | None = None,
+) -> BatchSchedule:
+    """The batches of a run over that many rows, and the part of this rank's replica."""
+    trainer = options.trainer
+    return BatchSchedule(
+        num_rows=num_rows,
+        batch_size=batch_size,
+        seed=options.seed,
+        shuffle=shuffle,
+        epochs=trainer.epochs,
+        max_steps=trainer.max_steps,
+        micro_batch_size=trainer.micro_batch_size,
+        max_tokens=max_tokens,
+        max_eval_batches=trainer.eval_batches,
+        replica=world.replica,
+        num_replicas=world.num_replicas,
+    )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kitforge.data.packing import IGNORED, DocumentSplit, PackedRows, split_documents
-from kitforge.data.sampler import shuffled_indices
+from kitforge.data.schedule import shuffled_indices
 from kitforge.data.token_cache import TokenCache
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.seed import key

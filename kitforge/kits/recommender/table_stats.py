@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kitforge.core.nn.embedding_spec import RecommenderConfig
 from kitforge.core.optim.row_optimizers import build_row_optimizer
-from kitforge.data.sampler import shuffled_indices
+from kitforge.data.schedule import shuffled_indices
 from kitforge.embedding_cache.miss_ratio_curve import estimate
 from kitforge.embedding_cache.options import CachedEmbeddingOptions as Tiers
 from kitforge.embedding_cache.table import CachedEmbedding

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
@@ -10,13 +9,12 @@ from typing import Any, cast, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.world import World
 from kitforge.data.prefetch import BackgroundPrefetcher
-from kitforge.data.sampler import shuffled_indices
+from kitforge.data.schedule import Batch
 from kitforge.embedding_cache.collection import EmbeddingCollection
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
@@ -26,7 +24,7 @@ from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.model import Recommender
 from kitforge.kits.recommender.objective import Objective
 from kitforge.kits.recommender.streaming_dataset import StreamingDataset
-from kitforge.trainer.task import BestMetric, Task
+from kitforge.trainer.task import BestMetric, Task, batch_schedule
 
 
 @final
@@ -46,6 +44,11 @@ class RecommendationTask(Task):
         self._objective = objective
         self._build = build
         self._world = world
+        num_rows = 0 if dataset.train is None or isinstance(dataset.train, StreamingDataset) else dataset.train.num_rows
+        data = options.data
+        self._schedule = batch_schedule(
+            options, world, num_rows=num_rows, batch_size=data.step_size, shuffle=data.shuffle
+        )
 
     def build(self, world: World) -> nn.Module:
         """The network with its tables, its dense part as the world's degrees say."""
@@ -63,7 +66,8 @@ class RecommendationTask(Task):
         """Steps in that many passes over the rows; the last one may be smaller. A stream has none that is known."""
         if isinstance(self._dataset.train, StreamingDataset):
             return None
-        return math.ceil(self._num_samples(epochs) / self._options.data.step_size)
+        self._dataset.train_rows()
+        return self._schedule.num_steps(epochs)
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Batches from the cursor on, made ready in the background; then their rows, where a cache fetches ahead."""
@@ -91,7 +95,7 @@ class RecommendationTask(Task):
         rows = self._dataset.eval
         if rows is None or rows.num_rows == 0:
             return {}
-        batches = self._evaluation_batches(rows.num_rows)
+        batches = self._schedule.eval_shards(rows.num_rows)
         metrics = self._objective.evaluate(cast(Recommender, model), rows, batches, self._world)
         return {f"eval/{name}": value for name, value in metrics.items()}
 
@@ -127,61 +131,33 @@ class RecommendationTask(Task):
         finally:
             stream.close()
 
-    def _num_samples(self, epochs: float) -> int:
-        return math.ceil(self._dataset.train_rows().num_rows * epochs)
-
     def _batches(self, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Steps from the cursor on."""
         if isinstance(self._dataset.train, StreamingDataset):
             yield from self._stream_batches(self._dataset.train, cursor)
             return
-        options, rows = self._options, self._dataset.train_rows()
-        size = options.data.step_size
-        epochs, max_steps = options.trainer.epochs, options.trainer.max_steps
-        limit = None if epochs is None and max_steps is not None else self._num_samples(epochs or 1.0)
-        sample, step = cursor.samples, cursor.step
-        while limit is None or sample < limit:
-            wanted = size if limit is None else min(size, limit - sample)
-            indices = shuffled_indices(options.seed, rows.num_rows, sample, wanted, shuffle=options.data.shuffle)
-            yield self._micro_batches(rows, indices, sample, step)
-            sample += wanted
-            step += 1
+        rows = self._dataset.train_rows()
+        for step, batch in enumerate(self._schedule.batches(cursor.samples), start=cursor.step):
+            yield self._micro_batches(rows, batch, step)
 
     def _stream_batches(self, stream: StreamingDataset, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         sample, step, last = cursor.samples, cursor.step, self._options.trainer.max_steps
         # Rows behind the last step are not read: another run may take them.
         left = None if last is None else max(last - step, 0)
         for rows in islice(stream.batches(self._options.data.step_size), left):
-            yield self._micro_batches(rows, np.arange(rows.num_rows), sample, step)
+            yield self._micro_batches(rows, Batch(sample, np.arange(rows.num_rows)), step)
             sample += rows.num_rows
             step += 1
 
-    def _micro_batches(self, rows: ClickDataset, indices: NDArray[np.int64], first: int, step: int) -> list[MicroBatch]:
-        """This rank's share of a batch, in as many micro-batches as the rank with the largest share has."""
-        world = self._world
-        begin, end = (len(indices) * each // world.num_replicas for each in (world.replica, world.replica + 1))
-        largest = -(-len(indices) // world.num_replicas)
-        size = self._options.trainer.micro_batch_size or largest
-        batch = self._objective.read(rows, indices, slice(begin, end), step)
-        parts: list[MicroBatch] = []
-        for start in range(0, largest, size):
-            stop = min(start + size, end - begin)
-            part = self._objective.micro_batch(batch, min(start, stop), stop)
-            numbers = torch.arange(first + begin + min(start, stop), first + begin + stop)
-            parts.append({**part, "samples": numbers, "step": step})
+    def _micro_batches(self, rows: ClickDataset, batch: Batch, step: int) -> list[MicroBatch]:
+        """This replica's part of a batch."""
+        shard = self._schedule.shard(len(batch.rows))
+        own, parts = self._objective.read(rows, batch.rows, shard, step), list[MicroBatch]()
+        for part in self._schedule.micro_batches(len(batch.rows)):
+            micro_batch = self._objective.micro_batch(own, part.start - shard.start, part.stop - shard.start)
+            numbers = torch.arange(batch.start + part.start, batch.start + part.stop)
+            parts.append({**micro_batch, "samples": numbers, "step": step})
         return parts
-
-    def _evaluation_batches(self, num_rows: int) -> Iterator[NDArray[np.int64]]:
-        """Numbers of rows for this rank; empty ones where it has none left while others still compute together."""
-        # As many rows at once as training has on one rank.
-        largest = -(-self._options.data.step_size // self._world.num_replicas)
-        size = min(self._options.trainer.micro_batch_size or largest, largest)
-        limit = self._options.trainer.eval_batches
-        # How a batch is split must not change what is evaluated.
-        stop = num_rows if limit is None else min(num_rows, limit * self._options.data.step_size)
-        for start in range(0, stop, size * self._world.num_replicas):
-            begin = min(start + size * self._world.replica, stop)
-            yield np.arange(begin, min(begin + size, stop))
 
 
 def _requests(step: Sequence[MicroBatch]) -> list[Any]:

@@ -12,7 +12,7 @@ from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.parallel.world import World
 from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
-from kitforge.kits.rlhf.batching import BatchSchedule
+from kitforge.kits.rlhf.batching import row_schedule
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.kits.rlhf.dataset import DatasetSplits, Row
 from kitforge.kits.rlhf.model_copy import decoder_groups
@@ -39,7 +39,7 @@ class DatasetTask(Task, Generic[Options, Row]):
         self._build = build
         self._world = world
         self._reference_model = frozen
-        self._schedule = BatchSchedule(len(rows.train), options, world)
+        self._schedule = row_schedule(len(rows.train), options, world)
 
     @abstractmethod
     def micro_batches(self, model: nn.Module, rows: Sequence[Row], step: int) -> list[MicroBatch]:
@@ -61,8 +61,8 @@ class DatasetTask(Task, Generic[Options, Row]):
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Batches from the cursor on."""
-        for step, batch in enumerate(self._schedule.batches(cursor), start=cursor.step):
-            yield self.micro_batches(model, [self._rows.train[index] for index in batch], step)
+        for step, batch in enumerate(self._schedule.batches(cursor.samples), start=cursor.step):
+            yield self.micro_batches(model, [self._rows.train[index] for index in batch.rows], step)
 
     def eval_sums(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
         """What evaluation sums up: the loss and what comes with it, unless a stage looks at more."""
@@ -77,7 +77,7 @@ class DatasetTask(Task, Generic[Options, Row]):
         rows = self._rows.eval
         if not rows:
             return {}
-        batches = ([rows[index] for index in batch] for batch in self._schedule.evaluation_batches(len(rows)))
+        batches = ([rows[index] for index in batch] for batch in self._schedule.eval_batches(len(rows)))
         means = weighted_means(
             heartbeat(
                 (each for batch in batches for each in self.micro_batches(model, batch, 0)),

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from kitforge.data.chat_datasets import TokenizedExample, UnpairedExample
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.preference_losses import kto_loss, mismatched_completions
-from kitforge.kits.rlhf.batching import Indices
 from kitforge.kits.rlhf.collate import input_tokens, pad_examples
 from kitforge.kits.rlhf.config import KTOOptions
 from kitforge.kits.rlhf.dataset_task import DatasetTask
@@ -31,7 +30,7 @@ class KTOTask(DatasetTask[KTOOptions, UnpairedExample]):
 
     def micro_batches(self, model: nn.Module, rows: Sequence[UnpairedExample], step: int) -> list[MicroBatch]:
         """With the baseline of the whole batch."""
-        parts = self._schedule.micro_batches(len(rows))
+        parts = [range(part.start, part.stop) for part in self._schedule.micro_batches(len(rows))]
         baseline = self._kl_baseline(model, rows, parts)
         return [{**self._padded_batch([rows[index] for index in part]), "kl_baseline": baseline} for part in parts]
 
@@ -68,7 +67,7 @@ class KTOTask(DatasetTask[KTOOptions, UnpairedExample]):
         }
 
     @torch.no_grad()
-    def _kl_baseline(self, model: nn.Module, rows: Sequence[UnpairedExample], parts: Sequence[Indices]) -> Tensor:
+    def _kl_baseline(self, model: nn.Module, rows: Sequence[UnpairedExample], parts: Sequence[range]) -> Tensor:
         """An estimate of the divergence in nats an answer, 0-dim, at least 0: from prompts with answers to another one.
         A lone row, as a pass may end with, has no such answer beside it, and the estimate is 0."""
         if len(rows) == 1:

@@ -24,7 +24,7 @@ from kitforge.kits.rlhf.algorithms.kl import biased_kl_loss, kl_estimate, kl_los
 from kitforge.kits.rlhf.algorithms.kl_controllers import kl_controller
 from kitforge.kits.rlhf.algorithms.loss_aggregation import aggregate, loss_denominator, mask_fill
 from kitforge.kits.rlhf.algorithms.losses import cispo_loss, policy_loss, value_loss
-from kitforge.kits.rlhf.batching import BatchSchedule
+from kitforge.kits.rlhf.batching import row_schedule
 from kitforge.kits.rlhf.config import CriticOptions, RLOptions
 from kitforge.kits.rlhf.dataset import DatasetSplits
 from kitforge.kits.rlhf.experience import completion_outcomes, compute_experience, select_groups
@@ -57,7 +57,7 @@ class PolicyGradientTask(Task):
         # Let go once it has built, and with it the weights that it began with.
         self._build: Callable[[World], nn.Module] | None = build
         self._collector = RolloutCollector(options, rows, roles, world)
-        self._schedule = BatchSchedule(len(rows.train), options, world)
+        self._schedule = row_schedule(len(rows.train), options, world)
         self._ptx = None if pretraining is None else PtxBatches(options, pretraining, world)
         self._controller = kl_controller(options.kl.controller_options())
         self._batch: RolloutBatch | None = None

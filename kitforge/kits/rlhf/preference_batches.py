@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kitforge.data.chat_datasets import PreferencePair
+from kitforge.data.schedule import BatchSchedule
 from kitforge.foundation.types import MicroBatch, Sums
-from kitforge.kits.rlhf.batching import BatchSchedule
 from kitforge.kits.rlhf.collate import input_tokens, pad_examples
 
 
@@ -17,7 +17,7 @@ def pair_batches(pairs: Sequence[PreferencePair], order: BatchSchedule, pad_id: 
     """For each part of this rank's pairs: tokens and targets [2P, T], ends [2P], margins and weights [P], and their
     sources. A weight is 1, or 0 for the pair that stands in for none."""
     longest = [max(len(pair.chosen.tokens), len(pair.rejected.tokens)) for pair in pairs]
-    parts = order.length_buckets([2 * length for length in longest], None)
+    parts = order.length_buckets([2 * length for length in longest])
     return [_pair_batch([pairs[index] for index in part], pad_id) for part in parts]
 
 

@@ -13,9 +13,9 @@ from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.parallel.world import World
 from kitforge.data.chat_datasets import TokenizedExample
 from kitforge.data.packing import IGNORED
-from kitforge.data.sampler import shuffled_indices
+from kitforge.data.schedule import shuffled_indices
 from kitforge.foundation.types import MicroBatch, Sums
-from kitforge.kits.rlhf.batching import BatchSchedule
+from kitforge.kits.rlhf.batching import row_schedule
 from kitforge.kits.rlhf.collate import pad_examples
 from kitforge.kits.rlhf.config import RLOptions
 from kitforge.kits.rlhf.dataset import DatasetSplits
@@ -29,7 +29,7 @@ class PtxBatches:
     def __init__(self, options: RLOptions, rows: DatasetSplits[TokenizedExample], world: World) -> None:
         self._options = options
         self._rows = rows
-        self._order = BatchSchedule(len(rows.train), options, world)
+        self._order = row_schedule(len(rows.train), options, world)
 
     @property
     def fingerprint(self) -> str:

@@ -24,7 +24,7 @@ from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, TrainingError, nearest
 from kitforge.foundation.untrusted import names_function
-from kitforge.kits.rlhf.batching import token_budget_batches
+from kitforge.kits.rlhf.batching import forward_batches
 from kitforge.kits.rlhf.collate import pad_examples
 from kitforge.kits.rlhf.reward_model import ValueHeadModel
 from kitforge.trainer.run_folder import Run
@@ -112,7 +112,7 @@ class ModelScorer(Scorer):
         device = self.model.score.weight.device
         whole = [self._tokens(each) for each in answers]
         pad_id = (self._own or self._tokenizer).pad_id
-        for indices in token_budget_batches([len(each) for each in whole], self._most_tokens, device):
+        for indices in forward_batches([len(each) for each in whole], self._most_tokens, device):
             texts = [TokenizedExample(tokens=whole[index], loss_mask=(False,) * len(whole[index])) for index in indices]
             batch = pad_examples(texts, pad_id)
             scores = self.model.scores_at(batch["tokens"].to(device), batch["ends"].to(device))

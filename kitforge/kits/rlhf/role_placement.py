@@ -12,7 +12,7 @@ from kitforge.core.parallel import collectives
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.weight_sync import sync_weights
 from kitforge.core.parallel.world import World
-from kitforge.kits.rlhf.batching import Indices
+from kitforge.data.schedule import Indices
 from kitforge.kits.rlhf.role_ranks import ROLES, RoleRanksOptions
 
 

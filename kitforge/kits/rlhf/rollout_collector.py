@@ -13,13 +13,13 @@ from torch import nn
 from kitforge.core.parallel.world import World
 from kitforge.data.chat_datasets import PromptExample
 from kitforge.data.packing import IGNORED
-from kitforge.data.sampler import shuffled_indices
+from kitforge.data.schedule import shuffled_indices
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.inference.engine import Engine
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.kits.rlhf.actor_critic import critic_of, policy_of
 from kitforge.kits.rlhf.async_rollouts import AsyncRollouts
-from kitforge.kits.rlhf.batching import token_budget_batches
+from kitforge.kits.rlhf.batching import forward_batches
 from kitforge.kits.rlhf.config import RLOptions, RolloutOptions
 from kitforge.kits.rlhf.dataset import DatasetSplits
 from kitforge.kits.rlhf.environment import EnvironmentRunner
@@ -329,7 +329,7 @@ class RolloutCollector:
             return
         lengths = [len(each.completion.prompt) + len(each.completion.tokens) for each in rollouts]
         looked: list[dict[str, Any]] = [{} for _ in rollouts]
-        for indices in token_budget_batches(lengths, self._options.rl.max_tokens_per_microbatch, self._world.device):
+        for indices in forward_batches(lengths, self._options.rl.max_tokens_per_microbatch, self._world.device):
             batch = pad_rollouts([rollouts[index] for index in indices], self._rows.pad_id)
             tokens, targets = batch["tokens"], batch["targets"]
             mask = targets != IGNORED

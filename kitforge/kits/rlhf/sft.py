@@ -14,8 +14,8 @@ from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.data.chat_datasets import TokenizedExample
 from kitforge.data.collate import drop_trivial_columns
 from kitforge.data.packing import IGNORED
+from kitforge.data.schedule import Indices
 from kitforge.foundation.types import MicroBatch, Sums
-from kitforge.kits.rlhf.batching import Indices
 from kitforge.kits.rlhf.collate import input_tokens, pack_examples
 from kitforge.kits.rlhf.config import SFTOptions
 from kitforge.kits.rlhf.dataset_task import DatasetTask
@@ -33,7 +33,7 @@ class SFTTask(DatasetTask[SFTOptions, TokenizedExample]):
         """The same rows however many ranks share them."""
         whole = pack_examples(rows, self._rows.pad_id, packing=self._options.packing)
         num_rows, width = whole["tokens"].shape
-        parts = self._schedule.length_buckets([width] * num_rows, None)
+        parts = self._schedule.length_buckets([width] * num_rows)
         return [{**drop_trivial_columns(_slice_rows(whole, part)), "step": step} for part in parts]
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:

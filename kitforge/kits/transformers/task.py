@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, cast, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context, DropoutKey
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.world import World
-from kitforge.data.collate import drop_trivial_columns, split_micro_batches
+from kitforge.data.collate import drop_trivial_columns
 from kitforge.data.packing import PackedRows
 from kitforge.data.prefetch import BackgroundPrefetcher
-from kitforge.data.sampler import shuffled_indices
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus
 from kitforge.trainer.metric_means import weighted_means
-from kitforge.trainer.task import Task
+from kitforge.trainer.task import Task, batch_schedule
 
 
 @final
@@ -40,6 +39,11 @@ class TextGenerationTask(Task):
         self._corpus = corpus
         self._build = build
         self._world = world
+        data = options.data
+        num_rows = 0 if corpus.train is None else corpus.train.num_rows
+        self._schedule = batch_schedule(
+            options, world, num_rows=num_rows, batch_size=data.batch_size, shuffle=data.shuffle
+        )
 
     def build(self, world: World) -> nn.Module:
         """The network, on the device, cut as the world's degrees say."""
@@ -52,7 +56,8 @@ class TextGenerationTask(Task):
 
     def num_steps(self, epochs: float) -> int | None:
         """Steps in that many passes over the rows; the last one may be smaller."""
-        return math.ceil(self._num_samples(epochs) / self._options.data.batch_size)
+        self._train_rows()
+        return self._schedule.num_steps(epochs)
 
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
         """Batches from the cursor on, made ready in the background."""
@@ -109,65 +114,41 @@ class TextGenerationTask(Task):
                 fix="put the files back, or add trainer.allow_data_changes=true to go on all the same",
             )
 
-    def _num_samples(self, epochs: float) -> int:
-        return math.ceil(self._train_rows().num_rows * epochs)
-
     def _train_rows(self) -> PackedRows:
         if self._corpus.train is None:
             raise ConfigError("there is nothing to train on", got="data.train=null", expected="text to train on")
         return self._corpus.train
 
     def _batches(self, cursor: Cursor) -> Iterator[list[MicroBatch]]:
-        """Steps from the cursor on. Several are gathered at once where they are small."""
-        options, rows = self._options, self._train_rows()
-        size = options.data.batch_size
-        epochs, max_steps = options.trainer.epochs, options.trainer.max_steps
-        limit = None if epochs is None and max_steps is not None else self._num_samples(epochs or 1.0)
-        together = max(1, TOKENS_GATHERED // (size * options.data.sequence_length))
-        sample, step = cursor.samples, cursor.step
-        while limit is None or sample < limit:
-            wanted = size * together if limit is None else min(size * together, limit - sample)
-            # Of each batch this rank gathers its own share only.
-            replica_indices = [
-                self._replica_indices(start, min(size, wanted - start)) for start in range(0, wanted, size)
+        """Steps from the cursor on. Small batches are gathered several at once."""
+        rows, data = self._train_rows(), self._options.data
+        num_gathered = max(1, TOKENS_GATHERED // (data.batch_size * data.sequence_length))
+        batches, step = self._schedule.batches(cursor.samples), cursor.step
+        while group := list(islice(batches, num_gathered)):
+            # Each rank gathers its own part only.
+            shards = [self._schedule.shard(len(batch.rows)) for batch in group]
+            indices = np.concatenate([batch.rows[shard] for batch, shard in zip(group, shards, strict=True)])
+            numbers = [
+                batch.start + np.arange(shard.start, shard.stop) for batch, shard in zip(group, shards, strict=True)
             ]
-            mine = np.concatenate(replica_indices)
-            indices = shuffled_indices(options.seed, rows.num_rows, sample, wanted, shuffle=options.data.shuffle)
-            gathered = rows.rows(indices[mine]) | {"samples": torch.from_numpy(sample + mine)}
+            gathered = rows.rows(indices) | {"samples": torch.from_numpy(np.concatenate(numbers))}
             begin = 0
-            for number, batch_indices in enumerate(replica_indices):
-                batch = {name: column[begin : begin + len(batch_indices)] for name, column in gathered.items()}
-                yield self._micro_batches(batch, step, min(size, wanted - number * size))
-                begin += len(batch_indices)
+            for batch, shard in zip(group, shards, strict=True):
+                parts = [
+                    slice(begin + part.start - shard.start, begin + part.stop - shard.start)
+                    for part in self._schedule.micro_batches(len(batch.rows))
+                ]
+                yield [self._micro_batch(gathered, part, step) for part in parts]
+                begin += shard.stop - shard.start
                 step += 1
-            sample += wanted
 
-    def _replica_indices(self, start: int, num_rows: int) -> NDArray[np.int64]:
-        """Which of the rows start .. start + num_rows - 1 are this rank's; shares differ by one row at most."""
-        begin, end = (
-            num_rows * each // self._world.num_replicas for each in (self._world.replica, self._world.replica + 1)
-        )
-        return np.arange(start + begin, start + end)
-
-    def _micro_batches(self, batch: dict[str, Tensor], step: int, num_rows: int) -> list[MicroBatch]:
-        """This rank's rows of a batch of `num_rows`, in as many micro-batches as the rank with the most rows has."""
-        largest = -(-num_rows // self._world.num_replicas)
-        size = self._options.trainer.micro_batch_size or largest
-        parts: list[MicroBatch] = [
-            {**drop_trivial_columns(part), "step": step} for part in split_micro_batches(batch, size)
-        ]
-        return parts + [self._empty_micro_batch(step)] * (-(-largest // size) - len(parts))
+    def _micro_batch(self, gathered: dict[str, Tensor], part: slice, step: int) -> MicroBatch:
+        if part.start == part.stop:
+            return self._empty_micro_batch(step)
+        return {**drop_trivial_columns({name: column[part] for name, column in gathered.items()}), "step": step}
 
     def _evaluation_batches(self, rows: PackedRows) -> Iterator[MicroBatch]:
-        # As many rows at once as training has on one rank.
-        largest = -(-self._options.data.batch_size // self._world.num_replicas)
-        size = min(self._options.trainer.micro_batch_size or largest, largest)
-        limit = self._options.trainer.eval_batches
-        # How a batch is split must not change what is evaluated.
-        stop = rows.num_rows if limit is None else min(rows.num_rows, limit * self._options.data.batch_size)
-        for start in range(0, stop, size * self._world.num_replicas):
-            begin = start + size * self._world.replica
-            indices = np.arange(begin, min(begin + size, stop))
+        for indices in self._schedule.eval_shards(rows.num_rows):
             if len(indices):
                 yield {**drop_trivial_columns(rows.rows(indices)), "samples": torch.from_numpy(indices), "step": 0}
             else:

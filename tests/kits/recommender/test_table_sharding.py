@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from kitforge.composition import compose_config
-from kitforge.data.sampler import shuffled_indices
+from kitforge.data.schedule import shuffled_indices
 from kitforge.embedding_cache.sharding.planner import TableLoad
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.recommender.build import TASKS

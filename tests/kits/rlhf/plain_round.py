@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitforge.data.sampler import shuffled_indices
+from kitforge.data.schedule import shuffled_indices
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation import seed as seeds
 from kitforge.kits.rlhf.actor_critic import critic_of, policy_of

@@ -188,7 +188,7 @@ def test_a_model_scores_answers_in_their_order_whatever_their_lengths(monkeypatc
 
 def test_rows_that_share_a_pass_are_of_similar_length() -> None:
     lengths = [600, 20, 500, 30, 610, 480, 25, *[10] * 70]
-    parts = batching.token_budget_batches(lengths, None, torch.device("cpu"))
+    parts = batching.forward_batches(lengths, None, torch.device("cpu"))
     assert sorted(place for part in parts for place in part) == list(range(len(lengths)))
     assert [[lengths[place] for place in part] for part in parts] == [
         [610],
@@ -197,10 +197,10 @@ def test_rows_that_share_a_pass_are_of_similar_length() -> None:
         [30, 25, 20] + [10] * 31,
         [10] * 39,
     ]
-    on_accelerator = batching.token_budget_batches(lengths, None, torch.device("meta"))
+    on_accelerator = batching.forward_batches(lengths, None, torch.device("meta"))
     assert [len(part) for part in on_accelerator] == [53, 24]
     for device in ("cpu", "meta"):
-        bounded = batching.token_budget_batches(lengths, 640, torch.device(device))
+        bounded = batching.forward_batches(lengths, 640, torch.device(device))
         assert [len(part) for part in bounded] == [1, 1, 1, 1, 21, 52]
 
 

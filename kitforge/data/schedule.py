@@ -1,0 +1,170 @@
+"""The batches of all kits: the order of rows, the part of each replica, and micro-batches.
+
+All of it is a pure function of (seed, sample number, layout): a resumed run sees what a run without a break sees, and
+the order of rows does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kitforge.data.splitmix64 import hash_array
+from kitforge.foundation.seed import key
+
+Indices: TypeAlias = NDArray[np.int64]
+_ROUNDS = 8
+# A call for a few rows costs as much as one for a block, so blocks are made whole and the last ones kept.
+_BLOCK_ROWS = 4096
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The samples of one step, over all replicas."""
+
+    start: int  # number of the first sample, counted over all epochs
+    rows: Indices  # [samples]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSchedule:
+    """Which rows each step takes, and which of them this replica."""
+
+    num_rows: int
+    batch_size: int  # samples of a step, over all replicas
+    seed: int
+    shuffle: bool = True
+    epochs: float | None = None  # passes over the rows; None: one, or with `max_steps` without end
+    max_steps: int | None = None  # a limit that the caller keeps
+    micro_batch_size: int | None = None  # None: the whole part of a replica
+    max_tokens: int | None = None  # of a micro-batch of `length_buckets` without `micro_batch_size`; None: any number
+    max_eval_batches: int | None = None  # None: all evaluation rows
+    replica: int = 0
+    num_replicas: int = 1
+
+    def num_samples(self, epochs: float) -> int:
+        """Samples in that many passes over the rows."""
+        return math.ceil(self.num_rows * epochs)
+
+    def num_steps(self, epochs: float) -> int:
+        """Steps in that many passes over the rows; the last one may be smaller."""
+        return math.ceil(self.num_samples(epochs) / self.batch_size)
+
+    def batches(self, sample: int) -> Iterator[Batch]:
+        """The batch of each step, from that sample on."""
+        is_endless = self.epochs is None and self.max_steps is not None
+        limit = None if is_endless else self.num_samples(self.epochs or 1.0)
+        while limit is None or sample < limit:
+            size = self.batch_size if limit is None else min(self.batch_size, limit - sample)
+            yield Batch(sample, shuffled_indices(self.seed, self.num_rows, sample, size, shuffle=self.shuffle))
+            sample += size
+
+    def shard(self, size: int) -> slice:
+        """This replica's part of a batch of that many samples; parts differ by one sample at most."""
+        return slice(size * self.replica // self.num_replicas, size * (self.replica + 1) // self.num_replicas)
+
+    def micro_batches(self, size: int) -> list[slice]:
+        """The micro-batches of this replica's part of a batch. All replicas have equally many; some may be empty."""
+        part, largest = self.shard(size), -(-size // self.num_replicas)
+        step = self.micro_batch_size or largest
+        starts = (min(part.start + start, part.stop) for start in range(0, largest, step))
+        return [slice(start, min(start + step, part.stop)) for start in starts]
+
+    def length_buckets(self, lengths: Sequence[int], max_tokens: int | None = None) -> list[Indices]:
+        """Micro-batches of at most `max_tokens` tokens, padding included, of this replica's part of rows of these
+        lengths, the longest rows first. All replicas have equally many; some may be empty. None: by
+        `micro_batch_size`, else by the schedule's own `max_tokens`."""
+        if max_tokens is None and self.micro_batch_size is None:
+            max_tokens = self.max_tokens
+        if max_tokens is None:
+            return [np.arange(part.start, part.stop, dtype=np.int64) for part in self.micro_batches(len(lengths))]
+        bounds = [len(lengths) * each // self.num_replicas for each in range(self.num_replicas + 1)]
+        ranges = [range(*each) for each in zip(bounds, bounds[1:], strict=False)]
+        parts = [token_budget_batches(each, lengths, max_tokens) for each in ranges]
+        own = parts[self.replica]
+        return own + [np.zeros(0, dtype=np.int64)] * (max(map(len, parts)) - len(own))
+
+    def eval_batches(self, num_rows: int) -> Iterator[Indices]:
+        """The evaluation rows batch by batch, over all replicas."""
+        stop = self._eval_stop(num_rows)
+        for start in range(0, stop, self.batch_size):
+            yield np.arange(start, min(start + self.batch_size, stop), dtype=np.int64)
+
+    def eval_shards(self, num_rows: int) -> Iterator[Indices]:
+        """This replica's evaluation rows in micro-batches, as many at once as in training. All replicas have equally
+        many; some may be empty. The rows do not depend on the layout."""
+        largest = -(-self.batch_size // self.num_replicas)
+        size, stop = min(self.micro_batch_size or largest, largest), self._eval_stop(num_rows)
+        for start in range(0, stop, size * self.num_replicas):
+            begin = min(start + size * self.replica, stop)
+            yield np.arange(begin, min(begin + size, stop), dtype=np.int64)
+
+    def _eval_stop(self, num_rows: int) -> int:
+        return num_rows if self.max_eval_batches is None else min(num_rows, self.max_eval_batches * self.batch_size)
+
+
+def token_budget_batches(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[Indices]:
+    """The indices in batches of at most `max_tokens` tokens, padding included, or one row; the longest first."""
+    batches: list[list[int]] = []
+    for index in sorted(indices, key=lambda each: (-lengths[each], each)):
+        # All rows of a batch are padded to its first.
+        if not batches or lengths[batches[-1][0]] * (len(batches[-1]) + 1) > max_tokens:
+            batches.append([])
+        batches[-1].append(index)
+    return [np.array(each, dtype=np.int64) for each in batches]
+
+
+def shuffled_indices(seed: int, num_rows: int, start: int, count: int, *, shuffle: bool = True) -> Indices:
+    """Row indices [count] of the samples start .. start + count - 1, counted over all epochs.
+
+    Every epoch visits every row once; epochs differ when they are shuffled. Memory and time are O(count).
+    """
+    samples = np.arange(start, start + count, dtype=np.int64)
+    if not shuffle:
+        return samples % num_rows
+    rows = np.empty(count, dtype=np.int64)
+    filled = 0
+    while filled < count:
+        epoch, index = divmod(start + filled, num_rows)
+        block, position = divmod(index, _BLOCK_ROWS)
+        indices = _block(seed, num_rows, epoch, block)[position : position + count - filled]
+        rows[filled : filled + len(indices)] = indices
+        filled += len(indices)
+    return rows
+
+
+@lru_cache(maxsize=8)
+def _block(seed: int, num_rows: int, epoch: int, block: int) -> Indices:
+    """The rows of one block of an epoch. A number that the network sends beyond the rows is sent on (cycle walking)."""
+    keys = [key(seed, "order", epoch, round_) for round_ in range(_ROUNDS)]
+    first = block * _BLOCK_ROWS
+    positions = np.arange(first, min(first + _BLOCK_ROWS, num_rows), dtype=np.uint64)
+    rows = _feistel(positions, num_rows, keys)
+    while len(outside := np.flatnonzero(rows >= num_rows)):
+        rows[outside] = _feistel(rows[outside], num_rows, keys)
+    return rows.astype(np.int64)
+
+
+def _feistel(numbers: NDArray[np.uint64], num_rows: int, keys: list[int]) -> NDArray[np.uint64]:
+    """A keyed bijection of 0 .. width * height - 1, the smallest such near-square with room for `num_rows`.
+
+    An unbalanced Feistel network over remainders (Black and Rogaway 2002, generalised): each round adds to one half
+    a keyed function of the other.
+    """
+    width = math.isqrt(num_rows - 1) + 1
+    height = -(-num_rows // width)
+    left, right = numbers // np.uint64(height), numbers % np.uint64(height)
+    for round_, key_ in enumerate(keys):
+        if round_ % 2 == 0:
+            left = (left + hash_array(right, key_) % np.uint64(width)) % np.uint64(width)
+        else:
+            right = (right + hash_array(left, key_) % np.uint64(height)) % np.uint64(height)
+    return left * np.uint64(height) + right
