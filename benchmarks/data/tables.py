@@ -159,7 +159,7 @@ def _epochs(folder: Path) -> Iterable[str]:
             f"shuffled batches of {BATCH:,}, encoded ({encoding})", 10 * BATCH, [lambda samples=samples: _draw(samples)]
         )
     log = SyntheticClicks(SyntheticClicksConfig())
-    yield _line("the click log, made up", BATCH, [lambda: log.rows(np.arange(BATCH))])
+    yield _line("the synthetic click log", BATCH, [lambda: log.rows(np.arange(BATCH))])
 
 
 def _draw(samples: ClickDataset) -> None:

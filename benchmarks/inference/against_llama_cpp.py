@@ -74,13 +74,13 @@ def main() -> None:
     shape, threads = json.dumps(LARGE), arguments.threads
     torch.set_num_threads(threads)
     lines = [
-        "# Decoding beside llama.cpp",
+        "# Decoding against llama.cpp",
         "",
         f"{datetime.date.today()}, {describe(torch.device('cpu'))}, torch {torch.__version__}; "
         f"134M LLaMA, random weights; milliseconds of a step, median of {arguments.rounds} interleaved rounds; load "
         f"average at the start {os.getloadavg()[0]:.1f}. Above 1x we are faster.",
         "",
-        "| weights | batch | ours | llama.cpp | it / ours | asked |",
+        "| weights | batch | ours | llama.cpp | llama.cpp / ours | target |",
         "|---|---:|---:|---:|---:|---|",
     ]
     for name, batch in CASES:

@@ -128,7 +128,7 @@ def main() -> None:
     import transformers
 
     lines = [
-        *([""] if arguments.append else ["# Generation beside transformers and a plain loop", ""]),
+        *([""] if arguments.append else ["# Generation against transformers and a plain loop", ""]),
         f"{datetime.date.today()}, {describe(torch.device('cpu'))}, Python {platform.python_version()}, torch "
         f"{torch.__version__}, transformers {transformers.__version__}; {arguments.dtype}, greedy, "
         f"{PROMPT} + {NEW} tokens; median of {arguments.rounds} interleaved rounds; load "

@@ -132,7 +132,7 @@ def workload() -> list[str]:
     return [
         f"| 64 geometric requests, 8 slots, ours | {total / continuous:.0f} tokens/s | {share:.0%} of the ideal "
         f"{total / ideal:.0f}; {reached(share >= 0.9)}: 90 % |",
-        f"| the same, were prompts free | {total / free:.0f} tokens/s (computed) | {free / continuous:.0%} of it |",
+        f"| the same, with free prompts | {total / free:.0f} tokens/s (computed) | {free / continuous:.0%} of it |",
         f"| waiting for each batch to end | {total / static:.0f} tokens/s | {static / continuous:.2f}x slower |",
         f"| the same, padded to the longest (computed) | {total / padded:.0f} tokens/s | {gain:.2f}x slower |",
     ]
@@ -183,7 +183,7 @@ def waste() -> list[str]:
         held += engine.stats()["blocks_used"] * 16
         used += sum(sequence.num_cached for sequence in engine._scheduler.running)
     share = 1 - used / held
-    return [f"| slots without a key, paged, block 16, prompts of 256 | {share:.1%} | {reached(share <= 0.05)}: 5 % |"]
+    return [f"| unused cache slots, paged, block 16, prompts of 256 | {share:.1%} | {reached(share <= 0.05)}: 5 % |"]
 
 
 def scheduler() -> list[str]:
@@ -222,7 +222,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     lines = [
-        "# What the engine's parts are worth",
+        "# Effect of each part of the engine",
         "",
         f"{datetime.date.today()}, {describe(torch.device('cpu'))}, Python {platform.python_version()}, torch "
         f"{torch.__version__}, fp32 where nothing else is said; load average at the start {os.getloadavg()[0]:.1f}.",

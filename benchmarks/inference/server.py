@@ -83,7 +83,7 @@ def added(rounds: int) -> list[str]:
     middle = statistics.median(one for one, _ in pairs)
     return [
         f"| {NEW} tokens from the engine | {1000 * middle:.1f} ms | |",
-        f"| what the server adds, median of {rounds} | {1000 * extra:.2f} ms | {reached(extra < 0.005)}: 5 ms |",
+        f"| overhead of the server, median of {rounds} | {1000 * extra:.2f} ms | {reached(extra < 0.005)}: 5 ms |",
     ]
 
 
@@ -127,7 +127,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     lines = [
-        "# What the server adds",
+        "# Overhead of the server",
         "",
         f"{datetime.date.today()}, {describe(torch.device('cpu'))}, Python {platform.python_version()}, torch "
         f"{torch.__version__}; server, engine and clients in one process; load average at the start "

@@ -1,4 +1,4 @@
-"""What a cache costs: its overhead over a table in one tier, tables larger than memory, cold rows, sizes of tables.
+"""Overhead of the cache over a table in one tier, tables larger than memory, cold rows, sizes of tables.
 
 Run from the checkout, a part at a time: `python -m benchmarks.recommender.cache overhead|larger|cold|sizes`. Each part
 writes its section of benchmarks/recommender/cache.md. A step is lookup, backward pass and update of one table; there
@@ -201,7 +201,7 @@ def sizes(_folder: str) -> list[str]:
 
 
 PARTS: dict[str, tuple[str, Any]] = {
-    "overhead": ("What a cache costs", overhead),
+    "overhead": ("Overhead of the cache", overhead),
     "larger": ("A table ten times its memory", larger),
     "cold": ("Cold rows", cold),
     "sizes": ("From a million ids to a billion", sizes),

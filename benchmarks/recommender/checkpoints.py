@@ -270,8 +270,8 @@ def main() -> None:
         "",
         f"{describe(pick('cpu'))}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; medians of {chosen.rounds} "
         f"rounds; load average {os.getloadavg()[0]:.0f} at the end (1 is ours).",
-        "The stall is the call that saves. The files are written beside the steps that follow, which share processor",
-        "and disk with them; other work on the machine counts in as well.",
+        "The stall is the duration of the save call. The files are written during the following steps, which share CPU",
+        "and disk with the writes; other load on the machine is included.",
     ]
     makers: dict[str, Callable[[Any], list[str]]] = {
         "snapshot": snapshot_lines,

@@ -197,7 +197,9 @@ def main() -> None:
                 sys.stdout.flush()
     text = section(rounds, f"{given.configuration}, {given.precision}", least)
     sys.stdout.write(text)
-    pages = TABLE.read_text(encoding="utf-8").split("\n## ") if TABLE.exists() else ["# Wide & Deep beside its peers\n"]
+    pages = (
+        TABLE.read_text(encoding="utf-8").split("\n## ") if TABLE.exists() else ["# Wide & Deep against its peers\n"]
+    )
     title = text.partition("\n")[0]
     pages = [page for page in pages if page.partition("\n")[0] != title] + [text]
     TABLE.write_text("\n## ".join(page.rstrip("\n") + "\n" for page in pages), encoding="utf-8")

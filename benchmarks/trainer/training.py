@@ -300,7 +300,7 @@ def main() -> None:
     import torch
 
     lines = [
-        "# Training beside the peers",
+        "# Training against its peers",
         "",
         f"{datetime.date.today()}, {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, "
         f"Python {platform.python_version()}, torch {torch.__version__}; median of {arguments.rounds} interleaved "

@@ -42,10 +42,11 @@ NAMES = {
 }
 Step = Callable[[int], None]
 REMARKS = """Predicted for sgd at 16 numbers: unique 15, slots 5, gather 15, sum 12, update 10 ms, together 57; twice
-FBGEMM. The target is twice FBGEMM. On 2026-11-22 sgd and rowwise_adagrad met it at both widths; adagrad missed it
-by a hair (1.98): its update takes 26 ms where that of sgd takes 15, on records that are nearly twice as wide.
-Other work came and went on the machine: launches of one side differ by up to twice, and round by round sgd was 1.8 and
-2.6 times as fast. Not measured: adagrad and the adams at 80 numbers, whose states did not fit beside that work.
+FBGEMM. The target is twice FBGEMM. On 2026-11-22 sgd and rowwise_adagrad met it at both widths; adagrad
+narrowly missed it (1.98): its update takes 26 ms, that of sgd 15, on records nearly twice as wide. The
+machine had varying load: launches of one side differ by up to twice, and sgd was 1.8 and 2.6 times as
+fast in single rounds. Not measured: adagrad and the adams at 80 numbers, whose states did not fit into
+the remaining memory.
 """
 
 

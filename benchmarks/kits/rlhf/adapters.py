@@ -85,7 +85,7 @@ def main() -> None:
     peaks = [peak(chosen.model, rank) for rank in (0, chosen.rank)]
     states = [roles(shape, rank)[0] for rank in (0, chosen.rank)]
     lines = [
-        f"| {chosen.model} | four networks | one base, rank {chosen.rank} | of it | asked |",
+        f"| {chosen.model} | four networks | one base, rank {chosen.rank} | ratio | target |",
         "|---|---:|---:|---:|---|",
     ]
     for name, (apart, together), most in (("state", states, 0.15), ("peak", peaks, 0.45)):
@@ -95,7 +95,7 @@ def main() -> None:
             f"| {name} | {apart / 1e6:,.0f} MB | {together / 1e6:,.0f} MB | {share:.1%} | {verdict}: {most:.0%} |"
         )
     where = f"{datetime.date.today()}, {describe(torch.device('cpu'))}; 8 answers of 32 tokens a round."
-    page = "\n".join(["# What adapters hold", "", where, "", *lines]) + "\n"
+    page = "\n".join(["# Memory of adapters", "", where, "", *lines]) + "\n"
     TABLE.write_text(page, encoding="utf-8")
     sys.stdout.write(page)
 

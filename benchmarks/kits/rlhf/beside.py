@@ -157,7 +157,7 @@ def _section(title: str, found: dict[str, list[Spent]], least: float, phases: Se
         f"{datetime.date.today()}, {describe(CPU)}, torch {torch.__version__}. Median of "
         f"{len(found['kitforge'])} interleaved rounds. The matrix products of 32 samples alone take {least:.2f} CPU-s.",
         "",
-        "| | samples/CPU-s | ours is faster | beside the products | " + " | ".join(phases) + " |",
+        "| | samples/CPU-s | speedup of ours | time / products | " + " | ".join(phases) + " |",
         "|---|---:|---:|---:" + "|---:" * len(phases) + "|",
     ]
     for name, results in found.items():

@@ -56,7 +56,7 @@ if __name__ == "__main__":
     main(
         Comparison(
             script=__file__,
-            heading="GRPO and RLOO beside their peer",
+            heading="GRPO and RLOO against TRL",
             phases=PHASES,
             choices={"task": "grpo", "episodes": 96, "response": 128, "precision": "fp32"},
             ours=ours,

@@ -139,14 +139,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     torch.set_num_threads(1)
-    lines = ["| task | seed | before | after | CPU seconds | asked |", "|---|---:|---:|---:|---:|---|"]
+    lines = ["| task | seed | before | after | CPU seconds | target |", "|---|---:|---:|---:|---:|---|"]
     for seed in parser.parse_args().seeds:
         for name, before, after, taken, asked in rows(seed):
             lines.append(f"| {name} | {seed} | {before:.3f} | {after:.3f} | {taken:.1f} | {asked} |")
             sys.stdout.write(lines[-1] + "\n")
             sys.stdout.flush()
     where = f"{datetime.date.today()}, {describe(torch.device('cpu'))}."
-    TABLE.write_text("\n".join(["# Whether it learns", "", where, "", *lines]) + "\n", encoding="utf-8")
+    TABLE.write_text("\n".join(["# Learning on synthetic tasks", "", where, "", *lines]) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

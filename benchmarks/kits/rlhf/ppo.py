@@ -33,7 +33,7 @@ from kitforge.trainer.loop import Loop
 
 # The first round that counts.
 FIRST = 1
-PHASES = ("generating", "scoring", "looking", "updating", "rest")
+PHASES = ("generating", "scoring", "log-probs", "updating", "rest")
 
 
 def watched(spent: Spent) -> None:
@@ -41,7 +41,7 @@ def watched(spent: Spent) -> None:
     rollout_collector.generate_rollouts = timed(spent, "generating", generate_rollouts)  # type: ignore[attr-defined]
     # The scores are those of whole answers: what answering takes beside the engine.
     RolloutCollector._generate = timed(spent, "scoring", RolloutCollector._generate)  # type: ignore[method-assign]
-    RolloutCollector._annotate = timed(spent, "looking", RolloutCollector._annotate)  # type: ignore[method-assign]
+    RolloutCollector._annotate = timed(spent, "log-probs", RolloutCollector._annotate)  # type: ignore[method-assign]
     Loop._step = timed(spent, "updating", Loop._step)  # type: ignore[method-assign]
     collect = PolicyGradientTask._collect_batch
 
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     main(
         Comparison(
             script=__file__,
-            heading="PPO beside its peer",
+            heading="PPO against TRL",
             phases=PHASES,
             choices={"epochs": 1, "episodes": 96, "response": 128, "precision": "fp32"},
             ours=ours,

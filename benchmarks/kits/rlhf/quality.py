@@ -106,7 +106,7 @@ def learnt(task: str, before: dict[str, float], after: dict[str, float], beside:
     """What rewards have changed."""
     yield f"{task}, mean reward of answers to held-out prompts, before", before["eval/reward"], ""
     yield f"{task}, the same after", after["eval/reward"], ""
-    yield f"{task}, nats an answer from where it began", after["eval/kl"], beside
+    yield f"{task}, KL from the initial policy, nats per completion", after["eval/kl"], beside
 
 
 def problems(name: str, train: list[dict[str, Any]], test: list[dict[str, Any]], place: Place) -> Iterator[Row]:
@@ -164,7 +164,7 @@ def section(part: str, data: Path, seeds: list[int]) -> str:
                 sys.stdout.flush()
     seconds = time.process_time() - begun
     told = ", ".join(map(str, seeds))
-    lines = [part, "", f"| | mean | seeds {told} | beside it |", "|---|---:|---:|---|"]
+    lines = [part, "", f"| | mean | seeds {told} | reference |", "|---|---:|---:|---|"]
     for what, numbers in found.items():
         each = ", ".join(f"{number:.3f}" for number in numbers)
         lines.append(f"| {what} | {statistics.mean(numbers):.3f} | {each} | {beside[what][0]} |")
@@ -180,11 +180,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    pages = (
-        TABLE.read_text(encoding="utf-8").split("\n## ")
-        if TABLE.exists()
-        else ["# What the stages learn from real data\n"]
-    )
+    pages = TABLE.read_text(encoding="utf-8").split("\n## ") if TABLE.exists() else ["# Results on real data\n"]
     for part in chosen.parts or PARTS:
         pages = [page for page in pages if page.partition("\n")[0] != part] + [section(part, chosen.data, chosen.seeds)]
     TABLE.write_text("\n## ".join(page.rstrip("\n") + "\n" for page in pages), encoding="utf-8")

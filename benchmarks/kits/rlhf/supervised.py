@@ -53,7 +53,7 @@ if __name__ == "__main__":
     main(
         Comparison(
             script=__file__,
-            heading="SFT, reward model and DPO beside their peer",
+            heading="SFT, reward model and DPO against TRL",
             phases=PHASES,
             choices={"task": "sft", "episodes": 192, "precision": "fp32"},
             ours=ours,
