@@ -229,15 +229,15 @@ def found_before() -> dict[str, dict[str, object]]:
 def write_page(results: dict[str, dict[str, object]]) -> None:
     """The part of docs/proof.md between the marks."""
     by_id = {fault.id: fault for fault in faults()}
-    lines = [BEGIN, "## What planted faults showed (`make mutate`)", ""]
-    lines += ["| room | drawn | caught | no test can find | survived |", "|---|---:|---:|---:|---:|"]
+    lines = [BEGIN, "## Mutation tests (`make mutate`)", ""]
+    lines += ["| package | mutants | killed | equivalent | survived |", "|---|---:|---:|---:|---:|"]
     hand = [fault for fault in by_id.values() if fault.why]
     groups = {room: [f for f in by_id.values() if not f.why and room_of(f.file) == room] for room in ROOMS}
-    for room, members in {**groups, "all drawn": [f for f in by_id.values() if not f.why], "by hand": hand}.items():
+    for room, members in {**groups, "sampled": [f for f in by_id.values() if not f.why], "hand-written": hand}.items():
         caught = sum(results[f.id].get("verdict") == "caught" for f in members)
         equivalent = sum(bool(f.equivalent) for f in members)
         lines.append(f"| {room} | {len(members)} | {caught} | {equivalent} | {len(members) - caught - equivalent} |")
-    lines += ["", "Faults that no test can find:", ""]
+    lines += ["", "Equivalent mutants, which no test can kill:", ""]
     lines += [f"- `{f.id}`: {f.equivalent}" for f in by_id.values() if f.equivalent]
     survivors = [f for f in by_id.values() if not f.equivalent and results[f.id].get("verdict") != "caught"]
     lines += ["", "Survivors:", "", *(f"- `{f.id}`" for f in survivors), "" if survivors else "none", END]

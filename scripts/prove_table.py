@@ -41,7 +41,7 @@ def render(rows: dict[str, dict[str, float]]) -> str:
     """The page: where and when it was made, then the table."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy"))
     lines = [
-        "# What `make prove` found",
+        "# Results of `make prove`",
         "",
         f"{datetime.date.today()}, {platform.system()} {platform.machine()}, Python {platform.python_version()}, "
         f"{versions}.",
