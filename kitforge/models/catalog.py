@@ -1,60 +1,119 @@
-"""The families, in one plain dict. A new family is a folder beside the others and a line here."""
+"""The model families, in one dict. A new family is a folder beside the others and a line here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from kitforge.core.nn.decoder import FamilyConfig
-from kitforge.core.nn.embedding_spec import RecommenderConfig
+from torch import nn
+
+from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.nn.decoder import Decoder, FamilyConfig
+from kitforge.core.nn.embedding_spec import RecommenderConfig, SampleShape
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
-from kitforge.models.dcn.model import DCNV2Config
-from kitforge.models.deepfm.model import DeepFMConfig
-from kitforge.models.din.model import DINConfig
-from kitforge.models.dlrm.model import DLRMConfig
+from kitforge.models.dcn.model import DCNV2, DCNV2Config
+from kitforge.models.deepfm.model import DeepFM, DeepFMConfig
+from kitforge.models.din.model import DIN, DINConfig
+from kitforge.models.dlrm.model import DLRM, DLRMConfig
 from kitforge.models.glm import convert as glm
+from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2 import convert as gpt2
+from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama import convert as llama
-from kitforge.models.sasrec.model import SASRecConfig
-from kitforge.models.two_tower.model import TwoTowerConfig
-from kitforge.models.weight_mapping import Family
-from kitforge.models.wide_deep.model import WideDeepConfig
+from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.sasrec.model import SASRec, SASRecConfig
+from kitforge.models.two_tower.model import TwoTower, TwoTowerConfig
+from kitforge.models.weight_mapping import Converter
+from kitforge.models.wide_deep.model import WideDeep, WideDeepConfig
 
-FAMILIES: dict[str, Family] = {"glm": glm.FAMILY, "gpt2": gpt2.FAMILY, "llama": llama.FAMILY}
-
-RECOMMENDERS: dict[str, type[Any]] = {
-    config.family: config
-    for config in (DCNV2Config, DeepFMConfig, DINConfig, DLRMConfig, SASRecConfig, TwoTowerConfig, WideDeepConfig)
+Kind = Literal["language model", "recommender"]
+# The task that a user adds to train a family of each kind.
+_TASK_HINTS: dict[Kind, str] = {
+    "language model": "use it with task=text_generation",
+    "recommender": "add task=recommendation",
 }
 
 
-def recommender_of(values: Mapping[str, Any]) -> RecommenderConfig:
-    """A recommender family's options from a plain dict with the key `family`."""
-    options = dict(values)
-    name = str(options.pop("family", None))
-    if name not in RECOMMENDERS:
-        fix = "use it with task=text_generation" if name in FAMILIES else nearest(name, RECOMMENDERS)
-        raise ConfigError("unknown recommender family", got=name, fix=fix)
-    config: RecommenderConfig = from_dict(RECOMMENDERS[name], options, "model")
-    return config
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """An architecture: its options, its network, and its conversion to and from Hugging Face folders."""
+
+    name: str
+    config: type[Any]  # the frozen dataclass of its options
+    build: Callable[..., nn.Module]  # language model: (config, kernels); recommender: (config, SampleShape, kernels)
+    convert: Converter | None  # None: has no Hugging Face format
+    kind: Kind
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family(name="dcn_v2", config=DCNV2Config, build=DCNV2, convert=None, kind="recommender"),
+        Family(name="deepfm", config=DeepFMConfig, build=DeepFM, convert=None, kind="recommender"),
+        Family(name="din", config=DINConfig, build=DIN, convert=None, kind="recommender"),
+        Family(name="dlrm", config=DLRMConfig, build=DLRM, convert=None, kind="recommender"),
+        Family(name="glm", config=GLMConfig, build=Decoder, convert=glm.CONVERTER, kind="language model"),
+        Family(name="gpt2", config=GPT2Config, build=Decoder, convert=gpt2.CONVERTER, kind="language model"),
+        Family(name="llama", config=LlamaConfig, build=Decoder, convert=llama.CONVERTER, kind="language model"),
+        Family(name="sasrec", config=SASRecConfig, build=SASRec, convert=None, kind="recommender"),
+        Family(name="two_tower", config=TwoTowerConfig, build=TwoTower, convert=None, kind="recommender"),
+        Family(name="wide_deep", config=WideDeepConfig, build=WideDeep, convert=None, kind="recommender"),
+    )
+}
+
+
+def families_of(kind: Kind) -> dict[str, Family]:
+    """The families of one kind, by name."""
+    return {name: family for name, family in FAMILIES.items() if family.kind == kind}
 
 
 def config_of(values: Mapping[str, Any]) -> FamilyConfig:
-    """A family's options from a plain dict with the key `family`."""
-    options = dict(values)
-    name = str(options.pop("family", None))
-    if name not in FAMILIES:
-        fix = "add task=recommendation" if name in RECOMMENDERS else nearest(name, FAMILIES)
-        raise ConfigError("unknown model family", got=name, fix=fix)
-    config: FamilyConfig = from_dict(FAMILIES[name].config, options, "model")
+    """The options of a language model from a plain dict with the key `family`. Raises ConfigError."""
+    config: FamilyConfig = _config(values, "language model")
     return config
 
 
-def family_of_type(model_type: str) -> Family:
-    """The family that reads folders whose config.json says `model_type`."""
-    for family in FAMILIES.values():
-        if model_type in family.model_types:
-            return family
-    known = sorted(kind for family in FAMILIES.values() for kind in family.model_types)
-    raise ModelError("an architecture that Kitforge does not have", got=model_type, expected=", ".join(known))
+def recommender_of(values: Mapping[str, Any]) -> RecommenderConfig:
+    """The options of a recommender from a plain dict with the key `family`. Raises ConfigError."""
+    config: RecommenderConfig = _config(values, "recommender")
+    return config
+
+
+def _config(values: Mapping[str, Any], kind: Kind) -> Any:
+    options = dict(values)
+    name = str(options.pop("family", None))
+    family = FAMILIES.get(name)
+    if family is None or family.kind != kind:
+        fix = nearest(name, families_of(kind)) if family is None else _TASK_HINTS[family.kind]
+        raise ConfigError(f"unknown {kind} family", got=name, fix=fix)
+    return from_dict(family.config, options, "model")
+
+
+def build_recommender(config: RecommenderConfig, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
+    """The network of a recommender over samples of that shape, its embedding tables left out. Most are called as
+    `network(dense [B, d], vectors, dropout) -> logits [B]`."""
+    return FAMILIES[config.family].build(config, shape, kernels)
+
+
+def config_of_network(network: nn.Module) -> FamilyConfig | None:
+    """The options of a language model of the catalog; None for any other network."""
+    return network.config if isinstance(network, Decoder) else None
+
+
+def converter_of(config: FamilyConfig) -> Converter:
+    """The conversion of the family that these options belong to."""
+    converter = FAMILIES[config.family].convert
+    assert converter is not None
+    return converter
+
+
+def converter_of_type(model_type: str) -> Converter:
+    """The conversion for folders whose config.json has that `model_type`. Raises ModelError."""
+    converters = [family.convert for family in FAMILIES.values() if family.convert is not None]
+    for converter in converters:
+        if model_type in converter.model_types:
+            return converter
+    known = sorted(each for converter in converters for each in converter.model_types)
+    raise ModelError("Kitforge does not have this architecture", got=model_type, expected=", ".join(known))

@@ -23,7 +23,7 @@ from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.types import Region
 from kitforge.foundation.untrusted import parse_json
-from kitforge.models.catalog import FAMILIES, config_of, family_of_type
+from kitforge.models.catalog import FAMILIES, config_of, converter_of, converter_of_type
 from kitforge.models.weight_mapping import HEADS, export_order, export_tensors, held_shapes, import_tensors
 
 
@@ -44,7 +44,7 @@ def build(
 def build_on_meta(config: FamilyConfig, level: CompileLevel = "O1") -> Decoder:
     """A decoder on the meta device: shapes without memory."""
     with torch.device("meta"):
-        return Decoder(config, select(level))
+        return cast(Decoder, FAMILIES[config.family].build(config, select(level)))
 
 
 # What transformers calls models that give scores, and their head.
@@ -172,23 +172,23 @@ def _open_hugging_face(
     """The language model of a folder, with changes to its config.json, and without the tensors that are left out."""
     source = read_folder(folder)
     model_type = str(source.config.get("model_type"))
-    family = family_of_type(model_type)
+    converter = converter_of_type(model_type)
     try:
-        config = family.read_config({**source.config, **changes})
+        config = converter.read_config({**source.config, **changes})
     except KeyError as error:
         raise ModelError("config.json lacks a key", got=folder / "config.json", expected=f"the key {error}") from None
     shapes = {name: shape for name, shape in source.shapes().items() if name not in left_out}
     check_count(config, len(shapes), folder)
-    mappings = family.tensor_mappings(config, model_type)
+    mappings = converter.tensor_mappings(config, model_type)
     expected = dict(export_tensors(mappings, dict(build_on_meta(config).named_parameters())))
-    check_shapes(expected, held_shapes(family, mappings, shapes), what=f"{folder / 'config.json'}: the network")
+    check_shapes(expected, held_shapes(converter, mappings, shapes), what=f"{folder / 'config.json'}: the network")
     dtypes = Counter(source.dtype(name) for name in shapes)
     published = next((word for word, dtype in EXPORT_DTYPES.items() if dtypes.most_common(1)[0][0] == dtype), "float32")
 
     @cache
     def mapped() -> dict[str, Tensor]:
         """All weights, which are views of the files and take no memory."""
-        return dict(import_tensors(family, mappings, shapes, source.tensor))
+        return dict(import_tensors(converter, mappings, shapes, source.tensor))
 
     def read(name: str, region: Region | None) -> Tensor:
         return mapped()[name] if region is None else region.of(mapped()[name])
@@ -251,7 +251,7 @@ def export(
 
 def _sequence_classification_name(config: FamilyConfig) -> str:
     """What transformers calls the model that gives scores. Raises ModelError for a family that it has none of."""
-    (name,) = _written_config(config)["architectures"]
+    (name,) = converter_of(config).write_config(config)["architectures"]
     base_name = next((name.removesuffix(end) for end in ("ForCausalLM", "LMHeadModel") if name.endswith(end)), None)
     if base_name is None:
         raise ModelError("Hugging Face has no such model that gives scores", got=name, expected="a *ForCausalLM")
@@ -266,8 +266,9 @@ def _write(
     dtype: ExportDtype,
     head: Tensor | None = None,
 ) -> None:
-    page = _written_config(config) | {"dtype": dtype} | dict(extra or {})
-    mappings = FAMILIES[config.family].tensor_mappings(config, page["model_type"])
+    converter = converter_of(config)
+    page = converter.write_config(config) | {"dtype": dtype} | dict(extra or {})
+    mappings = converter.tensor_mappings(config, page["model_type"])
     meta = dict(build_on_meta(config).named_parameters())
     heads = [] if head is None else [(_HEAD, head)]
     announced = chain(export_tensors(mappings, meta), heads)
@@ -278,11 +279,8 @@ def _write(
 
 def exported_names(config: FamilyConfig) -> list[str]:
     """The parameters of a network, in the order in which `save` asks for them."""
-    return export_order(FAMILIES[config.family].tensor_mappings(config, _written_config(config)["model_type"]))
-
-
-def _written_config(config: FamilyConfig) -> dict[str, Any]:
-    return FAMILIES[config.family].write_config(config)
+    converter = converter_of(config)
+    return export_order(converter.tensor_mappings(config, converter.write_config(config)["model_type"]))
 
 
 def _cast(dtype: ExportDtype, item: tuple[str, Tensor]) -> tuple[str, Tensor]:

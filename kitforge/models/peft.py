@@ -21,7 +21,7 @@ from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.files import write_text
 from kitforge.foundation.untrusted import parse_json
-from kitforge.models.catalog import FAMILIES
+from kitforge.models.catalog import converter_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _SUFFIXES = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
@@ -116,9 +116,9 @@ def _is_of_head(key: str) -> bool:
 
 def _names(network: Decoder) -> dict[str, str]:
     """Their name of each linear layer of ours that is a matrix of its own there."""
-    family = FAMILIES[network.config.family]
-    model_type = family.write_config(network.config)["model_type"]
-    mappings = [each for each in family.tensor_mappings(network.config, model_type) if each.ours.endswith(".weight")]
+    converter = converter_of(network.config)
+    model_type = converter.write_config(network.config)["model_type"]
+    mappings = [each for each in converter.tensor_mappings(network.config, model_type) if each.ours.endswith(".weight")]
     direct = [each for each in mappings if each.rows is None and not each.transpose]
     return {each.ours.removesuffix(".weight"): each.theirs.removesuffix(".weight") for each in direct}
 

@@ -1,8 +1,10 @@
-"""What of the shared decoder may be split, and where its stream is gathered and scattered: one declaration for every
-family that is a configuration of it."""
+"""The sharding of the shared decoder: one declaration for every family that is a configuration of it."""
 
 from __future__ import annotations
 
+from torch import nn
+
+from kitforge.core.nn.causal_lm import Shardable
 from kitforge.core.parallel.sharding import TENSOR, Sharding, ShardingRule
 
 _ROWS = {"weight": {TENSOR: 0}, "bias": {TENSOR: 0}}
@@ -31,3 +33,8 @@ DECODER = Sharding(
     divisible={TENSOR: ("num_heads", "num_kv_heads")},
     fsdp_roots={"": ("hidden",)},
 )
+
+
+def sharding_of_network(network: nn.Module) -> Sharding:
+    """The declaration of a language model; one without rules for a network that is no configuration of the decoder."""
+    return DECODER if isinstance(network, Shardable) else Sharding(fsdp_roots={"": ("hidden",)})

@@ -86,10 +86,9 @@ class TensorMapping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """All that the outside of a family needs: its options, and the way to and from Hugging Face folders."""
+class Converter:
+    """The conversion of one family's options and tensors to and from Hugging Face folders."""
 
-    config: type[Any]
     model_types: tuple[str, ...]  # of config.json
     read_config: Callable[[Mapping[str, Any]], FamilyConfig]
     write_config: Callable[[Any], dict[str, Any]]
@@ -99,12 +98,14 @@ class Family:
 
 
 def import_tensors(
-    family: Family, mappings: Sequence[TensorMapping], names: Iterable[str], read: Callable[[str], Tensor]
+    converter: Converter, mappings: Sequence[TensorMapping], names: Iterable[str], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Our names and tensors from a checkpoint that holds `names`. Raises ModelError listing what is missing or left
     over; a head beside the embedding that it is tied to is left over unless they are equal."""
     wanted = {mapping.theirs for mapping in mappings}
-    held = {_full_name(name, family, wanted): name for name in names if not name.endswith(family.ignored_suffixes)}
+    held = {
+        _full_name(name, converter, wanted): name for name in names if not name.endswith(converter.ignored_suffixes)
+    }
     missing, surplus = sorted(wanted - held.keys()), sorted(held.keys() - wanted)
     unexpected = [name for name in surplus if name not in HEADS or not _is_embedding(name, mappings, held, read)]
     if missing or unexpected:
@@ -158,11 +159,11 @@ def export_order(mappings: Sequence[TensorMapping]) -> list[str]:
 
 
 def held_shapes(
-    family: Family, mappings: Sequence[TensorMapping], shapes: Mapping[str, tuple[int, ...]]
+    converter: Converter, mappings: Sequence[TensorMapping], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of a foreign checkpoint's tensors by the names that the pieces have for them, others left out."""
     wanted = {mapping.theirs for mapping in mappings}
-    full = {_full_name(name, family, wanted): shape for name, shape in shapes.items()}
+    full = {_full_name(name, converter, wanted): shape for name, shape in shapes.items()}
     return {name: shape for name, shape in full.items() if name in wanted}
 
 
@@ -184,9 +185,9 @@ def require(config: Mapping[str, Any], expected: Mapping[str, Any], network: str
             )
 
 
-def _full_name(name: str, family: Family, wanted: Collection[str]) -> str:
+def _full_name(name: str, converter: Converter, wanted: Collection[str]) -> str:
     """A tensor's name as a model with a head has it; checkpoints of the bare model lack the prefix."""
-    candidates = [name, *(prefix + name for prefix in family.prefixes)]
+    candidates = [name, *(prefix + name for prefix in converter.prefixes)]
     return next((candidate for candidate in candidates if candidate in wanted), name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kitforge.foundation.errors import ConfigError
-from kitforge.models.catalog import FAMILIES, config_of, recommender_of
+from kitforge.models.catalog import FAMILIES, config_of, families_of, recommender_of
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.llama.model import LlamaConfig
 
@@ -21,8 +21,15 @@ def test_every_family_is_listed_under_its_own_name() -> None:
     assert {name: family.config.family for name, family in FAMILIES.items()} == {name: name for name in FAMILIES}
 
 
+def test_a_language_model_has_a_hugging_face_format() -> None:
+    assert all(family.convert is not None for family in families_of("language model").values())
+
+
 def test_no_two_families_claim_one_model_type() -> None:
-    types = [kind for family in FAMILIES.values() for kind in family.model_types]
+    types = [
+        kind for each in families_of("language model").values() if each.convert for kind in each.convert.model_types
+    ]
+    assert types
     assert len(types) == len(set(types))
 
 
@@ -32,7 +39,7 @@ def test_an_unknown_family_names_the_nearest() -> None:
 
 
 def test_options_without_a_family_are_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown model family"):
+    with pytest.raises(ConfigError, match="unknown language model family"):
         config_of(TINY)
 
 
@@ -42,7 +49,7 @@ def test_an_unknown_option_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("num_heads", [5, 0])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families_of("language model"))
 def test_heads_that_do_not_divide_the_width_are_refused(family: str, num_heads: int) -> None:
     values = {"family": family, **TINY, "num_heads": num_heads} | ({} if family == "gpt2" else {"mlp_dim": 96})
     values |= {"num_kv_heads": 1} if family == "glm" else {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from kitforge.core.checkpoint.hugging_face import write_folder
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.foundation.errors import ModelError
-from kitforge.models.catalog import family_of_type
+from kitforge.models.catalog import converter_of_type
 from tests.models.conftest import GetPeer
 from tests.models.variants import largest_difference, logits_of, ours_from, tokens
 
@@ -52,20 +52,20 @@ def test_key_groups_that_disagree_with_the_weights_are_refused(peer: GetPeer, tm
 def test_a_chatglm_of_another_architecture_is_refused(change: dict[str, Any], peer: GetPeer) -> None:
     config = chatglm_config(peer("glm").model.config)
     with pytest.raises(ModelError, match=next(iter(change))):
-        family_of_type("chatglm").read_config(config | change)
+        converter_of_type("chatglm").read_config(config | change)
 
 
 @pytest.mark.parametrize(("ratio", "theta"), [(None, 10000.0), (50.0, 500000.0)])
 def test_the_base_of_the_rotation_follows_the_ratio(ratio: float | None, theta: float, peer: GetPeer) -> None:
     config = chatglm_config(peer("glm").model.config) | ({} if ratio is None else {"rope_ratio": ratio})
-    rotary = family_of_type("chatglm").read_config(config).decoder().rotary
+    rotary = converter_of_type("chatglm").read_config(config).decoder().rotary
     assert rotary is not None
     assert rotary.theta == theta
 
 
 def test_without_query_groups_every_head_has_its_own_key(peer: GetPeer) -> None:
     config = chatglm_config(peer("glm").model.config) | {"multi_query_attention": False}
-    assert family_of_type("chatglm").read_config(config).decoder().blocks[0].attention.num_kv_heads == 4
+    assert converter_of_type("chatglm").read_config(config).decoder().blocks[0].attention.num_kv_heads == 4
 
 
 def chatglm_config(glm: Any) -> dict[str, Any]:

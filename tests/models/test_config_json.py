@@ -9,11 +9,11 @@ import torch
 
 from kitforge.core.nn.rotary import RopeScaling, RotaryAngles
 from kitforge.foundation.errors import ConfigError, KitforgeError, ModelError
-from kitforge.models.catalog import family_of_type
+from kitforge.models.catalog import converter_of_type
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.weight_mapping import ConfigFile, read_rope
 from tests.models.conftest import GetPeer
-from tests.models.variants import VARIANTS, family_of
+from tests.models.variants import VARIANTS, converter_and_config
 
 # What the first files of LLaMA 3.2 looked like.
 LLAMA32: dict[str, Any] = {
@@ -74,9 +74,9 @@ def test_a_published_file_of_the_fourth_generation_is_read() -> None:
 @pytest.mark.parametrize("word", ["type", "rope_type"])
 @pytest.mark.parametrize("name", [name for name in VARIANTS if not name.startswith("gpt2")])
 def test_both_generations_say_the_same(name: str, word: str, peer: GetPeer) -> None:
-    family, config = family_of(peer(name))
+    converter, config = converter_and_config(peer(name))
     assert config["rope_parameters"]
-    assert family.read_config(of_the_fourth_generation(config, word)) == family.read_config(config)
+    assert converter.read_config(of_the_fourth_generation(config, word)) == converter.read_config(config)
 
 
 def of_the_fourth_generation(config: dict[str, Any], word: str) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def test_the_original_length_may_stand_outside_of_the_scaling() -> None:
 
 
 def test_a_window_of_qwen_is_off_unless_switched_on(peer: GetPeer) -> None:
-    _, config = family_of(peer("qwen2"))
+    _, config = converter_and_config(peer("qwen2"))
     config = config | {"sliding_window": 8, "layer_types": None, "max_window_layers": 0}
     assert read(config | {"use_sliding_window": False}).sliding_window is None
     assert read(config | {"use_sliding_window": True}).sliding_window == 8
@@ -106,7 +106,7 @@ def test_a_window_of_qwen_is_off_unless_switched_on(peer: GetPeer) -> None:
 
 @pytest.mark.parametrize("max_window_layers", [0, 1, 2])
 def test_a_window_of_qwen_starts_at_its_layer(max_window_layers: int, peer: GetPeer) -> None:
-    _, config = family_of(peer("qwen2_window"))
+    _, config = converter_and_config(peer("qwen2_window"))
     blocks = read(config | {"layer_types": None, "max_window_layers": max_window_layers}).decoder().blocks
     assert [block.attention.window for block in blocks] == [None] * max_window_layers + [8] * (2 - max_window_layers)
 
@@ -122,7 +122,7 @@ def test_a_window_of_qwen_starts_at_its_layer(max_window_layers: int, peer: GetP
     ],
 )
 def test_a_network_that_we_do_not_compute_is_refused(name: str, change: dict[str, Any], peer: GetPeer) -> None:
-    _, config = family_of(peer(name))
+    _, config = converter_and_config(peer(name))
     with pytest.raises(ModelError, match=str(next(iter(change.values())))):
         read(config | change)
 
@@ -139,12 +139,12 @@ def test_an_unknown_option_of_a_scaling_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "glm"])
 def test_every_key_that_is_needed_is_named_when_it_is_missing(name: str, peer: GetPeer) -> None:
-    family, config = family_of(peer(name))
+    converter, config = converter_and_config(peer(name))
     needed = [key for key in config if not reads(config, without=key)]
     assert len(needed) >= 4
     for key in needed:
         with pytest.raises(ModelError, match=rf"expected: {key}"):
-            family.read_config({other: value for other, value in config.items() if other != key})
+            converter.read_config({other: value for other, value in config.items() if other != key})
 
 
 HOSTILE: list[Any] = [None, True, False, 0, 1, -1, 2, 7, 1e308, -1.5, 0.5, float("inf"), float("nan"), 2**31, 2**63]
@@ -167,13 +167,13 @@ def hostile_rope() -> list[Any]:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2_window", "gpt2", "glm"])
 def test_a_value_that_no_network_has_is_refused_in_words_and_never_takes_long(name: str, peer: GetPeer) -> None:
-    family, config = family_of(peer(name))
+    converter, config = converter_and_config(peer(name))
     changes: list[dict[str, Any]] = [{key: value} for key in config for value in HOSTILE if key != "model_type"]
     changes += [] if name == "gpt2" else [{"rope_parameters": {"rope_theta": 1e4} | rope} for rope in hostile_rope()]
     refused = 0
     for change in changes:
         try:
-            decoder = family.read_config(config | change).decoder()
+            decoder = converter.read_config(config | change).decoder()
             if decoder.rotary is not None:
                 # What is accepted can be computed: every number of the scaling has been looked at.
                 RotaryAngles(decoder.rotary)(torch.arange(3))
@@ -195,11 +195,11 @@ def test_a_note_about_the_training_of_yarn_changes_nothing() -> None:
 
 def test_an_unsupported_architecture_is_refused_with_those_that_are() -> None:
     with pytest.raises(ModelError, match=r"got: +mamba\n.*chatglm.*gpt2.*llama.*qwen3"):
-        family_of_type("mamba")
+        converter_of_type("mamba")
 
 
 def read(config: dict[str, Any]) -> Any:
-    return family_of_type(config["model_type"]).read_config(config)
+    return converter_of_type(config["model_type"]).read_config(config)
 
 
 def reads(config: dict[str, Any], without: str) -> bool:

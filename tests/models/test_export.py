@@ -14,11 +14,12 @@ from kitforge.core.checkpoint.hugging_face import write_folder
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.init import init_weights
 from kitforge.foundation.errors import ModelError
-from kitforge.models.catalog import FAMILIES
+from kitforge.models.catalog import converter_of
+from kitforge.models.llama import convert as llama
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.weight_mapping import export_tensors
 from tests.models.conftest import GetPeer
-from tests.models.variants import VARIANTS, family_of, largest_difference, logits_of, ours_from, tokens
+from tests.models.variants import VARIANTS, converter_and_config, largest_difference, logits_of, ours_from, tokens
 
 TINY = LlamaConfig(vocab_size=97, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=96, max_length=64)
 
@@ -31,17 +32,17 @@ def test_an_export_reloads_to_the_same_logits(name: str, peer: GetPeer, tmp_path
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_written_config_is_read_back(name: str, peer: GetPeer) -> None:
-    family, config = family_of(peer(name))
-    ours = family.read_config(config)
-    assert family.read_config(family.write_config(ours)).decoder() == ours.decoder()
+    converter, config = converter_and_config(peer(name))
+    ours = converter.read_config(config)
+    assert converter.read_config(converter.write_config(ours)).decoder() == ours.decoder()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "glm"])
 def test_tensors_come_back_unchanged_bit_for_bit(name: str, peer: GetPeer) -> None:
     source = dict(peer(name).model.state_dict())
     ours = ours_from(peer(name).folder)
-    family, config = family_of(peer(name))
-    written = dict(export_tensors(family.tensor_mappings(ours.config, config["model_type"]), ours.state_dict()))
+    converter, config = converter_and_config(peer(name))
+    written = dict(export_tensors(converter.tensor_mappings(ours.config, config["model_type"]), ours.state_dict()))
     assert written.keys() == source.keys() - ({"lm_head.weight"} if ours.output is None else set())
     assert all(torch.equal(tensor, source[key]) for key, tensor in written.items())
     assert all(tensor.is_contiguous() for tensor in written.values())
@@ -73,7 +74,7 @@ def test_half_precision_weights_stay_half(peer: GetPeer, tmp_path: Path) -> None
 )
 def test_a_mix_that_no_architecture_has_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="no Hugging Face architecture"):
-        FAMILIES["llama"].write_config(replace(TINY, **options))
+        llama.CONVERTER.write_config(replace(TINY, **options))
 
 
 @pytest.mark.parametrize(
@@ -95,10 +96,10 @@ def test_a_network_of_our_own_is_written_too(options: dict[str, Any], tmp_path: 
 def reloaded(ours: Decoder, folder: Path) -> Any:
     """What `transformers` makes of our export; no tensor may be missing or left over."""
     config: Any = ours.config
-    family = FAMILIES[config.family]
-    written = family.write_config(config)
+    converter = converter_of(config)
+    written = converter.write_config(config)
     write_folder(
-        folder, written, export_tensors(family.tensor_mappings(config, written["model_type"]), ours.state_dict())
+        folder, written, export_tensors(converter.tensor_mappings(config, written["model_type"]), ours.state_dict())
     )
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))

@@ -19,7 +19,7 @@ from tests.models.conftest import GetPeer
 from tests.models.variants import (
     VARIANTS,
     Peer,
-    family_of,
+    converter_and_config,
     filled,
     largest_difference,
     logits_of,
@@ -70,10 +70,10 @@ def gradient_distance(ours: Decoder, peer: Peer) -> float:
     loss_of(theirs(input_ids=ids).logits, ids).backward()
     hidden = ours.hidden(ids)[:, :-1].flatten(0, 1)
     ours.kernels.linear_cross_entropy(hidden, ours.head_weight, ids[:, 1:].flatten()).backward()
-    family, config = family_of(peer)
+    converter, config = converter_and_config(peer)
     named = dict(theirs.named_parameters())
     gradients = import_tensors(
-        family, family.tensor_mappings(ours.config, config["model_type"]), named, lambda name: named[name].grad
+        converter, converter.tensor_mappings(ours.config, config["model_type"]), named, lambda name: named[name].grad
     )
     parameters = dict(ours.named_parameters())
     pairs = [(parameters[name].grad, gradient) for name, gradient in gradients]

@@ -14,7 +14,7 @@ from kitforge.core.checkpoint.hugging_face import read_folder
 from kitforge.foundation.errors import ModelError
 from kitforge.models.weight_mapping import import_tensors
 from tests.models.conftest import GetPeer
-from tests.models.variants import Peer, family_of, largest_difference, logits_of, ours_from, tokens
+from tests.models.variants import Peer, converter_and_config, largest_difference, logits_of, ours_from, tokens
 
 
 @pytest.mark.parametrize(("name", "body"), [("gpt2", "transformer"), ("llama_tied", "model"), ("glm_plain", "model")])
@@ -91,6 +91,8 @@ def tensors_of(peer: Peer) -> dict[str, Tensor]:
 
 
 def imported(peer: Peer, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    family, config = family_of(peer)
-    ours: Any = family.read_config(config)
-    return dict(import_tensors(family, family.tensor_mappings(ours, config["model_type"]), held, held.__getitem__))
+    converter, config = converter_and_config(peer)
+    ours: Any = converter.read_config(config)
+    return dict(
+        import_tensors(converter, converter.tensor_mappings(ours, config["model_type"]), held, held.__getitem__)
+    )

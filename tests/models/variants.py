@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from kitforge.core.checkpoint.hugging_face import read_folder
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
-from kitforge.models.catalog import family_of_type
-from kitforge.models.weight_mapping import Family, import_tensors
+from kitforge.models.catalog import converter_of_type
+from kitforge.models.weight_mapping import Converter, import_tensors
 
 VOCAB, LENGTH, PAIRS = 97, 24, 8
 
@@ -133,10 +133,10 @@ def build_peer(variant: Variant) -> Any:
 def ours_from(folder: Path, level: CompileLevel = "O0") -> Decoder:
     """Our network of the weights in a folder."""
     source = read_folder(folder)
-    family = family_of_type(source.config["model_type"])
-    config = family.read_config(source.config)
-    pieces = family.tensor_mappings(config, source.config["model_type"])
-    return filled(config, dict(import_tensors(family, pieces, source.names(), source.tensor)), level)
+    converter = converter_of_type(source.config["model_type"])
+    config = converter.read_config(source.config)
+    pieces = converter.tensor_mappings(config, source.config["model_type"])
+    return filled(config, dict(import_tensors(converter, pieces, source.names(), source.tensor)), level)
 
 
 def filled(config: FamilyConfig, tensors: Mapping[str, Tensor], level: CompileLevel = "O0") -> Decoder:
@@ -147,10 +147,10 @@ def filled(config: FamilyConfig, tensors: Mapping[str, Tensor], level: CompileLe
     return model.eval()
 
 
-def family_of(peer: Peer) -> tuple[Family, dict[str, Any]]:
-    """Our family of a peer, and its folder's config.json."""
+def converter_and_config(peer: Peer) -> tuple[Converter, dict[str, Any]]:
+    """Our converter of a peer, and its folder's config.json."""
     config = read_folder(peer.folder).config
-    return family_of_type(config["model_type"]), config
+    return converter_of_type(config["model_type"]), config
 
 
 def tokens() -> Tensor:

@@ -1,4 +1,4 @@
-"""What every language model offers to training and inference, so that neither needs to know a family."""
+"""The capabilities of a language model, as protocols: training, parallelism and inference need no family."""
 
 from __future__ import annotations
 
@@ -47,4 +47,39 @@ class CausalLM(Protocol):
 
     def __call__(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """Logits [B, T, vocab]."""
+        ...
+
+
+@runtime_checkable
+class Quantizable(CausalLM, Protocol):
+    """A language model whose linear layers are all `core.nn.linear.Linear`, so that another kernel can run them."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no axis of parallelism and no adapter has wrapped its modules."""
+        ...
+
+
+@runtime_checkable
+class Shardable(CausalLM, Protocol):
+    """A language model whose modules have the names of the shared decoder, so that one declaration splits them."""
+
+    @property
+    def head_name(self) -> str:
+        """The parameter that is `head_weight`."""
+        ...
+
+
+@runtime_checkable
+class Trainable(CausalLM, Protocol):
+    """A language model whose training can be configured."""
+
+    recompute: bool  # activation checkpointing: a block's activations are recomputed in the backward pass
+
+    def compile_blocks(self) -> None:
+        """Let torch compile each block (level O2)."""
+        ...
+
+    def freeze_head(self) -> None:
+        """Do not train the head, for models that read hidden states only. A head tied to the embedding stays."""
         ...

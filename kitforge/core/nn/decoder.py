@@ -107,6 +107,17 @@ class Decoder(nn.Module):
         """The matrix [vocab, dim] of the head; the embedding's own when they are tied."""
         return self.embedding.weight if self.output is None else self.output
 
+    @property
+    def head_name(self) -> str:
+        """The parameter that is `head_weight`."""
+        return "embedding.weight" if self.output is None else "output"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no axis of parallelism and no adapter has wrapped its modules."""
+        # The tensor axis replaces `forward` of modules; torch's FSDP makes a class of its own.
+        return type(self) is Decoder and not any("forward" in module.__dict__ for module in self.modules())
+
     def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """Normalised output [B, T, dim] of the last block for tokens [B, T]."""
         context = Context() if context is None else context
@@ -146,6 +157,12 @@ class Decoder(nn.Module):
         """Let torch compile each block (level O2); the weights stay where they are."""
         compiling.make_room()
         self._run = [torch.compile(block, dynamic=False) for block in self.blocks]
+
+    def freeze_head(self) -> None:
+        """Do not train the head, for models that read hidden states only. A head tied to the embedding stays."""
+        if self.output is not None:
+            # An optimizer would keep two states of it.
+            self.output.requires_grad_(False)
 
     def _positions(self, tokens: Tensor, context: Context) -> Tensor:
         length = tokens.shape[1]

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kitforge.core.kernels.dispatch import Kernels
 from kitforge.foundation.config import check
 
 # each: [B, F, dim], a bag counts as the sum or mean of its rows, a sequence as their mean. sum: [B, dim] over all
@@ -69,10 +68,6 @@ class RecommenderConfig(Protocol):
 
     def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
         """The numbers that the network reads."""
-        ...
-
-    def network(self, shape: SampleShape, kernels: Kernels) -> nn.Module:
-        """The network, its tables left out. Most are called `network(dense [B, d], vectors, noise) -> logits [B]`."""
         ...
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.mixed_precision import compute_dtype
-from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.causal_lm import Quantizable
 from kitforge.core.nn.linear import Linear
 from kitforge.foundation.errors import DeviceError, ModelError
 
@@ -66,15 +66,13 @@ def pack(weight: Tensor) -> Any:
     return torch.ops.quantized.linear_prepack(rounded, None)
 
 
-def int8_copy(model: nn.Module) -> tuple[Decoder, Int8Linear]:
+def int8_copy(model: nn.Module) -> tuple[nn.Module, Int8Linear]:
     """A network like `model` that shares its parameters and runs linear layers and head in int8.
 
     Raises ModelError for a network that is not one of the families or is split over ranks, and DeviceError elsewhere
     than on CPU.
     """
-    # A split network has wrapped modules (tensor axis) or a class of torch's own making (shard axis).
-    is_whole = type(model) is Decoder and not any("forward" in module.__dict__ for module in model.modules())
-    if not isinstance(model, Decoder) or not is_whole:
+    if not isinstance(model, Quantizable) or not model.is_whole:
         raise ModelError(
             "only a whole network of the families runs in int8",
             got=f"{type(model).__name__}, perhaps split over ranks",
@@ -83,8 +81,7 @@ def int8_copy(model: nn.Module) -> tuple[Decoder, Int8Linear]:
     if model.head_weight.device.type != "cpu":
         raise DeviceError("int8 weights run on CPU only", got=model.head_weight.device, expected="device=cpu")
     linear = Int8Linear()
-    network = _shared(model, linear)
-    assert isinstance(network, Decoder)
+    network: Any = _shared(model, linear)
     network.kernels = replace(model.kernels, linear=linear, fused_decode_step=None)
     return network, linear
 

@@ -9,8 +9,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.causal_lm import CausalLM, Shardable
 from kitforge.core.nn.init import init_weights, materialize
 from kitforge.core.optim.grad_norm import global_norm
 from kitforge.core.optim.groups import ParameterGroup
@@ -184,8 +183,8 @@ class ParallelModel:
         broadcast_replicas(real, {}, mesh)
 
     def _distribute(self, sharding: Sharding, mesh: Mesh, compute_dtype: torch.dtype) -> None:
-        decoders: list[nn.Module] = [each for each in self.model.modules() if isinstance(each, Decoder)]
-        for each in decoders or [self.model]:
+        language_models: list[nn.Module] = [each for each in self.model.modules() if isinstance(each, Shardable)]
+        for each in language_models or [self.model]:
             check_geometry(sharding, each.geometry if isinstance(each, CausalLM) else None, mesh.degrees)
         if mesh.degree(TENSOR) > 1:
             self._tensor_parallel = TensorParallelModel(self.model, sharding, mesh)
@@ -205,8 +204,10 @@ def parallelize(model: nn.Module, sharding: Sharding, world: World) -> ParallelM
     return parallel
 
 
-def init_sharded(network: Decoder, sharding: Sharding, world: World, seed: int) -> Decoder:
-    """A decoder on the meta device cut, given memory and its initial weights; no rank ever holds it whole."""
+def init_sharded(network: nn.Module, sharding: Sharding, world: World, seed: int) -> nn.Module:
+    """A language model on the meta device: sharded, given memory and its initial weights. No rank ever holds it whole.
+    Returns the same module."""
+    assert isinstance(network, CausalLM)
     parallel = parallelize(network, sharding, world)
     parallel.materialize(world.device)
     regions = {name: parallel.region(name) for name in parallel.parameters()}

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShard, linear_cross_entropy
 from kitforge.core.kernels.linear_log_probs.chunked import linear_log_probs
+from kitforge.core.nn.causal_lm import Shardable
 from kitforge.core.nn.context import Context, DropoutShard
-from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.lora import LowRank, owner_of
 from kitforge.core.parallel import collectives
@@ -89,8 +89,8 @@ class TensorParallelModel:
                 self._shard_parameter(module, own, f"{name}.{own}".removeprefix("."), parameter, rule, mesh)
             _wrap(module, rule, self.stream, self._rows_before(module, name))
         for name, module in model.named_modules():
-            if isinstance(module, Decoder):
-                _wrap_decoder(module, self, f"{name}." if name else "")
+            if isinstance(module, Shardable):
+                _wrap_language_model(module, self, f"{name}." if name else "")
 
     def partial_gradients(self) -> list[str]:
         """Names of the parameters whose gradients have to be summed over the axis."""
@@ -167,7 +167,7 @@ def _lookup(module: nn.Embedding, first_row: int) -> Callable[[Tensor], Tensor]:
     return lookup
 
 
-def _wrap_decoder(model: Decoder, split: TensorParallelModel, prefix: str) -> None:
+def _wrap_language_model(model: Shardable, split: TensorParallelModel, prefix: str) -> None:
     """The ends of a language model: passes begin in `hidden`, logits and losses end in the cut vocabulary. `prefix`
     stands before the names of its parameters.
 
@@ -175,7 +175,7 @@ def _wrap_decoder(model: Decoder, split: TensorParallelModel, prefix: str) -> No
     the whole of its gradient. Only what the cut vocabulary makes of hidden states is a part, and is summed there.
     """
     stream = split.stream
-    layout = split.layouts[f"{prefix}{'embedding.weight' if model.output is None else 'output'}"]
+    layout = split.layouts[f"{prefix}{model.head_name}"]
     widest = -(-layout.shape[0] // stream.degree)
     vocab = VocabularyShard(
         first=layout.region({TENSOR: stream.index}).offset[0],

@@ -59,7 +59,7 @@ from kitforge.kits.recommender.server.service import RecommenderService
 from kitforge.kits.recommender.serving import open_served, serve_quantized
 from kitforge.kits.recommender.table_stats import TableStatsCallback, distinct_rows, hit_rate_curves
 from kitforge.kits.recommender.task import RecommendationTask
-from kitforge.models.catalog import RECOMMENDERS, recommender_of
+from kitforge.models.catalog import families_of, recommender_of
 from kitforge.models.sasrec.model import SASRecConfig
 from kitforge.models.two_tower.model import TwoTowerConfig
 from kitforge.trainer.run_folder import Run, default_folder, make_loop
@@ -258,7 +258,7 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
         """A row for every preset of a family of ours."""
         rows = []
         for name, values in presets.items():
-            if values.get("family") in RECOMMENDERS:
+            if values.get("family") in families_of("recommender"):
                 config: Any = recommender_of(values)
                 hidden = getattr(config, "hidden", getattr(config, "top", ()))
                 row = {"model": name, "family": config.family, "row width": str(config.dim)}

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import load_tensors
-from kitforge.core.kernels.dispatch import REFERENCE
 from kitforge.core.nn.embedding_spec import EmbeddingLookup
 from kitforge.embedding_cache.serving.table import ServedTable
 from kitforge.foundation.config import check, to_dict
@@ -27,6 +26,7 @@ from kitforge.foundation.files import atomic_file
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.model import ReadOnlyTables, Recommender, sample_shape
 from kitforge.kits.recommender.schema import FeatureSchema
+from kitforge.models.catalog import build_recommender
 from kitforge.models.sasrec.model import SASRec
 from kitforge.models.two_tower.model import TwoTower
 
@@ -40,7 +40,7 @@ class ScoringProgram(nn.Module):
 
     def __init__(self, model: Recommender, pooling: str, max_lengths: Mapping[str, int]) -> None:
         super().__init__()
-        network = model.config.network(sample_shape(model.encoder), REFERENCE)
+        network = build_recommender(model.config, sample_shape(model.encoder))
         load_tensors(dict(network.named_parameters()), model.network.named_parameters(), what="network")
         is_user = isinstance(network, TwoTower)
         self.network = network.user if isinstance(network, TwoTower) else network

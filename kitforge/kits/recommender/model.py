@@ -24,6 +24,7 @@ from kitforge.kits.recommender.embedding_requests import EmbeddingRequest, Embed
 from kitforge.kits.recommender.features import FeatureEncoder
 from kitforge.kits.recommender.item_catalog import ItemCatalog
 from kitforge.kits.recommender.statistics import FeatureStatistics
+from kitforge.models.catalog import build_recommender
 
 # Of the number that says where another one is missing.
 MISSING_SUFFIX = " is missing"
@@ -43,7 +44,7 @@ class Recommender(nn.Module):
         self.config = config
         self.encoder = encoder
         self.requests = build_request_plan(config, encoder)
-        self.network = config.network(sample_shape(encoder), select(level))
+        self.network = build_recommender(config, sample_shape(encoder), select(level))
         self.tables = tables
         self.item_catalog: ItemCatalog | None = None  # the items that can be found, for families that find some
         self.checkpoint_folder: Path | None = None  # the step that it was opened from, where it only reads

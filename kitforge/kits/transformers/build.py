@@ -41,7 +41,7 @@ from kitforge.kits.transformers.generation_samples import GenerationSamples
 from kitforge.kits.transformers.questions import load_task
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.models import loading as model_folder
-from kitforge.models.catalog import FAMILIES, config_of
+from kitforge.models.catalog import config_of, families_of
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.sharding import DECODER
 from kitforge.trainer.run_folder import Run, default_folder, make_loop
@@ -244,7 +244,7 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
         """A row for every preset of a family of ours; built on meta, so nothing is held."""
         rows = []
         for name, values in presets.items():
-            if values.get("family") not in FAMILIES:
+            if values.get("family") not in families_of("language model"):
                 continue
             config = config_of({**values, "vocab_size": values.get("vocab_size") or ByteTokenizer.vocab_size})
             with torch.device("meta"):

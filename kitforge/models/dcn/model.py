@@ -45,10 +45,6 @@ class DCNV2Config:
         """All numbers."""
         return shape.numeric
 
-    def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
-        """The network over these features."""
-        return DCNV2(self, shape, kernels)
-
 
 @final
 class DCNV2(nn.Module):

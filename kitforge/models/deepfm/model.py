@@ -45,10 +45,6 @@ class DeepFMConfig:
         """All numbers."""
         return shape.numeric
 
-    def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
-        """The network over these features."""
-        return DeepFM(self, shape, kernels)
-
 
 @final
 class DeepFM(nn.Module):

@@ -63,10 +63,6 @@ class DINConfig:
         """All numbers."""
         return shape.numeric
 
-    def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
-        """The network over these features."""
-        return DIN(self, shape, kernels)
-
 
 @final
 class InterestAttention(nn.Module):

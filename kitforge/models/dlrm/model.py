@@ -50,10 +50,6 @@ class DLRMConfig:
         """All numbers."""
         return shape.numeric
 
-    def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
-        """The network over these features."""
-        return DLRM(self, shape, kernels)
-
 
 @final
 class DLRM(nn.Module):

@@ -9,7 +9,7 @@ from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.models.glm.model import GLMConfig
-from kitforge.models.weight_mapping import ConfigFile, Family, TensorMapping, read_rope, require, write_rope
+from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping, read_rope, require, write_rope
 
 
 def read_config(config: Mapping[str, Any]) -> GLMConfig:
@@ -168,8 +168,7 @@ def _gate_and_up(ours: str, theirs: str, config: GLMConfig) -> list[TensorMappin
     ]
 
 
-FAMILY = Family(
-    config=GLMConfig,
+CONVERTER = Converter(
     model_types=("glm", "glm4", "chatglm"),
     read_config=read_config,
     write_config=write_config,

@@ -8,7 +8,7 @@ from typing import Any
 from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.foundation.errors import ModelError
 from kitforge.models.gpt2.model import GPT2Config
-from kitforge.models.weight_mapping import ConfigFile, Family, TensorMapping, require
+from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping, require
 
 
 def read_config(config: Mapping[str, Any]) -> GPT2Config:
@@ -87,8 +87,7 @@ def _block(ours: str, theirs: str, dim: int) -> list[TensorMapping]:
     return mappings
 
 
-FAMILY = Family(
-    config=GPT2Config,
+CONVERTER = Converter(
     model_types=("gpt2",),
     read_config=read_config,
     write_config=write_config,

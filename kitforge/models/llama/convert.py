@@ -10,7 +10,7 @@ from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ModelError
 from kitforge.models.llama.model import LlamaConfig
-from kitforge.models.weight_mapping import ConfigFile, Family, TensorMapping, read_rope, require, write_rope
+from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping, read_rope, require, write_rope
 
 
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
@@ -158,8 +158,7 @@ def _kinds(has_bias: bool) -> tuple[str, ...]:
     return ("weight", "bias") if has_bias else ("weight",)
 
 
-FAMILY = Family(
-    config=LlamaConfig,
+CONVERTER = Converter(
     model_types=("llama", "mistral", "qwen2", "qwen3"),
     read_config=read_config,
     write_config=write_config,

@@ -71,11 +71,6 @@ class SASRecConfig:
         """None: a history is all that it reads."""
         return ()
 
-    def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
-        """The network over these features."""
-        self.items(shape)
-        return SASRec(self, kernels)
-
     def block(self) -> BlockConfig:
         """One layer."""
         attention = AttentionConfig(
@@ -100,8 +95,9 @@ class SASRec(nn.Module):
     a history, as if it were padded at the front: the newest item always has the same one.
     """
 
-    def __init__(self, config: SASRecConfig, kernels: Kernels = REFERENCE) -> None:
+    def __init__(self, config: SASRecConfig, shape: SampleShape, kernels: Kernels = REFERENCE) -> None:
         super().__init__()
+        config.items(shape)
         self.config = config
         self.position = nn.Embedding(config.max_length, config.dim)
         self.blocks = nn.ModuleList(Block(config.block(), layer, kernels) for layer in range(config.num_layers))

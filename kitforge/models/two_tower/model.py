@@ -64,10 +64,6 @@ class TwoTowerConfig:
         """The numbers of either side."""
         return tuple(name for name in shape.numeric if name in (*self.user, *self.item))
 
-    def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
-        """The network over these features."""
-        return TwoTower(self, shape, kernels)
-
 
 @final
 class TowerSide(nn.Module):

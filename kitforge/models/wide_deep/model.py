@@ -47,10 +47,6 @@ class WideDeepConfig:
         """All numbers."""
         return shape.numeric
 
-    def network(self, shape: SampleShape, kernels: Kernels = REFERENCE) -> nn.Module:
-        """The network over these features."""
-        return WideDeep(self, shape, kernels)
-
 
 @final
 class WideDeep(nn.Module):

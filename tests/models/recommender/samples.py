@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import REFERENCE
 from kitforge.core.nn.embedding_spec import SampleShape
-from kitforge.models.catalog import recommender_of
+from kitforge.models.catalog import build_recommender, recommender_of
 
 SHAPE = SampleShape(
     numeric=("age", "price"),
@@ -35,7 +35,7 @@ def config_of(family: str, **options: Any) -> Any:
 
 def network_of(config: Any, shape: SampleShape = SHAPE, seed: int = 0) -> nn.Module:
     """In float64, with weights large enough that nothing is hidden by rounding."""
-    network: nn.Module = config.network(shape, REFERENCE).double()
+    network: nn.Module = build_recommender(config, shape, REFERENCE).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in network.parameters():

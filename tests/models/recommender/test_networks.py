@@ -17,7 +17,7 @@ from kitforge.core.nn.dropout import SampleDropout
 from kitforge.core.nn.embedding_spec import SampleShape
 from kitforge.core.nn.mlp_tower import MLPTower
 from kitforge.foundation.errors import ConfigError
-from kitforge.models.catalog import RECOMMENDERS, recommender_of
+from kitforge.models.catalog import build_recommender, families_of, recommender_of
 from kitforge.models.deepfm.model import pairwise
 from kitforge.models.din.model import DIN
 from kitforge.models.two_tower.model import TwoTower
@@ -205,12 +205,16 @@ def test_every_preset_is_built_on_meta() -> None:
         sequences=("history",),
         tables={"history": "C1"},
     )
-    named = {name: values for name, values in preset_values("model").items() if values["family"] in RECOMMENDERS}
-    assert {values["family"] for values in named.values()} == set(RECOMMENDERS)
+    named = {
+        name: values
+        for name, values in preset_values("model").items()
+        if values["family"] in families_of("recommender")
+    }
+    assert {values["family"] for values in named.values()} == set(families_of("recommender"))
     for values in named.values():
         sides = {"user": ["C1", "history"], "item": ["C2"]} if values["family"] == "two_tower" else {}
         with torch.device("meta"):
-            network = recommender_of({**values, **sides}).network(shape, REFERENCE)
+            network = build_recommender(recommender_of({**values, **sides}), shape, REFERENCE)
         assert all(each.is_meta for each in network.parameters())
 
 
@@ -220,7 +224,7 @@ def test_mindspore_s_benchmark_has_the_sizes_that_are_told_of_it() -> None:
     )
     config = recommender_of(preset_values("model")["wide_deep_mindspore"])
     with torch.device("meta"):
-        network = config.network(shape, REFERENCE)
+        network = build_recommender(config, shape, REFERENCE)
     sizes = [tuple(layer.weight.shape) for layer in network.tower.layers]  # type: ignore[union-attr]
     assert sizes == [(1024, 39 * 16), *[(1024, 1024)] * 6, (1, 1024)]
 
