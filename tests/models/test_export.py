@@ -42,7 +42,9 @@ def test_tensors_come_back_unchanged_bit_for_bit(name: str, peer: GetPeer) -> No
     source = dict(peer(name).model.state_dict())
     ours = ours_from(peer(name).folder)
     converter, config = converter_and_config(peer(name))
-    written = dict(export_tensors(converter.tensor_mappings(ours.config, config["model_type"]), ours.state_dict()))
+    written = dict(
+        export_tensors(converter.tensor_mappings(ours.config, config["model_type"]), ours.state_dict().__getitem__)
+    )
     assert written.keys() == source.keys() - ({"lm_head.weight"} if ours.output is None else set())
     assert all(torch.equal(tensor, source[key]) for key, tensor in written.items())
     assert all(tensor.is_contiguous() for tensor in written.values())
@@ -99,7 +101,9 @@ def reloaded(ours: Decoder, folder: Path) -> Any:
     converter = converter_of(config)
     written = converter.write_config(config)
     write_folder(
-        folder, written, export_tensors(converter.tensor_mappings(config, written["model_type"]), ours.state_dict())
+        folder,
+        written,
+        export_tensors(converter.tensor_mappings(config, written["model_type"]), ours.state_dict().__getitem__),
     )
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))

@@ -1,15 +1,24 @@
-"""GLM and GLM-4-0414 to and from Hugging Face folders, and ChatGLM2/3 folders in."""
+"""Conversion of GLM and GLM-4-0414; ChatGLM2/3 folders are read only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.models.glm.model import GLMConfig
-from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping, read_rope, require, write_rope
+from kitforge.models.weight_mapping import (
+    ConfigFile,
+    Converter,
+    TensorMapping,
+    decoder_mappings,
+    read_rope,
+    require,
+    write_rope,
+)
 
 
 def read_config(config: Mapping[str, Any]) -> GLMConfig:
@@ -43,7 +52,7 @@ def _read_glm(config: ConfigFile) -> GLMConfig:
 
 
 def _read_chatglm(config: ConfigFile) -> GLMConfig:
-    """ChatGLM2/3 and the first release of glm-4-9b name the same network otherwise."""
+    """ChatGLM2/3 and the first release of glm-4-9b: the same network under other names."""
     expected = {"rmsnorm": True, "add_bias_linear": False, "post_layer_norm": True}
     expected |= {"apply_residual_connection_post_layernorm": False}
     require(config, expected, "ChatGLM")
@@ -92,79 +101,63 @@ def write_config(config: GLMConfig) -> dict[str, Any]:
 
 
 def tensor_mappings(config: GLMConfig, model_type: str) -> list[TensorMapping]:
-    """Where each of our tensors lies; the layout depends on which generation the folder is of."""
-    return _chatglm_mappings(config) if model_type == "chatglm" else _glm_mappings(config)
+    """Our tensors and theirs, whose names depend on the generation of the folder."""
+    if model_type == "chatglm":
+        theirs = {
+            "embedding.weight": "transformer.embedding.word_embeddings.weight",
+            "norm.weight": "transformer.encoder.final_layernorm.weight",
+            "output": "transformer.output_layer.weight",
+        }
+        return decoder_mappings(config, theirs, "transformer.encoder.layers", partial(_chatglm_block, config))
+    theirs = {
+        "embedding.weight": "model.embed_tokens.weight",
+        "norm.weight": "model.norm.weight",
+        "output": "lm_head.weight",
+    }
+    return decoder_mappings(config, theirs, "model.layers", partial(_glm_block, config))
 
 
-def _glm_mappings(config: GLMConfig) -> list[TensorMapping]:
-    mappings = [
-        TensorMapping(ours="embedding.weight", theirs="model.embed_tokens.weight"),
-        TensorMapping(ours="norm.weight", theirs="model.norm.weight"),
-    ]
-    for layer in range(config.num_layers):
-        ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-        mappings += [TensorMapping(ours=ours + name, theirs=theirs + source) for name, source in _glm_block(config)]
-        mappings += _gate_and_up(ours, f"{theirs}mlp.gate_up_proj.weight", config)
-    if not config.tie_embeddings:
-        mappings.append(TensorMapping(ours="output", theirs="lm_head.weight"))
-    return mappings
-
-
-def _glm_block(config: GLMConfig) -> list[tuple[str, str]]:
-    names = [
-        ("attention_norm.weight", "input_layernorm.weight"),
-        ("mlp_norm.weight", "post_attention_layernorm.weight"),
-        ("attention.out.weight", "self_attn.o_proj.weight"),
-        ("mlp.down.weight", "mlp.down_proj.weight"),
-    ]
+def _glm_block(config: GLMConfig, ours: str, theirs: str) -> list[TensorMapping]:
+    names = {
+        "attention_norm.weight": "input_layernorm.weight",
+        "mlp_norm.weight": "post_attention_layernorm.weight",
+        "attention.out.weight": "self_attn.o_proj.weight",
+        "mlp.down.weight": "mlp.down_proj.weight",
+    }
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-        names += [
-            (f"attention.{name}.{kind}", f"self_attn.{name[0]}_proj.{kind}") for name in ("query", "key", "value")
-        ]
+        for name in ("query", "key", "value"):
+            names[f"attention.{name}.{kind}"] = f"self_attn.{name[0]}_proj.{kind}"
     if config.sandwich_norms:
-        names += [("attention_out_norm.weight", "post_self_attn_layernorm.weight")]
-        names += [("mlp_out_norm.weight", "post_mlp_layernorm.weight")]
-    return names
+        names["attention_out_norm.weight"] = "post_self_attn_layernorm.weight"
+        names["mlp_out_norm.weight"] = "post_mlp_layernorm.weight"
+    mappings = [TensorMapping(ours=ours + name, theirs=theirs + source) for name, source in names.items()]
+    return mappings + _gate_and_up(config, ours, f"{theirs}mlp.gate_up_proj.weight")
 
 
-def _chatglm_mappings(config: GLMConfig) -> list[TensorMapping]:
-    mappings = [
-        TensorMapping(ours="embedding.weight", theirs="transformer.embedding.word_embeddings.weight"),
-        TensorMapping(ours="norm.weight", theirs="transformer.encoder.final_layernorm.weight"),
-    ]
-    for layer in range(config.num_layers):
-        mappings += _chatglm_block(f"blocks.{layer}.", f"transformer.encoder.layers.{layer}.", config)
-    if not config.tie_embeddings:
-        mappings.append(TensorMapping(ours="output", theirs="transformer.output_layer.weight"))
-    return mappings
-
-
-def _chatglm_block(ours: str, theirs: str, config: GLMConfig) -> list[TensorMapping]:
-    """Query, key and value lie one under another: all heads, then the key groups, then the value groups."""
-    names = (
-        ("attention_norm.weight", "input_layernorm.weight"),
-        ("mlp_norm.weight", "post_attention_layernorm.weight"),
-        ("attention.out.weight", "self_attention.dense.weight"),
-        ("mlp.down.weight", "mlp.dense_4h_to_h.weight"),
-    )
-    mappings = [TensorMapping(ours=ours + name, theirs=theirs + source) for name, source in names]
+def _chatglm_block(config: GLMConfig, ours: str, theirs: str) -> list[TensorMapping]:
+    """One matrix holds query, key and value: all heads, then the key groups, then the value groups."""
+    names = {
+        "attention_norm.weight": "input_layernorm.weight",
+        "mlp_norm.weight": "post_attention_layernorm.weight",
+        "attention.out.weight": "self_attention.dense.weight",
+        "mlp.down.weight": "mlp.dense_4h_to_h.weight",
+    }
+    mappings = [TensorMapping(ours=ours + name, theirs=theirs + source) for name, source in names.items()]
     head_dim = config.head_dim or config.dim // config.num_heads
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    parts = {"query": (0, queries), "key": (queries, keys), "value": (queries + keys, keys)}
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
         source = f"{theirs}self_attention.query_key_value.{kind}"
-        for name, start, rows in (
-            ("query", 0, queries),
-            ("key", queries, keys),
-            ("value", queries + keys, keys),
-        ):
+        for name, (start, rows) in parts.items():
             mappings.append(TensorMapping(ours=f"{ours}attention.{name}.{kind}", theirs=source, start=start, rows=rows))
-    return mappings + _gate_and_up(ours, f"{theirs}mlp.dense_h_to_4h.weight", config)
+    return mappings + _gate_and_up(config, ours, f"{theirs}mlp.dense_h_to_4h.weight")
 
 
-def _gate_and_up(ours: str, theirs: str, config: GLMConfig) -> list[TensorMapping]:
+def _gate_and_up(config: GLMConfig, ours: str, theirs: str) -> list[TensorMapping]:
+    starts = {"gate": 0, "up": config.mlp_dim}
     return [
-        TensorMapping(ours=f"{ours}mlp.gate.weight", theirs=theirs, start=0, rows=config.mlp_dim),
-        TensorMapping(ours=f"{ours}mlp.up.weight", theirs=theirs, start=config.mlp_dim, rows=config.mlp_dim),
+        TensorMapping(ours=f"{ours}mlp.{name}.weight", theirs=theirs, start=start, rows=config.mlp_dim)
+        for name, start in starts.items()
     ]
 
 

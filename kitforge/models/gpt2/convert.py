@@ -1,14 +1,15 @@
-"""GPT-2 to and from Hugging Face folders. Their Conv1D matrices are the transposes of linear ones."""
+"""Conversion of GPT-2. Hugging Face stores its matrices transposed (Conv1D)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from kitforge.core.nn.decoder import MAX_LAYERS
 from kitforge.foundation.errors import ModelError
 from kitforge.models.gpt2.model import GPT2Config
-from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping, require
+from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping, decoder_mappings, require
 
 
 def read_config(config: Mapping[str, Any]) -> GPT2Config:
@@ -56,21 +57,18 @@ def write_config(config: GPT2Config) -> dict[str, Any]:
 
 
 def tensor_mappings(config: GPT2Config, _model_type: str) -> list[TensorMapping]:
-    """Where each of our tensors lies."""
-    mappings = [
-        TensorMapping(ours="embedding.weight", theirs="transformer.wte.weight"),
-        TensorMapping(ours="position.weight", theirs="transformer.wpe.weight"),
-        TensorMapping(ours="norm.weight", theirs="transformer.ln_f.weight"),
-        TensorMapping(ours="norm.bias", theirs="transformer.ln_f.bias"),
-    ]
-    for layer in range(config.num_layers):
-        mappings += _block(f"blocks.{layer}.", f"transformer.h.{layer}.", config.dim)
-    if not config.tie_embeddings:
-        mappings.append(TensorMapping(ours="output", theirs="lm_head.weight"))
-    return mappings
+    """Our tensors and theirs."""
+    theirs = {
+        "embedding.weight": "transformer.wte.weight",
+        "position.weight": "transformer.wpe.weight",
+        "norm.weight": "transformer.ln_f.weight",
+        "norm.bias": "transformer.ln_f.bias",
+        "output": "lm_head.weight",
+    }
+    return decoder_mappings(config, theirs, "transformer.h", partial(_block, config.dim))
 
 
-def _block(ours: str, theirs: str, dim: int) -> list[TensorMapping]:
+def _block(dim: int, ours: str, theirs: str) -> list[TensorMapping]:
     mappings = []
     for kind in ("weight", "bias"):
         matrix = kind == "weight"

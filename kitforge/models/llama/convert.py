@@ -1,8 +1,9 @@
-"""LLaMA, Mistral, Qwen2 and Qwen3 to and from Hugging Face folders."""
+"""Conversion of LLaMA, Mistral, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from kitforge.core.nn.decoder import MAX_LAYERS
@@ -10,7 +11,15 @@ from kitforge.core.nn.rotary import RopeScaling
 from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ModelError
 from kitforge.models.llama.model import LlamaConfig
-from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping, read_rope, require, write_rope
+from kitforge.models.weight_mapping import (
+    ConfigFile,
+    Converter,
+    TensorMapping,
+    decoder_mappings,
+    read_rope,
+    require,
+    write_rope,
+)
 
 
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
@@ -44,7 +53,7 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _window(config: ConfigFile, kind: str) -> dict[str, Any]:
-    """Mistral's window spans all layers; Qwen's, off by default, those from max_window_layers on."""
+    """Mistral uses the window in all layers. Qwen's is off by default and starts at layer max_window_layers."""
     window = config.optional_count("sliding_window", 4096)
     if kind.startswith("qwen") and not config.flag("use_sliding_window", False):
         window = None
@@ -67,7 +76,7 @@ def _window(config: ConfigFile, kind: str) -> dict[str, Any]:
 
 
 def model_type(config: LlamaConfig) -> str:
-    """The name under which these options are known outside. Raises ModelError where no relative has them all."""
+    """The `model_type` of these options. Raises ModelError where no architecture has all of them."""
     if config.qk_norm:
         kind, plain = "qwen3", config.qkv_bias == config.out_bias and not config.mlp_bias
     elif config.qkv_bias and not config.out_bias:
@@ -77,9 +86,8 @@ def model_type(config: LlamaConfig) -> str:
     else:
         kind, plain = "llama", config.qkv_bias == config.out_bias
     if not plain:
-        raise ModelError(
-            "no Hugging Face architecture has this mix of options", got=config, expected=f"those of {kind}"
-        )
+        message = "no Hugging Face architecture has this combination of options"
+        raise ModelError(message, got=config, expected=f"the options of {kind}")
     return kind
 
 
@@ -125,37 +133,30 @@ def _qwen_window(config: LlamaConfig) -> dict[str, Any]:
 
 
 def tensor_mappings(config: LlamaConfig, _model_type: str) -> list[TensorMapping]:
-    """Where each of our tensors lies."""
-    mappings = [
-        TensorMapping(ours="embedding.weight", theirs="model.embed_tokens.weight"),
-        TensorMapping(ours="norm.weight", theirs="model.norm.weight"),
-    ]
-    for layer in range(config.num_layers):
-        ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-        mappings += [TensorMapping(ours=ours + name, theirs=theirs + source) for name, source in _block(config)]
-    if not config.tie_embeddings:
-        mappings.append(TensorMapping(ours="output", theirs="lm_head.weight"))
-    return mappings
+    """Our tensors and theirs."""
+    theirs = {
+        "embedding.weight": "model.embed_tokens.weight",
+        "norm.weight": "model.norm.weight",
+        "output": "lm_head.weight",
+    }
+    return decoder_mappings(config, theirs, "model.layers", partial(_block, config))
 
 
-def _block(config: LlamaConfig) -> list[tuple[str, str]]:
-    names = [
-        ("attention_norm.weight", "input_layernorm.weight"),
-        ("mlp_norm.weight", "post_attention_layernorm.weight"),
-    ]
-    biased = {"query": config.qkv_bias, "key": config.qkv_bias, "value": config.qkv_bias, "out": config.out_bias}
-    for name, has_bias in biased.items():
-        names += [(f"attention.{name}.{kind}", f"self_attn.{name[0]}_proj.{kind}") for kind in _kinds(has_bias)]
-    for name in ("gate", "up", "down"):
-        names += [(f"mlp.{name}.{kind}", f"mlp.{name}_proj.{kind}") for kind in _kinds(config.mlp_bias)]
+def _block(config: LlamaConfig, ours: str, theirs: str) -> list[TensorMapping]:
+    names = {
+        "attention_norm.weight": "input_layernorm.weight",
+        "mlp_norm.weight": "post_attention_layernorm.weight",
+    }
+    layers = {name: (f"self_attn.{name[0]}_proj", config.qkv_bias) for name in ("query", "key", "value")}
+    layers["out"] = ("self_attn.o_proj", config.out_bias)
+    linears = {f"attention.{name}": layer for name, layer in layers.items()}
+    linears |= {f"mlp.{name}": (f"mlp.{name}_proj", config.mlp_bias) for name in ("gate", "up", "down")}
+    for name, (source, has_bias) in linears.items():
+        names |= {f"{name}.{kind}": f"{source}.{kind}" for kind in (("weight", "bias") if has_bias else ("weight",))}
     if config.qk_norm:
-        names += [("attention.query_norm.weight", "self_attn.q_norm.weight")]
-        names += [("attention.key_norm.weight", "self_attn.k_norm.weight")]
-    return names
-
-
-def _kinds(has_bias: bool) -> tuple[str, ...]:
-    return ("weight", "bias") if has_bias else ("weight",)
+        names["attention.query_norm.weight"] = "self_attn.q_norm.weight"
+        names["attention.key_norm.weight"] = "self_attn.k_norm.weight"
+    return [TensorMapping(ours=ours + name, theirs=theirs + source) for name, source in names.items()]
 
 
 CONVERTER = Converter(
