@@ -11,14 +11,13 @@ from torch import nn
 
 from kitforge.core.checkpoint.all_or_none import collective_try
 from kitforge.core.checkpoint.gather import GatheredParameters
-from kitforge.core.nn.decoder import Decoder
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.world import ALONE
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype
-from kitforge.foundation.errors import KitforgeError, ModelError
+from kitforge.foundation.errors import KitforgeError
 from kitforge.models import loading
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import StoredModel
@@ -45,16 +44,15 @@ def save_language_model(
 ) -> None:
     """Write a Hugging Face folder that `transformers` and Kitforge load. `dtype` of the weights: by default that
     of the published ones. For a sharded model all ranks call this, and rank 0 writes tensor by tensor."""
-    if not isinstance(model, Decoder):
-        raise ModelError("only the families can be exported", got=type(model).__name__, expected="a gpt2, llama or glm")
+    config = loading.exportable_config(model)
     parallel = parallel_model_of(model, ALONE)
-    names = loading.exported_names(model.config)
-    weights = GatheredParameters(parallel, names, EXPORT_DTYPES[dtype or model.config.dtype])
+    names = loading.exported_names(config)
+    weights = GatheredParameters(parallel, names, EXPORT_DTYPES[dtype or config.dtype])
 
     def write() -> None:
         try:
             if parallel.rank == 0:
-                ids = _write_tokenizer(folder, tokenizer, model.geometry.vocab_size)
+                ids = _write_tokenizer(folder, tokenizer, config.decoder().vocab_size)
                 loading.save(model, folder, extra=ids, weights=weights, dtype=dtype)
         finally:
             weights.finish()

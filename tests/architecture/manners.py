@@ -130,6 +130,19 @@ def executed_data(sources: list[Source]) -> Findings:
                 yield f"{source.at(call)} {name}()"
 
 
+def decoder_checks(sources: list[Source]) -> Findings:
+    """Outside of `models` nobody asks for the class of a network: it asks for a capability, such as `CausalLM`."""
+    for source in sources:
+        if source.module.startswith("kitforge.models."):
+            continue
+        calls = [node for name, node in source.calls() if name in {"isinstance", "issubclass"}]
+        classes = [part for call in calls for argument in call.args[1:] for part in ast.walk(argument)]
+        patterns = [node.cls for node in ast.walk(source.tree) if isinstance(node, ast.MatchClass)]
+        for node in (*classes, *patterns):
+            if isinstance(node, (ast.Name, ast.Attribute)) and dotted(node).rsplit(".", 1)[-1] == "Decoder":
+                yield f"{source.at(node)} asks for a Decoder"
+
+
 def local_tensors(sources: list[Source]) -> Findings:
     """DTensors become plain tensors and back in one gate, the only place where a gradient could go silent."""
     gates = {"to_local", "from_local"}

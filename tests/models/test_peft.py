@@ -60,7 +60,7 @@ def test_an_adapter_of_another_kind_or_network_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ModelError, match="another architecture"):
         load_adapter(other, "policy", tmp_path)
     wider = cast(Decoder, network(family=tiny.LLAMA | {"dim": 64}))
-    with pytest.raises(ModelError, match="another size"):
+    with pytest.raises(ModelError, match="another shape"):
         load_adapter(wider, "policy", tmp_path)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     with pytest.raises(ModelError, match="plain LoRA"):

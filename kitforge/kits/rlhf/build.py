@@ -12,7 +12,6 @@ from torch import nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.rendezvous import Rendezvous
@@ -41,6 +40,7 @@ from kitforge.kits.rlhf.reward_model import ValueHeadModel
 from kitforge.kits.rlhf.rewards import reward_reference
 from kitforge.kits.rlhf.role_checks import DisableDropout, check_role_tokenizers
 from kitforge.kits.rlhf.tasks import Inputs, TaskBuilder, TaskInputs, task_inputs_of
+from kitforge.models.catalog import config_of_network
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.peft import save_adapter
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
@@ -308,7 +308,7 @@ class SaveAdapter(Callback):
         scalar = run.model if isinstance(run.model, ValueHeadModel) else None
         network = policy_of(run.model) if scalar is None else scalar.backbone
         # What is cut is gathered by all ranks together, which they are only between steps.
-        if not can_save_at_end(event, run) or run.folder is None or not isinstance(network, Decoder):
+        if not can_save_at_end(event, run) or run.folder is None or config_of_network(network) is None:
             return
         config = config_of_adapter(network)
         if config is None:

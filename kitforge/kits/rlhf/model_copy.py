@@ -6,13 +6,14 @@ import copy
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
-from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, config_of, copy_factors, deltas
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
@@ -20,6 +21,7 @@ from kitforge.core.parallel.fsdp import local_tensor
 from kitforge.core.parallel.parallelize import ParallelModel
 from kitforge.kits.rlhf.actor_critic import critic_of
 from kitforge.kits.rlhf.config import CriticOptions
+from kitforge.models.catalog import config_of_network
 from kitforge.models.loading import build, build_on_meta
 
 # Where decoders keep what is looked up or read out rather than multiplied within; no such table decays.
@@ -59,9 +61,10 @@ def actor_critic_groups(model: nn.Module, weight_decay: float, options: CriticOp
 def copy_model(network: nn.Module, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
     """The same network with weights of its own, an adapter's part in them, whole on this rank and free of what ranks
     have agreed on."""
-    if not isinstance(network, Decoder):
+    config = config_of_network(network)
+    if config is None:
         return copy.deepcopy(network).to(device)
-    twin = build(network.config, device=device, level=level).to(network.head_weight.dtype)
+    twin = build(config, device=device, level=level).to(cast(CausalLM, network).head_weight.dtype)
     sources, added = dict(network.named_parameters()), deltas(network)
     for name, parameter in twin.named_parameters():
         parameter.copy_(sources[name])
@@ -70,9 +73,11 @@ def copy_model(network: nn.Module, device: torch.device, level: CompileLevel = "
     return twin
 
 
-def alias_weights(network: Decoder, level: CompileLevel = "O1") -> Decoder:
+def alias_weights(network: nn.Module, level: CompileLevel = "O1") -> nn.Module:
     """Another network over the very same weights, frozen, and free to have an adapter of its own."""
-    twin = build_on_meta(network.config, level)
+    config = config_of_network(network)
+    assert config is not None
+    twin = build_on_meta(config, level)
     sources = dict(network.named_parameters())
     for name in [name for name, _ in twin.named_parameters()]:
         path, _, last = name.rpartition(".")
@@ -80,7 +85,9 @@ def alias_weights(network: Decoder, level: CompileLevel = "O1") -> Decoder:
     return twin
 
 
-def copy_with_adapter(network: Decoder, name: str, fresh: LoraConfig, seed: int, level: CompileLevel = "O1") -> Decoder:
+def copy_with_adapter(
+    network: nn.Module, name: str, fresh: LoraConfig, seed: int, level: CompileLevel = "O1"
+) -> nn.Module:
     """A network over the same weights with an adapter that begins as the one that is on, else as a fresh one."""
     twin, config = alias_weights(network, level), config_of(network)
     attach(twin, name, config or fresh, seed)
@@ -89,7 +96,7 @@ def copy_with_adapter(network: Decoder, name: str, fresh: LoraConfig, seed: int,
     return twin
 
 
-def full_lora_factors(network: Decoder, name: str, parallel: ParallelModel) -> dict[str, tuple[Tensor, Tensor]]:
+def full_lora_factors(network: nn.Module, name: str, parallel: ParallelModel) -> dict[str, tuple[Tensor, Tensor]]:
     """Both factors of every layer that has the adapter, gathered where ranks hold pieces of them."""
     names = {id(parameter): own for own, parameter in parallel.model.named_parameters()}
     return {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.core.nn.decoder import Decoder, FamilyConfig
+from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach
 from kitforge.core.nn.lora import config_of as config_of_adapter
@@ -42,10 +42,10 @@ from kitforge.kits.rlhf.model_copy import (
 )
 from kitforge.kits.rlhf.reward_model import ValueHeadModel, complete_head, init_head, normalized_head
 from kitforge.models import loading as model_folder
-from kitforge.models.catalog import config_of
+from kitforge.models.catalog import config_of, config_of_network
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.peft import load_adapter, read_head
-from kitforge.models.sharding import DECODER
+from kitforge.models.sharding import sharding_of_network
 
 # Names of the parts of what a stage trains, before those of their parameters.
 POLICY, BACKBONE = "policy.", "backbone."
@@ -180,22 +180,22 @@ class BaseModelSource:
         if self.given is None or options.lora.path is not None:
             return self.trainable_copy(options, device).requires_grad_(False)
         given, level = self.given, options.compile_level
-        is_plain = isinstance(given, Decoder) and config_of_adapter(given) is None
-        if is_plain and cast(Decoder, given).kernels != select(level):
-            return alias_weights(cast(Decoder, given), level)
+        is_plain = config_of_network(given) is not None and config_of_adapter(given) is None
+        if is_plain and cast(CausalLM, given).kernels != select(level):
+            return alias_weights(given, level)
         return given
 
     def trainable_copy(self, options: StageOptions, device: torch.device, name: str = "policy") -> nn.Module:
         """A network to be trained, whole on this rank: with the same weights, or over the very same ones with an
         adapter of that name."""
         if options.lora.is_on:
-            base = cast(Decoder, self.given)
+            assert self.given is not None
             if options.lora.path is None:
-                return copy_with_adapter(base, name, options.lora.config, options.seed, options.compile_level)
+                return copy_with_adapter(self.given, name, options.lora.config, options.seed, options.compile_level)
             if name == "policy" and read_head(Path(options.lora.path)):
                 expected = "an adapter of a language model"
                 raise ModelError("the adapter is of a reward model", got=options.lora.path, expected=expected)
-            shared = alias_weights(base, options.compile_level)
+            shared = alias_weights(self.given, options.compile_level)
             found = load_adapter(shared, name, Path(options.lora.path))
             wanted = replace(options.lora.config, target_modules=tuple(sorted(options.lora.target_modules)))
             expected = (
@@ -215,7 +215,7 @@ class BaseModelSource:
     def reward_model(self, folder: Path, options: StageOptions) -> ValueHeadModel:
         """The reward model that PEFT's folder makes of the weights that the policy starts from. Raises ModelError where
         there are none yet, or no head that gives scores."""
-        if not isinstance(self.given, Decoder):
+        if self.given is None or config_of_network(self.given) is None:
             raise ModelError(
                 "an adapter needs the weights that it was trained beside",
                 got=folder,
@@ -255,7 +255,7 @@ def base_model_of(
             got=type(given).__name__,
             expected="a network with geometry, hidden(), head() and head_weight (kitforge.core.nn.causal_lm)",
         )
-    config = given.config if isinstance(given, Decoder) else None
+    config = None if given is None else config_of_network(given)
     if given is None:
         values = dict(options.model)
         if values.get("vocab_size") is None:
@@ -345,7 +345,7 @@ def tokenizer_of(options: StageOptions, given: Tokenizer | None, train: object) 
     return make_tokenizer(options.tokenizer, source, default_root())
 
 
-def load_policy(folder: Path, device: torch.device, level: CompileLevel = "O1") -> Decoder:
+def load_policy(folder: Path, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
     """The language model of any run, step or Hugging Face folder, whole on the device."""
     return model_folder.load_stored(open_policy(folder), device=device, level=level)
 
@@ -442,7 +442,7 @@ def sharding_of(network: nn.Module) -> Sharding:
         backbone = sharding_of(network.backbone).with_prefix("backbone")
         score = Sharding(rules=(ShardingRule(module="score", gradient="whole"),) if backbone.rules else ())
         return replace(backbone.merged_with(score), fsdp_roots={"": ("scores_at",)})
-    return DECODER if isinstance(network, Decoder) else Sharding(fsdp_roots={"": ("hidden",)})
+    return sharding_of_network(network)
 
 
 def _check_fit(config: FamilyConfig, options: StageOptions, tokenizer: Tokenizer) -> None:

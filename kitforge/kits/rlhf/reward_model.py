@@ -8,9 +8,8 @@ from typing import cast, final
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.causal_lm import CausalLM, Trainable
 from kitforge.core.nn.context import Context
-from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.errors import ModelError
 
@@ -62,9 +61,8 @@ class ValueHeadModel(nn.Module):
         self.backbone = backbone
         # The scores of such tokens at the end of a text do not count, as in transformers; None: all do.
         self.pad_id: int | None = None
-        if isinstance(backbone, Decoder) and backbone.output is not None:
-            # Nothing reads it, and an optimizer would hold two more of it.
-            backbone.output.requires_grad_(False)
+        if isinstance(backbone, Trainable):
+            backbone.freeze_head()
         like = network.head_weight
         self.score = nn.Linear(network.geometry.dim, 1, device=like.device, dtype=like.dtype)
         # Buffers of one number each; double, as they are met by numbers in any format.

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.errors import ConfigError
@@ -18,6 +17,7 @@ from kitforge.kits.rlhf.config import StageOptions
 from kitforge.kits.rlhf.model_loading import find_tokenizer_or_none
 from kitforge.kits.rlhf.reward_model import ValueHeadModel
 from kitforge.kits.rlhf.rewards import reward_members
+from kitforge.models.catalog import config_of_network
 from kitforge.trainer.callbacks.callback import Callback, Event
 from kitforge.trainer.callbacks.callback import RunContext as Running
 from kitforge.trainer.run_folder import Run
@@ -99,6 +99,6 @@ def _dropout_layers(model: nn.Module) -> list[_DropoutNd]:
 
 
 def _dropout_rates(model: nn.Module) -> set[float]:
-    configs = [to_dict(each.config) for each in model.modules() if isinstance(each, Decoder)]
-    asked = {value for config in configs for name, value in config.items() if name.endswith("dropout")}
+    configs = [config for each in model.modules() if (config := config_of_network(each)) is not None]
+    asked = {value for config in configs for name, value in to_dict(config).items() if name.endswith("dropout")}
     return {rate for rate in (*asked, *(layer.p for layer in _dropout_layers(model))) if rate}

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import nn
 
-from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.causal_lm import Trainable
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.world import World
 from kitforge.data.chat_datasets import ChatDatasetReader, ExampleKind, PreferencePair, TokenizedExample
@@ -67,6 +67,7 @@ from kitforge.kits.rlhf.rollout_log import RolloutLog
 from kitforge.kits.rlhf.sample_logger import SampleLogger
 from kitforge.kits.rlhf.sft import SFTTask
 from kitforge.kits.rlhf.tool_environment import environment_runner_of, with_tools
+from kitforge.models.catalog import config_of_network
 from kitforge.models.peft import is_adapter, read_head
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.run_folder import Run
@@ -448,7 +449,7 @@ def _critic(basis: ValueHeadModel | None, origin: BaseModelSource, options: RLOp
 
 def _critic_backbone(backbone: nn.Module, options: RLOptions, device: torch.device) -> nn.Module:
     """What a critic reads with, beginning as what the reward model reads with."""
-    if options.lora.is_on and isinstance(backbone, Decoder):
+    if options.lora.is_on and config_of_network(backbone) is not None:
         return copy_with_adapter(backbone, "critic", options.lora.config, options.seed, options.compile_level)
     return copy_model(backbone, device, options.compile_level)
 
@@ -492,8 +493,8 @@ def _sharded(model: nn.Module, options: StageOptions, world: World) -> nn.Module
 
 def _prepared_for_training(model: nn.Module, options: StageOptions) -> nn.Module:
     """The model as its trainer wants it: nothing kept within a block, or blocks compiled."""
-    for decoder in (each for each in model.modules() if isinstance(each, Decoder)):
-        decoder.recompute = options.trainer.activation_checkpointing
+    for network in (each for each in model.modules() if isinstance(each, Trainable)):
+        network.recompute = options.trainer.activation_checkpointing
         if options.compile_level == "O2":
-            decoder.compile_blocks()
+            network.compile_blocks()
     return model

@@ -13,11 +13,11 @@ from torch import nn
 
 from kitforge.core.checkpoint.load import find_checkpoint, load_tensors
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.core.nn.decoder import Decoder, FamilyConfig
+from kitforge.core.nn.causal_lm import CausalLM, Trainable
+from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.parallel.parallelize import init_sharded, parallel_model_of, parallelize
 from kitforge.core.parallel.rendezvous import Rendezvous
-from kitforge.core.parallel.sharding import Sharding, check_geometry
+from kitforge.core.parallel.sharding import check_geometry
 from kitforge.core.parallel.world import World
 from kitforge.data.source import Source
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
@@ -41,9 +41,9 @@ from kitforge.kits.transformers.generation_samples import GenerationSamples
 from kitforge.kits.transformers.questions import load_task
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.models import loading as model_folder
-from kitforge.models.catalog import config_of, families_of
+from kitforge.models.catalog import config_of, config_of_network, families_of
 from kitforge.models.loading import OpenCheckpoint, StoredModel
-from kitforge.models.sharding import DECODER
+from kitforge.models.sharding import sharding_of_network
 from kitforge.trainer.run_folder import Run, default_folder, make_loop
 
 # Options of a run that say where it ran, what it began with, or what is asked of it besides; its evaluation does not
@@ -95,7 +95,7 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
                 return _prepare(_sharded_model(options, given, world, opened), options)
             assert config is not None
             network = model_folder.build_on_meta(config, options.compile_level)
-            return _prepare(init_sharded(network, DECODER, world, options.seed), options)
+            return _prepare(init_sharded(network, sharding_of_network(network), world, options.seed), options)
 
         folder = world.broadcast_object(default_folder(options, inputs.model_name))
         loop = make_loop(
@@ -116,8 +116,8 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
             config = config_of(
                 {**options.model, "vocab_size": options.model.get("vocab_size") or ByteTokenizer.vocab_size}
             )
-            with torch.device("meta"):
-                check_geometry(DECODER, Decoder(config).geometry, degrees)
+            network = model_folder.build_on_meta(config)
+            check_geometry(sharding_of_network(network), network.geometry, degrees)
         length = options.data.sequence_length
         check(
             not degrees.sequence_parallel or length % degrees.tensor == 0,
@@ -127,7 +127,7 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
             "or parallel.sequence_parallel=false, which splits no sequence",
         )
 
-    def load(self, folder: Path, device: torch.device, level: CompileLevel = "O1") -> Decoder:
+    def load(self, folder: Path, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
         """The model of a run folder, a step folder or a Hugging Face folder."""
         return model_folder.load(folder, device=device, level=level)
 
@@ -247,8 +247,7 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
             if values.get("family") not in families_of("language model"):
                 continue
             config = config_of({**values, "vocab_size": values.get("vocab_size") or ByteTokenizer.vocab_size})
-            with torch.device("meta"):
-                model = Decoder(config)
+            model = model_folder.build_on_meta(config)
             shape = model.geometry
             rows.append(
                 {
@@ -261,10 +260,6 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
                 }
             )
         return rows
-
-
-def _sharding(network: nn.Module) -> Sharding:
-    return DECODER if isinstance(network, Decoder) else Sharding()
 
 
 def _source(dataset: Any, named: Any, options: TextGenerationOptions) -> Source | None:
@@ -301,7 +296,7 @@ def _stored_config(options: TextGenerationOptions, given: nn.Module | None, open
     """The options of a network that is there already, handed over or under `options.checkpoint`: a first look, at names
     and sizes, before anything is read. None for one of the caller's own making and for one that is to be built."""
     if given is not None:
-        return given.config if isinstance(given, Decoder) else None
+        return config_of_network(given)
     if options.checkpoint is None:
         return None
     return opened(Path(options.checkpoint), partial(find_checkpoint, verify=False)).config
@@ -321,11 +316,11 @@ def _sharded_model(
     """The network handed over or the checkpoint's on the device, cut as the world's degrees say. Of the checkpoint's,
     no rank ever holds more than its pieces, and each verifies a share of the files."""
     if given is not None:
-        parallel_model_of(given.to(world.device), world, _sharding(given))
+        parallel_model_of(given.to(world.device), world, sharding_of_network(given))
         return given
     stored = opened(Path(str(options.checkpoint)), partial(find_checkpoint, world=world))
     network = model_folder.build_on_meta(stored.config, options.compile_level)
-    parallel = parallelize(network, DECODER, world)
+    parallel = parallelize(network, sharding_of_network(network), world)
     parallel.materialize(world.device)
     regions = {name: parallel.region(name) for name in parallel.parameters()}
     load_tensors(parallel.parameters(), stored.tensors(regions), what="model")
@@ -350,7 +345,7 @@ def _check_fit(config: FamilyConfig, options: TextGenerationOptions, tokenizer: 
 
 
 def _prepare(model: nn.Module, options: TextGenerationOptions) -> nn.Module:
-    if isinstance(model, Decoder):
+    if isinstance(model, Trainable):
         model.recompute = options.trainer.activation_checkpointing
         if options.compile_level == "O2":
             model.compile_blocks()
