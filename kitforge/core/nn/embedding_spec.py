@@ -67,8 +67,8 @@ class RecommenderConfig(Protocol):
         ...
 
     def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
-        """The numbers that the network reads."""
-        ...
+        """The numeric features that the network reads; by default all."""
+        return shape.numeric
 
 
 def used_features(config: RecommenderConfig, shape: SampleShape) -> str:

@@ -1,4 +1,4 @@
-"""DCN V2: a cross network beside or below a tower (Wang et al., 2021)."""
+"""DCN V2: a cross network, parallel to an MLP tower or stacked below it (Wang et al., 2021)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,30 @@ from torch import Tensor, nn
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.cross_network import CrossNetwork
 from kitforge.core.nn.dropout import SampleDropout
-from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, concat_features, deep_lookups, width
+from kitforge.core.nn.embedding_spec import (
+    EmbeddingLookup,
+    RecommenderConfig,
+    SampleShape,
+    concat_features,
+    deep_lookups,
+    width,
+)
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.mlp_tower import MLPTower, check_widths
 from kitforge.foundation.config import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DCNV2Config:
-    """Sizes and options."""
+class DCNV2Config(RecommenderConfig):
+    """Sizes and options of a DCN V2."""
 
     family: ClassVar[str] = "dcn_v2"
     logit: ClassVar[str] = "head"
-    dim: int = 16  # width of a row
+    dim: int = 16  # embedding dimension
     num_cross_layers: int = 3
-    rank: int | None = None  # of the crossing matrices; None: full
+    rank: int | None = None  # of the cross matrices; None: full
     hidden: tuple[int, ...] = (256, 128)
-    structure: Literal["parallel", "stacked"] = "parallel"  # stacked: the tower works on what was crossed
+    structure: Literal["parallel", "stacked"] = "parallel"  # stacked: the tower reads the cross output
     dropout: float = 0.0  # after each hidden layer
 
     def __post_init__(self) -> None:
@@ -38,12 +45,8 @@ class DCNV2Config:
         check_widths("model.hidden", self.hidden, self.dropout)
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
-        """The rows of all categorical features and crosses, and the mean of those of each sequence."""
+        """Embeddings of all categorical features and crosses, and the mean embedding of each sequence."""
         return deep_lookups(shape, self.dim, (*shape.categorical, *shape.crosses, *shape.sequences))
-
-    def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
-        """All numbers."""
-        return shape.numeric
 
 
 @final
@@ -62,7 +65,7 @@ class DCNV2(nn.Module):
         self.head = Linear(head_dim, 1, bias=True, kernels=kernels)
 
     def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
-        """See the class."""
+        """Logits [B]; see the class."""
         input = concat_features(dense, vectors, self._deep)
         crossed = self.cross(input)
         if self.config.structure == "stacked":

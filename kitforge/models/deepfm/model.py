@@ -1,4 +1,4 @@
-"""DeepFM: a factorisation machine and a tower over the same vectors (Guo et al., 2017)."""
+"""DeepFM: a factorisation machine and an MLP tower over the same embeddings (Guo et al., 2017)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.dropout import SampleDropout
-from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, concat_features, one_width, width
+from kitforge.core.nn.embedding_spec import (
+    EmbeddingLookup,
+    RecommenderConfig,
+    SampleShape,
+    concat_features,
+    one_width,
+    width,
+)
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.mlp_tower import MLPTower, check_widths
 from kitforge.foundation.config import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeepFMConfig:
-    """Sizes and options."""
+class DeepFMConfig(RecommenderConfig):
+    """Sizes and options of a DeepFM."""
 
     family: ClassVar[str] = "deepfm"
     logit: ClassVar[str] = "tower"
-    dim: int = 16  # width of a row
+    dim: int = 16  # embedding dimension
     hidden: tuple[int, ...] = (256, 128, 64)
     dropout: float = 0.0  # after each hidden layer
 
@@ -31,7 +38,7 @@ class DeepFMConfig:
         check_widths("model.hidden", self.hidden, self.dropout)
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
-        """The sum of the first-order weights, and the vectors that both parts share. A sequence counts as its mean."""
+        """The sum of the first-order weights, and the embeddings that both parts share; a sequence is its mean."""
         second = (*shape.categorical, *shape.sequences)
         check(len(second) >= 2, "features", list(second), "at least two categorical ones or sequences")
         one_width(shape, second, self.dim)
@@ -40,10 +47,6 @@ class DeepFMConfig:
             EmbeddingLookup(name="wide", features=first, dim=1, pooling="sum", kind="wide"),
             EmbeddingLookup(name="deep", features=second, dim=self.dim),
         )
-
-    def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
-        """All numbers."""
-        return shape.numeric
 
 
 @final
@@ -60,7 +63,7 @@ class DeepFM(nn.Module):
         self.tower = MLPTower("tower", dims, kernels=kernels, dropout=config.dropout)
 
     def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
-        """See the class."""
+        """Logits [B]; see the class."""
         logits = self.tower(concat_features(dense, vectors, [self._deep]), noise).float() + vectors["wide"]
         if self.linear is not None:
             logits = logits + self.linear(dense).float()

@@ -1,4 +1,4 @@
-"""Deep Interest Network: an item of a history weighs what it has to do with the target (Zhou et al., 2018)."""
+"""Deep Interest Network: attention of the target item over the history (Zhou et al., 2018)."""
 
 from __future__ import annotations
 
@@ -11,22 +11,29 @@ from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.dropout import SampleDropout
-from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, concat_features, one_width, width
+from kitforge.core.nn.embedding_spec import (
+    EmbeddingLookup,
+    RecommenderConfig,
+    SampleShape,
+    concat_features,
+    one_width,
+    width,
+)
 from kitforge.core.nn.mlp_tower import MLPTower, check_widths
 from kitforge.foundation.config import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DINConfig:
-    """Sizes and options."""
+class DINConfig(RecommenderConfig):
+    """Sizes and options of a DIN."""
 
     family: ClassVar[str] = "din"
     logit: ClassVar[str] = "tower"
-    dim: int = 16  # width of a row
-    attention: tuple[int, ...] = (36,)  # hidden widths of the tower that weighs an item
+    dim: int = 16  # embedding dimension
+    attention: tuple[int, ...] = (36,)  # hidden widths of the attention MLP
     hidden: tuple[int, ...] = (200, 80)
-    softmax: bool = False  # weights that add up to one; the paper lets them be, so that strong interests stay strong
-    targets: dict[str, str] = field(default_factory=dict)  # of each sequence; {}: what it shares a table with
+    softmax: bool = False  # normalise the weights; the paper does not, which keeps the intensity of interests
+    targets: dict[str, str] = field(default_factory=dict)  # target of each sequence; {}: what shares its table
     dropout: float = 0.0  # after each hidden layer
 
     def __post_init__(self) -> None:
@@ -35,8 +42,8 @@ class DINConfig:
         check_widths("model.hidden", self.hidden, self.dropout)
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
-        """The rows of all categorical features and crosses, and those of every sequence."""
-        check(len(shape.sequences) > 0, "features", "no sequence", "at least one, for a din to weigh")
+        """Embeddings of all categorical features and crosses, and of every item of each sequence."""
+        check(len(shape.sequences) > 0, "features", "no sequence", "at least one, for DIN's attention")
         for name, target in self.pairs(shape).items():
             fix = (
                 f"name it: model.targets={{{name}: FEATURE}}, or give the two features one table: `table: items` in "
@@ -51,7 +58,7 @@ class DINConfig:
         return (EmbeddingLookup(name="deep", features=(*shape.categorical, *shape.crosses), dim=self.dim), *sequences)
 
     def pairs(self, shape: SampleShape) -> dict[str, str]:
-        """The target of each sequence."""
+        """The target feature of each sequence."""
 
         def partner(sequence: str) -> str:
             table = shape.table_of(sequence)
@@ -59,14 +66,10 @@ class DINConfig:
 
         return {name: self.targets.get(name) or partner(name) for name in shape.sequences}
 
-    def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
-        """All numbers."""
-        return shape.numeric
-
 
 @final
 class InterestAttention(nn.Module):
-    """`sum over the history of weight(target, item) * item`, where a tower gives the weight."""
+    """`sum over the history of weight(target, item) * item`, with weights from an MLP."""
 
     def __init__(self, config: DINConfig, name: str, kernels: Kernels) -> None:
         super().__init__()
@@ -74,15 +77,15 @@ class InterestAttention(nn.Module):
         self._softmax = config.softmax
 
     def forward(self, target: Tensor, history: Tensor, lengths: Tensor) -> Tensor:
-        """target [B, dim], history [B, L, dim], lengths [B] -> [B, dim]; what lies beyond a length is never seen."""
+        """target [B, dim], history [B, L, dim], lengths [B] -> [B, dim]; positions beyond a length are masked."""
         padding = torch.arange(history.shape[1], device=history.device) >= lengths.unsqueeze(1)
         history = history.masked_fill(padding.unsqueeze(2), 0.0)
         query = target.unsqueeze(1).expand_as(history)
         pairs = torch.cat([query, history, query - history, query * history], dim=2)
-        # Two dims, as a layer that lies cut gives a view of more, which nobody may change in place.
+        # Two dims: of more, a sharded layer returns a view, which may not be changed in place.
         scores = self.tower(pairs.flatten(0, 1)).float().view(padding.shape)
         if self._softmax:
-            # A history without items has no weights; the largest finite number instead of infinity keeps them finite.
+            # The most negative finite number instead of -inf keeps the softmax of an empty history finite.
             scores = scores.masked_fill(padding, torch.finfo(scores.dtype).min).softmax(1)
         weights = scores.masked_fill(padding, 0.0)
         return torch.einsum("bl,bld->bd", weights.to(history.dtype), history)
@@ -103,7 +106,7 @@ class DIN(nn.Module):
         self.tower = MLPTower("tower", dims, kernels=kernels, dropout=config.dropout)
 
     def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
-        """See the class."""
+        """Logits [B]; see the class."""
         interests = [
             self.interests[name](vectors["deep"][:, index], vectors[name], vectors[f"{name}.lengths"])
             for name, index in self._targets.items()

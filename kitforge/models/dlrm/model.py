@@ -1,5 +1,5 @@
-"""DLRM: numbers become one more vector, vectors meet in products, a tower decides (Naumov et al., 2019); with
-`interaction: cross` it is the DLRM-DCNv2 of MLPerf."""
+"""DLRM: bottom MLP over numeric features, feature interaction, top MLP (Naumov et al., 2019); with `interaction: cross`
+the DLRM-DCNv2 of MLPerf."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import Tensor, nn
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.cross_network import CrossNetwork, dot_interaction
 from kitforge.core.nn.dropout import SampleDropout
-from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, one_width
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, SampleShape, one_width
 from kitforge.core.nn.mlp_tower import MLPTower, check_widths
 from kitforge.foundation.config import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DLRMConfig:
-    """Sizes and options."""
+class DLRMConfig(RecommenderConfig):
+    """Sizes and options of a DLRM."""
 
     family: ClassVar[str] = "dlrm"
     logit: ClassVar[str] = "top"
-    dim: int = 16  # width of a row, and of the vector that the numbers become
-    bottom: tuple[int, ...] = (64, 32)  # hidden widths of the tower over the numbers; it ends in `dim`
-    top: tuple[int, ...] = (256, 128)  # hidden widths of the tower that ends in the logit
+    dim: int = 16  # embedding dimension, and output width of the bottom MLP
+    bottom: tuple[int, ...] = (64, 32)  # hidden widths of the bottom MLP, over numeric features
+    top: tuple[int, ...] = (256, 128)  # hidden widths of the top MLP
     interaction: Literal["dot", "cross"] = "dot"
     num_cross_layers: int = 3  # cross
-    rank: int | None = None  # cross: of the matrices; None: full
-    dropout: float = 0.0  # after each hidden layer of the top
+    rank: int | None = None  # cross: of the cross matrices; None: full
+    dropout: float = 0.0  # after each hidden layer of the top MLP
 
     def __post_init__(self) -> None:
         for name in ("dim", "num_cross_layers"):
@@ -40,15 +40,11 @@ class DLRMConfig:
         check_widths("model.top", self.top, self.dropout)
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
-        """The rows of all categorical features and crosses, and the mean of those of each sequence."""
-        check(len(shape.numeric) > 0, "features", "no numeric one", "at least one, for the bottom of a dlrm")
+        """Embeddings of all categorical features and crosses, and the mean embedding of each sequence."""
+        check(len(shape.numeric) > 0, "features", "no numeric one", "at least one, for DLRM's bottom MLP")
         features = (*shape.categorical, *shape.crosses, *shape.sequences)
         one_width(shape, features, self.dim)
         return (EmbeddingLookup(name="deep", features=features, dim=self.dim),)
-
-    def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
-        """All numbers."""
-        return shape.numeric
 
 
 @final
@@ -71,7 +67,7 @@ class DLRM(nn.Module):
         self.top = MLPTower("top", (met, *config.top, 1), kernels=kernels, dropout=config.dropout)
 
     def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
-        """See the class."""
+        """Logits [B]; see the class."""
         numbers = self.bottom(dense)
         deep = vectors["deep"]
         together = torch.cat([numbers.to(deep.dtype).unsqueeze(1), deep], dim=1)

@@ -22,7 +22,7 @@ from kitforge.models.weight_mapping import (
 
 
 def read_config(config: Mapping[str, Any]) -> GLMConfig:
-    """Our options from a config.json."""
+    """Our options from config.json. Raises ModelError."""
     config = ConfigFile(config)
     return _read_chatglm(config) if config["model_type"] == "chatglm" else _read_glm(config)
 
@@ -75,7 +75,7 @@ def _read_chatglm(config: ConfigFile) -> GLMConfig:
 
 
 def write_config(config: GLMConfig) -> dict[str, Any]:
-    """A config.json from our options."""
+    """The values of config.json."""
     kind = "glm4" if config.sandwich_norms else "glm"
     scaling = None if config.rope_scaling is None else to_dict(config.rope_scaling)
     return {

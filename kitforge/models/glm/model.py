@@ -45,7 +45,7 @@ class GLMConfig:
         check(0 < self.rotary_fraction <= 1, "model.rotary_fraction", self.rotary_fraction, "above 0, at most 1")
 
     def decoder(self) -> DecoderConfig:
-        """The decoder that these options stand for."""
+        """The decoder of these options, layer by layer."""
         head_dim = self.head_dim or self.dim // self.num_heads
         attention = AttentionConfig(
             dim=self.dim,

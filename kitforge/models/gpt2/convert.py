@@ -13,7 +13,7 @@ from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping,
 
 
 def read_config(config: Mapping[str, Any]) -> GPT2Config:
-    """Our options from a config.json."""
+    """Our options from config.json. Raises ModelError."""
     config = ConfigFile(config)
     activation = config.get("activation_function", "gelu_new")
     if activation not in ("gelu_new", "gelu_pytorch_tanh"):
@@ -36,7 +36,7 @@ def read_config(config: Mapping[str, Any]) -> GPT2Config:
 
 
 def write_config(config: GPT2Config) -> dict[str, Any]:
-    """A config.json from our options."""
+    """The values of config.json."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

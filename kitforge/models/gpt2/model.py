@@ -38,7 +38,7 @@ class GPT2Config:
         check(divides, "model.num_heads", self.num_heads, f"a divisor of model.dim={self.dim}")
 
     def decoder(self) -> DecoderConfig:
-        """The decoder that these options stand for."""
+        """The decoder of these options, layer by layer."""
         return DecoderConfig(
             vocab_size=self.vocab_size,
             max_length=self.max_length,

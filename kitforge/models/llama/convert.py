@@ -23,7 +23,7 @@ from kitforge.models.weight_mapping import (
 
 
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
-    """Our options from a config.json."""
+    """Our options from config.json. Raises ModelError."""
     config = ConfigFile(config)
     require(config, {"hidden_act": "silu", "dual_chunk_attention_config": None}, "LLaMA")
     kind = config["model_type"]
@@ -92,7 +92,7 @@ def model_type(config: LlamaConfig) -> str:
 
 
 def write_config(config: LlamaConfig) -> dict[str, Any]:
-    """A config.json from our options."""
+    """The values of config.json."""
     kind = model_type(config)
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     scaling = None if config.rope_scaling is None else to_dict(config.rope_scaling)

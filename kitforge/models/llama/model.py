@@ -49,7 +49,7 @@ class LlamaConfig:
         check(divides, "model.num_heads", self.num_heads, f"a divisor of model.dim={self.dim}")
 
     def decoder(self) -> DecoderConfig:
-        """The decoder that these options stand for."""
+        """The decoder of these options, layer by layer."""
         head_dim = self.head_dim or self.dim // self.num_heads
         return DecoderConfig(
             vocab_size=self.vocab_size,

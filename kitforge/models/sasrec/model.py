@@ -1,9 +1,9 @@
-"""SASRec: self-attention over what a user took, to say what comes next (Kang and McAuley, 2018)."""
+"""SASRec: causal self-attention over a history predicts the next item (Kang and McAuley, 2018)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 from typing import ClassVar, final
 
 import torch
@@ -14,29 +14,29 @@ from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.attention import AttentionConfig
 from kitforge.core.nn.block import Block, BlockConfig
 from kitforge.core.nn.context import Context, DropoutKey, dropout
-from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, SampleShape
 from kitforge.core.nn.mlp import MLPConfig
 from kitforge.core.nn.norm import Norm
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
 
 NORM_EPS = 1e-8
-# The narrowest that histories are laid; each next width is twice as wide.
+# The smallest width that histories are padded to; each further bucket is twice as wide.
 MIN_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SASRecConfig:
-    """Sizes and options."""
+class SASRecConfig(RecommenderConfig):
+    """Sizes and options of a SASRec."""
 
     family: ClassVar[str] = "sasrec"
     logit: ClassVar[None] = None
-    sequence: str | None = None  # the feature that holds the items; None: the only one there is
-    dim: int = 64  # width of an item's row and of the stream
+    sequence: str | None = None  # the sequence feature of item ids; None: the only one
+    dim: int = 64  # embedding and hidden dimension
     num_layers: int = 2
     num_heads: int = 1
     mlp_dim: int | None = None  # None: dim
-    max_length: int = 50  # the last items of a history that are looked at
+    max_length: int = 50  # the model reads so many last items of a history
     dropout: float = 0.2
 
     def __post_init__(self) -> None:
@@ -47,15 +47,15 @@ class SASRecConfig:
         check(0 <= self.dropout < 1, "model.dropout", self.dropout, "at least 0, below 1")
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
-        """The rows of the items, in order."""
+        """The embeddings of the items, in order."""
         return (EmbeddingLookup(name="items", features=(self.items(shape),), dim=self.dim, pooling="sequence"),)
 
     def items(self, shape: SampleShape) -> str:
-        """The feature that holds the items."""
+        """The sequence feature of item ids. Raises ConfigError where the data have none, or several."""
         sequence = self.sequence or (shape.sequences[0] if len(shape.sequences) == 1 else None)
         if not shape.sequences:
             raise ConfigError(
-                "a sasrec is trained on sequences, and the data have none",
+                "SASRec needs a sequence feature, and the data have none",
                 got=f"features {', '.join((*shape.numeric, *shape.categorical, *shape.crosses))}",
                 expected="a feature under `sequences` of data.schema: a list column of the items a user took, in order",
                 fix="rows of events (user, item, time) become sequences by data.schema.events: "
@@ -68,11 +68,11 @@ class SASRecConfig:
         return sequence
 
     def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
-        """None: a history is all that it reads."""
+        """None: the network reads the history only."""
         return ()
 
     def block(self) -> BlockConfig:
-        """One layer."""
+        """The configuration of one layer."""
         attention = AttentionConfig(
             dim=self.dim,
             num_heads=self.num_heads,
@@ -88,11 +88,11 @@ class SASRecConfig:
 
 @final
 class SASRec(nn.Module):
-    """States [B, L, dim] of items [B, L, dim]: the state at a place is compared with rows of items to say what comes
-    next there. The shared block in the place of the paper's own, which leaves keys and values without a norm.
+    """Hidden states [B, L, dim] of item embeddings [B, L, dim]; the dot product of a state with an item's embedding is
+    the logit of that item coming next. The layers are the shared block; the paper's normalise queries only.
 
-    Histories stand at the front of a row, so causal attention alone keeps padding out. Positions count from the end of
-    a history, as if it were padded at the front: the newest item always has the same one.
+    Histories are padded at the end, so the causal mask alone hides the padding. Positions are counted from the end of a
+    history: the newest item always has the same position.
     """
 
     def __init__(self, config: SASRecConfig, shape: SampleShape, kernels: Kernels = REFERENCE) -> None:
@@ -104,14 +104,15 @@ class SASRec(nn.Module):
         self.norm = Norm("layer", config.dim, NORM_EPS, kernels)
 
     def forward(self, items: Tensor, lengths: Tensor, noise: DropoutKey | None = None) -> Tensor:
-        """See the class; what stands beyond `lengths` [B] changes nothing before it.
+        """Hidden states; positions beyond `lengths` [B] change nothing before them.
 
-        Most histories are short beside the longest, so those of about one length go through the layers together. How
-        wide they are laid then, and so what noise they get, follows from a history's own length alone.
+        Histories are grouped into buckets of similar length, since most are much shorter than the longest. The bucket,
+        and so the dropout mask, depends on a history's own length alone.
         """
         longest = items.shape[1]
         check(longest <= self.config.max_length, "data.sequence_length", longest, f"at most {self.config.max_length}")
-        widths = torch.tensor([*_bucket_widths(longest), longest], device=lengths.device)
+        buckets = takewhile(lambda width: width < longest, (MIN_WIDTH * 2**power for power in count()))
+        widths = torch.tensor([*buckets, longest], device=lengths.device)
         width_of = widths[torch.bucketize(lengths, widths)]
         parts, order = [], []
         for width in sorted(set(width_of.tolist())) or [longest]:
@@ -137,13 +138,5 @@ class SASRec(nn.Module):
         return states
 
     def last(self, states: Tensor, lengths: Tensor) -> Tensor:
-        """The states [B, dim] at the ends of the histories, which are not empty."""
+        """The last states [B, dim] of histories that are not empty."""
         return states[torch.arange(len(states), device=states.device), lengths - 1]
-
-
-def _bucket_widths(longest: int) -> Iterator[int]:
-    """Widths below the longest."""
-    width = MIN_WIDTH
-    while width < longest:
-        yield width
-        width *= 2

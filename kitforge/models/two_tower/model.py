@@ -1,4 +1,4 @@
-"""Two towers: a user and an item become vectors whose product says how well they match (Yi et al., 2019)."""
+"""Two-tower retrieval: the score is the dot product of a user and an item vector (Yi et al., 2019)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.dropout import SampleDropout
-from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, one_width
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, SampleShape, one_width
 from kitforge.core.nn.mlp_tower import MLPTower, check_widths
 from kitforge.foundation.config import check
 
@@ -20,17 +20,17 @@ SIDES = ("user", "item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TwoTowerConfig:
-    """Sizes and options."""
+class TwoTowerConfig(RecommenderConfig):
+    """Sizes and options of a two-tower model."""
 
     family: ClassVar[str] = "two_tower"
     logit: ClassVar[None] = None
-    user: tuple[str, ...] = ()  # features of the user: numeric, categorical, or sequences, whose mean is taken
-    item: tuple[str, ...] = ()  # features of the item; the first one is its id
-    dim: int = 32  # width of a row
-    hidden: tuple[int, ...] = (128,)  # hidden widths of either tower
-    output_dim: int = 32  # width of the vectors that are compared
-    temperature: float = 0.1  # divides the product
+    user: tuple[str, ...] = ()  # user features: numeric, categorical, or sequences (mean-pooled)
+    item: tuple[str, ...] = ()  # item features; the first is the item id
+    dim: int = 32  # embedding dimension
+    hidden: tuple[int, ...] = (128,)  # hidden widths of both towers
+    output_dim: int = 32  # width of the user and item vectors
+    temperature: float = 0.1  # divides the dot product
     dropout: float = 0.0  # after each hidden layer
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class TwoTowerConfig:
         check_widths("model.hidden", self.hidden, self.dropout)
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
-        """The rows of either side's categorical features, and of the sequences of the user."""
+        """Embeddings of the categorical features of each side, and of its sequences."""
         one_width(shape, (*shape.categorical, *shape.sequences), self.dim)
         known = (*shape.numeric, *shape.categorical, *shape.sequences)
         for side in SIDES:
@@ -49,7 +49,12 @@ class TwoTowerConfig:
             for name in names:
                 kinds = "features of the data other than crosses" if name in shape.crosses else "features of the data"
                 check(name in known, f"model.{side}", name, f"{kinds}: {', '.join(known)}")
-        check(self.item[0] in shape.categorical, "model.item", self.item[0], "first the categorical feature of its id")
+        check(
+            self.item[0] in shape.categorical,
+            "model.item",
+            self.item[0],
+            "first the categorical item id",
+        )
         lookups = []
         for side in SIDES:
             names = tuple(name for name in getattr(self, side) if name in shape.categorical)
@@ -61,13 +66,13 @@ class TwoTowerConfig:
         )
 
     def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
-        """The numbers of either side."""
+        """The numeric features of both sides."""
         return tuple(name for name in shape.numeric if name in (*self.user, *self.item))
 
 
 @final
 class TowerSide(nn.Module):
-    """One of the towers, over this side's features: vectors [B, output_dim] of length one."""
+    """One tower over the features of its side: unit vectors [B, output_dim]."""
 
     def __init__(self, config: TwoTowerConfig, side: str, shape: SampleShape, kernels: Kernels) -> None:
         super().__init__()
@@ -81,7 +86,7 @@ class TowerSide(nn.Module):
         self.tower = MLPTower(side, dims, kernels=kernels, dropout=config.dropout)
 
     def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
-        """See the class."""
+        """Unit vectors [B, output_dim]."""
         parts = [dense[:, self._numeric]]
         if self._num_categorical:
             parts.append(vectors[self._side].flatten(1))
@@ -92,7 +97,7 @@ class TowerSide(nn.Module):
 
 @final
 class TwoTower(nn.Module):
-    """Logits [B] of each user with its own item; `user` and `item` give the vectors, as Side does."""
+    """Logits [B] of each user with its own item; `user` and `item` are the two towers."""
 
     def __init__(self, config: TwoTowerConfig, shape: SampleShape, kernels: Kernels = REFERENCE) -> None:
         super().__init__()
@@ -102,17 +107,17 @@ class TwoTower(nn.Module):
         self.item = TowerSide(config, "item", shape, kernels)
 
     def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
-        """See the class."""
+        """Logits [B]; see the class."""
         users: Tensor = self.user(dense, vectors, noise)
         items: Tensor = self.item(dense, vectors, noise)
         return (users * items).sum(1) / self.config.temperature
 
     def scores(self, users: Tensor, items: Tensor) -> Tensor:
-        """Logits [B, K] of vectors of users [B, output_dim] with vectors of items [K, output_dim]."""
+        """Logits [B, K] of user vectors [B, output_dim] with item vectors [K, output_dim]."""
         return users @ items.t() / self.config.temperature
 
 
 def mean_of(sequence: Tensor, lengths: Tensor) -> Tensor:
-    """The mean [B, dim] of the first `lengths` [B] vectors of sequence [B, L, dim]; zero where there are none."""
+    """The mean [B, dim] of the first `lengths` [B] vectors of sequence [B, L, dim]; zero for an empty one."""
     padding = torch.arange(sequence.shape[1], device=sequence.device) >= lengths.unsqueeze(1)
     return sequence.masked_fill(padding.unsqueeze(2), 0.0).sum(1) / lengths.clamp(min=1).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Wide & Deep: a linear model over sparse features beside a tower over their vectors (Cheng et al., 2016)."""
+"""Wide & Deep: a linear model over sparse features plus an MLP over their embeddings (Cheng et al., 2016)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.dropout import SampleDropout
-from kitforge.core.nn.embedding_spec import EmbeddingLookup, SampleShape, concat_features, deep_lookups, width
+from kitforge.core.nn.embedding_spec import (
+    EmbeddingLookup,
+    RecommenderConfig,
+    SampleShape,
+    concat_features,
+    deep_lookups,
+    width,
+)
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.mlp_tower import MLPTower, check_widths
 from kitforge.foundation.config import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WideDeepConfig:
-    """Sizes and options."""
+class WideDeepConfig(RecommenderConfig):
+    """Sizes and options of a Wide & Deep."""
 
     family: ClassVar[str] = "wide_deep"
     logit: ClassVar[str] = "tower"
-    dim: int = 16  # width of a row of the deep part, where the schema gives a feature no other
+    dim: int = 16  # embedding dimension of the deep part, unless the schema gives a feature its own
     hidden: tuple[int, ...] = (256, 128, 64)
     dropout: float = 0.0  # after each hidden layer
     wide: tuple[str, ...] | None = None  # features of the wide part; None: all categorical ones and the crosses
-    # dense: numbers enter the tower as they are. rows: each scales a row of its own, as an id with a weight would.
+    # dense: numeric features are inputs of the tower. rows: each scales an embedding of its own.
     numeric: Literal["dense", "rows"] = "dense"
 
     def __post_init__(self) -> None:
@@ -35,17 +42,13 @@ class WideDeepConfig:
         check_widths("model.hidden", self.hidden, self.dropout)
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
-        """The sum of the wide weights, then the rows of the deep part; a sequence is the mean of its own."""
+        """The sum of the wide weights, then the embeddings of the deep part; a sequence is its mean."""
         known = (*shape.categorical, *shape.crosses)
         chosen = known if self.wide is None else self.wide
         for name in chosen:
             check(name in known, "model.wide", name, f"categorical features or crosses: {', '.join(known)}")
         wide = EmbeddingLookup(name="wide", features=chosen, dim=1, pooling="sum", kind="wide")
         return (*([wide] if chosen else []), *deep_lookups(shape, self.dim, (*shape.categorical, *shape.sequences)))
-
-    def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
-        """All numbers."""
-        return shape.numeric
 
 
 @final
@@ -67,7 +70,7 @@ class WideDeep(nn.Module):
         self.tower = MLPTower("tower", dims, kernels=kernels, dropout=config.dropout)
 
     def forward(self, dense: Tensor, vectors: Mapping[str, Tensor], noise: SampleDropout | None = None) -> Tensor:
-        """See the class."""
+        """Logits [B]; see the class."""
         numbers = dense if self.rows is None else (dense.unsqueeze(2) * self.rows).flatten(1)
         logits: Tensor = self.tower(concat_features(numbers, vectors, self._deep), noise).float()
         if self.linear is not None:

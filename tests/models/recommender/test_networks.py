@@ -184,7 +184,7 @@ def test_two_towers_multiply_vectors_of_length_one() -> None:
 def test_towers_need_the_features_of_either_side() -> None:
     with pytest.raises(ConfigError, match=r"model.item.*\n.*\n.*features of the item"):
         config_of("two_tower", item=[]).lookups(SHAPE)
-    with pytest.raises(ConfigError, match="first the categorical feature of its id"):
+    with pytest.raises(ConfigError, match="first the categorical item id"):
         config_of("two_tower", item=["price"]).lookups(SHAPE)
 
 
