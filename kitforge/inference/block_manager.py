@@ -1,11 +1,12 @@
-"""Who owns which block of the cache. Knows numbers only; the keys and values are in `paged_attention.KeyValueCache`.
+"""Allocation of KV cache blocks: reference counts, prefix caching, copy on write. Keys and values themselves are in
+`paged_attention.KeyValueCache`.
 
-A block holds `block_size` positions of every layer. Blocks are counted by reference: texts that begin alike may share
-their first ones, and one that is shared is copied before it is written to. A full block that nobody refers to stays
-readable under the digest of the whole text up to its end, until its room is needed.
+A block holds `block_size` positions of every layer. Sequences with a common prefix share its blocks; a shared block is
+copied before it is written. A full block that nobody references stays in the prefix cache, under the hash of all tokens
+up to its end, until it is evicted.
 
-Each running sequence prefers one region of the cache. Its blocks are taken from there as long as
-they are free, so that they usually follow one another and can be read without being gathered.
+Each running sequence prefers one region of the cache. Its blocks come from there while they are free, so they are
+usually consecutive and can be read without a gather.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from kitforge.inference.sequence import Sequence
 
 @final
 class BlockManager:
-    """Hands out blocks 0 .. num_blocks - 1 to at most `num_regions` sequences at a time.
+    """Allocates blocks 0 .. num_blocks - 1 to at most `num_regions` sequences at a time.
 
-    With `is_contiguous` a shared prefix is copied to the sequence's own region where that is free, instead of being
-    shared. `copies` maps each block that must be written before the next forward pass to the block that it is a copy
-    of; all sources are read before any is written.
+    With `is_contiguous` a cached prefix is copied into the sequence's own region where that is free, instead of being
+    shared. `copies` maps each block that must be written before the next forward pass to its source; all sources are
+    read before any block is written.
     """
 
     def __init__(
@@ -35,43 +36,43 @@ class BlockManager:
         self._is_contiguous = is_contiguous
         self._has_prefix_cache = has_prefix_cache
         self._region_blocks = max(1, num_blocks // num_regions)
-        self._free_regions = dict.fromkeys(range(num_regions))  # those that are free, longest unused first
+        self._free_regions = dict.fromkeys(range(num_regions))  # least recently used first
         self._ref_counts = [0] * num_blocks
         self._empty = dict.fromkeys(range(num_blocks))
-        self._evictable: dict[int, bytes] = {}  # unreferenced but readable, longest unused first
+        self._evictable: dict[int, bytes] = {}  # unreferenced but cached, least recently used first
         self._block_hashes: list[bytes | None] = [None] * num_blocks
         self._block_by_hash: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody refers to."""
+        """Blocks without a reference."""
         return len(self._empty) + len(self._evictable)
 
     @property
     def num_evictable(self) -> int:
-        """Of these, the ones that a text with the same beginning could read."""
+        """Free blocks that are still in the prefix cache."""
         return len(self._evictable)
 
     def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many blocks the sequence lacks for its next `num_tokens` positions."""
+        """Blocks to allocate for the next `num_tokens` positions of the sequence."""
         table, first = sequence.block_table, sequence.num_cached // self.block_size
         shared = sum(self._ref_counts[block] > 1 for block in table[first:])
         return max(0, self._count(sequence.num_cached + num_tokens) - len(table)) + shared
 
     def admit(self, sequence: Sequence) -> None:
-        """Give the sequence a region and the blocks of the longest known beginning of its text."""
-        # What is taken from the cache is not read, so it has no logits.
+        """Give the sequence a region and the blocks of its longest cached prefix."""
+        # Cached tokens skip the forward pass, so they have no logits.
         known = self._cached_prefix(sequence) if self._has_prefix_cache and not sequence.needs_prompt_logprobs else []
         region = self._region_of(known)
         sequence.cache_region = next(iter(self._free_regions)) if region is None else region
         del self._free_regions[sequence.cache_region]
         self._attach(sequence, known, is_in_region=region is not None)
-        # At least the last token is read again, since its logits are wanted.
+        # At least the last token is computed, since its logits are needed.
         sequence.num_cached = min(len(known) * self.block_size, len(sequence.tokens) - 1)
         del sequence.block_hashes[sequence.num_cached // self.block_size :]
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make the next `num_tokens` positions writable; False, and nothing done, where blocks are lacking."""
+        """Make the next `num_tokens` positions writable; False, without a change, where blocks are missing."""
         if self.num_missing(sequence, num_tokens) > self.num_free:
             return False
         table = sequence.block_table
@@ -87,7 +88,7 @@ class BlockManager:
         return True
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many more positions have been written for good; blocks that became full can be found from now on."""
+        """Commit `num_tokens` written positions; blocks that are full now enter the prefix cache."""
         sequence.num_cached += num_tokens
         if not self._has_prefix_cache:
             return
@@ -100,9 +101,9 @@ class BlockManager:
                 self._block_hashes[block] = block_hash
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Let a child without blocks go on from the prompt that its parent has read; False where no region is free.
+        """Share the prompt's blocks of the parent with a child that has none; False where no region is free.
 
-        The last token of the prompt is left for it to read again, since it has its own to choose after it.
+        The child computes the last token of the prompt again, since it samples its own next token.
         """
         if not self._free_regions:
             return False
@@ -114,7 +115,7 @@ class BlockManager:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Take everything back. The end of a text is reused before its beginning, which others may share."""
+        """Free the blocks of a sequence. Its last blocks are evicted before its first, which others may share."""
         for block in reversed(sequence.block_table):
             self._remove_reference(block)
         sequence.block_table, sequence.block_hashes = [], []
@@ -124,7 +125,7 @@ class BlockManager:
             sequence.cache_region = None
 
     def reset_prefix_cache(self) -> None:
-        """Let no text be found any more, since the weights that it was read with have changed."""
+        """Empty the prefix cache, as after a change of weights."""
         self._empty |= dict.fromkeys(self._evictable)
         self._evictable = {}
         self._block_by_hash = {}
@@ -134,7 +135,7 @@ class BlockManager:
         return -(-num_positions // self.block_size)
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
-        """The blocks of the longest known beginning."""
+        """The blocks of the longest cached prefix."""
         blocks: list[int] = []
         while (len(blocks) + 1) * self.block_size <= len(sequence.tokens):
             block_hash = self._next_block_hash(sequence)
@@ -151,14 +152,14 @@ class BlockManager:
         return blake2b(before + tokens.tobytes(), digest_size=16).digest()
 
     def _region_of(self, known: list[int]) -> int | None:
-        """The free region in which exactly these blocks lie, if there is one and nobody reads them."""
+        """The free region that begins with these blocks, if nobody references them."""
         if not known or any(self._ref_counts[block] for block in known) or not _is_consecutive(known):
             return None
         region, offset = divmod(known[0], self._region_blocks)
         return region if offset == 0 and region in self._free_regions else None
 
     def _attach(self, sequence: Sequence, blocks: list[int], *, is_in_region: bool) -> None:
-        """Fill the empty table of a sequence with blocks that others may hold: shared, or as copies at home."""
+        """Fill the empty block table of a sequence with cached blocks: shared, or copied into its own region."""
         preferred = [self._preferred_block(sequence, index) for index in range(len(blocks))]
         free = all(home in self._empty or home in self._evictable for home in preferred)
         if self._is_contiguous and not is_in_region and free and not set(preferred) & set(blocks):
@@ -180,7 +181,7 @@ class BlockManager:
         return sequence.cache_region * self._region_blocks + index
 
     def _allocate(self, preferred: int) -> int:
-        """A free block, the wanted one if possible, else one whose loss is felt least."""
+        """A free block: the preferred one if possible, else an empty one, else the least recently used cached one."""
         if preferred not in self._empty and preferred not in self._evictable:
             preferred = next(iter(self._empty or self._evictable))
         self._empty.pop(preferred, None)

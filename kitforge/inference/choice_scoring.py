@@ -1,11 +1,12 @@
-"""How likely a model finds several continuations of one text. N tokens of a pass, all in one row.
+"""Log-likelihood of several continuations of one prefix, for multiple-choice benchmarks. N tokens of a pass in one row.
 
-A text is read once for all its continuations: they follow it in the row as branches that see it and not one another.
+The prefix is computed once for all its continuations: these follow it in the row, and a tree mask hides them from one
+another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast, final
 
@@ -15,40 +16,40 @@ from torch import Tensor, nn
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import AttentionSpec, Context, causal_mask
 from kitforge.foundation.errors import DataError
-from kitforge.inference.logprobs import greedy_logprobs_of
+from kitforge.inference.logprobs import eval_mode, greedy_logprobs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceBatch:
-    """A text and what may follow it, in tokens."""
+    """A prefix and its possible continuations, as tokens."""
 
     prefix: Sequence[int]
     continuations: Sequence[Sequence[int]]
 
     def __post_init__(self) -> None:
         if not self.prefix or not self.continuations or not all(self.continuations):
-            raise DataError("a text and its continuations have at least one token each", got="one without any")
+            raise DataError("prefix and continuations need at least one token each", got="an empty one")
 
     @property
     def num_tokens(self) -> int:
-        """How many are read: the last of each branch is only predicted."""
+        """Tokens of the forward pass; the last token of each continuation is only predicted."""
         return len(self.prefix) + sum(len(branch) - 1 for branch in self.continuations)
 
     @property
     def num_positions(self) -> int:
-        """Positions that the longest of the texts takes up; its last token is predicted, not read."""
+        """Positions of the longest sequence in the forward pass, without its last token."""
         return len(self.prefix) + max(map(len, self.continuations)) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceScore:
-    """What a model makes of one continuation."""
+    """The score of one continuation."""
 
-    logprob: float  # of all its tokens
-    greedy: tuple[int, ...]  # the most likely token in the place of each
+    logprob: float  # sum over its tokens
+    greedy: tuple[int, ...]  # the most likely token at each position
 
     def is_greedy(self, tokens: Sequence[int]) -> bool:
-        """Whether the continuation, `tokens`, is what the model says itself."""
+        """Whether greedy decoding yields the continuation, `tokens`."""
         return self.greedy == tuple(tokens)
 
 
@@ -56,32 +57,33 @@ class ChoiceScore:
 def choice_logprobs(model: nn.Module, trees: Sequence[ChoiceBatch], max_tokens: int) -> list[list[ChoiceScore]]:
     """The score of every continuation, tree by tree. A pass has at most `max_tokens` tokens, or one tree.
 
-    Raises DataError for a text that is longer than the model allows.
+    Raises DataError for a sequence that is longer than the model allows.
     """
     network = cast(CausalLM, model)
     limit = network.geometry.max_length
     for tree in trees:
         if tree.num_positions > limit:
-            raise DataError(
-                "a text is longer than the model allows", got=tree.num_positions + 1, expected=f"at most {limit + 1}"
-            )
-    scores: list[list[ChoiceScore]] = []
-    was_training = model.training
-    model.eval()
-    try:
+            message = "a sequence is longer than the model allows"
+            raise DataError(message, got=tree.num_positions + 1, expected=f"at most {limit + 1}")
+    batches: list[list[ChoiceBatch]] = []
+    size = 0
+    for tree in trees:
+        if batches and size + tree.num_tokens <= max_tokens:
+            batches[-1].append(tree)
+        else:
+            batches.append([tree])
+            size = 0
+        size += tree.num_tokens
+    with eval_mode(model):
         if network.geometry.depends_on_length:
             return [_score_unpacked(network, tree) for tree in trees]
-        for batch in _batches(trees, max_tokens):
-            scores += _score_batch(network, batch)
-    finally:
-        model.train(was_training)
-    return scores
+        return [scores for batch in batches for scores in _score_batch(network, batch)]
 
 
 @final
 class TreeAttention:
-    """Attention within each text of a row. Is an `Attend`. Tokens see what stands before them in their own tree, of its
-    stem (branch 0) and of their own branch."""
+    """Tree attention over packed choices. Is an `Attend`. A token attends to earlier positions of its own tree: to the
+    prefix (branch 0) and to its own branch."""
 
     def __init__(self, trees: Tensor, branches: Tensor, positions: Tensor) -> None:
         same_tree = trees.unsqueeze(1) == trees.unsqueeze(0)
@@ -91,7 +93,7 @@ class TreeAttention:
         self._masks: dict[int | None, Tensor] = {}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """See `Attend`."""
+        """Attend under the tree mask; see `Attend`."""
         if spec.window not in self._masks:
             order = causal_mask(self._positions, self._positions, spec.window)
             self._masks[spec.window] = self._seen & order
@@ -100,7 +102,7 @@ class TreeAttention:
 
 @dataclass(slots=True)
 class _PackedRow:
-    """Tokens of a pass, and of each the tree, the branch and the position."""
+    """The tokens of a pass, each with its tree, branch and position."""
 
     tokens: list[int] = field(default_factory=list)
     trees: list[int] = field(default_factory=list)
@@ -108,7 +110,7 @@ class _PackedRow:
     positions: list[int] = field(default_factory=list)
 
     def add(self, tokens: Sequence[int], tree: int, branch: int, start: int) -> range:
-        """Where they come to lie."""
+        """Append tokens; returns their indices in the row."""
         first = len(self.tokens)
         self.tokens += tokens
         self.trees += [tree] * len(tokens)
@@ -125,7 +127,7 @@ def _score_batch(network: CausalLM, trees: Sequence[ChoiceBatch]) -> list[list[C
     for number, tree in enumerate(trees):
         prefix = row.add(tree.prefix, number, 0, 0)
         for branch, tokens in enumerate(tree.continuations, 1):
-            # The first token of a branch is predicted by the stem, each other by the one before it.
+            # The prefix predicts the first token of a branch, and each token the next one.
             rows += [prefix[-1], *row.add(tokens[:-1], number, branch, len(prefix))]
             targets += tokens
             sizes.append(len(tokens))
@@ -140,7 +142,7 @@ def _score_batch(network: CausalLM, trees: Sequence[ChoiceBatch]) -> list[list[C
 
 
 def _scores(network: CausalLM, hidden: Tensor, targets: Sequence[int], sizes: Sequence[int]) -> list[ChoiceScore]:
-    """Scores of continuations that are `sizes` tokens long; all their tokens are `targets`, predicted by `hidden`."""
+    """Scores of continuations of `sizes` tokens; `targets` are all their tokens, predicted by `hidden`."""
     logprobs, greedy = greedy_logprobs_of(network, hidden, torch.tensor(targets, device=hidden.device))
     parts = zip(torch.split(logprobs, list(sizes)), torch.split(greedy, list(sizes)), strict=True)
     return [
@@ -149,23 +151,10 @@ def _scores(network: CausalLM, hidden: Tensor, targets: Sequence[int], sizes: Se
 
 
 def _score_unpacked(network: CausalLM, tree: ChoiceBatch) -> list[ChoiceScore]:
-    """Where keys depend on how long a text becomes, nothing can be shared."""
+    """One pass for each continuation: keys that depend on the length of a sequence cannot be shared."""
     scores = []
     for branch in tree.continuations:
         text = torch.tensor([[*tree.prefix, *branch[:-1]]], device=network.head_weight.device)
         hidden = network.hidden(text, Context())[0, len(tree.prefix) - 1 :]
         scores += _scores(network, hidden, branch, [len(branch)])
     return scores
-
-
-def _batches(trees: Sequence[ChoiceBatch], max_tokens: int) -> Iterator[list[ChoiceBatch]]:
-    batch: list[ChoiceBatch] = []
-    size = 0
-    for tree in trees:
-        if batch and size + tree.num_tokens > max_tokens:
-            yield batch
-            batch, size = [], 0
-        batch.append(tree)
-        size += tree.num_tokens
-    if batch:
-        yield batch

@@ -1,6 +1,6 @@
-"""Decoding steps of fixed shapes, recorded once and replayed, for devices that compute faster than they are asked.
+"""CUDA graphs of decoding steps: captured once for each shape and replayed.
 
-B texts, filled up to a power of two; M blocks of the longest, likewise.
+B sequences and M blocks of the longest one, both padded to a power of two.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kitforge.inference.sequence import Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphBuffers:
-    """What a recorded step reads, written anew before each replay."""
+    """The static inputs of a captured step, filled before each replay."""
 
     tokens: Tensor  # [1, B]
     positions: Tensor  # [1, B]
-    max_lengths: Tensor  # [1, B] how long each text may become
+    max_lengths: Tensor  # [1, B] final length of each sequence
     slots: Tensor  # [B]
     lengths: Tensor  # [B]
     tables: Tensor  # [B, M]
@@ -33,7 +33,7 @@ class GraphBuffers:
 
 @final
 class CudaGraphRunner:
-    """Steps in which every text reads one token. A row that is filled up writes to the cache's spare block."""
+    """Runs steps in which every sequence has one token. Padding rows write to the spare block of the cache."""
 
     def __init__(self, model: nn.Module, cache: KeyValueCache) -> None:
         self._network = cast(CausalLM, model)
@@ -44,7 +44,7 @@ class CudaGraphRunner:
     def run(self, sequences: list[Sequence]) -> Tensor:
         """Logits [texts, vocab]."""
         num_blocks = max(sequence.num_cached // self._cache.block_size + 1 for sequence in sequences)
-        shape = (_power_of_two(len(sequences)), _power_of_two(num_blocks))
+        shape = (1 << (len(sequences) - 1).bit_length(), 1 << (num_blocks - 1).bit_length())
         if shape not in self._graphs:
             self._graphs[shape] = self._capture(*shape)
         buffers, replay = self._graphs[shape]
@@ -52,7 +52,7 @@ class CudaGraphRunner:
         return replay()[: len(sequences)]
 
     def drop_graphs_of_moved_weights(self) -> None:
-        """A step reads weights where they were when it was recorded; record anew if they are elsewhere now."""
+        """A graph reads weights at the addresses of its capture; drop all graphs if weights have moved."""
         weights = self._addresses()
         if weights != self._weight_addresses:
             self._weight_addresses, self._graphs = weights, {}
@@ -79,15 +79,20 @@ class CudaGraphRunner:
             context = Context(positions=buffers.positions, lengths=buffers.max_lengths, attend=attend)
             return self._network.head(self._network.hidden(buffers.tokens, context)[0])
 
-        # Once as it is, so that the cache has its memory before anything is recorded.
+        # The first call outside of a capture allocates the cache.
         step()
         return buffers, devices.recorded(step, device)
 
     def _fill(self, buffers: GraphBuffers, sequences: list[Sequence]) -> None:
         num_texts, num_blocks = buffers.tables.shape
-        rows = [_row(sequence, self._cache.block_size, num_blocks) for sequence in sequences]
+        size, rows = self._cache.block_size, []
+        for sequence in sequences:
+            position, table = sequence.num_cached, sequence.block_table
+            slot = table[position // size] * size + position % size
+            numbers = [sequence.tokens[position], position, sequence.max_length, slot, position + 1]
+            rows.append([*numbers, *pad_block_table(table, num_blocks)])
         rows += [[0, 0, 1, self._cache.spare_slot, 1] + [0] * num_blocks] * (num_texts - len(rows))
-        # One transfer for everything.
+        # One host-to-device transfer for all buffers.
         filled = torch.tensor(rows).to(buffers.tables.device)
         columns = (buffers.tokens[0], buffers.positions[0], buffers.max_lengths[0], buffers.slots, buffers.lengths)
         for index, column in enumerate(columns):
@@ -99,16 +104,5 @@ class CudaGraphRunner:
 
 
 def pad_block_table(blocks: list[int], num_blocks: int) -> list[int]:
-    """The first blocks of a table, and its last one where there are not as many."""
+    """The first blocks of a table, padded with its last one."""
     return (blocks + blocks[-1:] * num_blocks)[:num_blocks]
-
-
-def _row(sequence: Sequence, size: int, num_blocks: int) -> list[int]:
-    position = sequence.num_cached
-    slot = sequence.block_table[position // size] * size + position % size
-    table = pad_block_table(sequence.block_table, num_blocks)
-    return [sequence.tokens[position], position, sequence.max_length, slot, position + 1, *table]
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

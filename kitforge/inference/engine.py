@@ -1,8 +1,7 @@
-"""Many texts at once from one model. Knows token ids only; `text_engine` has the words.
+"""Generation engine with continuous batching. It works on token ids; `text_engine` adds text.
 
-The engine runs the very module that a trainer trains, so there is nothing to convert and nothing to disagree. In a
-world of several ranks every rank has an engine, and all submit and step alike. Threads may share an engine: every call
-holds its lock.
+The engine runs the module that a trainer trains, so weights are never converted. In a world of several ranks every rank
+has an engine, and all submit and step alike. Threads may share an engine: every call holds its lock.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.cuda_graphs import CudaGraphRunner
 from kitforge.inference.fair_lock import FairLock
-from kitforge.inference.logprobs import PromptLogprob, token_logprobs
+from kitforge.inference.logprobs import PromptLogprob, eval_mode, token_logprobs
 from kitforge.inference.model_runner import ModelRunner, decodes_first
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.paged_attention import KeyValueCache
@@ -32,29 +31,28 @@ from kitforge.inference.sampling import SamplingOptions, TopLogprobs, sample_tok
 from kitforge.inference.scheduler import ScheduledTokens, Scheduler
 from kitforge.inference.sequence import FinishReason, Sequence
 
-# Bytes of keys and values that an engine does not exceed on CPU unless it is told to, except for a single text.
+# Default limit of the KV cache on CPU in bytes; one sequence of full length always fits.
 DEFAULT_KV_CACHE_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What a step added to one sample of a request."""
+    """The tokens that a step added to one sample of a request."""
 
     request: int
     sample: int
-    tokens: list[int]  # the token that stops a text is the last one of it
-    logprobs: list[float]  # in the distribution that each token was drawn from; see sampling.process_logits
-    top_logprobs: list[TopLogprobs]  # the most likely tokens of that distribution, as many as were asked for
+    tokens: list[int]  # the stop token included
+    logprobs: list[float]  # under the distribution it was sampled from; see sampling.process_logits
+    top_logprobs: list[TopLogprobs]  # the most likely tokens of that distribution, as many as requested
     finish_reason: FinishReason | None
     version: int  # of the weights
-    prompt_logprobs: list[PromptLogprob] | None = (
-        None  # of its tokens but the first: once, with the first sample's first tokens
-    )
+    # Of all prompt tokens but the first; only in the output that holds the first sample's first tokens.
+    prompt_logprobs: list[PromptLogprob] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Completion:
-    """A whole sample."""
+    """A finished sample."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -62,12 +60,12 @@ class Completion:
 
     @property
     def content(self) -> list[int]:
-        """The tokens without the one that stopped them."""
+        """The tokens without the stop token."""
         return self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
 
 
 def kv_bytes_per_token(model: nn.Module) -> int:
-    """Bytes of the keys and values of one token."""
+    """Bytes that the keys and values of one token take in the cache."""
     network = cast(CausalLM, model)
     geometry = network.geometry
     return 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * network.head_weight.element_size()
@@ -75,7 +73,7 @@ def kv_bytes_per_token(model: nn.Module) -> int:
 
 @final
 class Engine:
-    """Generates from `model`, whose weights it shares. `stop_ids` end every text."""
+    """Generates from `model` and shares its weights. `stop_ids` end every sequence."""
 
     def __init__(
         self, model: nn.Module, options: EngineOptions | None = None, *, stop_ids: Collection[int] = ()
@@ -83,17 +81,19 @@ class Engine:
         self.model = model
         self.options = EngineOptions() if options is None else options
         self.version = 0
-        self.lock = FairLock()  # for those who need several calls to be one
-        self._geometry = cast(CausalLM, model).geometry
+        self.lock = FairLock()  # reentrant; hold it to make several calls atomic
+        self._network = cast(CausalLM, model)
+        self._geometry = self._network.geometry
         self._stop_ids = frozenset(stop_ids)
         self._num_requests = 0
         self._num_arrivals = 0
         self._num_steps = 0
         self._live: dict[int, list[Sequence]] = {}
         self._undelivered: list[Output] = []
-        self._generated: dict[int, list[Completion]] = {}  # what becomes of the requests of `generate`
+        self._generated: dict[int, list[Completion]] = {}  # the completions of running `generate` calls
         num_blocks = self._num_blocks()
-        is_contiguous = self._is_contiguous()
+        device, layout = self._network.head_weight.device, self.options.kv_layout
+        is_contiguous = layout == "contiguous" or (layout == "auto" and device.type == "cpu")
         size = self.options.block_size
         self._blocks = BlockManager(
             num_blocks,
@@ -113,22 +113,25 @@ class Engine:
         if self.options.quantization == "int8":
             running, self._int8 = int8_copy(model)
         cache = KeyValueCache(num_blocks, size)
-        recorded = CudaGraphRunner(running, cache) if self._uses_cuda_graphs(is_contiguous) else None
-        self._runner = ModelRunner(running, cache, is_paged=not is_contiguous, cuda_graphs=recorded)
+        # Collectives cannot be captured in a graph, so only a single rank uses graphs.
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        uses_graphs = self.options.cuda_graphs and devices.can_record(device) and is_alone and not is_contiguous
+        graphs = CudaGraphRunner(running, cache) if uses_graphs else None
+        self._runner = ModelRunner(running, cache, is_paged=not is_contiguous, cuda_graphs=graphs)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would give something, now or later."""
+        """Whether further steps will return outputs."""
         return bool(self._live or self._undelivered)
 
     @property
     def num_slots(self) -> int:
-        """How many tokens the cache holds, and so the most that a text may come to."""
+        """Capacity of the KV cache in tokens, which limits the length of a sequence."""
         return self._blocks.num_blocks * self._blocks.block_size
 
     @property
     def admitted(self) -> list[int]:
-        """The requests whose prompts the last step began to read."""
+        """The requests that the last step admitted."""
         return self._scheduler.admitted
 
     def submit(
@@ -141,17 +144,20 @@ class Engine:
         key: str | int | None = None,
         num_top_logprobs: int = 0,
     ) -> int:
-        """Ask for `num_samples` continuations of a prompt; returns the number of the request. Higher priorities go
-        first. Noise is keyed by `key`, by default the request's number. With every token come the `num_top_logprobs`
-        most likely ones.
+        """Submit a prompt for `num_samples` completions; returns the request's number. Higher priorities run first.
+        Sampling noise is keyed by `key`, by default the request's number. Outputs hold the `num_top_logprobs` most
+        likely tokens beside each token.
 
-        Raises DataError for a prompt that is empty or has unknown tokens, and ConfigError for a text that would be
-        longer than the model or the cache allows.
+        Raises DataError for a prompt that is empty or has unknown tokens, and ConfigError for a sequence that would
+        exceed the model's length or the cache.
         """
         options = SamplingOptions() if options is None else options
         self._validate(prompt, options)
         signature, stop_ids = options.signature(), self._stop_ids_of(options)
-        bias = options.bias(cast(CausalLM, self.model).head_weight.device)
+        bias = options.bias(self._network.head_weight.device)
+        length = len(prompt) + options.max_new_tokens
+        # Equal beginnings have unequal keys where these depend on the length of the sequence.
+        cache_salt = length.to_bytes(8, "little") if self._geometry.depends_on_length else b""
         with self.lock:
             request, self._num_requests = self._num_requests, self._num_requests + 1
             key = request if key is None else key
@@ -167,7 +173,7 @@ class Engine:
                     num_top_logprobs=num_top_logprobs,
                     priority=priority,
                     arrival=self._num_arrivals + sample,
-                    cache_salt=self._cache_salt(len(prompt) + options.max_new_tokens),
+                    cache_salt=cache_salt,
                     tokens=list(prompt),
                     bias=bias,
                     prompt_logprobs=[] if sample == 0 and options.prompt_logprobs is not None else None,
@@ -181,17 +187,17 @@ class Engine:
         return request
 
     def cancel(self, request: int, sample: int | None = None) -> None:
-        """Stop what is left of a request, or one sample of it; the next step says so once for every sample that had
-        not ended."""
+        """Cancel a request, or one sample of it. The next step returns one output for each sample that had not
+        finished."""
         with self.lock:
             for sequence in list(self._live.get(request, [])):
                 if sample is None or sequence.sample == sample:
                     self._emit(self._abort(sequence, "cancelled"))
 
     def step(self) -> list[Output]:
-        """Run the model once; returns what came of it, sample by sample.
+        """Run the model once; returns an output for each sample that got tokens.
 
-        Where the model raises, nothing has been read and nothing is lost: the next step tries again.
+        Where the model raises, no state has changed: the next step tries again.
         """
         with self.lock:
             self._run_step()
@@ -201,7 +207,7 @@ class Engine:
     def generate(
         self, prompts: Iterable[Numbers[int]], options: SamplingOptions | None = None, *, num_samples: int = 1
     ) -> list[list[Completion]]:
-        """`num_samples` completions of every prompt, in order. The noise of a prompt is keyed by its place."""
+        """`num_samples` completions of every prompt, in order. Noise is keyed by the prompt's index."""
         own: dict[int, list[Completion]] = {}
         try:
             for index, prompt in enumerate(prompts):
@@ -209,7 +215,7 @@ class Engine:
                     request = self.submit(prompt, options, num_samples=num_samples, key=index)
                     own[request] = [Completion(tokens=[], logprobs=[]) for _ in range(num_samples)]
                     self._generated[request] = own[request]
-            # The lock is let go between two steps, so that others can submit and step in turn.
+            # The lock is released between two steps, so that other threads can submit and step.
             while any(sample.finish_reason is None for samples in own.values() for sample in samples):
                 self._run_step()
         finally:
@@ -226,7 +232,7 @@ class Engine:
             return token_logprobs(self._runner.model, texts, self.options.max_num_batched_tokens)
 
     def update_weights(self, version: int) -> None:
-        """The weights have changed: whatever was read with the old ones is read anew."""
+        """Take up changed weights: drop the prefix cache, and recompute the keys of running sequences."""
         with self.lock:
             self.version = version
             if self._int8 is not None:
@@ -236,7 +242,7 @@ class Engine:
             self._blocks.reset_prefix_cache()
 
     def stats(self) -> dict[str, int]:
-        """Counts for people and metrics."""
+        """Counters and gauges for metrics."""
         blocks = self._blocks
         with self.lock:
             return {
@@ -254,28 +260,21 @@ class Engine:
 
     @torch.no_grad()
     def _run_step(self) -> None:
-        """Run the model once and book what comes of it."""
+        """Run the model once, sample, and update the sequences."""
         with self.lock:
             works = decodes_first(self._scheduler.schedule())
             if not works:
                 return
             self._num_steps += 1
-            model = self._runner.model
-            was_training = model.training
-            if was_training:
-                model.eval()
-            try:
+            with eval_mode(self._runner.model):
                 if self._blocks.copies:
                     self._runner.cache.copy(self._blocks.copies)
                     self._blocks.copies.clear()
                 logits, diverged = self._runner.run(works)
-            finally:
-                if was_training:
-                    model.train()
             self._sample(works, logits, diverged)
 
     def _sample(self, works: list[ScheduledTokens], logits: Tensor, diverged: set[int]) -> None:
-        """Choose the next tokens and book what was read; `diverged` are the places of works that cannot go on."""
+        """Sample the next tokens and advance the sequences; works whose indices are in `diverged` are aborted."""
         ready = [work for work in works if work.needs_logits]
         draws = [
             work.sequence.sample_request(work.draft_tokens[:count])
@@ -288,14 +287,17 @@ class Engine:
         for index, work in enumerate(works):
             start, end = end, end + (len(work.draft_tokens) + 1 if work.needs_logits else 0)
             if index in diverged or any(map(isnan, logprobs[start:end])):
-                self._emit(self._abort_diverged(work.sequence))
+                # Its blocks may hold NaN, which the next owner's mask would not hide.
+                first = work.sequence.num_cached // self.options.block_size
+                self._runner.cache.clear(work.sequence.block_table[first:])
+                self._emit(self._abort(work.sequence, "diverged"))
             elif work.needs_logits:
                 self._emit(self._append_tokens(work, tokens[start:end], logprobs[start:end], top[start:end]))
             else:
                 self._blocks.advance(work.sequence, work.num_tokens)
 
     def _emit(self, output: Output) -> None:
-        """Keep an output for the next step to return, or add it to what `generate` will return."""
+        """Queue an output for `step` to return, or add it to the completions of a `generate` call."""
         samples = self._generated.get(output.request)
         if samples is None:
             self._undelivered.append(output)
@@ -305,17 +307,12 @@ class Engine:
         completion.logprobs += output.logprobs
         completion.finish_reason = output.finish_reason
 
-    def _abort_diverged(self, sequence: Sequence) -> Output:
-        """End a text whose keys may not be numbers, and leave none of them to the texts that get its blocks."""
-        self._runner.cache.clear(sequence.block_table[sequence.num_cached // self.options.block_size :])
-        return self._abort(sequence, "diverged")
-
     def _abort(self, sequence: Sequence, reason: FinishReason) -> Output:
         sequence.finish_reason = reason
         for sibling in self._live[sequence.request]:
             if sequence in sibling.forks:
                 sibling.forks.remove(sequence)
-        # The samples that wait for this one to read the prompt find another to wait for.
+        # The forks wait for this sequence to prefill the prompt; the first of them takes over.
         if sequence.forks:
             heir, *heir.forks = sequence.forks
             self._scheduler.add(heir)
@@ -325,17 +322,17 @@ class Engine:
     def _append_tokens(
         self, work: ScheduledTokens, sampled: list[int], logprobs: list[float], top: list[TopLogprobs]
     ) -> Output:
-        """Append the chosen tokens as far as the drafts before them were right."""
+        """Append the sampled tokens as far as the draft tokens before them were accepted."""
         sequence, before = work.sequence, len(work.sequence.tokens)
         if before == sequence.max_length:
-            # Nothing but the prompt was asked for.
+            # max_new_tokens is 0: only prompt log-probabilities were requested.
             sampled, sequence.finish_reason = [], "length"
         for token, draft in zip(sampled, [*work.draft_tokens, None], strict=False):
             sequence.append(token)
             if sequence.finish_reason is not None or token != draft:
                 break
         new_tokens = sequence.tokens[before:]
-        # The last token has been chosen but not yet read.
+        # The last token has been sampled but is not in the cache yet.
         self._blocks.advance(sequence, work.num_tokens + len(new_tokens) - 1)
         for fork in sequence.forks:
             self._scheduler.fork(sequence, fork)
@@ -367,73 +364,53 @@ class Engine:
             version=self.version,
         )
 
-    def _cache_salt(self, max_length: int) -> bytes:
-        return max_length.to_bytes(8, "little") if self._geometry.depends_on_length else b""
-
     def _stop_ids_of(self, options: SamplingOptions) -> frozenset[int]:
-        """What ends a text, as far as the model knows it. Raises ConfigError where no token is left to begin with."""
+        """The stop tokens within the vocabulary. Raises ConfigError where no other token is left to sample."""
         stops = frozenset(options.stop_ids) | (frozenset() if options.ignore_eos else self._stop_ids)
         known = frozenset(token for token in stops if 0 <= token < self._geometry.vocab_size)
         check(
             not options.min_new_tokens or len(known) < self._geometry.vocab_size,
             "inference.min_new_tokens",
-            f"{options.min_new_tokens}, where every token ends a text",
+            f"{options.min_new_tokens}, but every token is a stop token",
             "fewer stop tokens than the model has tokens",
         )
         return known
 
     def _validate(self, prompt: Numbers[int], options: SamplingOptions) -> None:
-        size, new = len(prompt), options.max_new_tokens
+        size, new, known = len(prompt), options.max_new_tokens, f"0 to {self._geometry.vocab_size - 1}"
         if not size:
-            raise DataError(
-                "a prompt is empty", got="no tokens", expected="at least one token", fix="give it some text"
-            )
+            raise DataError("a prompt is empty", got="no tokens", expected="at least one token", fix="add some text")
         if not 0 <= min(prompt) <= max(prompt) < self._geometry.vocab_size:
             unknown = next(token for token in prompt if not 0 <= token < self._geometry.vocab_size)
-            raise DataError(
-                "a prompt has an unknown token", got=unknown, expected=f"0 to {self._geometry.vocab_size - 1}"
-            )
+            raise DataError("a prompt has an unknown token", got=unknown, expected=known)
         most = max(map(int, options.logit_bias), default=0)
         if most >= self._geometry.vocab_size:
-            expected = f"0 to {self._geometry.vocab_size - 1}"
-            raise ConfigError("logit_bias has an unknown token", got=most, expected=expected)
-        room = self._blocks.num_blocks * self._blocks.block_size
-        for limit, what, wider in (
-            (self._geometry.max_length, "the model allows", "max_length"),
-            (room, "its keys have room for", "inference.engine.kv_cache_bytes"),
+            raise ConfigError("logit_bias has an unknown token", got=most, expected=known)
+        for limit, what, expected in (
+            (self._geometry.max_length, "the model allows", f"at most max_length={self._geometry.max_length}"),
+            (self.num_slots, "the KV cache holds", f"at most {self.num_slots} tokens"),
         ):
             if size + new > limit:
                 raise ConfigError(
-                    f"the text would become longer than {what}",
+                    f"the sequence would become longer than {what}",
                     got=f"{size} prompt tokens + {new} new ones = {size + new}",
-                    expected=f"at most {wider}={limit}" if wider == "max_length" else f"at most {limit} tokens",
+                    expected=expected,
                     fix="shorten the prompt or lower max_new_tokens",
                 )
 
     def _num_blocks(self) -> int:
-        """As many as the memory holds, or as all texts at full length need, but no more than `ROOM` bytes."""
+        """Blocks that fit the memory, or that `max_num_seqs` sequences of full length need if these are fewer."""
         geometry, options = self._geometry, self.options
         block = kv_bytes_per_token(self.model) * options.block_size
         blocks_per_sequence = -(-geometry.max_length // options.block_size)
         if options.kv_cache_bytes is None:
-            free = devices.free_memory(cast(CausalLM, self.model).head_weight.device)
+            free = devices.free_memory(self._network.head_weight.device)
             budget = DEFAULT_KV_CACHE_BYTES if free is None else free // 2
             return max(blocks_per_sequence, min(blocks_per_sequence * options.max_num_seqs, budget // block))
         if options.kv_cache_bytes < block:
             raise ConfigError(
-                "inference.engine.kv_cache_bytes holds no text at all",
+                "inference.engine.kv_cache_bytes is smaller than one block",
                 got=f"{options.kv_cache_bytes} bytes",
                 expected=f"at least {block}",
             )
         return options.kv_cache_bytes // block
-
-    def _is_contiguous(self) -> bool:
-        if self.options.kv_layout != "auto":
-            return self.options.kv_layout == "contiguous"
-        return cast(CausalLM, self.model).head_weight.device.type == "cpu"
-
-    def _uses_cuda_graphs(self, is_contiguous: bool) -> bool:
-        """Whether decoding steps are recorded: on devices that can, and not where ranks talk in the middle of them."""
-        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        able = devices.can_record(cast(CausalLM, self.model).head_weight.device)
-        return self.options.cuda_graphs and able and alone and not is_contiguous

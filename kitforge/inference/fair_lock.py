@@ -1,4 +1,4 @@
-"""A lock that serves threads in the order in which they ask for it."""
+"""A reentrant lock that threads acquire in the order of their requests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import final
 class FairLock:
     """A reentrant lock, first come, first served.
 
-    `threading.RLock` may give itself to the same thread for ever when that thread releases it and asks again at once,
-    as everyone does who steps an engine.
+    `threading.RLock` can starve the others when one thread releases and acquires it in a loop, as one that steps an
+    engine does.
     """
 
     def __init__(self) -> None:
-        self._state = threading.Lock()  # of the fields below; held for a few instructions only
+        self._state = threading.Lock()  # guards the fields below
         self._owner: int | None = None
         self._depth = 0
         self._turns: deque[tuple[int, threading.Lock]] = deque()
@@ -35,7 +35,7 @@ class FairLock:
         try:
             turn.acquire()
         except BaseException:
-            # Interrupted while it waited: nobody may wait for this thread.
+            # Interrupted while waiting: this thread must not be handed the lock.
             with self._state:
                 if (me, turn) in self._turns:
                     self._turns.remove((me, turn))

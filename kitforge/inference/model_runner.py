@@ -1,4 +1,4 @@
-"""From planned work to logits: lays the tokens of a step in one row and lets the model read it."""
+"""Runs the model on the scheduled tokens of a step, packed into one row, and returns logits."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from kitforge.inference.sequence import Sequence
 
 @final
 class ModelRunner:
-    """Runs a model over sequences whose keys lie in `cache`. With `is_paged` the texts of a batch are gathered from
-    wherever their blocks are; else they are read in place as far as they lie one after another."""
+    """Runs a model over sequences whose keys are in `cache`. With `is_paged` the blocks of a batch are gathered; else
+    sequences whose blocks are consecutive are read in place."""
 
     def __init__(
         self, model: nn.Module, cache: KeyValueCache, *, is_paged: bool, cuda_graphs: CudaGraphRunner | None = None
@@ -42,19 +42,19 @@ class ModelRunner:
         self._size = cache.block_size
 
     def on_weights_changed(self) -> None:
-        """The weights have changed."""
+        """Forget what was derived from the old weights."""
         self._fused_decode.forget()
         if self._cuda_graphs is not None:
             self._cuda_graphs.drop_graphs_of_moved_weights()
 
     def run(self, works: list[ScheduledTokens]) -> tuple[Tensor, set[int]]:
-        """Logits [R, vocab]: for each work in order that completes its text, one row for the last of its tokens and one
-        for each of its draft tokens; and the indices of the works whose keys may not be numbers. Works must be ordered
-        as by `decodes_first`. Sequences that ask for log-probabilities of prompts get those of the tokens read."""
+        """Logits [R, vocab] and the indices of works with non-finite hidden states. Each work that needs logits has, in
+        order, one row for its last token and one for each draft token. Works must be ordered by `decodes_first`. Prompt
+        log-probabilities are appended to the sequences that request them."""
         if self._cuda_graphs is not None and all(work.is_single_token and work.needs_logits for work in works):
-            # Single tokens all have logits, which tell as much.
+            # All tokens have logits, whose NaN shows that a sequence has diverged.
             return self._cuda_graphs.run([work.sequence for work in works]), set()
-        if not self._is_paged and all(_is_fused_decode(work) for work in works):
+        if not self._is_paged and all(work.is_single_token and work.needs_logits for work in works):
             result = self._run_fused_decode(works)
             if result is not None:
                 return result
@@ -84,13 +84,13 @@ class ModelRunner:
         return network.head(hidden if len(rows) == len(tokens) else hidden[rows]), _diverged(works, hidden)
 
     def _add_prompt_logprobs(self, works: list[ScheduledTokens], hidden: Tensor) -> None:
-        """Log-probabilities of prompts from hidden [N, dim]. A token is predicted by the row of the one before it."""
+        """Append prompt log-probabilities from hidden [N, dim]. The row of a token predicts the next one."""
         first = 0
         for work in works:
             sequence = work.sequence
             logprobs = sequence.prompt_logprobs
             if logprobs is not None and sequence.needs_prompt_logprobs:
-                # A prompt that was given up half-way is read again from its beginning.
+                # A sequence preempted during prefill is computed again from its beginning.
                 start, known = first - sequence.num_cached, len(logprobs)
                 end = min(sequence.num_cached + work.num_tokens, sequence.prompt_length - 1)
                 if end > known:
@@ -102,8 +102,10 @@ class ModelRunner:
             first += work.num_tokens + len(work.draft_tokens)
 
     def _run_fused_decode(self, works: list[ScheduledTokens]) -> tuple[Tensor, set[int]] | None:
-        """The same for single tokens of texts that lie in place, in one call where that can be."""
+        """`run` for single tokens of sequences with consecutive blocks, in one fused call; None where impossible."""
         texts = [work.sequence for work in works]
+        if not all(text.is_consecutive for text in texts):
+            return None
         tokens, positions, starts, lengths = torch.tensor(
             [
                 [text.tokens[text.num_cached] for text in texts],
@@ -121,14 +123,14 @@ class ModelRunner:
         return logits, _diverged(works, hidden)
 
     def _slots(self, sequence: Sequence, start: int, end: int) -> Iterable[int]:
-        """Where positions start .. end - 1 of the sequence lie."""
+        """The slots of positions start .. end - 1 of the sequence."""
         size, table = self._size, sequence.block_table
         if sequence.is_consecutive:
             return range(table[0] * size + start, table[0] * size + end)
         return [table[position // size] * size + position % size for position in range(start, end)]
 
     def _max_lengths(self, works: list[ScheduledTokens], device: torch.device) -> Tensor | None:
-        """[1, N], for models whose positions depend on how long a text becomes."""
+        """Final lengths [1, N], for models whose positions depend on them."""
         if not cast(CausalLM, self.model).geometry.depends_on_length:
             return None
         lengths = [work.sequence.max_length for work in works for _ in range(work.num_tokens + len(work.draft_tokens))]
@@ -168,7 +170,7 @@ class ModelRunner:
         )
 
     def _decode_batches(self, sequences: list[Sequence], device: torch.device) -> list[AttentionSegment]:
-        """Single tokens, as many as can be in one part."""
+        """The decoding tokens; runs of sequences with consecutive blocks form one batch."""
         segments: list[AttentionSegment] = []
         first = 0
         for is_consecutive, group in groupby(sequences, key=lambda sequence: sequence.is_consecutive):
@@ -183,12 +185,8 @@ class ModelRunner:
         return segments
 
 
-def _is_fused_decode(work: ScheduledTokens) -> bool:
-    return work.is_single_token and work.needs_logits and work.sequence.is_consecutive
-
-
 def _diverged(works: list[ScheduledTokens], hidden: Tensor) -> set[int]:
-    """The places of works with hidden [N, dim] that is not finite; so is that of every token with such a key."""
+    """The indices of works whose hidden states [N, dim] are not finite."""
     if torch.isfinite(hidden.sum()):
         return set()
     sizes = [work.num_tokens + len(work.draft_tokens) for work in works]
@@ -196,5 +194,5 @@ def _diverged(works: list[ScheduledTokens], hidden: Tensor) -> set[int]:
 
 
 def decodes_first(works: list[ScheduledTokens]) -> list[ScheduledTokens]:
-    """Single tokens first, in the order in which they lie in the cache."""
+    """Decoding tokens first, in the order of their blocks in the cache."""
     return sorted(works, key=lambda work: (not work.is_single_token, work.sequence.block_table[0]))

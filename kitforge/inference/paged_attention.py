@@ -1,7 +1,7 @@
-"""Keys and values of all running texts, and the attention over them.
+"""The paged KV cache of all running sequences, and attention over it.
 
-N tokens of a step, of any number of texts, in one row; D head_dim. A slot is one position of a block: block b of size s
-has the slots b * s to b * s + s - 1.
+N tokens of a step, of any number of sequences, in one row; D head_dim. A slot is one position of a block: block b of
+size s has the slots b * s to b * s + s - 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kitforge.core.nn.context import AttentionSpec, causal_mask
 
 @final
 class KeyValueCache:
-    """For each layer a slab [slots, kv_heads, D] of keys and one of values. Behind the blocks there is a spare one."""
+    """For each layer a slab [slots, kv_heads, D] of keys and one of values; one spare block follows the others."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -29,8 +29,8 @@ class KeyValueCache:
         self._slabs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The slabs of a layer; made when its first key [.., kv_heads, .., D] comes, as a rank may hold only some of
-        the heads. Zero from the start: what a mask hides must still be a number."""
+        """The slabs of a layer, allocated when its first key [.., kv_heads, .., D] arrives, since a rank may hold only
+        some of the heads. They begin as zeros: masked values must be finite."""
         slabs = self._slabs.get(layer)
         if slabs is None:
             shape = (self.num_slots + self.block_size, like.shape[1], like.shape[3])
@@ -38,38 +38,38 @@ class KeyValueCache:
         return slabs
 
     def copy(self, copies: Mapping[int, int]) -> None:
-        """Copy whole blocks, {to: from}; all are read before any is written."""
+        """Copy blocks, {destination: source}; all sources are read before any block is written."""
         for pair in self._slabs.values():
             for slab in pair:
                 blocks = slab.view(-1, self.block_size, *slab.shape[1:])
                 blocks[list(copies)] = blocks[list(copies.values())]
 
     def clear(self, blocks: list[int]) -> None:
-        """Make them zero again, so that they hold numbers."""
+        """Set blocks to zero, so that they hold no NaN."""
         for pair in self._slabs.values():
             for slab in pair:
                 slab.view(-1, self.block_size, *slab.shape[1:])[blocks] = 0
 
     def num_bytes(self) -> int:
-        """What the slabs take."""
+        """Memory of the slabs."""
         return sum(slab.nbytes for pair in self._slabs.values() for slab in pair)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSpan:
-    """Tokens `first` .. `first + num_tokens - 1` of a step, the last ones of a text of `length` tokens."""
+    """Tokens `first` .. `first + num_tokens - 1` of a step: the last ones of a sequence of `length` tokens."""
 
     first: int
     num_tokens: int
     length: int
-    start: int | None  # the slot of the text's first token, if the others follow it one by one
-    slots: Tensor | None  # [length], if they do not
+    start: int | None  # the slot of the sequence's first token, if its blocks are consecutive
+    slots: Tensor | None  # [length], if they are not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBatch:
-    """Tokens `first` .. `first + len(lengths) - 1` of a step, each the last one of a text whose slots follow
-    one another from where it starts."""
+    """Tokens `first` .. `first + len(lengths) - 1` of a step, each the last one of a sequence with consecutive
+    blocks."""
 
     first: int
     starts: Tensor  # [texts]
@@ -78,11 +78,10 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedBatch:
-    """The same for texts whose blocks lie anywhere and are gathered; every tensor has a fixed shape, as recorded steps
-    need."""
+    """A `DecodeBatch` of sequences whose blocks are gathered. All shapes are fixed, as CUDA graphs need."""
 
     first: int
-    tables: Tensor  # [texts, blocks], filled up with the text's own last block
+    tables: Tensor  # [texts, blocks], padded with the sequence's own last block
     lengths: Tensor  # [texts]
 
 
@@ -91,9 +90,9 @@ AttentionSegment = PrefillSpan | DecodeBatch | PagedBatch
 
 @final
 class PagedAttention:
-    """Attends for all tokens of a step, part by part. Is an `Attend`.
+    """Attention of all tokens of a step, segment by segment. Is an `Attend`.
 
-    `slots` [N] is where the step's keys go; parts are in the order of the tokens and leave none out.
+    The keys of the step are written to `slots` [N]. The segments are in the order of the tokens and cover all of them.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class PagedAttention:
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Write the new keys and values [1, kv_heads, N, D], attend to all that are seen; see `Attend`."""
+        """Write the new keys and values [1, kv_heads, N, D] to the cache and attend; see `Attend`."""
         keys, values = self._cache.layer(spec.layer, key)
         keys.index_copy_(0, self._slots, key[0].transpose(0, 1).to(keys.dtype))
         values.index_copy_(0, self._slots, value[0].transpose(0, 1).to(values.dtype))
@@ -123,7 +122,7 @@ class PagedAttention:
     def _attend_segment(
         self, index: int, segment: AttentionSegment, query: Tensor, slabs: tuple[Tensor, Tensor], spec: AttentionSpec
     ) -> Tensor:
-        """The mixture [1, heads, tokens of the part, D]."""
+        """The output [1, heads, tokens of the segment, D]."""
         if isinstance(segment, PrefillSpan):
             return self._attend_prefill(index, segment, query, slabs, spec)
         num_texts = len(segment.lengths)
@@ -134,17 +133,20 @@ class PagedAttention:
             return mixed.transpose(0, 1).unsqueeze(0)
         view = [_gather_pages(slab, segment.tables, self._cache.block_size) for slab in slabs]
         if (index, spec.window) not in self._masks:
-            self._masks[index, spec.window] = _length_mask(segment, view[0].shape[2], spec.window, query.device)
-        # Each token is a text of its own, [texts, heads, 1, D].
+            positions = torch.arange(view[0].shape[2], device=query.device)
+            # [texts, 1, 1, keys]
+            mask = causal_mask(segment.lengths.unsqueeze(1) - 1, positions, spec.window).unsqueeze(1)
+            self._masks[index, spec.window] = mask
+        # The batch dimension is that of sequences: [texts, heads, 1, D].
         tokens = query[:, :, segment.first : segment.first + num_texts].transpose(0, 2)
-        mask = self._masks[index, spec.window]
-        return spec.kernel(tokens, *view, mask=mask, causal=False, scale=spec.scale).transpose(0, 2)
+        attended = spec.kernel(tokens, *view, mask=self._masks[index, spec.window], causal=False, scale=spec.scale)
+        return attended.transpose(0, 2)
 
     def _attend_prefill(
         self, index: int, span: PrefillSpan, query: Tensor, slabs: tuple[Tensor, Tensor], spec: AttentionSpec
     ) -> Tensor:
         tokens = query[:, :, span.first : span.first + span.num_tokens]
-        # A single token sees its window and nothing else, so that it needs no mask.
+        # A single token is given the keys of its window alone, so it needs no mask.
         skipped = 0 if spec.window is None or span.num_tokens > 1 else max(0, span.length - spec.window)
         if span.slots is not None:
             view = [slab.index_select(0, span.slots[skipped:]) for slab in slabs]
@@ -160,7 +162,7 @@ class PagedAttention:
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Zeros. Of a processor's memory they take nothing where they are never written to, as most of a cache is not."""
+    """Zeros; on CPU as anonymous pages, which take memory only once they are written."""
     if not like.is_cpu:
         return like.new_zeros(shape)
     num_bytes = math.prod(shape) * like.element_size()
@@ -169,20 +171,14 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _gather_pages(slab: Tensor, tables: Tensor, block_size: int) -> Tensor:
-    """[texts, kv_heads, positions, D], gathered."""
+    """The blocks of each sequence, gathered: [texts, kv_heads, positions, D]."""
     num_texts, num_blocks = tables.shape
     blocks = slab.view(-1, block_size, *slab.shape[1:])[tables]
     return blocks.view(num_texts, num_blocks * block_size, *slab.shape[1:]).transpose(1, 2)
 
 
-def _length_mask(batch: PagedBatch, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[texts, 1, 1, keys]."""
-    positions = torch.arange(num_keys, device=device)
-    return causal_mask(batch.lengths.unsqueeze(1) - 1, positions, window).unsqueeze(1)
-
-
 def _prefill_mask(span: PrefillSpan, window: int | None, device: torch.device) -> Tensor | None:
-    """[tokens, keys]; None where a single token sees all that it is shown, or the plain causal mask holds."""
+    """The mask [tokens, keys]; None for a single token, and where the plain causal mask holds."""
     is_full_causal = span.num_tokens == span.length and (window is None or window >= span.length)
     if span.num_tokens == 1 or is_full_causal:
         return None

@@ -1,4 +1,4 @@
-"""Continues texts and answers chats. Gives Hugging Face's shapes."""
+"""The text-generation pipeline: prompts and chats in, Hugging Face's output format out."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TextPrompt = str | Sequence[Message]
 
 @final
 class TextGenerationPipeline:
-    """`pipeline("text")` gives `[{"generated_text": ...}]`; a list of texts, of any size, gives a list of those.
+    """`pipeline("text")` returns `[{"generated_text": ...}]`; a list of texts returns a list of these.
 
-    A chat is a list of messages `{"role": ..., "content": ...}`; what is generated is then the chat with its reply.
-    The engine behind it keeps what it has read, for texts that begin alike, until a weight changes. Threads may share a
-    pipeline: their texts are generated together, and each is the one that it is alone.
+    A chat is a list of messages `{"role": ..., "content": ...}`; the generated text is then the chat with its reply.
+    The engine keeps its prefix cache until a weight changes. Threads may share a pipeline: their requests are batched,
+    which does not change the result of any.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, options: InferenceOptions) -> None:
@@ -33,16 +33,16 @@ class TextGenerationPipeline:
         self.tokenizer = tokenizer
         self.options = options
         self._text_engine = TextEngine(Engine(model, options.engine, stop_ids=tokenizer.eos_ids), tokenizer)
-        self._deltas: dict[int, deque[TextDelta]] = {}  # what has come of each request and was not yet fetched
-        self._abandoned: deque[int] = deque()  # requests of streams that were given up
+        self._deltas: dict[int, deque[TextDelta]] = {}  # of each request, not yet fetched
+        self._abandoned: deque[int] = deque()  # requests of abandoned streams
         self._weights = _weights_fingerprint(model)
 
     def __call__(self, texts: TextPrompt | Sequence[TextPrompt], *, num_samples: int = 1, **options: Any) -> list[Any]:
-        """The texts, each with `num_samples` continuations; `options` are those of InferenceOptions, for this call."""
-        several = _several(texts)
-        if several is None:
+        """`num_samples` continuations of each text; `options` are fields of InferenceOptions, for this call."""
+        if isinstance(texts, str) or (texts and isinstance(texts[0], Mapping)):
             result: list[Any] = self([cast(TextPrompt, texts)], num_samples=num_samples, **options)[0]
             return result
+        several = cast(Sequence[TextPrompt], texts)
         chosen = self._resolve_options(options)
         requests: list[int] = []
         try:
@@ -51,35 +51,36 @@ class TextGenerationPipeline:
             completions = [self._collect(request, num_samples) for request in requests]
         finally:
             self._drop_requests(requests)
-        return [
-            [{"generated_text": _continued(text, sample)} for sample in samples]
-            for text, samples in zip(several, completions, strict=True)
-        ]
+        results: list[Any] = []
+        for text, samples in zip(several, completions, strict=True):
+            if isinstance(text, str):
+                results.append([{"generated_text": text + sample} for sample in samples])
+            else:
+                replies = [{"role": "assistant", "content": sample} for sample in samples]
+                results.append([{"generated_text": [*text, reply]} for reply in replies])
+        return results
 
     def stream(self, text: TextPrompt, **options: Any) -> Iterator[str]:
-        """The continuation piece by piece, each ending with a whole character. Several streams may be read in turn, and
-        by several threads, each stream by one."""
+        """The continuation as a stream of text deltas of whole characters. Several streams may be read in turn or by
+        several threads, each stream by one."""
         request = self._submit(text, self._resolve_options(options), 1, 0)
         try:
             for delta in self._until_end(request, 1):
                 if delta.text:
                     yield delta.text
         finally:
-            # A stream that nobody holds is closed by whatever thread collects it, perhaps in the middle of a step, so
-            # no lock may be asked for here.
+            # The garbage collector may close a stream on any thread, even within a step, so no lock is acquired here.
             self._abandoned.append(request)
 
     def _submit(self, text: TextPrompt, options: InferenceOptions, num_samples: int, index: int) -> int:
-        tokens = self._tokens(text)
+        if isinstance(text, str):
+            tokens = self.tokenizer.encode_prompt(text)
+        else:
+            tokens = template_of(self.tokenizer).tokens(text, opens_reply=True)
         with self._text_engine.engine.lock:
             request = self._text_engine.submit(tokens, options, num_samples=num_samples, key=index)
             self._deltas[request] = deque()
         return request
-
-    def _tokens(self, text: TextPrompt) -> list[int]:
-        if isinstance(text, str):
-            return self.tokenizer.encode_prompt(text)
-        return template_of(self.tokenizer).tokens(text, opens_reply=True)
 
     def _collect(self, request: int, num_samples: int) -> list[str]:
         samples = [""] * num_samples
@@ -88,14 +89,14 @@ class TextGenerationPipeline:
         return samples
 
     def _until_end(self, request: int, num_samples: int) -> Iterator[TextDelta]:
-        """All pieces of a request. What comes of others meanwhile is kept for them."""
+        """All deltas of a request. Deltas of other requests are queued for them."""
         while num_samples:
             delta = self._next(request)
             if delta.error is not None:
                 raise delta.error
             if delta.finish_reason == "diverged":
                 raise ModelError(
-                    "what the model makes of this text is not a number",
+                    "the model's outputs for this text are not finite",
                     got="NaN or infinity",
                     expected="finite logits",
                     fix="take a checkpoint from before the training diverged",
@@ -104,8 +105,8 @@ class TextGenerationPipeline:
             yield delta
 
     def _next(self, request: int) -> TextDelta:
-        """The next piece of a request. Pieces are handed out before the lock is let go, so none overtakes another; and
-        it is let go after every step, so that nobody waits for more than a step of each of the others."""
+        """The next delta of a request. Deltas are distributed before the lock is released, which keeps their order. The
+        lock is released after every step, so that other threads can step too."""
         while True:
             with self._text_engine.engine.lock:
                 self._drop_requests([self._abandoned.popleft() for _ in range(len(self._abandoned))])
@@ -122,10 +123,10 @@ class TextGenerationPipeline:
                 self._deltas.pop(request, None)
 
     def _resolve_options(self, options: dict[str, Any]) -> InferenceOptions:
-        """The options of a call, and an engine that knows of the weights as they are now."""
+        """The options of a call; tells the engine if a weight has changed."""
         if "engine" in options:
             raise ConfigError(
-                "an engine is chosen once for a pipeline",
+                "the engine's options are fixed when a pipeline is made",
                 got=f"engine={options['engine']!r} for one call",
                 fix='pipeline(..., options={"inference.engine.max_num_seqs": 8})',
             )
@@ -137,16 +138,6 @@ class TextGenerationPipeline:
         return from_dict(InferenceOptions, dataclasses.asdict(self.options) | options, "inference")
 
 
-def _several(texts: TextPrompt | Sequence[TextPrompt]) -> Sequence[TextPrompt] | None:
-    """The texts or chats where there is a list of them; None for a single one."""
-    is_one = isinstance(texts, str) or (bool(texts) and isinstance(texts[0], Mapping))
-    return None if is_one else cast(Sequence[TextPrompt], texts)
-
-
-def _continued(text: TextPrompt, sample: str) -> str | list[Message]:
-    return text + sample if isinstance(text, str) else [*text, {"role": "assistant", "content": sample}]
-
-
 def _weights_fingerprint(model: nn.Module) -> int:
-    """Changes whenever a parameter is replaced or written to."""
+    """A hash that changes whenever a parameter is replaced or written."""
     return hash(tuple((id(each), each._version) for each in model.parameters()))

@@ -1,7 +1,7 @@
-"""From logits to the next token and its log-probability. R rows, each the last position of some text.
+"""Sampling: from logits to the next token and its log-probability. R rows, each the last position of a sequence.
 
-Noise is a pure function of (seed, key, position): a text depends neither on its batch mates nor on how often its step
-was tried.
+Noise is a pure function of (seed, key, position), so the tokens of a sequence depend neither on the rest of its batch
+nor on preemption.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ from kitforge.core.kernels.threads import single_thread
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
 
-# Logits, on CPU, for which no second thread is woken: the next step of the model wants that processor for itself.
+# Up to so many logits on CPU are sampled on one thread, which leaves the other cores to the next forward pass.
 SINGLE_THREAD_LOGITS = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are chosen and when to stop."""
+    """Sampling and stopping of a request."""
 
     max_new_tokens: int = 128
-    temperature: float = 0.0  # 0: always the most likely token
+    temperature: float = 0.0  # 0: greedy
     top_k: int | None = None  # only the k most likely tokens
-    top_p: float | None = None  # only the smallest set of tokens that holds this much probability
-    min_p: float | None = None  # only tokens at least this share as likely as the most likely one
-    presence_penalty: float = 0.0  # taken from the logit of every token that was generated already
-    frequency_penalty: float = 0.0  # the same, for each time that it was
-    repetition_penalty: float = 1.0  # divides a positive logit, multiplies a negative one, of tokens of the whole text
-    logit_bias: dict[str, float] = field(default_factory=dict)  # added to the logit of the token of that number
-    stop_ids: tuple[int, ...] = ()  # tokens that end this text, besides those of the engine
-    ignore_eos: bool = False  # those of the engine do not end it
-    min_new_tokens: int = 0  # before so many, no token is chosen that would end the text
-    # Log-probabilities of the prompt's own tokens, with so many of the most likely ones in the place of each. With them
-    # max_new_tokens may be 0.
+    top_p: float | None = None  # nucleus sampling: the smallest set of tokens with this much probability
+    min_p: float | None = None  # only tokens at least this fraction as likely as the most likely one
+    presence_penalty: float = 0.0  # subtracted from the logit of every token generated before
+    frequency_penalty: float = 0.0  # subtracted once for each time that a token was generated
+    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens in prompt or output
+    logit_bias: dict[str, float] = field(default_factory=dict)  # token id to a number added to its logit
+    stop_ids: tuple[int, ...] = ()  # further stop tokens, besides the engine's
+    ignore_eos: bool = False  # ignore the engine's stop tokens
+    min_new_tokens: int = 0  # stop tokens are excluded before so many tokens
+    # Return log-probabilities of the prompt tokens, with so many most likely tokens each; max_new_tokens may then be 0.
     prompt_logprobs: int | None = None
     seed: int = 0
 
@@ -46,13 +45,8 @@ class SamplingOptions:
         check(self.max_new_tokens >= least, "inference.max_new_tokens", self.max_new_tokens, f"at least {least}")
         new = self.min_new_tokens
         check(0 <= new <= self.max_new_tokens, "inference.min_new_tokens", new, f"0 to {self.max_new_tokens}")
-        num_prompt_logprobs = self.prompt_logprobs
-        check(
-            num_prompt_logprobs is None or num_prompt_logprobs >= 0,
-            "inference.prompt_logprobs",
-            num_prompt_logprobs,
-            "at least 0",
-        )
+        prompt = self.prompt_logprobs
+        check(prompt is None or prompt >= 0, "inference.prompt_logprobs", prompt, "at least 0")
         check(self.temperature >= 0, "inference.temperature", self.temperature, "a number of at least 0")
         check(self.top_k is None or self.top_k > 0, "inference.top_k", self.top_k, "at least 1")
         check(self.top_p is None or 0 < self.top_p <= 1, "inference.top_p", self.top_p, "above 0, at most 1")
@@ -60,52 +54,52 @@ class SamplingOptions:
         penalty = self.repetition_penalty
         check(penalty > 0, "inference.repetition_penalty", penalty, "above 0; 1 changes nothing")
         numbers = all(token.isdecimal() and token == str(int(token)) for token in self.logit_bias)
-        check(numbers, "inference.logit_bias", list(self.logit_bias), "numbers of tokens as keys")
+        check(numbers, "inference.logit_bias", list(self.logit_bias), "token ids as keys")
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether decoding is greedy."""
         return self.temperature == 0
 
     @property
     def needs_history(self) -> bool:
-        """Whether the text so far changes the logits."""
+        """Whether penalties need the tokens so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     def signature(self) -> Hashable:
-        """Equal for options that treat logits alike."""
+        """Equal for options that process logits alike."""
         shape = (self.temperature, self.top_k, self.top_p, self.min_p)
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        # A text, as it keeps its hash: this is looked up for every token.
+        # A string caches its hash, and this is looked up for every token.
         return (*shape, *penalties, repr(sorted(self.logit_bias.items())))
 
     def bias(self, device: torch.device) -> LogitBias | None:
-        """`logit_bias` as tensors on a device, to be made once a text; None where there is none."""
+        """`logit_bias` as tensors on a device, made once for each request; None where there is none."""
         if not self.logit_bias:
             return None
         tokens = torch.tensor([int(token) for token in self.logit_bias], device=device)
         return tokens, torch.tensor(list(self.logit_bias.values()), device=device)
 
 
-# Tokens [K] and what is added to the logit of each [K].
+# Tokens [K] and what is added to their logits [K].
 LogitBias = tuple[Tensor, Tensor]
-# Tokens that might have come, the most likely first, with their log-probabilities.
+# Tokens and their log-probabilities, the most likely first.
 TopLogprobs = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """One token to be chosen."""
+    """One token to be sampled."""
 
     options: SamplingOptions
-    signature: Hashable  # of the options, found once a text
-    history: Sequence[int]  # the tokens before it; read only where a penalty looks back
-    prompt_length: int  # how many of them were given rather than generated
-    position: int  # how many tokens of this text were chosen before
-    key: str | int  # what its noise is keyed by besides seed and position
-    num_top_logprobs: int = 0  # how many of the most likely tokens are told
-    bias: LogitBias | None = None  # of the options; made here where it is wanted and not given
-    banned: tuple[int, ...] = ()  # tokens that may not be chosen
+    signature: Hashable  # of the options
+    history: Sequence[int]  # the tokens before it; read for penalties only
+    prompt_length: int  # how many of these are prompt tokens
+    position: int  # how many tokens were generated before
+    key: str | int  # of its noise, besides seed and position
+    num_top_logprobs: int = 0  # most likely tokens to return
+    bias: LogitBias | None = None  # of the options; made on demand where it is not given
+    banned: tuple[int, ...] = ()  # excluded tokens
 
     def uniform(self) -> float:
         """A number in [0, 1), in steps of 2⁻³²."""
@@ -113,8 +107,8 @@ class SampleRequest:
 
 
 def sample_tokens(logits: Tensor, draws: Sequence[SampleRequest]) -> tuple[list[int], list[float]]:
-    """The next token of every row of logits [R, vocab], and its log-probability in the distribution that it was drawn
-    from; see `process_logits`. A row that holds NaN has a log-probability of NaN, and its token means nothing."""
+    """The next token of every row of logits [R, vocab], and its log-probability under the distribution it was sampled
+    from; see `process_logits`. A row with NaN has a log-probability of NaN and a meaningless token."""
     if logits.is_cpu and logits.numel() <= SINGLE_THREAD_LOGITS:
         with single_thread():
             return _sample_tokens(logits, draws)
@@ -136,8 +130,8 @@ def _sample_tokens(logits: Tensor, draws: Sequence[SampleRequest]) -> tuple[list
 
 
 def top_logprobs(logits: Tensor, draws: Sequence[SampleRequest]) -> list[TopLogprobs]:
-    """For every row of logits [R, vocab] as many of the most likely tokens as its draw wants, those left out that the
-    options leave no room for."""
+    """For every row of logits [R, vocab] the most likely tokens that it requests, without those that top_k, top_p or
+    min_p exclude."""
     result: list[TopLogprobs] = []
     for row, draw in enumerate(draws):
         if not draw.num_top_logprobs:
@@ -151,12 +145,11 @@ def top_logprobs(logits: Tensor, draws: Sequence[SampleRequest]) -> list[TopLogp
 
 
 def process_logits(logits: Tensor, options: SamplingOptions, draws: Sequence[SampleRequest] = ()) -> Tensor:
-    """Scores [R, vocab] in fp32 at least, whose softmax is the distribution of the next token: after bias and
-    penalties, temperature, and with -inf where top_k, top_p or min_p leave no room.
+    """Scores [R, vocab] in fp32 at least, whose softmax is the distribution of the next token: after bias, penalties
+    and temperature, and -inf where top_k, top_p or min_p exclude a token.
 
-    At temperature 0, where no distribution is left, the scores are those of temperature 1 without truncation: the
-    log-probability of a greedy token then still tells how sure the model was. `draws` holds the text of each row and
-    is needed for penalties only.
+    At temperature 0 the scores are those of temperature 1 without truncation, so the log-probability of a greedy token
+    is the model's own. `draws` holds the tokens of each row and is needed for penalties only.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     is_banned = any(draw.banned for draw in draws)
@@ -164,7 +157,7 @@ def process_logits(logits: Tensor, options: SamplingOptions, draws: Sequence[Sam
         scores = _apply_penalties(scores.clone(), options, draws)
     if options.is_greedy:
         return scores
-    # However small the temperature, the largest score stays a number.
+    # The largest score is 0, which stays finite for any temperature.
     scores = (scores - scores.amax(-1, keepdim=True)) / max(options.temperature, torch.finfo(scores.dtype).tiny)
     if options.top_k is not None and options.top_k < scores.shape[-1]:
         smallest = scores.topk(options.top_k).values[:, -1:]
@@ -183,8 +176,7 @@ def _sample_with_same_options(logits: Tensor, draws: Sequence[SampleRequest]) ->
     if options.is_greedy:
         chosen = scores.argmax(-1, keepdim=True)
     else:
-        # The token on which a point of the unit interval falls when tokens lie on it one after another, each as long
-        # as it is likely; the sums are exact enough in double precision for any vocabulary.
+        # Inverse transform sampling; in double precision the cumulative sums are exact enough for any vocabulary.
         ends = torch.softmax(scores, dim=-1).cumsum(-1, dtype=torch.float64)
         points = torch.tensor([[draw.uniform()] for draw in draws], dtype=torch.float64, device=scores.device)
         chosen = torch.searchsorted(ends, points * ends[:, -1:], right=True).clamp_(max=scores.shape[-1] - 1)
@@ -193,8 +185,8 @@ def _sample_with_same_options(logits: Tensor, draws: Sequence[SampleRequest]) ->
 
 
 def _apply_penalties(scores: Tensor, options: SamplingOptions, draws: Sequence[SampleRequest]) -> Tensor:
-    """Repetition penalty (Keskar et al., 2019), presence and frequency penalties, bias, tokens that may not be chosen;
-    in place."""
+    """Repetition penalty (Keskar et al., 2019), presence and frequency penalties, bias and excluded tokens; in
+    place."""
     if options.needs_history:
         for row, draw in zip(scores, draws, strict=True):
             history = torch.tensor(draw.history, device=scores.device)
@@ -215,6 +207,6 @@ def _apply_penalties(scores: Tensor, options: SamplingOptions, draws: Sequence[S
 
 def _top_p_filter(scores: Tensor, top_p: float) -> Tensor:
     ordered, index = torch.softmax(scores, dim=-1).sort(descending=True, stable=True)
-    # A token stays while those before it do not yet hold top_p; so the most likely one always stays.
+    # A token stays while those before it sum to less than top_p, so the most likely one always stays.
     dropped = ordered.cumsum(-1) - ordered >= top_p
     return scores.masked_fill(torch.zeros_like(dropped).scatter(-1, index, dropped), float("-inf"))

@@ -1,8 +1,8 @@
-"""Which texts take part in the next step, and with how many tokens.
+"""Continuous batching with chunked prefill: which sequences take part in the next step, and with how many tokens.
 
-Texts are served by rank: higher priority first, then in order of arrival. Those that run go on; a prompt is read in
-pieces that fill what the others leave of a step. Where the cache is full, the last in rank gives up its blocks and is
-read anew later, which costs time and changes nothing.
+Sequences are ordered by priority, then by arrival. Running sequences go on; prompts are prefilled in chunks that use
+the rest of a step's token budget. Where the cache is full, the last sequence is preempted and recomputed later, which
+costs time and changes no token.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from kitforge.inference.sequence import Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledTokens:
-    """The share of one sequence in a step: its tokens from `num_cached` on, then `draft_tokens` to be verified."""
+    """The tokens of one sequence in a step: its own from `num_cached` on, then `draft_tokens` to be verified."""
 
     sequence: Sequence
-    num_tokens: int  # of its own
+    num_tokens: int  # without draft tokens
     draft_tokens: list[int]
 
     @property
     def is_single_token(self) -> bool:
-        """Whether it reads one token."""
+        """Whether it is a decoding step without draft tokens."""
         return self.num_tokens == 1 and not self.draft_tokens
 
     @property
     def needs_logits(self) -> bool:
-        """Whether its next token can be chosen afterwards."""
+        """Whether the next token is sampled after this step."""
         return self.num_tokens == self.sequence.num_pending_tokens
 
 
 @final
 class Scheduler:
-    """Queues of sequences, waiting and running."""
+    """The queues of waiting and running sequences."""
 
     def __init__(
         self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, prompt_lookup_tokens: int = 0
     ) -> None:
         self.running: list[Sequence] = []
-        self.admitted: list[int] = []  # requests that the last plan began to read, or to read anew
+        self.admitted: list[int] = []  # requests that the last step admitted, or admitted again
         self.num_preemptions = 0
-        self.num_prefix_queries = 0  # tokens of prompts that were admitted
-        self.num_prefix_hits = 0  # those of them that were in the cache already
+        self.num_prefix_queries = 0  # tokens of admitted sequences
+        self.num_prefix_hits = 0  # those of them found in the prefix cache
         self._blocks = blocks
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._max_num_seqs = max_num_seqs
@@ -57,32 +57,32 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Those that have no blocks, in no particular order."""
+        """The waiting sequences, in no particular order."""
         return [sequence for _, sequence in self._waiting if sequence.finish_reason is None]
 
     def add(self, sequence: Sequence) -> None:
-        """Let it wait for its turn."""
+        """Put a sequence into the waiting queue."""
         heappush(self._waiting, (sequence.sort_key, sequence))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a sample go on from the prompt that its parent has read, or wait for its turn to read it itself."""
+        """Start a sample on the prompt blocks of its parent; without room it waits for a prefill of its own."""
         if len(self.running) < self._max_num_seqs and self._blocks.fork(parent, child):
             self._start(child)
         else:
             self.add(child)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take out a sequence that has ended; one in the queue is passed over when its turn comes."""
+        """Remove a finished sequence; one that still waits is skipped when its turn comes."""
         if sequence.is_running:
             self._stop(sequence)
 
     def preempt_all(self) -> None:
-        """Have every sequence read anew."""
+        """Preempt all sequences, so that they are recomputed."""
         for sequence in list(self.running):
             self._preempt(sequence)
 
     def schedule(self) -> list[ScheduledTokens]:
-        """The next step. Empty only where nothing waits or runs."""
+        """The next step; empty only where no sequence waits or runs."""
         self._scheduled, self._token_budget, self.admitted = {}, self._max_num_batched_tokens, []
         for is_reading in (False, True):
             for sequence in list(self.running):
@@ -93,7 +93,7 @@ class Scheduler:
         return list(self._scheduled.values())
 
     def _schedule_running(self, sequence: Sequence) -> None:
-        """Plan for a running sequence, at the expense of those behind it."""
+        """Schedule a running sequence; later ones are preempted where blocks are missing."""
         num_tokens = min(sequence.num_pending_tokens, self._token_budget)
         draft_tokens = self._propose_draft_tokens(sequence, num_tokens)
         while not self._blocks.reserve(sequence, num_tokens + len(draft_tokens)):
@@ -107,7 +107,7 @@ class Scheduler:
         self._schedule_tokens(sequence, num_tokens, draft_tokens)
 
     def _admit_next(self) -> bool:
-        """Start the first in the queue; False where there is no room for it."""
+        """Admit the first waiting sequence; False where there is no room for it."""
         sequence = self._waiting[0][1]
         if sequence.finish_reason is not None:
             heappop(self._waiting)
@@ -116,7 +116,10 @@ class Scheduler:
             return False
         self._blocks.admit(sequence)
         num_tokens = min(sequence.num_pending_tokens, self._token_budget)
-        while not self._reserve_with_margin(sequence, num_tokens):
+        # Every running sequence must be able to grow by a block, or it would soon be preempted.
+        while self._blocks.num_missing(sequence, num_tokens) + len(
+            self.running
+        ) > self._blocks.num_free or not self._blocks.reserve(sequence, num_tokens):
             if not self._preempt_lower_priority(sequence):
                 self._blocks.release(sequence)
                 return False
@@ -128,21 +131,15 @@ class Scheduler:
         self.num_prefix_hits += sequence.num_cached
         return True
 
-    def _reserve_with_margin(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Reserve, if every running sequence could still grow by a block; else those would soon be thrown out."""
-        margin = len(self.running)
-        lacking = self._blocks.num_missing(sequence, num_tokens) + margin > self._blocks.num_free
-        return not lacking and self._blocks.reserve(sequence, num_tokens)
-
     def _preempt_lower_priority(self, sequence: Sequence) -> bool:
-        """Whether the last in rank made room, having less priority."""
+        """Preempt the last running sequence if its priority is lower; returns whether it was."""
         if not self.running or self.running[-1].priority >= sequence.priority:
             return False
         self._preempt(self.running[-1])
         return True
 
     def _propose_draft_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """A guess at what follows, where the sequence is about to choose a token and there is room."""
+        """Draft tokens by prompt lookup, where the sequence samples in this step and the budget allows."""
         if not self._prompt_lookup_tokens or num_tokens < sequence.num_pending_tokens:
             return []
         most = min(
@@ -175,8 +172,8 @@ class Scheduler:
 
 
 def prompt_lookup(tokens: list[int], max_tokens: int, max_ngram: int = 3) -> list[int]:
-    """Up to `max_tokens` tokens that followed the last ones where they stood before: the longest ending of up to
-    `max_ngram` tokens that occurs earlier, in its latest place (prompt lookup, Saxena 2023)."""
+    """Up to `max_tokens` tokens that followed the latest earlier occurrence of the longest suffix of at most
+    `max_ngram` tokens (prompt lookup decoding, Saxena 2023)."""
     for size in range(min(max_ngram, len(tokens) - 1), 0, -1):
         ngram = tokens[-size:]
         for start in range(len(tokens) - size - 1, -1, -1):

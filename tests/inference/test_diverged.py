@@ -91,5 +91,5 @@ def test_a_pipeline_says_so() -> None:
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     pipeline = TextGenerationPipeline(model, ByteTokenizer(), InferenceOptions(max_new_tokens=4))
-    with pytest.raises(ModelError, match="not a number"):
+    with pytest.raises(ModelError, match="not finite"):
         pipeline("\x01\x02")

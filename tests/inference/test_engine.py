@@ -271,7 +271,7 @@ def test_a_text_larger_than_the_memory_is_refused() -> None:
     engine.generate([[1] * 4], EIGHT)
     with pytest.raises(ConfigError, match=r"5 prompt tokens \+ 8 new ones = 13(.|\n)*at most 12 tokens"):
         engine.submit([1] * 5, EIGHT)
-    with pytest.raises(ConfigError, match="holds no text at all"):
+    with pytest.raises(ConfigError, match="smaller than one block"):
         Engine(network("llama"), EngineOptions(kv_cache_bytes=block - 1, block_size=4))
 
 
