@@ -133,10 +133,7 @@ class PagedAttention:
             return mixed.transpose(0, 1).unsqueeze(0)
         view = [_gather_pages(slab, segment.tables, self._cache.block_size) for slab in slabs]
         if (index, spec.window) not in self._masks:
-            positions = torch.arange(view[0].shape[2], device=query.device)
-            # [texts, 1, 1, keys]
-            mask = causal_mask(segment.lengths.unsqueeze(1) - 1, positions, spec.window).unsqueeze(1)
-            self._masks[index, spec.window] = mask
+            self._masks[index, spec.window] = _length_mask(segment, view[0].shape[2], spec.window, query.device)
         # The batch dimension is that of sequences: [texts, heads, 1, D].
         tokens = query[:, :, segment.first : segment.first + num_texts].transpose(0, 2)
         attended = spec.kernel(tokens, *view, mask=self._masks[index, spec.window], causal=False, scale=spec.scale)
@@ -175,6 +172,12 @@ def _gather_pages(slab: Tensor, tables: Tensor, block_size: int) -> Tensor:
     num_texts, num_blocks = tables.shape
     blocks = slab.view(-1, block_size, *slab.shape[1:])[tables]
     return blocks.view(num_texts, num_blocks * block_size, *slab.shape[1:]).transpose(1, 2)
+
+
+def _length_mask(batch: PagedBatch, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """The mask of a decoding batch, [texts, 1, 1, keys]."""
+    positions = torch.arange(num_keys, device=device)
+    return causal_mask(batch.lengths.unsqueeze(1) - 1, positions, window).unsqueeze(1)
 
 
 def _prefill_mask(span: PrefillSpan, window: int | None, device: torch.device) -> Tensor | None:

@@ -1,13 +1,21 @@
-"""The routes of a server that continues text. FastAPI is imported when they are made."""
+"""The OpenAI-compatible routes of the text-generation server. FastAPI is imported when they are made."""
 
-# Annotations are evaluated where they stand here: FastAPI reads them, and its names exist in these functions only.
+# No `from __future__ import annotations`: FastAPI evaluates annotations, whose names are local to functions here.
 
 import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from kitforge.data.optional_imports import import_optional
-from kitforge.inference.server.application import BODY, REFUSALS, documented, new_application, read_body, unless_gone
+from kitforge.inference.server.application import (
+    BODY,
+    REFUSALS,
+    body_schema,
+    documented,
+    new_application,
+    read_body,
+    unless_gone,
+)
 from kitforge.inference.server.errors import ApiError
 from kitforge.inference.server.middleware import CLOSING, USAGE
 from kitforge.inference.server.responses import (
@@ -18,7 +26,6 @@ from kitforge.inference.server.responses import (
     full_response,
     stream_events,
 )
-from kitforge.inference.server.schema import body_schema
 from kitforge.inference.server.service import EncodedPrompt, Service
 from kitforge.inference.server.web_ui import content_security_policy, page
 
@@ -29,10 +36,10 @@ PATHS = (
 
 
 def create_app(service: Service) -> Any:
-    """The application that answers for a service. Raises DependencyError where FastAPI is not installed."""
+    """The FastAPI application of a service. Raises DependencyError where FastAPI is not installed."""
     app = new_application(service, PATHS)
     _add_info_routes(app, service)
-    # The models of bodies are made as their module is loaded, so that waits until pydantic is known to be there.
+    # This module needs pydantic, whose presence `new_application` has checked.
     bodies = import_optional("kitforge.inference.server.requests", needed_for="kitforge serve", extra="serve")
     _add_completion_routes(app, service, bodies)
     _add_tokenizer_routes(app, service, bodies)
@@ -40,7 +47,7 @@ def create_app(service: Service) -> Any:
 
 
 def _add_info_routes(app: Any, service: Service) -> None:
-    """What can be asked about the server itself."""
+    """Health, metrics, models, and the web UI."""
     from fastapi import FastAPI
     from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
@@ -61,7 +68,7 @@ def _add_info_routes(app: Any, service: Service) -> None:
     @routes.get("/metrics", response_class=PlainTextResponse, responses=documented(401, 403))
     async def metrics() -> PlainTextResponse:
         stats = await service.worker.stats()
-        # Without a pause between the two, so that nothing is counted both as under way and as done.
+        # No await between the two, so that no request is counted both as active and as done.
         text, kind = service.metrics.text({"prompts": service.num_active_prompts, **stats})
         return PlainTextResponse(text, headers={"Content-Type": kind})
 
@@ -76,7 +83,7 @@ def _add_info_routes(app: Any, service: Service) -> None:
 
 
 def _add_completion_routes(app: Any, service: Service, bodies: Any) -> None:
-    """What the model is asked through."""
+    """Completions and chat completions."""
     from fastapi import FastAPI, Request
     from fastapi.responses import Response
 
@@ -107,7 +114,7 @@ def _add_completion_routes(app: Any, service: Service, bodies: Any) -> None:
 
 
 def _add_tokenizer_routes(app: Any, service: Service, bodies: Any) -> None:
-    """From texts to tokens and back, as vLLM has it; clients that count tokens look for all three."""
+    """Tokenizer routes as in vLLM, which clients use to count tokens."""
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse
 
@@ -129,7 +136,7 @@ def _add_tokenizer_routes(app: Any, service: Service, bodies: Any) -> None:
 
 
 async def _read(request: Any, service: Service, parse: Callable[[bytes], Any]) -> Any:
-    """What is asked for, of the model that is here. Raises ApiError."""
+    """The parsed body of a request for this model. Raises ApiError."""
     params = await read_body(request, service, parse)
     service.check_model(params.model)
     return params
@@ -138,30 +145,30 @@ async def _read(request: Any, service: Service, parse: Callable[[bytes], Any]) -
 async def _respond(
     request: Any, service: Service, params: Any, prompts: list[EncodedPrompt], form: ResponseFormat
 ) -> Any:
-    """The answer, whole or as a stream; it ends with its client."""
+    """The response, full or streamed. A disconnect of the client cancels it."""
     from fastapi.responses import JSONResponse, StreamingResponse
 
-    exchange = service.submit(params, prompts)
-    request.scope[CLOSING].callback(exchange.close)
-    request.scope[USAGE] = exchange.usage
-    # From here on the number of prompts is what is limited.
+    handle = service.submit(params, prompts)
+    request.scope[CLOSING].callback(handle.close)
+    request.scope[USAGE] = handle.usage
+    # From here on the number of active prompts is limited, not bytes.
     request.scope[BODY].close()
     if params.stream:
-        await exchange.wait_until_started()
+        await handle.wait_until_started()
         has_usage = params.stream_options is not None and params.stream_options.include_usage
         return StreamingResponse(
-            stream_events(form, exchange, has_usage=has_usage),
+            stream_events(form, handle, has_usage=has_usage),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-    return JSONResponse(await unless_gone(request, full_response(form, exchange)))
+    return JSONResponse(await unless_gone(request, full_response(form, handle)))
 
 
 def _described(*kinds: Any, required: str = "choices") -> dict[str, Any]:
-    """What the server's description of itself says of a route with a body; `required` is a field of what it gives."""
+    """The OpenAPI description of a route with a body; `required` is a field of its response."""
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": [required]}}}
     if required == "choices":
         content["text/event-stream"] = {"schema": {"type": "string"}}
     body = {"required": True, "content": {"application/json": {"schema": body_schema(*kinds)}}}
-    responses = {200: {"description": "The answer.", "content": content}, **documented(*REFUSALS)}
+    responses = {200: {"description": "The response.", "content": content}, **documented(*REFUSALS)}
     return {"responses": responses, "openapi_extra": {"requestBody": body}, "response_model": None}

@@ -1,9 +1,9 @@
-"""What every HTTP application here has in common: its life, its refusals, how a body is read, and how it is described.
+"""The common part of all HTTP applications: lifespan, error handlers, request bodies, OpenAPI schema.
 
-FastAPI is imported when an application is made, so that everything else works without it.
+FastAPI is imported when an application is made, so it stays optional.
 """
 
-# Annotations are evaluated where they stand here: FastAPI reads them, and its names exist in these functions only.
+# No `from __future__ import annotations`: FastAPI evaluates annotations, whose names are local to functions here.
 
 import asyncio
 import contextlib
@@ -12,49 +12,48 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from kitforge.data.optional_imports import import_optional
-from kitforge.inference.server.bodies import BodyBuffers, body_too_large
+from kitforge.inference.server.bodies import BodyBuffer, BodyBuffers, body_too_large
 from kitforge.inference.server.errors import ApiError, client_closed_request
 from kitforge.inference.server.metrics import ServerMetrics
 from kitforge.inference.server.middleware import CLOSING, AuthMiddleware
 from kitforge.inference.server.options import HttpOptions
-from kitforge.inference.server.schema import set_openapi
 
-# In the scope of a request: its body, until something has been made of it.
+# ASGI scope key of a request's body buffer, until the body has been parsed.
 BODY = "kitforge.body"
 
 REFUSALS = {
-    400: "The request is wrong.",
+    400: "The request is invalid.",
     401: "The token is wrong or missing.",
-    403: "The host is not this machine.",
-    404: "There is no such model.",
-    405: "The route has no such method.",
+    403: "The Host header does not name this machine.",
+    404: "Unknown model.",
+    405: "The route does not support this method.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON.",
-    429: "Too much is asked at once.",
-    500: "The model's numbers have diverged.",
-    503: "The engine has stopped, or there is no room for the body.",
+    429: "Too many concurrent requests.",
+    500: "The model's outputs are not finite.",
+    503: "The engine has stopped, or the body buffers are full.",
 }
 Answer = TypeVar("Answer")
 
 
 class ServiceWorker(Protocol):
-    """The thread that does a service's work, between `start` and `stop`."""
+    """The thread that processes a service's requests, between `start` and `stop`."""
 
     failure: Exception | None
     on_failure: Callable[[], None] | None
 
     def start(self) -> None:
-        """Begin to serve the running event loop."""
+        """Start the thread; results go to the running event loop."""
         ...
 
     def stop(self) -> None:
-        """End after the work under way."""
+        """Finish the current work and end the thread."""
         ...
 
 
 class HttpService(Protocol):
-    """What an application answers for."""
+    """The service behind an application."""
 
     name: str
     auth_tokens: tuple[str, ...]
@@ -62,26 +61,26 @@ class HttpService(Protocol):
 
     @property
     def limits(self) -> HttpOptions:
-        """Who may ask, and how much."""
+        """Authentication and limits."""
         ...
 
     @property
     def metrics(self) -> ServerMetrics:
-        """Its counters."""
+        """Counters and histograms."""
         ...
 
     @property
     def worker(self) -> ServiceWorker:
-        """What does its work."""
+        """The thread that processes requests."""
         ...
 
     def check_capacity(self) -> None:
-        """Raise ApiError where one request more is too much at once."""
+        """Raise ApiError where one more request exceeds the limit."""
         ...
 
 
 def new_application(service: HttpService, paths: Collection[str]) -> Any:
-    """An application without routes; `paths` are those that it will have. Raises DependencyError where FastAPI is not
+    """An application without routes; `paths` are those to be added. Raises DependencyError where FastAPI is not
     installed."""
     for package in ("fastapi", "pydantic"):
         import_optional(package, needed_for="kitforge serve", extra="serve")
@@ -93,7 +92,7 @@ def new_application(service: HttpService, paths: Collection[str]) -> Any:
         yield
         await asyncio.to_thread(service.worker.stop)
 
-    # The pages of documentation that FastAPI brings fetch their scripts from elsewhere.
+    # FastAPI's documentation pages load scripts from other hosts.
     app = FastAPI(title="Kitforge", docs_url=None, redoc_url=None, lifespan=life)
     set_openapi(app)
 
@@ -113,26 +112,25 @@ def new_application(service: HttpService, paths: Collection[str]) -> Any:
     return app
 
 
-async def read_body(request: Any, service: HttpService, understand: Callable[[bytes], Answer]) -> Answer:
-    """What is asked for, as `understand` makes it of the body. Raises ApiError for a body that is too large, too
-    slow or wrong, or that does not come."""
+async def read_body(request: Any, service: HttpService, parse: Callable[[bytes], Answer]) -> Answer:
+    """Read a JSON body and parse it with `parse`. Raises ApiError for a body that is too large, too slow or invalid."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body must be JSON; send Content-Type: application/json", code="invalid_content_type")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:18]) > service.limits.max_body_bytes:
         raise body_too_large(service.limits.max_body_bytes)
-    # Before the body is waited for, and before anything is made of it: a server that is full has no time to lose.
+    # Checked before reading and before parsing the body: a full server must refuse quickly.
     service.check_capacity()
-    body = request.scope[CLOSING].enter_context(service.bodies.open())
+    body = request.scope[CLOSING].enter_context(BodyBuffer(service.bodies))
     request.scope[BODY] = body
     content = await body.read(request.receive)
     service.check_capacity()
-    # A megabyte of small values takes as long as many tokens, so nobody else waits for it.
-    return await asyncio.to_thread(understand, bytes(content))
+    # Parsing a large body takes long, so it must not block the event loop.
+    return await asyncio.to_thread(parse, bytes(content))
 
 
 async def unless_gone(request: Any, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """What the work comes to; a ApiError that nobody reads as soon as the client has left."""
+    """The result of the work; raises ApiError as soon as the client disconnects."""
     answer = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(request.receive())
     try:
@@ -146,7 +144,7 @@ async def unless_gone(request: Any, work: Coroutine[Any, Any, Answer]) -> Answer
 
 
 def documented(*statuses: int) -> dict[int | str, Any]:
-    """What a route's description says of those refusals."""
+    """The OpenAPI description of error responses."""
     error = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
     return {
         status: {"description": REFUSALS[status], "content": {"application/json": {"schema": error}}}
@@ -158,3 +156,41 @@ def _response(refusal: ApiError) -> Any:
     from fastapi.responses import JSONResponse
 
     return JSONResponse(refusal.body(), status_code=refusal.status, headers=refusal.headers)
+
+
+def body_schema(*kinds: Any) -> dict[str, Any]:
+    """The JSON Schema of a body that is one of these pydantic models, with all references inlined."""
+    schemas = [_inlined(schema, schema.get("$defs", {})) for schema in (kind.model_json_schema() for kind in kinds)]
+    return schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
+
+
+def set_openapi(app: Any) -> None:
+    """Add bearer authentication to the OpenAPI schema of a FastAPI application."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = type(app).openapi(app)
+            made.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            # A server on the loopback address needs no token.
+            made["security"] = [{"token": []}, {}]
+        result: dict[str, Any] = app.openapi_schema
+        return result
+
+    app.openapi = openapi
+
+
+def _inlined(schema: Any, named: dict[str, Any]) -> Any:
+    """A schema with references inlined, without the titles that pydantic derives from names."""
+    if isinstance(schema, list):
+        return [_inlined(each, named) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(named[schema["$ref"].rpartition("/")[2]], named)
+    result = {}
+    for name, each in schema.items():
+        if name == "properties":
+            result[name] = {field: _inlined(value, named) for field, value in each.items()}
+        elif name not in ("$defs", "title"):
+            result[name] = _inlined(each, named)
+    return result

@@ -1,5 +1,4 @@
-"""Dynamic batching: jobs of concurrent requests are answered together, up to so many rows or so long a wait. Knows no
-HTTP and no model."""
+"""Dynamic batching: concurrent requests are processed together, up to a number of rows or a waiting time."""
 
 from __future__ import annotations
 
@@ -29,11 +28,11 @@ class _Job(Generic[Input, Output]):
 
 @final
 class DynamicBatcher(Generic[Input, Output]):
-    """Runs `answer` on its own thread, between `start` and `stop`, over the inputs of one batch: an output for each.
+    """Calls `answer` on its own thread, between `start` and `stop`, with the inputs of a batch; it returns one output
+    each.
 
-    The first job of a batch waits at most `max_wait_ms` for others. One with more than `max_rows` is a batch of its
-    own, so every input is answered by one call. Where a call raises, its inputs are answered one by one, so that an
-    input fails alone.
+    The first job of a batch waits at most `max_wait_ms` for others. A job with more than `max_rows` is a batch of its
+    own: no input is split. Where a call raises, its inputs are processed one by one, so that an input fails alone.
     """
 
     def __init__(
@@ -51,22 +50,22 @@ class DynamicBatcher(Generic[Input, Output]):
         self._max_rows = max_rows
         self._max_wait = max_wait_ms / 1000
         self._jobs: SimpleQueue[_Job[Input, Output] | None] = SimpleQueue()
-        self._held: _Job[Input, Output] | None = None  # taken from the queue, and too large for the batch before
+        self._held: _Job[Input, Output] | None = None  # the next job, which did not fit into the previous batch
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Begin to serve the running event loop."""
+        """Start the thread; results go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the jobs that have been submitted."""
+        """Finish the submitted jobs and end the thread."""
         self._jobs.put(None)
         self._thread.join()
 
     async def submit(self, input: Input, num_rows: int) -> Output:
-        """The output for an input of so many rows. Raises what `answer` raises for it alone."""
+        """The output for an input of `num_rows` rows. Raises what `answer` raises for this input."""
         answer: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
         if self.failure is not None:
             raise self.failure
@@ -79,7 +78,7 @@ class DynamicBatcher(Generic[Input, Output]):
             while (batch := self._next_batch()) is not None:
                 if jobs := [job for job in batch if not job.answer.cancelled()]:
                     self._answer_batch(jobs)
-        except Exception as error:  # noqa: BLE001 (whatever it is, those who wait must hear of it)
+        except Exception as error:  # noqa: BLE001 (any error must reach the waiting requests)
             _log.error("the batcher has stopped", exc_info=error)
             self.failure = error
             for job in batch or ():
@@ -91,7 +90,7 @@ class DynamicBatcher(Generic[Input, Output]):
                 self.on_failure()
 
     def _next_batch(self) -> list[_Job[Input, Output]] | None:
-        """The jobs that are answered next; None: none will come any more."""
+        """The jobs of the next batch; None after `stop`."""
         first = self._held or self._jobs.get()
         self._held = None
         if first is None:
@@ -104,7 +103,7 @@ class DynamicBatcher(Generic[Input, Output]):
             except Empty:
                 break
             if job is None:
-                # It ends once this batch is answered.
+                # `stop` was called; the thread ends after this batch.
                 self._jobs.put(None)
                 break
             if num_rows + job.num_rows > self._max_rows:
@@ -121,7 +120,7 @@ class DynamicBatcher(Generic[Input, Output]):
         self._metrics.batch_rows.observe(sum(job.num_rows for job in jobs))
         try:
             outputs = self._answer([job.input for job in jobs])
-        except Exception as error:  # noqa: BLE001 (it concerns the input that it is about, and no other)
+        except Exception as error:  # noqa: BLE001 (an error fails its own input alone)
             if len(jobs) == 1:
                 self._tell(jobs[0], error)
                 return

@@ -1,4 +1,4 @@
-"""Bodies of requests on their way in: how large, how long, and how many bytes of all of them together."""
+"""Receives request bodies, with limits on size, time and the bytes of all bodies together."""
 
 from __future__ import annotations
 
@@ -13,41 +13,29 @@ from kitforge.inference.server.options import HttpOptions
 
 @final
 class BodyBuffers:
-    """The bodies of all requests that have not been read to their end or not been made anything of.
+    """The bodies of all requests that are being received or parsed.
 
-    Where they become more than `max_inflight_bytes`, the one that has been arriving longest is given up: bodies that
-    are held back to fill the memory are the oldest, and those of other clients arrive at once.
+    Where they exceed `max_inflight_bytes`, the body that has been arriving longest is evicted: an attack with slow
+    bodies holds the oldest ones, while honest bodies arrive at once.
     """
 
     def __init__(self, limits: HttpOptions) -> None:
         self.num_bytes = 0
         self.limits = limits
-        self._arriving: dict[BodyBuffer, None] = {}  # the oldest first
-
-    def open(self) -> BodyBuffer:
-        """A body that is about to arrive; to be closed once it is needed no more."""
-        return BodyBuffer(self)
-
-    def begin(self, body: BodyBuffer) -> None:
-        """Its bytes will come from now on."""
-        self._arriving[body] = None
-
-    def end(self, body: BodyBuffer) -> None:
-        """No more of its bytes will come."""
-        self._arriving.pop(body, None)
+        self.arriving: dict[BodyBuffer, None] = {}  # the oldest first
 
     def add(self, num_bytes: int) -> None:
-        """So many bytes more have arrived, or with a minus fewer are held."""
+        """Count bytes that have arrived, or with a negative number bytes that were released."""
         self.num_bytes += num_bytes
-        while self.num_bytes > self.limits.max_inflight_bytes and self._arriving:
-            oldest = next(iter(self._arriving))
-            self.end(oldest)
+        while self.num_bytes > self.limits.max_inflight_bytes and self.arriving:
+            oldest = next(iter(self.arriving))
+            del self.arriving[oldest]
             oldest.evict()
 
 
 @final
 class BodyBuffer(AbstractContextManager["BodyBuffer"]):
-    """The body of one request. Leaving it gives back the room of its bytes."""
+    """The body of one request. Closing it releases its bytes."""
 
     def __init__(self, buffers: BodyBuffers) -> None:
         self._buffers = buffers
@@ -56,10 +44,10 @@ class BodyBuffer(AbstractContextManager["BodyBuffer"]):
         self._deadline: asyncio.Timeout | None = None
 
     async def read(self, receive: Callable[[], Awaitable[MutableMapping[str, Any]]]) -> bytes:
-        """All of it, as ASGI gives it. Raises ApiError for one that is too large or too slow, for which there is no
-        room, or whose client leaves."""
+        """The whole body from ASGI's `receive`. Raises ApiError for one that is too large or too slow, for full
+        buffers, and for a client that disconnects."""
         limits = self._buffers.limits
-        self._buffers.begin(self)
+        self._buffers.arriving[self] = None
         try:
             async with asyncio.timeout(limits.client_timeout) as self._deadline:
                 content = await self._received(receive)
@@ -68,9 +56,10 @@ class BodyBuffer(AbstractContextManager["BodyBuffer"]):
                 words = f"the body did not arrive within {limits.client_timeout:g} s"
                 raise ApiError(408, words, code="body_too_slow") from None
         finally:
-            self._buffers.end(self)
+            self._buffers.arriving.pop(self, None)
         if self._is_evicted:
-            raise _buffers_full(limits.max_inflight_bytes)
+            message = f"the bodies of all requests exceed {limits.max_inflight_bytes} bytes; retry in a second"
+            raise ApiError(503, message, code="server_busy", headers={"Retry-After": "1"})
         return content
 
     async def _received(self, receive: Callable[[], Awaitable[MutableMapping[str, Any]]]) -> bytes:
@@ -88,14 +77,14 @@ class BodyBuffer(AbstractContextManager["BodyBuffer"]):
         return bytes(content)
 
     def evict(self) -> None:
-        """Make room for others."""
+        """Release the bytes and end `read`, to make room for other bodies."""
         self._is_evicted = True
         self.close()
         if self._deadline is not None:
             self._deadline.reschedule(asyncio.get_running_loop().time())
 
     def close(self) -> None:
-        """Give back the room of its bytes."""
+        """Release the bytes."""
         freed, self._num_bytes = self._num_bytes, 0
         self._buffers.add(-freed)
 
@@ -104,10 +93,5 @@ class BodyBuffer(AbstractContextManager["BodyBuffer"]):
 
 
 def body_too_large(max_body: int) -> ApiError:
-    """What is said to a body that is longer than one may be."""
+    """The error of a body that is too large."""
     return ApiError(413, f"the body is larger than {max_body} bytes", code="body_too_large")
-
-
-def _buffers_full(max_bytes: int) -> ApiError:
-    words = f"the bodies of all requests are more than {max_bytes} bytes; come again in a second"
-    return ApiError(503, words, code="server_busy", headers={"Retry-After": "1"})

@@ -1,18 +1,18 @@
-"""What is told to a client whose request is not answered, in OpenAI's shape."""
+"""Errors of the HTTP API, in OpenAI's format."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# The client has left, or takes nothing any more (a status of nginx): counted, and read by nobody.
+# nginx's status for a client that has disconnected; it appears in metrics only.
 CLIENT_CLOSED_REQUEST = 499
-# The word for each status in `error.type`.
+# `error.type` by status.
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """A request that is not answered. `parameter` is the part of it that is wrong, `code` a word for programs."""
+    """An HTTP error. `parameter` names the invalid field, `code` identifies the error for programs."""
 
     def __init__(
         self,
@@ -30,17 +30,17 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """The JSON body of the response."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
 
 
 def client_closed_request() -> ApiError:
-    """What ends the work on a request whose client has left."""
-    return ApiError(CLIENT_CLOSED_REQUEST, "the client has left", code="client_left")
+    """The error that cancels a request whose client has disconnected."""
+    return ApiError(CLIENT_CLOSED_REQUEST, "the client has disconnected", code="client_left")
 
 
 def queue_full(max_requests: int, what: str = "prompts") -> ApiError:
-    """What is said while the queue is full."""
-    message = f"{max_requests} {what} are being answered already; come again in a second"
+    """The error of a full queue."""
+    message = f"{max_requests} {what} are active already; retry in a second"
     return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})

@@ -1,4 +1,4 @@
-"""What a server has done since it was started, for Prometheus (https://prometheus.io/docs/concepts/metric_types/)."""
+"""Prometheus metrics of the servers (https://prometheus.io/docs/concepts/metric_types/)."""
 
 from __future__ import annotations
 
@@ -8,43 +8,45 @@ from typing import Any, final
 
 from kitforge.data.optional_imports import import_optional
 
-# Upper ends of buckets: in seconds, of whole requests and of single tokens; and of the rows of a batch.
+# Upper bounds of histogram buckets: seconds of requests, seconds of tokens, rows of a batch.
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
 _ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0)
-# Counts of an engine that only grow and are no gauges, with what they count.
+# Statistics of the engine that are counters, not gauges.
 _COUNTERS = {
-    "prefix_cache_queries": "Tokens of prompts that were looked up in the prefix cache.",
-    "prefix_cache_hits": "Tokens of prompts that were found in the prefix cache.",
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
 }
 
 
 class ServerMetrics(ABC):
-    """Counters and histograms of any server. Any thread may add to them."""
+    """Metrics common to all servers. Thread-safe."""
 
     def __init__(self) -> None:
         client = self._client = import_optional("prometheus_client", needed_for="kitforge serve", extra="serve")
         self._metrics: list[Any] = []
         self.requests = self._counter("requests", "Requests by path and status.", ("path", "status"))
-        self.cancelled = self._counter("cancelled", "Answers that nobody waited for any more.")
-        self.evicted_connections = self._counter("evicted_connections", "Silent connections closed to make room.")
-        self.request_seconds = self._histogram("request_seconds", "From a request to the end of its answer.", SECONDS)
+        self.cancelled = self._counter("cancelled", "Requests cancelled by their clients.")
+        self.evicted_connections = self._counter("evicted_connections", "Idle connections closed to make room.")
+        self.request_seconds = self._histogram(
+            "request_seconds", "From the arrival of a request to the end of its response.", SECONDS
+        )
         self.registry = client.CollectorRegistry()
         self.registry.register(self)
 
     @abstractmethod
     def figures(self) -> Iterator[Any]:
-        """Families that are found out when they are asked for."""
+        """Metric families computed at collection time."""
 
     def rendered(self) -> tuple[bytes, str]:
-        """Everything, and its content type."""
+        """All metrics in the exposition format, and its content type."""
         return self._client.generate_latest(self.registry), self._client.CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterator[Any]:
-        """For prometheus_client: a family for each of them."""
+        """The metric families, as prometheus_client asks for them."""
         for metric in self._metrics:
             for family in metric.collect():
-                # When each was first counted is of no use, and as long as the rest.
+                # The creation times double the output and are of no use.
                 family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
                 yield family
         yield from self.figures()
@@ -62,28 +64,28 @@ class ServerMetrics(ABC):
 
 @final
 class Metrics(ServerMetrics):
-    """Those of a server that continues text."""
+    """Metrics of the text-generation server."""
 
     def __init__(self) -> None:
         super().__init__()
         self._engine: Mapping[str, int] = {}
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.generated_tokens = self._counter("generated_tokens", "Tokens made.")
-        self.first_token = self._histogram("first_token_seconds", "From a request to its first token.", SECONDS)
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
+        self.generated_tokens = self._counter("generated_tokens", "Generated tokens.")
+        self.first_token = self._histogram("first_token_seconds", "Time to first token.", SECONDS)
         self.queue_time = self._histogram(
-            "queue_time_seconds", "From a prompt's arrival to the step that begins to read it.", SECONDS
+            "queue_time_seconds", "From the arrival of a prompt to the step that admits it.", SECONDS
         )
         self.inter_token = self._histogram(
-            "inter_token_latency_seconds", "From one token of an answer to the next.", _TOKEN
+            "inter_token_latency_seconds", "Time between two tokens of a sequence.", _TOKEN
         )
 
     def text(self, engine: Mapping[str, int]) -> tuple[bytes, str]:
-        """Everything, with the engine's counts of the moment, and its content type."""
+        """All metrics with the current statistics of the engine, and the content type."""
         self._engine = engine
         return self.rendered()
 
     def figures(self) -> Iterator[Any]:
-        """The engine's counts."""
+        """The statistics of the engine."""
         core = import_optional("prometheus_client.core", needed_for="kitforge serve", extra="serve")
         gauges: dict[str, float] = {name: value for name, value in self._engine.items() if name not in _COUNTERS}
         if blocks := self._engine.get("blocks"):
@@ -97,22 +99,22 @@ class Metrics(ServerMetrics):
 
 @final
 class BatchMetrics(ServerMetrics):
-    """Those of a server that answers rows in batches, over versions of one model."""
+    """Metrics of the recommender server, which scores rows in batches with the latest checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.step = 0  # of the version that answers
-        self.num_live = 0  # requests being answered or waiting
-        self.rows = self._counter("rows", "Rows answered.")
+        self.step = 0  # training step of the served model
+        self.num_live = 0  # active and waiting requests
+        self.rows = self._counter("rows", "Rows scored.")
         self.batch_rows = self._histogram("batch_rows", "Rows of a batch.", _ROWS)
         self.queue_time = self._histogram(
-            "queue_time_seconds", "From a request's rows being read to the batch that they are in.", SECONDS
+            "queue_time_seconds", "From parsing the rows of a request to their batch.", SECONDS
         )
-        self.refreshes = self._counter("refreshes", "Newer checkpoints that were taken over.")
-        self.refresh_failures = self._counter("refresh_failures", "Newer checkpoints that could not be taken over.")
+        self.refreshes = self._counter("refreshes", "Newer checkpoints loaded.")
+        self.refresh_failures = self._counter("refresh_failures", "Newer checkpoints that could not be loaded.")
 
     def figures(self) -> Iterator[Any]:
-        """The version, and how many wait."""
+        """The step of the served model, and the number of live requests."""
         core = import_optional("prometheus_client.core", needed_for="kitforge serve", extra="serve")
-        yield core.GaugeMetricFamily("kitforge_model_step", "The training step of the model that answers.", self.step)
-        yield core.GaugeMetricFamily("kitforge_live_requests", "Requests answered or waiting.", self.num_live)
+        yield core.GaugeMetricFamily("kitforge_model_step", "Training step of the served model.", self.step)
+        yield core.GaugeMetricFamily("kitforge_live_requests", "Active and waiting requests.", self.num_live)

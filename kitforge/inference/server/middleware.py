@@ -1,7 +1,6 @@
-"""What every request passes through: its id, who may ask, how long a client may keep us waiting, and what is counted
-and logged of it.
+"""ASGI middleware: request ids, authentication, send timeouts, metrics and the access log.
 
-Written against ASGI itself (https://asgi.readthedocs.io), so that it sees the end of every answer.
+It implements ASGI (https://asgi.readthedocs.io) directly, so that it sees the end of every response.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# The page asks for the token itself, and whoever watches over us need not know it.
+# The web UI asks for the token itself, and health checks need none.
 _PUBLIC_PATHS = ("/", "/health")
-# In the scope of a request: what is to be closed when its answer has ended, however it ended.
+# ASGI scope key: an ExitStack that is closed when the response has ended, however it ended.
 CLOSING = "kitforge.closing"
-# In the scope of a request: a function that gives the numbers of tokens that it came to, where it has any.
+# ASGI scope key: a function that returns the token usage, for requests that have one.
 USAGE = "kitforge.usage"
-# In the scope of a request: a function that ends its connection at once, whatever is still to be sent.
+# ASGI scope key: a function that aborts the connection at once.
 ABORT = "kitforge.abort"
 
 ACCESS_LOG = "kitforge.access"
 _log = logger(__name__)
 _access_log = logger(ACCESS_LOG)
-# What a client may call its request; anything else could be a line of the log.
+# Request ids accepted from clients; other characters could forge log lines.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 @final
 class AuthMiddleware:
-    """Stands before an application. Without `tokens` the clients of this machine may ask. Requests are counted by
-    `paths`, and as "other" where theirs is none of them."""
+    """Authenticates, counts and logs the requests of an application. Without `tokens` only clients of this machine are
+    accepted. Metrics are by path, or "other" for a path outside of `paths`."""
 
     def __init__(
         self,
@@ -63,12 +62,14 @@ class AuthMiddleware:
         self._paths = frozenset(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let one request pass, or not."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return
         since, headers = time.perf_counter(), {name.lower(): value for name, value in scope["headers"]}
-        reply = _Reply(send, _request_id(headers), self._limits.client_timeout)
+        given = headers.get(b"x-request-id", b"")
+        request_id = given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        reply = _Reply(send, request_id, self._limits.client_timeout)
         try:
             with ExitStack() as closing:
                 scope[CLOSING] = closing
@@ -84,23 +85,23 @@ class AuthMiddleware:
             else:
                 await send_error(refusal, reply.send)
         except TimeoutError:
-            # The client takes nothing any more, so there is nobody to wait for.
+            # The client has stopped reading.
             await _abort(scope)
-        except Exception:  # noqa: BLE001 (whatever it is, the client hears that it was no fault of its own)
+        except Exception:  # noqa: BLE001 (any error becomes a 500 response)
             _log.exception("request %s failed", reply.request_id)
             if reply.has_begun:
                 await _abort(scope)
             else:
-                words = f"the server made a mistake; its log says more of request {reply.request_id}"
-                await send_error(ApiError(500, words, code="internal_error"), reply.send)
+                message = f"internal error; the server's log has details of request {reply.request_id}"
+                await send_error(ApiError(500, message, code="internal_error"), reply.send)
 
     def _auth_error(self, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
         if not self._tokens:
-            # A page of another site may have its own name point to this machine, and then talk to us as our own would.
+            # DNS rebinding: a foreign page may let its own host name point to this machine.
             host = headers.get(b"host", b"").decode("latin-1")
             name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
             if not is_loopback(name):
-                return ApiError(403, f"the host {host[:200]!r} is not this machine", code="wrong_host")
+                return ApiError(403, f"the Host header {host[:200]!r} does not name this machine", code="wrong_host")
             return None
         if path in _PUBLIC_PATHS or has_token(headers.get(b"authorization", b""), self._tokens):
             return None
@@ -115,7 +116,7 @@ class AuthMiddleware:
             return
         usage = scope[USAGE]() if USAGE in scope else {}
         host, port = scope.get("client") or ("-", "-")
-        # Percent-encoded, so that no name or path can be taken for the end of a line or move a terminal's cursor.
+        # Percent-encoded, so that no path can forge log lines or terminal control codes.
         _access_log.info(
             "%s %s:%s %s %s %d prompt_tokens=%d completion_tokens=%d seconds=%.3f",
             reply.request_id,
@@ -132,7 +133,7 @@ class AuthMiddleware:
 
 @final
 class _Reply:
-    """The answer to one request as it is sent. Raises TimeoutError where its client does not take it."""
+    """Sends the response of one request. Raises TimeoutError where the client does not read it."""
 
     def __init__(self, send: Send, request_id: str, timeout: float) -> None:
         self.request_id = request_id
@@ -144,11 +145,11 @@ class _Reply:
 
     @property
     def status(self) -> int:
-        """As it is counted: an answer that did not come to its end has lost its client."""
+        """The status for metrics and log: 499 for a response that was not sent to its end."""
         return self._status if self._is_complete else CLIENT_CLOSED_REQUEST
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Send a part of it."""
+        """Send one ASGI message."""
         if message["type"] == "http.response.start":
             self.has_begun, self._status = True, message["status"]
             name = (b"x-request-id", self.request_id.encode())
@@ -159,21 +160,15 @@ class _Reply:
             self._is_complete = not message.get("more_body", False)
 
 
-def _request_id(headers: Mapping[bytes, bytes]) -> str:
-    """What the client calls its request, or a name for it."""
-    given = headers.get(b"x-request-id", b"")
-    return given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-
 async def _abort(scope: Scope) -> None:
     if ABORT in scope:
         scope[ABORT]()
-        # The server hears of it before it looks at how far the answer has come.
+        # The server must process the abort before it checks the state of the response.
         await asyncio.sleep(0)
 
 
 async def send_error(refusal: ApiError, send: Send) -> None:
-    """Send a refusal as it is."""
+    """Send an error response."""
     body = json.dumps(refusal.body()).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), **refusal.headers}
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]

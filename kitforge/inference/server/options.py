@@ -8,27 +8,27 @@ from ipaddress import ip_address
 
 from kitforge.foundation.config import SECRET, check
 
-# Tokens that clients may send, separated by commas. Neither command lines nor runs show them.
+# Environment variable of accepted tokens, separated by commas. No command line or run folder shows them.
 TOKEN_VARIABLE = "KITFORGE_SERVE_TOKEN"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
-    """Options of every HTTP server: who may ask, and how much. None of these changes an answer."""
+    """Options of every HTTP server: address, authentication, limits."""
 
-    host: str = "127.0.0.1"  # the address to listen on; others than this machine's own need a token
-    # Asked for as `Authorization: Bearer TOKEN`, as are those of token_file and $KITFORGE_SERVE_TOKEN, which, unlike
-    # this one, no list of processes shows.
+    host: str = "127.0.0.1"  # address to listen on; any but loopback requires a token
+    # Clients send `Authorization: Bearer TOKEN`. Process lists show this option, but not token_file and
+    # $KITFORGE_SERVE_TOKEN.
     token: str | None = field(default=None, repr=False, metadata=SECRET)
     token_file: str | None = None  # a file of tokens, one a line
-    name: str | None = None  # what the model is called; None: its folder's name
-    max_body_bytes: int = 1_048_576  # bytes of a request
-    # Requests being answered or waiting, of a language model prompts; those beyond are told to come again.
+    name: str | None = None  # the model's name in the API; None: its folder's name
+    max_body_bytes: int = 1_048_576  # bytes of a request body
+    # Active and waiting requests (of a language model: prompts); further ones get status 429.
     max_requests: int = 256
-    max_connections: int = 4096  # open at once; beyond it the one that has been silent longest is closed
-    max_inflight_bytes: int = 67_108_864  # bytes of all bodies that are being received or read at once
-    client_timeout: float = 30.0  # seconds for a header or a body to arrive, and for a client to take what it is sent
-    drain_timeout: float = 30.0  # seconds in which answers may be finished once the server is to stop
+    max_connections: int = 4096  # open connections; beyond, the longest idle one is closed
+    max_inflight_bytes: int = 67_108_864  # bytes of all bodies being received or parsed
+    client_timeout: float = 30.0  # seconds for a header or a body to arrive, and for a client to read what it is sent
+    drain_timeout: float = 30.0  # seconds to finish active requests at shutdown
     access_log: bool = False  # log a line for every request
 
     def __post_init__(self) -> None:
@@ -44,18 +44,18 @@ class HttpOptions:
         for name in ("client_timeout", "drain_timeout"):
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number of seconds above 0")
         is_plain = self.token is None or is_token(self.token)
-        check(is_plain, "serve.token", "a token", "printable ASCII, as a header holds nothing else")
+        check(is_plain, "serve.token", "a token", "printable ASCII, as in HTTP headers")
         has_token = any((self.token, self.token_file, os.environ.get(TOKEN_VARIABLE)))
-        fix = f"serve.token_file=FILE or ${TOKEN_VARIABLE} lets others in who know a token; so does serve.token=SECRET"
-        check(has_token or is_loopback(self.host), "serve.host", self.host, "this machine alone", fix)
+        fix = f"set a token to accept other machines: ${TOKEN_VARIABLE}, serve.token_file=FILE or serve.token=SECRET"
+        check(has_token or is_loopback(self.host), "serve.host", self.host, "a loopback address", fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions(HttpOptions):
-    """Options of a server that continues text."""
+    """Options of the text-generation server."""
 
-    max_choices: int = 32  # answers that one request may ask for, over all its prompts
-    max_new_tokens: int | None = None  # tokens of one answer; None: as many as the model has room for
+    max_choices: int = 32  # choices of one request, over all its prompts
+    max_new_tokens: int | None = None  # tokens of one completion; None: up to the length of the model
 
     def __post_init__(self) -> None:
         HttpOptions.__post_init__(self)
@@ -65,13 +65,13 @@ class ServeOptions(HttpOptions):
 
 
 def is_token(text: str) -> bool:
-    """Whether a header can hold it."""
+    """Whether an HTTP header can hold it."""
     return text.isascii() and text.isprintable() and bool(text.strip())
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address means this machine, whoever is asked."""
-    # Names have no case, and one that ends in a dot is complete (RFC 1034).
+    """Whether a host name or address always means this machine."""
+    # Names are case-insensitive and may end in a dot (RFC 1034).
     if host.lower() in ("localhost", "localhost."):
         return True
     try:

@@ -1,4 +1,4 @@
-"""From the bytes of a body to plain values, and what is said of a value that is wrong. Knows no field and no HTTP."""
+"""Parses JSON bodies with limits, and turns validation errors into API errors."""
 
 from __future__ import annotations
 
@@ -8,91 +8,86 @@ from typing import Any
 
 from kitforge.inference.server.errors import ApiError
 
-# Letters of anything that is said back to whoever sent it.
+# Characters of a value that an error message repeats.
 MAX_SHOWN_CHARACTERS = 80
-# Entries of one object; what is known has fewer fields by far.
+# Fields of one object.
 _MAX_ENTRIES = 2048
-# Objects and lists in one list: messages and prompts are fewer.
+# Objects and lists within one list.
 _MAX_NESTED = 4096
 _MAX_DEPTH = 64
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
-    """The object of JSON that a body holds, without the fields that are null at any depth. Raises ApiError."""
+    """The JSON object of a body, without fields that are null, at any depth. Raises ApiError."""
     value: dict[str, Any] = _without_nulls(parse(body))
     return value
 
 
-def invalid_value(name: str, value: Any, expected: str) -> ApiError:
-    """The refusal of one value."""
-    return _invalid_value(name, truncate(_shown(value)), expected)
-
-
-def _invalid_value(name: str, got: str, expected: str) -> ApiError:
-    message = f"{name!r} has the wrong value\n  got:      {got}\n  expected: {expected}"
+def invalid_value(name: str, value: Any, expected: str, size: int | None = None) -> ApiError:
+    """The error of an invalid value; `size` replaces a value of the wrong length in the message."""
+    if size is not None:
+        got = f"{size} of them"
+    elif isinstance(value, (list, dict)) and len(value) > 8:
+        got = f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    else:
+        got = truncate(repr(value[:MAX_SHOWN_CHARACTERS] if isinstance(value, str) else value))
+    message = f"{name!r} has an invalid value\n  got:      {got}\n  expected: {expected}"
     return ApiError(400, message, parameter=name, code="invalid_value")
 
 
-def _shown(value: Any) -> str:
-    """Enough of a value to know it by; nothing of what is large is written out for that."""
-    if isinstance(value, str):
-        value = value[:MAX_SHOWN_CHARACTERS]
-    elif isinstance(value, (list, dict)) and len(value) > 8:
-        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
-    return repr(value)
-
-
 def truncate(text: str) -> str:
-    """As much of a text as is said back to whoever sent it."""
+    """The beginning of a text, for an error message."""
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
 def parse(body: bytes) -> Any:
-    """The object of JSON that a body holds, as it is. Raises ApiError."""
+    """The JSON object of a body. Raises ApiError."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
         if b"\\u" in body:
-            # A half of a pair of surrogates can be spelt in JSON, and is no text.
+            # JSON can spell a lone surrogate, which is no valid text.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeError:
-        raise ApiError(400, "the body is not text in UTF-8", code="invalid_encoding") from None
+        raise ApiError(400, "the body is not UTF-8", code="invalid_encoding") from None
     except (ValueError, RecursionError) as error:
         words = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
         raise ApiError(400, f"the body is not JSON: {truncate(words)}", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise ApiError(400, "the body must be an object of JSON", code="invalid_json")
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return value
 
 
 def _no_number(word: str) -> Any:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _without_nulls(value: Any, depth: int = 0) -> Any:
-    """A value without the fields that are null. Raises ApiError for more depth, fields or lists than any has."""
+    """The value without null fields. Raises ApiError for too much nesting or too many entries."""
     if depth > _MAX_DEPTH:
         raise ApiError(400, f"the body is nested deeper than {_MAX_DEPTH} levels", code="invalid_json")
     if isinstance(value, dict):
         if len(value) > _MAX_ENTRIES:
-            raise ApiError(400, f"an object has {len(value)} fields; {_MAX_ENTRIES} are the most", code="too_long")
+            raise ApiError(400, f"an object has {len(value)} fields; at most {_MAX_ENTRIES} may be", code="too_long")
         return {name: _without_nulls(each, depth + 1) for name, each in value.items() if each is not None}
     if isinstance(value, list):
         if len(value) > _MAX_NESTED and any(isinstance(each, (dict, list)) for each in value):
-            message = f"a list holds {len(value)} lists or objects; {_MAX_NESTED} are the most"
+            message = f"a list holds {len(value)} lists or objects; at most {_MAX_NESTED} may be"
             raise ApiError(400, message, code="too_long")
         return [_without_nulls(each, depth + 1) if isinstance(each, (dict, list)) else each for each in value]
     return value
 
 
-def _few(most: Any) -> str:
-    return f"at most {most} of them" if most else "none; they are not done here"
+def _at_most(context: Mapping[str, Any]) -> str:
+    most = context.get("count", context.get("max_length"))
+    return f"at most {most} of them" if most else "none; they are not supported"
 
 
-def _as_json(words: str) -> str:
-    return words.replace("'", '"').replace("False", "false").replace("True", "true")
+def _literals(context: Mapping[str, Any]) -> str:
+    values = context["expected"].replace("'", '"').replace("False", "false").replace("True", "true")
+    return f"{values}; nothing else is supported"
 
 
-# What pydantic finds wrong, in our words.
+# Our message for each error type of pydantic.
 _EXPECTED: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "int_type": lambda _: "a whole number",
     "int_from_float": lambda _: "a whole number",
@@ -105,8 +100,8 @@ _EXPECTED: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "model_type": lambda _: "an object",
     "string_too_short": lambda _: "text that is not empty",
     "too_short": lambda context: f"at least {context['min_length']} of them",
-    "too_long": lambda context: _few(context.get("count", context.get("max_length"))),
-    "literal_error": lambda context: f"{_as_json(context['expected'])}; anything else is not done here",
+    "too_long": _at_most,
+    "literal_error": _literals,
     "greater_than_equal": lambda context: f"at least {context['ge']:g}",
     "less_than_equal": lambda context: f"at most {context['le']:g}",
     "less_than": lambda context: f"below {context['lt']:g}",
@@ -114,7 +109,7 @@ _EXPECTED: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def validation_error(error: Mapping[str, Any]) -> ApiError:
-    """What is said of an error of pydantic, without more of the request than is needed to find it."""
+    """The API error of a pydantic error. It repeats little of the request."""
     kind, context = error["type"], error.get("ctx", {})
     name = _named(error["loc"])
     if kind == "missing":
@@ -124,13 +119,12 @@ def validation_error(error: Mapping[str, Any]) -> ApiError:
     expected = _EXPECTED[kind](context) if kind in _EXPECTED else error["msg"]
     got = context.get("got", error["input"])
     if kind in ("too_long", "too_short"):
-        size = got if isinstance(got, int) else len(got)
-        return _invalid_value(name, f"{size} of them", expected)
+        return invalid_value(name, got, expected, size=got if isinstance(got, int) else len(got))
     return invalid_value(name, got, expected)
 
 
 def _named(path: tuple[int | str, ...]) -> str:
-    """Where something is, as `messages[1].content`. The names of unions' members are not in the request."""
+    """A path as `messages[1].content`, without the tags of union members."""
     name = ""
     for part in path:
         if isinstance(part, int):

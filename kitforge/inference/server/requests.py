@@ -1,9 +1,9 @@
-"""The bodies of requests as pydantic models: OpenAI's fields, and vLLM's beyond them. Knows no HTTP.
+"""Request bodies as pydantic models: OpenAI's fields and vLLM's extensions.
 
-`null` means not given, at any depth. A value that asks for nothing is accepted and does nothing; one that asks for what
-is not done is refused, so nothing that was asked for is left out in silence.
+`null` means absent, at any depth. A field that is not supported is accepted with a value that changes nothing, and
+refused with any other: no option is ignored silently.
 
-This is the one module that imports pydantic, so it is imported by `app.create_app` alone.
+Only this module imports pydantic, so only `app.create_app` imports it.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024
 
-# What other servers do under these names, and what to do instead.
+# Parameters of other servers, and what to do instead.
 _UNSUPPORTED = {
-    "audio": "speech is not made; leave it out",
-    "dimensions": "embeddings are not made",
-    "function_call": "functions are not called; leave it out",
-    "functions": "functions are not called; leave it out",
-    "max_new_tokens": "say max_tokens",
-    "n_predict": "say max_tokens",
-    "num_beams": "beam search is not done; say n for several answers",
-    "num_predict": "say max_tokens",
+    "audio": "speech is not supported; leave it out",
+    "dimensions": "embeddings are not supported",
+    "function_call": "function calls are not supported; leave it out",
+    "functions": "function calls are not supported; leave it out",
+    "max_new_tokens": "use max_tokens",
+    "n_predict": "use max_tokens",
+    "num_beams": "beam search is not supported; use n for several choices",
+    "num_predict": "use max_tokens",
     "prefix": "write it at the beginning of prompt",
     "prediction": "leave it out",
-    "repeat_penalty": "say repetition_penalty",
-    "stop_sequences": "say stop",
-    "structured_outputs": "answers are not held to a grammar; leave it out",
-    "web_search_options": "nothing is looked up; leave it out",
+    "repeat_penalty": "use repetition_penalty",
+    "stop_sequences": "use stop",
+    "structured_outputs": "guided decoding is not supported; leave it out",
+    "web_search_options": "web search is not supported; leave it out",
 }
 _GUIDED = re.compile(r"guided_\w+|grammar|json_schema|regex")
 
 
 def _integral(value: Any) -> Any:
-    """JSON has one kind of number, so 5.0 is as whole as 5."""
+    """JSON has one number type: 5.0 is accepted as 5."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _at_most(count: int) -> BeforeValidator:
-    """Refuses what is longer before any of it is read."""
+    """Refuses longer values before any item is validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, (list, dict)) and len(value) > count:
@@ -74,10 +74,10 @@ def _at_most(count: int) -> BeforeValidator:
 
 
 def _check_token_keys(value: Any) -> Any:
-    """Tokens by their numbers, each written in one way only."""
+    """Token ids as keys, in canonical form."""
     for key in value if isinstance(value, dict) else ():
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and key == str(int(key))):
-            raise PydanticCustomError("token", "numbers of tokens as keys", {"got": key})
+            raise PydanticCustomError("token", "token ids as keys", {"got": key})
     return value
 
 
@@ -128,36 +128,36 @@ Stops = Annotated[
 
 
 class RequestBody(BaseModel, ABC):
-    """An object of JSON, read strictly."""
+    """A JSON object, validated strictly."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 @final
 class StreamSettings(RequestBody):
-    """What a stream tells besides the text."""
+    """The field stream_options."""
 
-    include_usage: bool = False  # numbers of tokens, in a last event of its own
-    include_obfuscation: bool | None = None  # padding against those who watch the line; none is sent
+    include_usage: bool = False  # token usage, in a last event
+    include_obfuscation: bool | None = None  # accepted; no padding is sent
     continuous_usage_stats: Literal[False] | None = None
 
 
 @final
 class TextFormat(RequestBody):
-    """The one form of answers."""
+    """The field response_format, which must be text."""
 
     type: Literal["text"]
 
 
 class GenerationParams(RequestBody, ABC):
-    """What completions and chats may both ask for. None leaves the server's own value."""
+    """The fields common to completions and chats. None means the server's default."""
 
     is_chat: ClassVar[bool] = False
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128), _INTEGRAL] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None  # 0: always the most likely token
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None  # 0: greedy
     top_k: Annotated[int, Field(ge=-1, lt=2**31), _INTEGRAL] | None = None  # 0 and -1: all tokens
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -173,16 +173,16 @@ class GenerationParams(RequestBody, ABC):
     stop_token_ids: (
         Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True), _at_most(MAX_STOP_TOKENS)] | None
     ) = None
-    ignore_eos: bool | None = None  # the tokens that end a text by themselves do not
-    # Before so many, no token ends the answer.
+    ignore_eos: bool | None = None  # ignore end-of-sequence tokens
+    # Stop tokens are excluded before so many tokens.
     min_tokens: Annotated[int, Field(ge=0, lt=2**31), _INTEGRAL] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _INTEGRAL] | None = None
     stream: bool | None = None
     stream_options: StreamSettings | None = None
-    # Log-probabilities of the prompt's tokens, with so many of the most likely ones in the place of each.
+    # Log-probabilities of the prompt tokens, with so many most likely tokens each.
     prompt_logprobs: Annotated[int, Field(ge=0, le=20), _INTEGRAL] | None = None
 
-    # Notes for the client's own records; they change nothing.
+    # Metadata of the client; ignored.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -190,7 +190,7 @@ class GenerationParams(RequestBody, ABC):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
-    # Accepted where they ask for nothing.
+    # Accepted with values that change nothing.
     best_of: Annotated[int, Field(ge=1, le=128), _INTEGRAL] | None = None
     store: Literal[False] | None = None
     response_format: TextFormat | None = None
@@ -204,18 +204,18 @@ class GenerationParams(RequestBody, ABC):
     priority: Literal[0] | None = None
 
     def stops(self) -> tuple[str, ...]:
-        """The strings that end an answer."""
+        """The stop strings."""
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     @abstractmethod
     def num_top_logprobs(self) -> int | None:
-        """How many of the most likely tokens are wanted with each; None: not even its own log-probability."""
+        """Most likely tokens to return with each token; None: no log-probabilities."""
 
     @property
     @abstractmethod
     def new_tokens(self) -> int | None:
-        """How long an answer may become."""
+        """The maximum number of new tokens."""
 
 
 @final
@@ -225,10 +225,10 @@ class CompletionRequest(GenerationParams):
     prompt: Prompt
     # 0 with echo or prompt_logprobs.
     max_tokens: Annotated[int, Field(ge=0, lt=2**31), _INTEGRAL] | None = None
-    # Log-probabilities of the tokens, with so many of the most likely ones in the place of each.
+    # Log-probabilities of the tokens, with so many most likely tokens each.
     logprobs: Annotated[int, Field(ge=0, le=5), _INTEGRAL] | None = None
-    echo: bool | None = None  # the answer begins with the prompt, and so do its log-probabilities
-    add_special_tokens: bool | None = None  # what the tokenizer puts before and after a text; by default it does
+    echo: bool | None = None  # return the prompt before the completion, also in logprobs
+    add_special_tokens: bool | None = None  # add the special tokens of the tokenizer; default true
 
     suffix: Literal[""] | None = None
 
@@ -240,18 +240,18 @@ class CompletionRequest(GenerationParams):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the most likely tokens are wanted with each; None: not even its own log-probability."""
+        """Most likely tokens to return with each token; None: no log-probabilities."""
         return self.logprobs
 
     @property
     def new_tokens(self) -> int | None:
-        """How long an answer may become."""
+        """The maximum number of new tokens."""
         return self.max_tokens
 
 
 @final
 class TextPart(RequestBody):
-    """A part of a message."""
+    """A content part of a message."""
 
     type: Literal["text"]
     text: str
@@ -259,7 +259,7 @@ class TextPart(RequestBody):
 
 @final
 class FunctionCall(RequestBody):
-    """What a model asked a tool for."""
+    """The function of a tool call."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -267,7 +267,7 @@ class FunctionCall(RequestBody):
 
 @final
 class MessageToolCall(RequestBody):
-    """A call that a message of the assistant holds."""
+    """A tool call in an assistant message."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -288,16 +288,16 @@ Content = Annotated[
 
 @final
 class ChatMessage(RequestBody):
-    """What one of the speakers said."""
+    """One chat message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None  # may be left out by an assistant that called tools
+    content: Content | None = None  # optional for an assistant message with tool calls
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=128, fail_fast=True), _at_most(128)] | None = None
 
-    # Of answers that are sent back as they came; they say nothing to a model.
+    # Fields of responses that clients send back; ignored.
     provider_specific_fields: dict[str, Any] | None = None
     refusal: Literal[""] | None = None
     annotations: EmptyList | None = None
@@ -305,7 +305,7 @@ class ChatMessage(RequestBody):
     thinking_blocks: EmptyList | None = None
 
     def to_template_message(self) -> dict[str, Any]:
-        """As chat templates know messages. A call's arguments are an object there, and text here."""
+        """The message for a chat template, in which the arguments of a tool call are an object."""
         parts = "" if self.content is None else self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
@@ -332,13 +332,13 @@ class ChatRequest(GenerationParams):
     is_chat = True
 
     messages: Messages
-    add_generation_prompt: bool | None = None  # the reply is begun; by default it is
-    continue_final_message: bool | None = None  # the last message is gone on with instead
-    chat_template_kwargs: dict[str, Any] | None = None  # further variables of the template
+    add_generation_prompt: bool | None = None  # default true
+    continue_final_message: bool | None = None  # continue the last message instead
+    chat_template_kwargs: dict[str, Any] | None = None  # further template variables
     max_tokens: Annotated[int, Field(ge=1, lt=2**31), _INTEGRAL] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31), _INTEGRAL] | None = None
-    logprobs: bool | None = None  # of the tokens themselves
-    top_logprobs: Annotated[int, Field(ge=0, le=20), _INTEGRAL] | None = None  # and of so many of the likeliest ones
+    logprobs: bool | None = None  # of the sampled tokens
+    top_logprobs: Annotated[int, Field(ge=0, le=20), _INTEGRAL] | None = None  # most likely tokens with each
 
     tools: EmptyList | None = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -347,16 +347,16 @@ class ChatRequest(GenerationParams):
     reasoning_effort: Literal["none"] | None = None
     verbosity: Literal["medium"] | None = None
     echo: Literal[False] | None = None
-    add_special_tokens: Literal[False] | None = None  # the template writes its own
+    add_special_tokens: Literal[False] | None = None  # the template adds its own
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the most likely tokens are wanted with each; None: not even its own log-probability."""
+        """Most likely tokens to return with each token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def new_tokens(self) -> int | None:
-        """How long an answer may become."""
+        """The maximum number of new tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -393,8 +393,7 @@ class DetokenizeRequest(RequestBody):
 
 
 def read(kind: type[T], body: bytes) -> T:
-    """A request from the bytes of its JSON. Raises ApiError naming the field that is unknown, missing or out of
-    range."""
+    """Parse a request body. Raises ApiError naming the unknown, missing or invalid field."""
     value = fields_of(body)
     _check_names(kind, value)
     try:
@@ -406,18 +405,18 @@ def read(kind: type[T], body: bytes) -> T:
 
 
 def read_tokenize(body: bytes) -> TokenizeRequest | TokenizeChatRequest:
-    """The body of /tokenize, which holds a prompt or messages. Raises ApiError."""
+    """Parse a body of /tokenize, which has a prompt or messages. Raises ApiError."""
     is_chat = "messages" in fields_of(body)
     return read(TokenizeChatRequest, body) if is_chat else read(TokenizeRequest, body)
 
 
 def _check_names(kind: type[RequestBody], value: Mapping[str, Any]) -> None:
-    """The names of the body itself, where a hint can be given."""
+    """Refuse unknown top-level fields with a hint."""
     for name in value:
         if name not in kind.model_fields:
             hint = _UNSUPPORTED.get(name)
             if _GUIDED.fullmatch(name):
-                hint = "answers are not held to a grammar; leave it out"
+                hint = "guided decoding is not supported; leave it out"
             near = difflib.get_close_matches(name[:MAX_SHOWN_CHARACTERS], kind.model_fields, n=1, cutoff=0.8)
             hint = hint or (f"did you mean {near[0]!r}?" if near else "leave it out; /openapi.json names what there is")
             message = f"unknown parameter {truncate(repr(name))}\n  do:       {hint}"
@@ -425,17 +424,17 @@ def _check_names(kind: type[RequestBody], value: Mapping[str, Any]) -> None:
 
 
 def _check_consistency(request: RequestBody) -> None:
-    """What several fields say together."""
+    """Refuse combinations of fields that contradict one another."""
     if isinstance(request, (ChatRequest, TokenizeChatRequest)):
         _check_messages(request)
     if not isinstance(request, GenerationParams):
         return
     if request.best_of is not None and request.best_of > (request.n or 1):
-        raise _contradiction("best_of", "best_of beyond n chooses among answers, which is not done; say n for several")
+        raise _contradiction("best_of", "best_of beyond n is not supported; use n for several choices")
     if request.stream_options is not None and not request.stream:
         raise _contradiction("stream_options", "stream_options needs stream=true")
     if request.stream and request.prompt_logprobs is not None:
-        raise _contradiction("prompt_logprobs", "prompt_logprobs are not told in a stream; leave stream out")
+        raise _contradiction("prompt_logprobs", "prompt_logprobs are not supported in a stream; leave stream out")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise _contradiction("top_logprobs", "top_logprobs needs logprobs=true")
     if request.new_tokens == 0:
@@ -448,9 +447,7 @@ def _check_consistency(request: RequestBody) -> None:
 def _check_messages(request: ChatRequest | TokenizeChatRequest) -> None:
     last = request.messages[-1]
     if request.continue_final_message and request.add_generation_prompt:
-        raise _contradiction(
-            "continue_final_message", "continue_final_message and add_generation_prompt are one or other"
-        )
+        raise _contradiction("continue_final_message", "continue_final_message excludes add_generation_prompt")
     if request.continue_final_message and (last.role != "assistant" or last.tool_calls):
         raise _contradiction("continue_final_message", "continue_final_message needs a last message of the assistant")
     for index, message in enumerate(request.messages):

@@ -1,4 +1,4 @@
-"""Pieces of text in the shapes of OpenAI's interface, whole or as events of a stream. Knows no HTTP."""
+"""OpenAI-compatible response bodies and server-sent events, built from text deltas. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.sampling import TopLogprobs
 from kitforge.inference.server.errors import ApiError
-from kitforge.inference.server.service import EncodedPrompt, RequestHandle
-from kitforge.inference.server.token_texts import TokenTexts
+from kitforge.inference.server.service import EncodedPrompt, RequestHandle, TokenTexts
 from kitforge.inference.text_engine import TextDelta
 
 DONE = b"data: [DONE]\n\n"
@@ -23,38 +22,38 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """A token of an answer, or of a prompt that an answer begins with."""
+    """A token of a completion or of an echoed prompt."""
 
     token: int
-    logprob: float | None  # None: nothing stands before it
-    top_logprobs: TopLogprobs  # the most likely tokens in its place
-    offset: int  # where it begins in the text of the answer, in characters
+    logprob: float | None  # None: the first token of a prompt
+    top_logprobs: TopLogprobs  # the most likely tokens at its position
+    offset: int  # in the text of the completion, in characters
 
 
 @dataclass(slots=True, kw_only=True)
 class Choice:
-    """An answer, or what was added to it."""
+    """A choice of the response, or a delta of one."""
 
     text: str = ""
     finish_reason: str | None = None
-    tokens: list[TokenLogprob] = field(default_factory=list)  # only where log-probabilities are asked for
+    tokens: list[TokenLogprob] = field(default_factory=list)  # only where log-probabilities are requested
     prompt_logprobs: list[PromptLogprob] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseOptions:
-    """What an answer tells."""
+    """What a response contains besides text."""
 
-    num_top_logprobs: int | None = None  # with each token; None: nothing of single tokens
-    has_stop_token: bool = False  # the token that ended a text is told with the others
-    has_echo: bool = False  # the answer begins with the prompt
-    prompt_logprobs: int | None = None  # of how many likely tokens in the place of each of the prompt's
+    num_top_logprobs: int | None = None  # most likely tokens with each token; None: no log-probabilities
+    has_stop_token: bool = False  # log-probabilities include the stop token
+    has_echo: bool = False  # the text begins with the prompt
+    prompt_logprobs: int | None = None  # most likely tokens with each prompt token; None: no prompt log-probabilities
 
 
 @final
 class ChoiceReader:
-    """Makes a choice of pieces. A token is told together with its text, so one whose text is cut by a stop string is
-    not told at all, whether the pieces are sent one by one or not."""
+    """Turns text deltas into choice deltas. A token is reported together with its text, so a token whose text a stop
+    string cuts off is not reported, streamed or not."""
 
     def __init__(self, prompt: EncodedPrompt, options: ResponseOptions) -> None:
         self._prompt = prompt
@@ -65,7 +64,7 @@ class ChoiceReader:
         self._has_begun = False
 
     def read(self, delta: TextDelta, prompt_logprobs: list[PromptLogprob] | None) -> Choice:
-        """What the next piece adds; `prompt_logprobs` are those of the prompt's tokens but the first."""
+        """What the next delta adds; `prompt_logprobs` are those of all prompt tokens but the first."""
         choice = Choice(text=delta.text, finish_reason=delta.finish_reason)
         if not self._has_begun:
             self._has_begun = True
@@ -120,7 +119,11 @@ class ChoiceReader:
 
 
 class ResponseFormat(ABC):
-    """How answers are written."""
+    """The JSON format of a route's responses."""
+
+    id_prefix: ClassVar[str]
+    object_type: ClassVar[str]  # of a whole response
+    chunk_type: ClassVar[str]  # of an event of a stream
 
     def __init__(self, model: str, texts: TokenTexts, options: ResponseOptions) -> None:
         self.options = options
@@ -129,51 +132,41 @@ class ResponseFormat(ABC):
         self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
 
-    @property
-    @abstractmethod
-    def id_prefix(self) -> str:
-        """How the names of answers begin."""
-
     @abstractmethod
     def choice_body(self, choice: Choice, prompt: EncodedPrompt) -> dict[str, Any]:
-        """A choice that has ended."""
+        """A finished choice."""
 
     @abstractmethod
     def choice_delta(self, choice: Choice, *, is_first: bool) -> dict[str, Any]:
-        """What was added to a choice."""
+        """A delta of a choice."""
 
-    @abstractmethod
-    def object_type(self, *, is_stream: bool) -> str:
-        """The word under `object`."""
-
-    def response_body(self, exchange: RequestHandle, deltas: Sequence[Iterable[TextDelta]]) -> dict[str, Any]:
-        """The whole body, of the pieces of each choice."""
+    def response_body(self, handle: RequestHandle, deltas: Sequence[Iterable[TextDelta]]) -> dict[str, Any]:
+        """The response body, from the deltas of each choice."""
         choices = []
         for index, choice_deltas in enumerate(deltas):
-            prompt = exchange.prompt_of(index)
+            prompt = handle.prompt_of(index)
             reader, choice = ChoiceReader(prompt, self.options), Choice()
             texts: list[str] = []
             for delta in choice_deltas:
-                added = reader.read(delta, exchange.prompt_logprobs_of(index))
+                added = reader.read(delta, handle.prompt_logprobs_of(index))
                 texts.append(added.text)
                 choice.tokens += added.tokens
                 choice.finish_reason = added.finish_reason
                 choice.prompt_logprobs = choice.prompt_logprobs or added.prompt_logprobs
             choice.text = "".join(texts)
             choices.append({"index": index, **self.choice_body(choice, prompt)})
-        return {**self._head(is_stream=False), "choices": choices, "usage": exchange.usage()}
+        return {**self._head(self.object_type), "choices": choices, "usage": handle.usage()}
 
     def event(self, choices: list[dict[str, Any]], usage: Mapping[str, int] | None) -> bytes:
         """One event of a stream."""
-        body = {**self._head(is_stream=True), "choices": choices}
+        body = {**self._head(self.chunk_type), "choices": choices}
         return sse_event({**body, "usage": usage} if usage is not None else body)
 
-    def _head(self, *, is_stream: bool) -> dict[str, Any]:
-        kind = self.object_type(is_stream=is_stream)
+    def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _prompt_logprobs(self, choice: Choice, prompt: EncodedPrompt) -> dict[str, Any]:
-        """As vLLM has them: for each token of the prompt, by their numbers, itself and the most likely ones."""
+        """Prompt log-probabilities in vLLM's format: for each prompt token a dict by token id."""
         if self.options.prompt_logprobs is None or choice.prompt_logprobs is None:
             return {}
         positions: list[dict[str, Any] | None] = [None]
@@ -192,23 +185,16 @@ class ResponseFormat(ABC):
 
 @final
 class CompletionFormat(ResponseFormat):
-    """Of /v1/completions."""
+    """Responses of /v1/completions."""
 
-    @property
-    def id_prefix(self) -> str:
-        """How the names of answers begin."""
-        return "cmpl"
-
-    def object_type(self, *, is_stream: bool) -> str:
-        """The word under `object`."""
-        return "text_completion"
+    id_prefix, object_type, chunk_type = "cmpl", "text_completion", "text_completion"
 
     def choice_body(self, choice: Choice, prompt: EncodedPrompt) -> dict[str, Any]:
-        """A choice that has ended."""
+        """A finished choice."""
         return self.choice_delta(choice, is_first=True) | self._prompt_logprobs(choice, prompt)
 
     def choice_delta(self, choice: Choice, *, is_first: bool) -> dict[str, Any]:
-        """What was added to a choice."""
+        """A delta of a choice."""
         logprobs = None
         if self.options.num_top_logprobs is not None:
             logprobs = {
@@ -220,8 +206,8 @@ class CompletionFormat(ResponseFormat):
         return {"text": choice.text, "finish_reason": choice.finish_reason, "logprobs": logprobs}
 
     def _by_text(self, token_logprob: TokenLogprob) -> dict[str, float] | None:
-        """The most likely tokens and the one that was chosen, which has its text; of others with the same text all but
-        one are called by their numbers."""
+        """The most likely tokens and the sampled one, by text. Where several tokens have one text, the sampled one has
+        it, else the most likely one; the others are named `token_id:N`."""
         if token_logprob.logprob is None:
             return None
         own = self._texts.text(token_logprob.token)
@@ -235,31 +221,24 @@ class CompletionFormat(ResponseFormat):
 
 @final
 class ChatFormat(ResponseFormat):
-    """Of /v1/chat/completions."""
+    """Responses of /v1/chat/completions."""
 
-    @property
-    def id_prefix(self) -> str:
-        """How the names of answers begin."""
-        return "chatcmpl"
+    id_prefix, object_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def object_type(self, *, is_stream: bool) -> str:
-        """The word under `object`."""
-        return "chat.completion.chunk" if is_stream else "chat.completion"
-
-    def response_body(self, exchange: RequestHandle, deltas: Sequence[Iterable[TextDelta]]) -> dict[str, Any]:
-        """The whole body, of the pieces of each choice."""
-        body = super().response_body(exchange, deltas)
-        # All choices have the one prompt.
-        choice = Choice(prompt_logprobs=exchange.prompt_logprobs_of(0))
-        return body | self._prompt_logprobs(choice, exchange.prompt_of(0))
+    def response_body(self, handle: RequestHandle, deltas: Sequence[Iterable[TextDelta]]) -> dict[str, Any]:
+        """The response body, from the deltas of each choice."""
+        body = super().response_body(handle, deltas)
+        # All choices share the one prompt.
+        choice = Choice(prompt_logprobs=handle.prompt_logprobs_of(0))
+        return body | self._prompt_logprobs(choice, handle.prompt_of(0))
 
     def choice_body(self, choice: Choice, prompt: EncodedPrompt) -> dict[str, Any]:
-        """A choice that has ended."""
+        """A finished choice."""
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         return {"message": message, "finish_reason": choice.finish_reason, "logprobs": self._logprobs(choice)}
 
     def choice_delta(self, choice: Choice, *, is_first: bool) -> dict[str, Any]:
-        """What was added to a choice."""
+        """A delta of a choice."""
         delta = ({"role": "assistant"} if is_first else {}) | {"content": choice.text}
         return {"delta": delta, "finish_reason": choice.finish_reason, "logprobs": self._logprobs(choice)}
 
@@ -279,25 +258,25 @@ class ChatFormat(ResponseFormat):
         return {"token": self._texts.text(token), "logprob": logprob, "bytes": self._texts.bytes(token)}
 
 
-async def full_response(form: ResponseFormat, exchange: RequestHandle) -> dict[str, Any]:
-    """The whole answer, once it is there."""
-    deltas: list[list[TextDelta]] = [[] for _ in range(exchange.num_choices)]
-    async for index, delta in exchange.deltas():
+async def full_response(form: ResponseFormat, handle: RequestHandle) -> dict[str, Any]:
+    """The response body, once all choices have finished."""
+    deltas: list[list[TextDelta]] = [[] for _ in range(handle.num_choices)]
+    async for index, delta in handle.deltas():
         deltas[index].append(delta)
     if form.options.num_top_logprobs is None and form.options.prompt_logprobs is None:
-        return form.response_body(exchange, deltas)
-    # There may be many tokens to be written, for which nobody else should wait.
-    return await asyncio.to_thread(form.response_body, exchange, deltas)
+        return form.response_body(handle, deltas)
+    # Serialising many tokens takes long, so it must not block the event loop.
+    return await asyncio.to_thread(form.response_body, handle, deltas)
 
 
-async def stream_events(form: ResponseFormat, exchange: RequestHandle, *, has_usage: bool) -> AsyncIterator[bytes]:
-    """The answer as server-sent events, each piece as it comes."""
+async def stream_events(form: ResponseFormat, handle: RequestHandle, *, has_usage: bool) -> AsyncIterator[bytes]:
+    """The response as server-sent events, delta by delta."""
     begun: set[int] = set()
-    readers = [ChoiceReader(exchange.prompt_of(index), form.options) for index in range(exchange.num_choices)]
+    readers = [ChoiceReader(handle.prompt_of(index), form.options) for index in range(handle.num_choices)]
     try:
-        async for index, delta in exchange.deltas():
-            choice = readers[index].read(delta, exchange.prompt_logprobs_of(index))
-            # Half a character is no news.
+        async for index, delta in handle.deltas():
+            choice = readers[index].read(delta, handle.prompt_logprobs_of(index))
+            # A delta that completes no character has no text.
             if choice.text or choice.tokens or choice.finish_reason is not None:
                 part = {"index": index, **form.choice_delta(choice, is_first=index not in begun)}
                 begun.add(index)
@@ -306,10 +285,10 @@ async def stream_events(form: ResponseFormat, exchange: RequestHandle, *, has_us
         yield sse_event(refusal.body())
         return
     if has_usage:
-        yield form.event([], exchange.usage())
+        yield form.event([], handle.usage())
     yield DONE
 
 
 def sse_event(body: Mapping[str, Any]) -> bytes:
-    """An event that holds JSON, which has no line ends of its own."""
+    """A server-sent event with a JSON body on one line."""
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,44 +1,79 @@
-"""A server from start to end: until it is told to stop, and then until what was asked has been answered."""
+"""Runs an HTTP server until SIGTERM or SIGINT, then drains it; its logging."""
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 from kitforge.data.optional_imports import import_optional
 from kitforge.foundation.errors import ConfigError, EngineError
 from kitforge.inference.server.application import HttpService
 from kitforge.inference.server.connections import ConnectionLimit, connection_limits, protocol_of, raise_file_limit
-from kitforge.inference.server.logs import limit_log_rate, write_access_log
+from kitforge.inference.server.middleware import ACCESS_LOG
 
-# Seconds that a connection may rest between two requests. Where the server ends it first, a client that is just then
-# sending its next request on it sees it break; clients keep theirs for 5 s (httpx, OpenAI's) to 60 s (proxies).
+# Keep-alive timeout in seconds. It exceeds that of clients, 5 s (httpx, OpenAI's) to 60 s (proxies): if the server
+# closed first, a client could send its next request on a closed connection.
 KEEP_ALIVE = 75
 
 
+@final
+class LogRateLimit(logging.Filter):
+    """Passes a warning that clients can cause at most once in `seconds`; errors with a traceback always pass."""
+
+    def __init__(self, seconds: float = 60.0) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to write the record."""
+        # The message without its arguments, which clients control.
+        message = str(record.msg).partition("\n")[0]
+        # asyncio logs this thousands of times a second once file descriptors have run out.
+        is_accept = message.startswith("socket.accept()")
+        if record.levelno > logging.WARNING and not is_accept:
+            return True
+        now = time.monotonic()
+        if now < self._last.get(message, -self._seconds) + self._seconds:
+            return False
+        self._last[message] = now
+        return True
+
+
+_RATE_LIMIT = LogRateLimit()
+
+
 def serve(service: HttpService, app: Any, port: int, ready: Callable[[str], None]) -> None:
-    """Answer by an application on that port until SIGTERM or SIGINT; `ready` is told the address. What is being
-    answered then has `serve.drain_timeout` seconds. Raises ConfigError where the port cannot be listened on, and
-    EngineError once the engine has failed, so that whoever watches over this process starts it again."""
+    """Run the application on that port until SIGTERM or SIGINT; `ready` is called with the address. Active requests
+    then have `serve.drain_timeout` seconds. Raises ConfigError where the port cannot be bound, and EngineError after
+    the engine has failed, so that a supervisor restarts the process."""
     raise_file_limit()
     server, limits = build_server(service, app), service.limits
     if limits.access_log:
-        write_access_log()
+        access = logging.getLogger(ACCESS_LOG)
+        access.setLevel(logging.INFO)
+        if not access.hasHandlers():
+            handler = logging.StreamHandler(sys.stderr)
+            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+            access.addHandler(handler)
     service.worker.on_failure = lambda: setattr(server, "should_exit", True)
     family = socket.AF_INET6 if ":" in limits.host else socket.AF_INET
     try:
         listener = socket.create_server((limits.host, port), family=family)
     except OSError as error:
         raise ConfigError(
-            "the port cannot be listened on",
+            "the port cannot be bound",
             got=f"{limits.host}:{port}, {error.strerror or error}",
-            fix="stop what uses it, or choose another: port=8001",
+            fix="stop the process that uses it, or choose another: port=8001",
         ) from None
     if threading.current_thread() is threading.main_thread():
-        # uvicorn drains first and then raises the signal once more, which is the end of a process that did well.
+        # uvicorn drains and then raises the signal again, which would end a process that drained well with an error.
         signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     host = f"[{limits.host}]" if family == socket.AF_INET6 else limits.host
     ready(f"http://{host}:{listener.getsockname()[1]}")
@@ -48,12 +83,12 @@ def serve(service: HttpService, app: Any, port: int, ready: Callable[[str], None
         raise EngineError(
             "the engine has failed, so the server has ended",
             got=f"{type(failure).__name__}: {failure}",
-            fix="its traceback stands above; start the server again",
+            fix="see its traceback above; start the server again",
         ) from failure
 
 
 def build_server(service: HttpService, app: Any) -> Any:
-    """What answers for a service by its application on sockets that are listening."""
+    """A uvicorn server for the application, with limits on connections."""
     uvicorn = import_optional("uvicorn", needed_for="kitforge serve", extra="serve")
     max_connections, backlog = connection_limits(service.limits)
     limit = ConnectionLimit(max_connections, service.metrics.evicted_connections.inc)
@@ -68,5 +103,7 @@ def build_server(service: HttpService, app: Any) -> Any:
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=max(1, round(service.limits.drain_timeout)),
     )
-    limit_log_rate()
+    # Clients must not be able to fill the log.
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(_RATE_LIMIT)
     return uvicorn.Server(config)

@@ -1,4 +1,4 @@
-"""One request and its answers: prompts into the worker, pieces out of it, and nothing left behind. Knows no HTTP."""
+"""The text-generation service: it validates requests, submits prompts and returns deltas. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from kitforge.inference.server.bodies import BodyBuffers
 from kitforge.inference.server.errors import ApiError, queue_full
 from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.server.options import ServeOptions
-from kitforge.inference.server.token_texts import TokenTexts
 from kitforge.inference.server.worker import PromptJob, Worker
 from kitforge.inference.text_engine import Detokenizer, InferenceOptions, TextDelta, TextEngine
 
 if TYPE_CHECKING:
-    # It is loaded when a server is made, as it needs pydantic.
+    # Needs pydantic, so it is imported at run time by `app.create_app` alone.
     from kitforge.inference.server.requests import (
         ChatRequest,
         CompletionRequest,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 _log = logger(__name__)
 
-# Fields of a request, and what means the same among the options of an engine.
+# Fields of a request, and the names of the same options of the engine.
 _SAMPLING_FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -50,13 +49,13 @@ _SAMPLING_FIELDS = {
     "min_tokens": "min_new_tokens",
     "seed": "seed",
 }
-# What a conversation itself gives its template.
+# Template variables that a request sets through fields of its own.
 _RESERVED_TEMPLATE_FIELDS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedPrompt:
-    """The tokens of a prompt; its text and where in it each token begins only where it is echoed."""
+    """The tokens of a prompt; its text and the offset of each token only where it is echoed."""
 
     tokens: list[int]
     text: str = ""
@@ -64,8 +63,36 @@ class EncodedPrompt:
 
 
 @final
+class TokenTexts:
+    """The text and bytes of single tokens, cached."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._cache: dict[int, tuple[str, list[int]]] = {}
+
+    def text(self, token: int) -> str:
+        """The text of a token; for part of a character its bytes, as `bytes:\\xe2\\x82`."""
+        return self._lookup(token)[0]
+
+    def bytes(self, token: int) -> list[int]:
+        """The UTF-8 bytes of a token."""
+        return self._lookup(token)[1]
+
+    def _lookup(self, token: int) -> tuple[str, list[int]]:
+        entry = self._cache.get(token)
+        if entry is None:
+            content = self._tokenizer.token_bytes(token)
+            try:
+                text = content.decode("utf-8")
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+            entry = self._cache[token] = text, list(content)
+        return entry
+
+
+@final
 class Service:
-    """A model that is asked over HTTP: its worker, its words, and how much may be asked at once."""
+    """A served model: its worker, tokenizer, limits and metrics."""
 
     def __init__(self, texts: TextEngine, name: str, defaults: InferenceOptions, limits: ServeOptions) -> None:
         self.name = limits.name or name
@@ -78,16 +105,16 @@ class Service:
         self.token_texts = TokenTexts(texts.tokenizer)
         self.template: ChatTemplate = template_of(texts.tokenizer)
         self.created = int(time.time())
-        self.num_active_prompts = 0  # prompts
+        self.num_active_prompts = 0
         self._num_requests = 0
-        # Two servers of one model, or one that is started twice, draw different noise.
+        # Keys the noise of unseeded requests, so that it differs between servers and restarts.
         self._nonce = secrets.token_hex(8)
         self._defaults = defaults
         self._geometry = cast(CausalLM, texts.engine.model).geometry
         self._max_model_len = min(self._geometry.max_length, texts.engine.num_slots)
 
     def model_card(self) -> dict[str, Any]:
-        """What is said of the model."""
+        """The entry of the model in /v1/models."""
         return {
             "id": self.name,
             "object": "model",
@@ -97,33 +124,33 @@ class Service:
         }
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError for the name of another model."""
+        """Raise ApiError unless `name` is None or this model's."""
         if name is not None and name != self.name:
-            message = f"there is no model {name[:200]!r} here; this is {self.name!r}"
+            message = f"unknown model {name[:200]!r}; this server has {self.name!r}"
             raise ApiError(404, message, parameter="model", code="model_not_found")
 
     def check_capacity(self, num_prompts: int = 1) -> None:
-        """Raise ApiError where so many more are too much at once."""
+        """Raise ApiError where so many more prompts exceed `serve.max_requests`."""
         if self.num_active_prompts + num_prompts > self.limits.max_requests:
             raise queue_full(self.limits.max_requests)
 
     def submit(self, request: CompletionRequest | ChatRequest, prompts: Sequence[EncodedPrompt]) -> RequestHandle:
-        """Have the prompts answered, `request.n` times each. Raises ApiError for what cannot be or is too much."""
+        """Submit the prompts with `request.n` choices each. Raises ApiError for invalid or too many requests."""
         num_choices = request.n or 1
         if len(prompts) * num_choices > self.limits.max_choices:
-            message = f"{len(prompts)} prompts with n={num_choices} are more than {self.limits.max_choices} answers"
+            message = f"{len(prompts)} prompts with n={num_choices} are more than {self.limits.max_choices} choices"
             raise ApiError(400, message, parameter="n", code="too_many_choices")
         self.check_capacity(len(prompts))
         chosen = [self._options(request, len(prompt.tokens)) for prompt in prompts]
         self._num_requests += 1
-        # Without a seed of its own, every request draws noise of its own.
+        # Without a seed, every request has noise of its own.
         owner = "seeded" if request.seed is not None else f"{self._nonce}/{self._num_requests}"
         queue: asyncio.Queue[tuple[int, TextDelta | Exception]] = asyncio.Queue()
         jobs = [
             PromptJob(
                 prompt=prompt.tokens,
                 options=options,
-                # Without chance all answers are one, which is made once.
+                # Greedy choices are equal, so one is generated.
                 num_samples=1 if options.is_greedy else num_choices,
                 key=f"{owner}/{index}",
                 num_top_logprobs=request.num_top_logprobs or 0,
@@ -136,26 +163,28 @@ class Service:
         return RequestHandle(self, jobs, queue, prompts, num_choices)
 
     def encode(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
-        """The tokens of a text, between those that the tokenizer begins and ends one with unless they are declined."""
+        """The tokens of a text, with the special tokens of the tokenizer unless these are declined."""
         return self.tokenizer.encode(text) if add_special_tokens is False else self.tokenizer.encode_prompt(text)
 
     def encode_prompts(self, request: CompletionRequest) -> list[EncodedPrompt]:
-        """The prompts of a request as tokens."""
-        return [self._encode_prompt(given, request) for given in request.prompts()]
-
-    def _encode_prompt(self, given: str | list[int], request: CompletionRequest) -> EncodedPrompt:
-        tokens = self.encode(given, add_special_tokens=request.add_special_tokens) if isinstance(given, str) else given
-        if not request.echo or len(tokens) > self._max_model_len:
-            return EncodedPrompt(tokens=tokens)
-        text = given if isinstance(given, str) else self.tokenizer.decode(tokens)
-        detokeniser = Detokenizer(self.tokenizer)
-        detokeniser.push(tokens, is_last=True)
-        return EncodedPrompt(
-            tokens=tokens, text=text, offsets=[min(offset, len(text)) for offset in detokeniser.offsets]
-        )
+        """The prompts of a request as tokens; where it echoes them, with text and offsets."""
+        prompts = []
+        for given in request.prompts():
+            if isinstance(given, str):
+                tokens = self.encode(given, add_special_tokens=request.add_special_tokens)
+            else:
+                tokens = given
+            text, offsets = "", []
+            if request.echo and len(tokens) <= self._max_model_len:
+                text = given if isinstance(given, str) else self.tokenizer.decode(tokens)
+                detokenizer = Detokenizer(self.tokenizer)
+                detokenizer.push(tokens, is_last=True)
+                offsets = [min(offset, len(text)) for offset in detokenizer.offsets]
+            prompts.append(EncodedPrompt(tokens=tokens, text=text, offsets=offsets))
+        return prompts
 
     def encode_chat(self, request: ChatRequest | TokenizeChatRequest) -> list[int]:
-        """The tokens of a conversation up to where the reply begins or goes on. Raises ApiError."""
+        """The tokens of a chat, up to the beginning or continuation of the reply. Raises ApiError."""
         further: dict[str, Any] = {}
         if request.continue_final_message:
             further["continue_final_message"] = True
@@ -164,7 +193,7 @@ class Service:
             own = next((name for name in request.chat_template_kwargs if name in _RESERVED_TEMPLATE_FIELDS), None)
             if own is not None:
                 name = f"chat_template_kwargs.{own}"
-                message = f"{name!r} has a field of its own in the request, or is not done here"
+                message = f"{name!r} is set by a field of the request, or is not supported"
                 raise ApiError(400, message, parameter=name, code="invalid_value")
         opens_reply = not request.continue_final_message and request.add_generation_prompt is not False
         messages = [message.to_template_message() for message in request.messages]
@@ -174,7 +203,7 @@ class Service:
             raise ApiError(400, str(error), parameter="messages", code="invalid_value") from None
 
     def tokenize(self, request: TokenizeRequest | TokenizeChatRequest) -> dict[str, Any]:
-        """The answer of /tokenize, in vLLM's shape. Raises ApiError."""
+        """The response of /tokenize, in vLLM's format. Raises ApiError."""
         messages = getattr(request, "messages", None)
         if messages is not None:
             tokens = self.encode_chat(cast("TokenizeChatRequest", request))
@@ -185,8 +214,8 @@ class Service:
         return {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens, "token_strs": texts}
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """What clients that count tokens here ask for first: how the tokens that begin and end a text are spelt. No
-        text becomes one of those here, so they have no spelling."""
+        """The response of /tokenizer_info, which clients that count tokens read first. Special tokens have no text,
+        since no text is encoded as one here."""
         return {
             "tokenizer_class": type(self.tokenizer).__name__,
             "bos_token": None,
@@ -199,15 +228,19 @@ class Service:
     def _options(self, request: CompletionRequest | ChatRequest, size: int) -> InferenceOptions:
         limit, requested, most = self._max_model_len, request.new_tokens, self.limits.max_new_tokens
         if requested is not None and most is not None and requested > most:
-            message = f"max_tokens={requested} is more than this server gives, which is {most}"
+            message = f"max_tokens={requested} is more than this server allows, which is {most}"
             raise ApiError(400, message, parameter="max_tokens", code="invalid_value")
         if not size:
-            raise ApiError(400, "a prompt is empty; give it some text", parameter="prompt", code="empty_prompt")
+            raise ApiError(400, "a prompt is empty; add some text", parameter="prompt", code="empty_prompt")
         least = 1 if requested is None else requested
         if size + least > limit:
             message = f"{size} tokens of prompt and {least} new ones are more than the model's {limit}"
             raise ApiError(400, message, parameter="prompt", code="context_length_exceeded")
-        new = min(self._default_new_tokens(request), limit - size, most or limit) if requested is None else requested
+        # By default a chat reply ends where the model ends it; where keys depend on the length of a sequence, and in
+        # completions, its length is that of the options.
+        is_open = request.is_chat and not self._geometry.depends_on_length
+        default = limit if is_open else self._defaults.max_new_tokens
+        new = min(default, limit - size, most or limit) if requested is None else requested
         unknown = max(map(int, request.logit_bias or ()), default=0)
         if unknown >= self._geometry.vocab_size:
             message = f"the model has no token {unknown}; its tokens are 0 to {self._geometry.vocab_size - 1}"
@@ -217,16 +250,10 @@ class Service:
         except ConfigError as error:
             raise ApiError(400, str(error), code="invalid_value") from None
 
-    def _default_new_tokens(self, request: CompletionRequest | ChatRequest) -> int:
-        """How many tokens an answer may have that is given no limit: a reply ends where the model ends it. Where a
-        model reads every text as one of the length that it may come to, a reply keeps the length of the options."""
-        is_open = request.is_chat and not self._geometry.depends_on_length
-        return self._max_model_len if is_open else self._defaults.max_new_tokens
-
 
 @final
 class RequestHandle:
-    """Prompts that are being answered. Must be closed, which stops what is left of them."""
+    """A request in progress. `close` cancels what is left of it and must always be called."""
 
     def __init__(
         self,
@@ -236,7 +263,7 @@ class RequestHandle:
         prompts: Sequence[EncodedPrompt],
         num_choices: int,
     ) -> None:
-        """`num_choices` answers to each prompt."""
+        """Submit the jobs, with `num_choices` choices for each prompt."""
         self.prompt_tokens = sum(len(job.prompt) for job in jobs)
         self.num_choices = num_choices * len(prompts)
         self.completion_tokens = 0
@@ -256,19 +283,19 @@ class RequestHandle:
             service.worker.submit(job)
 
     async def wait_until_started(self) -> None:
-        """Wait for the first piece. Raises ApiError for prompts that the engine does not take."""
+        """Wait for the first delta. Raises ApiError for prompts that the engine refuses."""
         self._first = await self._next()
 
     def prompt_of(self, choice: int) -> EncodedPrompt:
-        """What a choice answers."""
+        """The prompt of a choice."""
         return self._prompts[choice // self._choices_per_prompt]
 
     def prompt_logprobs_of(self, choice: int) -> list[PromptLogprob] | None:
-        """Of its prompt's tokens but the first, where they were asked for and the first piece has come."""
+        """Log-probabilities of the choice's prompt tokens but the first, once its first delta has arrived."""
         return self._prompt_logprobs.get(choice // self._choices_per_prompt)
 
     async def deltas(self) -> AsyncIterator[tuple[int, TextDelta]]:
-        """Pieces with the numbers of their choices, until all have ended. Raises ApiError."""
+        """Deltas with the indices of their choices, until all have finished. Raises ApiError."""
         metrics = self._service.metrics
         metrics.prompt_tokens.inc(self.prompt_tokens)
         while self._num_open:
@@ -294,14 +321,14 @@ class RequestHandle:
         if isinstance(delta, Exception):
             raise _engine_error(delta, has_failed=self._service.worker.failure is not None)
         if delta.finish_reason == "diverged":
-            raise ApiError(500, "the model answers with something that is not a number", code="model_diverged")
+            raise ApiError(500, "the model's outputs are not finite", code="model_diverged")
         if delta.error is not None:
-            _log.error("a text could not be put into words", exc_info=delta.error)
-            raise ApiError(500, "the answer could not be put into words", code="decoding_failed")
+            _log.error("a sequence could not be decoded to text", exc_info=delta.error)
+            raise ApiError(500, "the output could not be decoded to text", code="decoding_failed")
         return choice, delta
 
     def close(self) -> None:
-        """Stop what is left, and let others in."""
+        """Cancel unfinished prompts and free their capacity."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -312,7 +339,7 @@ class RequestHandle:
                 self._service.worker.cancel(job)
 
     def usage(self) -> dict[str, int]:
-        """How many tokens were read and made."""
+        """The `usage` of the response."""
         made = self.completion_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -322,7 +349,7 @@ class RequestHandle:
 
 
 def _option_overrides(request: CompletionRequest | ChatRequest) -> dict[str, Any]:
-    """The options of an engine that a request sets."""
+    """The sampling options that a request sets."""
     changes: dict[str, Any] = {
         ours: value for theirs, ours in _SAMPLING_FIELDS.items() if (value := getattr(request, theirs)) is not None
     }
@@ -333,7 +360,7 @@ def _option_overrides(request: CompletionRequest | ChatRequest) -> dict[str, Any
     if request.top_k in (-1, 0):
         changes["top_k"] = None
     if request.top_p == 0:
-        # The smallest set of tokens that holds no probability at all: the most likely one.
+        # The smallest nucleus is the most likely token.
         changes |= {"top_p": None, "temperature": 0.0}
     echoed = request.num_top_logprobs if request.echo else None
     counts = [count for count in (request.prompt_logprobs, echoed) if count is not None]
@@ -343,7 +370,7 @@ def _option_overrides(request: CompletionRequest | ChatRequest) -> dict[str, Any
 
 
 def _engine_error(error: Exception, *, has_failed: bool) -> ApiError:
-    """A request that the engine does not take is the client's matter; anything else is ours, and no details of it."""
+    """400 for a prompt that the engine refuses; 503 without details for a failed engine."""
     if isinstance(error, KitforgeError) and not has_failed:
         return ApiError(400, str(error), code="invalid_value")
     return ApiError(503, "the engine has stopped; the server's log says why", code="engine_stopped")

@@ -1,4 +1,4 @@
-"""The page on which people talk to the model: one document that fetches nothing but answers."""
+"""The chat web UI: one HTML document without external resources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FOLDER = Path(__file__).parent
 
 
 def page(name: str, *, needs_token: bool) -> str:
-    """The document for a model of that name."""
+    """The HTML document for a model of that name."""
     hidden = "" if needs_token else " hidden"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -30,7 +30,7 @@ def page(name: str, *, needs_token: bool) -> str:
 
 
 def content_security_policy() -> str:
-    """Nothing is fetched from elsewhere, and no script runs but ours, whatever a model may write."""
+    """The Content-Security-Policy header: no external resources, and no script but ours in generated text."""
     return (
         "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
         f"frame-ancestors 'none'; style-src 'sha256-{_digest('page.css')}'; script-src 'sha256-{_digest('page.js')}'"

@@ -1,4 +1,4 @@
-"""The one thread that runs an engine. Prompts go in and pieces come out through queues. Knows no HTTP."""
+"""The thread that runs the engine. Prompts come in and deltas go out through queues. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _log = logger(__name__)
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PromptJob:
-    """One prompt on its way through the engine, and where its pieces go: each as it comes, or with `delivers_at_end`
-    all at its end. `first_choice` is the number of its first sample among all that the queue's owner waits for."""
+    """One prompt in the engine, and the queue for its deltas: each at once, or with `delivers_at_end` all at its end.
+    `first_choice` is the index of its first sample among the choices of the request."""
 
     prompt: list[int]
     options: InferenceOptions
@@ -31,20 +31,19 @@ class PromptJob:
     first_choice: int
     delivers_at_end: bool = False
     queue: asyncio.Queue[tuple[int, TextDelta | Exception]]
-    request: int | None = field(default=None, init=False)  # its number in the engine, once it has arrived there
-    num_open: int = field(default=0, init=False)  # samples that have not ended
-    # By `time.perf_counter`: when it was made, when its prompt began to be read, and when its first piece and the last
-    # piece of each sample came.
+    request: int | None = field(default=None, init=False)  # its number in the engine, once submitted
+    num_open: int = field(default=0, init=False)  # unfinished samples
+    # By `time.perf_counter`: creation, admission, the first delta, and the latest delta of each sample.
     submitted_at: float = field(default_factory=time.perf_counter, init=False)
     started_at: float | None = field(default=None, init=False)
     first_at: float | None = field(default=None, init=False)
     last_at: dict[int, float] = field(default_factory=dict, init=False)
-    pending: list[TextDelta] = field(default_factory=list, init=False)  # pieces that nobody has been told of
+    pending: list[TextDelta] = field(default_factory=list, init=False)  # deltas not yet delivered
 
 
 @final
 class Worker:
-    """Runs `texts` between `start` and `stop`. Everything else is called from the event loop it was started with."""
+    """Steps the engine between `start` and `stop`. All other methods are called from the event loop of `start`."""
 
     def __init__(self, texts: TextEngine, metrics: Metrics) -> None:
         self.failure: Exception | None = None
@@ -57,25 +56,25 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Begin to serve the running event loop."""
+        """Start the thread; deltas go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the step under way; what has not been answered never is."""
+        """End the thread after the current step; unfinished prompts are dropped."""
         self._inbox.put(None)
         self._thread.join()
 
     def submit(self, job: PromptJob) -> None:
-        """Have a prompt answered: pieces with the numbers of their samples come to its queue, or an error."""
+        """Submit a prompt; its queue gets (choice, delta) pairs, or an error."""
         self._inbox.put(partial(self._admit, job))
 
     def cancel(self, job: PromptJob) -> None:
-        """Nobody waits for this prompt any more."""
+        """Cancel a prompt."""
         self._inbox.put(partial(self._cancel, job))
 
     async def stats(self) -> dict[str, int]:
-        """The engine's counts, between two steps."""
+        """The statistics of the engine, read between two steps."""
         future: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
         self._inbox.put(lambda: self._call_soon(_set_result, future, self._text_engine.engine.stats()))
         return await future
@@ -87,7 +86,7 @@ class Worker:
                 goes_on = self._run_commands()
                 if goes_on and self.failure is None and self._text_engine.has_work:
                     self._step()
-            except Exception as error:  # noqa: BLE001 (whatever it is, those who wait must hear of it)
+            except Exception as error:  # noqa: BLE001 (any error must reach the waiting requests)
                 self._fail(error)
 
     def _step(self) -> None:
@@ -101,7 +100,7 @@ class Worker:
         self._dispatch(deltas)
 
     def _run_commands(self) -> bool:
-        """Carry out what has been asked for meanwhile, waiting where there is nothing else to do; False: stop."""
+        """Run the queued commands, waiting for one where the engine has no work; False: stop."""
         may_wait = self.failure is not None or not self._text_engine.has_work
         while True:
             try:
@@ -124,7 +123,7 @@ class Worker:
                 key=job.key,
                 num_top_logprobs=job.num_top_logprobs,
             )
-        except Exception as error:  # noqa: BLE001 (a prompt that cannot be answered concerns its owner alone)
+        except Exception as error:  # noqa: BLE001 (an invalid prompt fails its own request alone)
             self._call_soon(job.queue.put_nowait, (job.first_choice, error))
             return
         job.request, job.num_open = request, job.num_samples
@@ -147,7 +146,7 @@ class Worker:
             job.num_open -= delta.finish_reason is not None
             if job.num_open == 0:
                 del self._jobs[delta.request]
-            # Every token that wakes the loop costs its thread as much as a small request.
+            # Waking the event loop for a token costs as much as a small request.
             if not job.delivers_at_end or job.num_open == 0 or delta.finish_reason in ("diverged", "failed"):
                 batch.append((job, job.pending))
                 job.pending = []
@@ -155,7 +154,7 @@ class Worker:
             self._call_soon(_deliver, batch)
 
     def _observe_latency(self, job: PromptJob, delta: TextDelta, now: float) -> None:
-        """Book how long its tokens took, evenly where a step gave several."""
+        """Record the latency of its tokens, evenly where a step yielded several."""
         last = job.last_at.get(delta.sample)
         job.last_at[delta.sample] = now
         if last is not None:
@@ -163,7 +162,7 @@ class Worker:
                 self._metrics.inter_token.observe((now - last) / len(delta.tokens))
 
     def _fail(self, error: Exception) -> None:
-        """The engine cannot go on: all who wait and all who will come are told so."""
+        """The engine has failed: fail all current and later requests."""
         _log.error("the engine has stopped", exc_info=error)
         is_first, self.failure = self.failure is None, self.failure or error
         if is_first and self.on_failure is not None:
@@ -174,7 +173,7 @@ class Worker:
 
     def _call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
-        # Once for all pieces of a step, as waking a loop costs more than what it is woken for.
+        # Called once for all deltas of a step, since waking the event loop is expensive.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 

@@ -38,7 +38,7 @@ def test_a_server_for_others_is_never_open(variable: str, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"token"):
         auth_tokens(ServeOptions(host="0.0.0.0"))
     (tmp_path / "empty").write_text("\n \n")
-    with pytest.raises(ConfigError, match="holds none"):
+    with pytest.raises(ConfigError, match="is empty"):
         auth_tokens(ServeOptions(host="0.0.0.0", token_file=str(tmp_path / "empty")))
     with pytest.raises(ConfigError, match="cannot be read"):
         auth_tokens(ServeOptions(host="0.0.0.0", token_file=str(tmp_path / "nothing")))

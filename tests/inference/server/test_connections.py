@@ -20,8 +20,8 @@ from kitforge.foundation.errors import ConfigError
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.server import connections
 from kitforge.inference.server.connections import connection_limits, raise_file_limit
-from kitforge.inference.server.logs import LogRateLimit
 from kitforge.inference.server.options import ServeOptions
+from kitforge.inference.server.serve import LogRateLimit
 from tests.inference.server.conftest import Served, make_service, metric, serving, until
 from tests.inference.server.test_bad_input import COMPLETIONS, answered, post, raw_request
 

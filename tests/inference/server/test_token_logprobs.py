@@ -11,8 +11,7 @@ import pytest
 
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.inference.server.responses import ChoiceReader, CompletionFormat, ResponseOptions, TokenLogprob
-from kitforge.inference.server.service import EncodedPrompt
-from kitforge.inference.server.token_texts import TokenTexts
+from kitforge.inference.server.service import EncodedPrompt, TokenTexts
 from kitforge.inference.text_engine import Detokenizer, TextDelta
 from tests.inference.server.conftest import Served
 

@@ -151,7 +151,7 @@ def test_a_wrong_body_is_refused_with_what_to_do(url: str) -> None:
         ({"rows": row}, "a list of objects"),
         ({"columns": {"c1": [1, 2], "c2": [1]}}, "different lengths"),
         ({"row": [row]}, "did you mean 'rows'"),
-        ([row], "an object of JSON"),
+        ([row], "a JSON object"),
     ]
     for body, words in cases:
         status, message = refused(url, "score", body)
