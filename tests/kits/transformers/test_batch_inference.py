@@ -89,7 +89,7 @@ def test_a_prompt_that_is_too_long_is_named_and_those_before_it_are_kept(texts: 
     path, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     lines = [{"prompt": "a"}] * 12 + [{"prompt": "a" * 500}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(DataError, match=r"prompts\.jsonl:13: the text would become longer"):
+    with pytest.raises(DataError, match=r"prompts\.jsonl:13: the sequence would become longer"):
         run_batch_inference(texts, read_prompts(path), target, OPTIONS, "run")
     assert not target.exists()
     assert (tmp_path / "answers.jsonl.part").read_bytes().count(b"\n") > 1
