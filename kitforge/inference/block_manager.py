@@ -57,7 +57,7 @@ class BlockManager:
         """Blocks to allocate for the next `num_tokens` positions of the sequence."""
         table, first = sequence.block_table, sequence.num_cached // self.block_size
         shared = sum(self._ref_counts[block] > 1 for block in table[first:])
-        return max(0, self._count(sequence.num_cached + num_tokens) - len(table)) + shared
+        return max(0, -(-(sequence.num_cached + num_tokens) // self.block_size) - len(table)) + shared
 
     def admit(self, sequence: Sequence) -> None:
         """Give the sequence a region and the blocks of its longest cached prefix."""
@@ -82,8 +82,9 @@ class BlockManager:
                 self.copies[own] = table[index]
                 self._remove_reference(table[index])
                 table[index] = own
-                sequence.is_consecutive = _is_consecutive(table)
-        for index in range(len(table), self._count(sequence.num_cached + num_tokens)):
+                sequence.is_consecutive = table == list(range(table[0], table[0] + len(table)))
+        num_blocks = -(-(sequence.num_cached + num_tokens) // self.block_size)
+        for index in range(len(table), num_blocks):
             self._append(sequence, self._allocate(self._preferred_block(sequence, index)))
         return True
 
@@ -111,7 +112,8 @@ class BlockManager:
         del self._free_regions[child.cache_region]
         child.num_cached = child.prompt_length - 1
         child.block_hashes = parent.block_hashes[: child.num_cached // self.block_size]
-        self._attach(child, parent.block_table[: self._count(child.num_cached)], is_in_region=False)
+        num_blocks = -(-child.num_cached // self.block_size)
+        self._attach(child, parent.block_table[:num_blocks], is_in_region=False)
         return True
 
     def release(self, sequence: Sequence) -> None:
@@ -130,9 +132,6 @@ class BlockManager:
         self._evictable = {}
         self._block_by_hash = {}
         self._block_hashes = [None] * self.num_blocks
-
-    def _count(self, num_positions: int) -> int:
-        return -(-num_positions // self.block_size)
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
         """The blocks of the longest cached prefix."""
@@ -153,7 +152,9 @@ class BlockManager:
 
     def _region_of(self, known: list[int]) -> int | None:
         """The free region that begins with these blocks, if nobody references them."""
-        if not known or any(self._ref_counts[block] for block in known) or not _is_consecutive(known):
+        if not known or any(self._ref_counts[block] for block in known):
+            return None
+        if known != list(range(known[0], known[0] + len(known))):
             return None
         region, offset = divmod(known[0], self._region_blocks)
         return region if offset == 0 and region in self._free_regions else None
@@ -206,7 +207,3 @@ class BlockManager:
             self._empty[block] = None
         else:
             self._evictable[block] = block_hash
-
-
-def _is_consecutive(blocks: list[int]) -> bool:
-    return blocks == list(range(blocks[0], blocks[0] + len(blocks)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast, final
 
 import torch
@@ -59,17 +60,14 @@ class CudaGraphRunner:
 
     def _capture(self, num_texts: int, num_blocks: int) -> tuple[GraphBuffers, Callable[[], Tensor]]:
         device = self._network.head_weight.device
-
-        def numbers(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.long, device=device)
-
+        zeros = partial(torch.zeros, dtype=torch.long, device=device)
         buffers = GraphBuffers(
-            tokens=numbers(1, num_texts),
-            positions=numbers(1, num_texts),
-            max_lengths=numbers(1, num_texts) + 1,
-            slots=numbers(num_texts) + self._cache.spare_slot,
-            lengths=numbers(num_texts) + 1,
-            tables=numbers(num_texts, num_blocks),
+            tokens=zeros(1, num_texts),
+            positions=zeros(1, num_texts),
+            max_lengths=zeros(1, num_texts) + 1,
+            slots=zeros(num_texts) + self._cache.spare_slot,
+            lengths=zeros(num_texts) + 1,
+            tables=zeros(num_texts, num_blocks),
         )
 
         def step() -> Tensor:

@@ -74,7 +74,9 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Remove a finished sequence; one that still waits is skipped when its turn comes."""
         if sequence.is_running:
-            self._stop(sequence)
+            sequence.is_running = False
+            self.running.remove(sequence)
+            self._blocks.release(sequence)
 
     def preempt_all(self) -> None:
         """Preempt all sequences, so that they are recomputed."""
@@ -157,17 +159,12 @@ class Scheduler:
         sequence.is_running = True
         insort(self.running, sequence, key=lambda each: each.sort_key)
 
-    def _stop(self, sequence: Sequence) -> None:
-        sequence.is_running = False
-        self.running.remove(sequence)
-        self._blocks.release(sequence)
-
     def _preempt(self, sequence: Sequence) -> None:
         work = self._scheduled.pop(sequence.arrival, None)
         if work is not None:
             self._token_budget += work.num_tokens + len(work.draft_tokens)
         self.num_preemptions += 1
-        self._stop(sequence)
+        self.finish(sequence)
         self.add(sequence)
 
 

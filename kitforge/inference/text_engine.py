@@ -83,10 +83,11 @@ class Detokenizer:
         if is_last:
             self._decode(is_last=True)
         stop_index = min((index for index in map(self._held.find, self._stop) if index >= 0), default=None)
+        size = len(self._held) - (0 if is_last else self._num_open())
         if stop_index is not None:
-            self.is_stopped = True
-            return self._release(stop_index)
-        return self._release(len(self._held) - (0 if is_last else self._num_open()))
+            self.is_stopped, size = True, stop_index
+        text, self._held = self._held[:size], self._held[size:]
+        return text
 
     def _character_index(self, token: int) -> int:
         """The index, among the held-back characters, of the one in which the token begins."""
@@ -105,8 +106,9 @@ class Detokenizer:
         after = self._tokenizer.decode(self._tokens[self._context :])
         if is_last or not after.endswith(_REPLACEMENT_CHARACTER):
             self._context, self._known = self._known, len(self._tokens)
-            self._held += after[len(before) :]
-            self._length += len(after) - len(before)
+            text = after[len(before) :]
+            self._held += text
+            self._length += len(text)
 
     def _num_open(self) -> int:
         """The length of the longest suffix that may be the beginning of a stop string."""
@@ -114,10 +116,6 @@ class Detokenizer:
             if any(stop.startswith(self._held[-size:]) for stop in self._stop):
                 return size
         return 0
-
-    def _release(self, size: int) -> str:
-        text, self._held = self._held[:size], self._held[size:]
-        return text
 
 
 @final

@@ -169,6 +169,8 @@ def _described(*kinds: Any, required: str = "choices") -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": [required]}}}
     if required == "choices":
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    body = {"required": True, "content": {"application/json": {"schema": body_schema(*kinds)}}}
+    schemas = [body_schema(each, each.get("$defs", {})) for each in (kind.model_json_schema() for kind in kinds)]
+    schema = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
     responses = {200: {"description": "The response.", "content": content}, **documented(*REFUSALS)}
     return {"responses": responses, "openapi_extra": {"requestBody": body}, "response_model": None}

@@ -7,8 +7,7 @@ FastAPI is imported when an application is made, so it stays optional.
 
 import asyncio
 import contextlib
-import typing
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
 from kitforge.data.optional_imports import import_optional
@@ -85,6 +84,7 @@ def new_application(service: HttpService, paths: Collection[str]) -> Any:
     for package in ("fastapi", "pydantic"):
         import_optional(package, needed_for="kitforge serve", extra="serve")
     from fastapi import FastAPI
+    from fastapi.responses import JSONResponse
 
     @contextlib.asynccontextmanager
     async def life(_app: FastAPI) -> AsyncIterator[None]:
@@ -93,19 +93,26 @@ def new_application(service: HttpService, paths: Collection[str]) -> Any:
         await asyncio.to_thread(service.worker.stop)
 
     # FastAPI's documentation pages load scripts from other hosts.
-    app = FastAPI(title="Kitforge", docs_url=None, redoc_url=None, lifespan=life)
-    set_openapi(app)
+    app: Any = FastAPI(title="Kitforge", docs_url=None, redoc_url=None, lifespan=life)
 
-    async def refused(_request: Any, error: Exception) -> Any:
-        return _response(typing.cast(ApiError, error))
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = FastAPI.openapi(app)
+            schema.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            # A server on the loopback address needs no token.
+            schema["security"] = [{"token": []}, {}]
+        result: dict[str, Any] = app.openapi_schema
+        return result
 
-    async def unknown(_request: Any, error: Exception) -> Any:
-        found = typing.cast(Any, error)
-        return _response(ApiError(found.status_code, str(found.detail), headers=found.headers))
+    app.openapi = openapi
 
-    app.add_exception_handler(ApiError, refused)
-    for status in (404, 405):
-        app.add_exception_handler(status, unknown)
+    async def on_error(_request: Any, error: Any) -> JSONResponse:
+        if not isinstance(error, ApiError):
+            error = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+
+    for kind in (ApiError, 404, 405):
+        app.add_exception_handler(kind, on_error)
     app.add_middleware(
         AuthMiddleware, limits=service.limits, tokens=service.auth_tokens, metrics=service.metrics, paths=paths
     )
@@ -121,8 +128,8 @@ async def read_body(request: Any, service: HttpService, parse: Callable[[bytes],
         raise body_too_large(service.limits.max_body_bytes)
     # Checked before reading and before parsing the body: a full server must refuse quickly.
     service.check_capacity()
-    body = request.scope[CLOSING].enter_context(BodyBuffer(service.bodies))
-    request.scope[BODY] = body
+    body = request.scope[BODY] = BodyBuffer(service.bodies)
+    request.scope[CLOSING].callback(body.close)
     content = await body.read(request.receive)
     service.check_capacity()
     # Parsing a large body takes long, so it must not block the event loop.
@@ -152,45 +159,18 @@ def documented(*statuses: int) -> dict[int | str, Any]:
     }
 
 
-def _response(refusal: ApiError) -> Any:
-    from fastapi.responses import JSONResponse
-
-    return JSONResponse(refusal.body(), status_code=refusal.status, headers=refusal.headers)
-
-
-def body_schema(*kinds: Any) -> dict[str, Any]:
-    """The JSON Schema of a body that is one of these pydantic models, with all references inlined."""
-    schemas = [_inlined(schema, schema.get("$defs", {})) for schema in (kind.model_json_schema() for kind in kinds)]
-    return schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
-
-
-def set_openapi(app: Any) -> None:
-    """Add bearer authentication to the OpenAPI schema of a FastAPI application."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            made = type(app).openapi(app)
-            made.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-            # A server on the loopback address needs no token.
-            made["security"] = [{"token": []}, {}]
-        result: dict[str, Any] = app.openapi_schema
-        return result
-
-    app.openapi = openapi
-
-
-def _inlined(schema: Any, named: dict[str, Any]) -> Any:
-    """A schema with references inlined, without the titles that pydantic derives from names."""
+def body_schema(schema: Any, named: Mapping[str, Any]) -> Any:
+    """A JSON Schema with references to `named` inlined, without the titles that pydantic derives from names."""
     if isinstance(schema, list):
-        return [_inlined(each, named) for each in schema]
+        return [body_schema(each, named) for each in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
-        return _inlined(named[schema["$ref"].rpartition("/")[2]], named)
+        return body_schema(named[schema["$ref"].rpartition("/")[2]], named)
     result = {}
     for name, each in schema.items():
         if name == "properties":
-            result[name] = {field: _inlined(value, named) for field, value in each.items()}
+            result[name] = {field: body_schema(value, named) for field, value in each.items()}
         elif name not in ("$defs", "title"):
-            result[name] = _inlined(each, named)
+            result[name] = body_schema(each, named)
     return result

@@ -134,10 +134,11 @@ class DynamicBatcher(Generic[Input, Output]):
     def _tell(self, job: _Job[Input, Output], output: Any) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_settle, job.answer, output)
+            self._loop.call_soon_threadsafe(set_result, job.answer, output)
 
 
-def _settle(answer: asyncio.Future[Any], output: Any) -> None:
+def set_result(answer: asyncio.Future[Any], output: Any) -> None:
+    """Give a future its result or exception, unless it has been cancelled."""
     if answer.done():
         return
     if isinstance(output, Exception):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import AbstractContextManager
 from typing import Any, final
 
 from kitforge.inference.server.errors import ApiError, client_closed_request
@@ -34,7 +33,7 @@ class BodyBuffers:
 
 
 @final
-class BodyBuffer(AbstractContextManager["BodyBuffer"]):
+class BodyBuffer:
     """The body of one request. Closing it releases its bytes."""
 
     def __init__(self, buffers: BodyBuffers) -> None:
@@ -87,9 +86,6 @@ class BodyBuffer(AbstractContextManager["BodyBuffer"]):
         """Release the bytes."""
         freed, self._num_bytes = self._num_bytes, 0
         self._buffers.add(-freed)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def body_too_large(max_body: int) -> ApiError:

@@ -168,11 +168,10 @@ def protocol_of(limit: ConnectionLimit, timeout: float) -> Any:
     return LimitedProtocol
 
 
-def _full() -> bytes:
-    message = "too many connections with active requests; retry in a second"
-    body = json.dumps(ApiError(503, message, code="server_busy").body()).encode()
-    head = f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    return f"{head}retry-after: 1\r\nconnection: close\r\n\r\n".encode() + body
-
-
-_FULL = _full()
+_BODY = json.dumps(
+    ApiError(503, "too many connections with active requests; retry in a second", code="server_busy").body()
+).encode()
+_FULL = (
+    f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {len(_BODY)}\r\n"
+    "retry-after: 1\r\nconnection: close\r\n\r\n"
+).encode() + _BODY

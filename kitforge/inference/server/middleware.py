@@ -138,26 +138,21 @@ class _Reply:
     def __init__(self, send: Send, request_id: str, timeout: float) -> None:
         self.request_id = request_id
         self.has_begun = False
-        self._status = CLIENT_CLOSED_REQUEST
-        self._is_complete = False
+        self.status = CLIENT_CLOSED_REQUEST  # for metrics and log, until the response has been sent to its end
+        self._sent_status = CLIENT_CLOSED_REQUEST
         self._send = send
         self._timeout = timeout
-
-    @property
-    def status(self) -> int:
-        """The status for metrics and log: 499 for a response that was not sent to its end."""
-        return self._status if self._is_complete else CLIENT_CLOSED_REQUEST
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Send one ASGI message."""
         if message["type"] == "http.response.start":
-            self.has_begun, self._status = True, message["status"]
+            self.has_begun, self._sent_status = True, message["status"]
             name = (b"x-request-id", self.request_id.encode())
             message = {**message, "headers": [*message.get("headers", ()), name]}
         async with asyncio.timeout(self._timeout):
             await self._send(message)
-        if message["type"] == "http.response.body":
-            self._is_complete = not message.get("more_body", False)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.status = self._sent_status
 
 
 async def _abort(scope: Scope) -> None:

@@ -203,10 +203,6 @@ class GenerationParams(RequestBody, ABC):
     return_token_ids: Literal[False] | None = None
     priority: Literal[0] | None = None
 
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
     @property
     @abstractmethod
     def num_top_logprobs(self) -> int | None:

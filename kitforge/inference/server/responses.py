@@ -144,7 +144,7 @@ class ResponseFormat(ABC):
         """The response body, from the deltas of each choice."""
         choices = []
         for index, choice_deltas in enumerate(deltas):
-            prompt = handle.prompt_of(index)
+            prompt = handle.prompts[index]
             reader, choice = ChoiceReader(prompt, self.options), Choice()
             texts: list[str] = []
             for delta in choice_deltas:
@@ -230,7 +230,7 @@ class ChatFormat(ResponseFormat):
         body = super().response_body(handle, deltas)
         # All choices share the one prompt.
         choice = Choice(prompt_logprobs=handle.prompt_logprobs_of(0))
-        return body | self._prompt_logprobs(choice, handle.prompt_of(0))
+        return body | self._prompt_logprobs(choice, handle.prompts[0])
 
     def choice_body(self, choice: Choice, prompt: EncodedPrompt) -> dict[str, Any]:
         """A finished choice."""
@@ -272,7 +272,7 @@ async def full_response(form: ResponseFormat, handle: RequestHandle) -> dict[str
 async def stream_events(form: ResponseFormat, handle: RequestHandle, *, has_usage: bool) -> AsyncIterator[bytes]:
     """The response as server-sent events, delta by delta."""
     begun: set[int] = set()
-    readers = [ChoiceReader(handle.prompt_of(index), form.options) for index in range(handle.num_choices)]
+    readers = [ChoiceReader(handle.prompts[index], form.options) for index in range(handle.num_choices)]
     try:
         async for index, delta in handle.deltas():
             choice = readers[index].read(delta, handle.prompt_logprobs_of(index))

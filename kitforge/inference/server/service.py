@@ -267,7 +267,7 @@ class RequestHandle:
         self.prompt_tokens = sum(len(job.prompt) for job in jobs)
         self.num_choices = num_choices * len(prompts)
         self.completion_tokens = 0
-        self._prompts = prompts
+        self.prompts = [prompt for prompt in prompts for _ in range(num_choices)]  # of each choice
         self._prompt_logprobs: dict[int, list[PromptLogprob]] = {}
         self._choices_per_prompt = num_choices
         self._service = service
@@ -285,10 +285,6 @@ class RequestHandle:
     async def wait_until_started(self) -> None:
         """Wait for the first delta. Raises ApiError for prompts that the engine refuses."""
         self._first = await self._next()
-
-    def prompt_of(self, choice: int) -> EncodedPrompt:
-        """The prompt of a choice."""
-        return self._prompts[choice // self._choices_per_prompt]
 
     def prompt_logprobs_of(self, choice: int) -> list[PromptLogprob] | None:
         """Log-probabilities of the choice's prompt tokens but the first, once its first delta has arrived."""
@@ -354,7 +350,7 @@ def _option_overrides(request: CompletionRequest | ChatRequest) -> dict[str, Any
         ours: value for theirs, ours in _SAMPLING_FIELDS.items() if (value := getattr(request, theirs)) is not None
     }
     if request.stop is not None:
-        changes["stop"] = request.stops()
+        changes["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
     if request.stop_token_ids is not None:
         changes["stop_ids"] = tuple(request.stop_token_ids)
     if request.top_k in (-1, 0):

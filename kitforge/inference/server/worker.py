@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, final
 
 from kitforge.foundation.log import logger
+from kitforge.inference.server.batcher import set_result
 from kitforge.inference.server.metrics import Metrics
 from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
 
@@ -76,7 +77,7 @@ class Worker:
     async def stats(self) -> dict[str, int]:
         """The statistics of the engine, read between two steps."""
         future: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
-        self._inbox.put(lambda: self._call_soon(_set_result, future, self._text_engine.engine.stats()))
+        self._inbox.put(lambda: self._call_soon(set_result, future, self._text_engine.engine.stats()))
         return await future
 
     def _run(self) -> None:
@@ -182,8 +183,3 @@ def _deliver(batch: list[tuple[PromptJob, list[TextDelta]]]) -> None:
     for job, deltas in batch:
         for delta in deltas:
             job.queue.put_nowait((job.first_choice + delta.sample, delta))
-
-
-def _set_result(future: asyncio.Future[dict[str, int]], stats: dict[str, int]) -> None:
-    if not future.done():
-        future.set_result(stats)
