@@ -20,7 +20,7 @@ from kitforge.inference.text_engine import TextDelta
 DONE = b"data: [DONE]\n\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """A token of a completion or of an echoed prompt."""
 
@@ -80,8 +80,7 @@ class ChoiceReader:
     def _certain_tokens(self, delta: TextDelta) -> list[TokenLogprob]:
         columns = zip(delta.tokens, delta.logprobs, delta.top_logprobs, delta.offsets, strict=False)
         self._held += [
-            TokenLogprob(token=token, logprob=logprob, top_logprobs=top, offset=self._before + offset)
-            for token, logprob, top, offset in columns
+            TokenLogprob(token, logprob, top, self._before + offset) for token, logprob, top, offset in columns
         ]
         end = self._before + self._length
         is_last = delta.finish_reason is not None and not delta.hit_stop_string
@@ -90,32 +89,18 @@ class ChoiceReader:
             count += 1
         tokens, self._held = self._held[:count], self._held[count:]
         if is_last and self._options.has_stop_token and len(delta.tokens) > len(delta.offsets):
-            tokens.append(
-                TokenLogprob(
-                    token=delta.tokens[-1],
-                    logprob=delta.logprobs[-1],
-                    top_logprobs=delta.top_logprobs[-1],
-                    offset=end,
-                )
-            )
+            tokens.append(TokenLogprob(delta.tokens[-1], delta.logprobs[-1], delta.top_logprobs[-1], end))
         return tokens
 
     def _echoed(self, prompt: list[PromptLogprob] | None) -> list[TokenLogprob]:
         if prompt is None or self._options.num_top_logprobs is None:
             return []
-        first, *others = zip(self._prompt.tokens, self._prompt.offsets, strict=True)
-        return [
-            TokenLogprob(token=first[0], logprob=None, top_logprobs=[], offset=first[1]),
-            *(
-                TokenLogprob(
-                    token=token,
-                    logprob=each.logprob,
-                    top_logprobs=each.top_logprobs[: self._options.num_top_logprobs],
-                    offset=offset,
-                )
-                for (token, offset), each in zip(others, prompt, strict=True)
-            ),
-        ]
+        (token, offset), *others = zip(self._prompt.tokens, self._prompt.offsets, strict=True)
+        tokens = [TokenLogprob(token, None, [], offset)]
+        for (token, offset), each in zip(others, prompt, strict=True):
+            top = each.top_logprobs[: self._options.num_top_logprobs]
+            tokens.append(TokenLogprob(token, each.logprob, top, offset))
+        return tokens
 
 
 class ResponseFormat(ABC):

@@ -36,19 +36,9 @@ if TYPE_CHECKING:
 _log = logger(__name__)
 
 # Fields of a request, and the names of the same options of the engine.
-_SAMPLING_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "logit_bias": "logit_bias",
-    "ignore_eos": "ignore_eos",
-    "min_tokens": "min_new_tokens",
-    "seed": "seed",
-}
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "logit_bias", "ignore_eos", "seed")
+_SAMPLING_FIELDS = {"min_tokens": "min_new_tokens"} | {name: name for name in _SAME_NAMES}
 # Template variables that a request sets through fields of its own.
 _RESERVED_TEMPLATE_FIELDS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 
