@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import HashMapFactory
+from kitforge.core.kernels.hash_map.reference import HashMapFactory
 from kitforge.core.kernels.indexing import where
 from kitforge.core.parallel.table import GAMMA, logical_shift_right, splitmix64
 from kitforge.embedding_cache.options import MAX_COUNT, AdmissionOptions

@@ -13,7 +13,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import HashMapKernel, select_table
+from kitforge.core.kernels.dispatch import select_table
+from kitforge.core.kernels.hash_map.reference import HashMapKernel
 from kitforge.embedding_cache.cache import RowCache
 from kitforge.embedding_cache.copy_on_write import RowsAt
 from kitforge.embedding_cache.keys.free_list import grow_rows

@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import DecodeAttentionKernel
+from kitforge.core.kernels.decode_attention.reference import DecodeAttentionKernel
 from kitforge.core.nn.context import AttentionSpec, causal_mask
 
 

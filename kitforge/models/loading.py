@@ -39,17 +39,17 @@ def build(
 ) -> Decoder:
     """A language model on the device with initial weights under `seed`; without a seed its weights are not initialised,
     as the caller loads them next."""
-    model = build_on_meta(config, level)
+    model = build_on_meta(config, level, device.type)
     materialize(model, device)
     if seed is not None:
         init_weights(model.named_parameters(), model.geometry.num_layers, seed)
     return model
 
 
-def build_on_meta(config: FamilyConfig, level: CompileLevel = "O1") -> Decoder:
-    """A language model on the meta device: shapes without memory."""
+def build_on_meta(config: FamilyConfig, level: CompileLevel = "O1", device: str = "cpu") -> Decoder:
+    """A language model on the meta device: shapes without memory. `device`: the type of the one that it will run on."""
     with torch.device("meta"):
-        return cast(Decoder, FAMILIES[config.family].build(config, select(level)))
+        return cast(Decoder, FAMILIES[config.family].build(config, select(level, device)))
 
 
 @final

@@ -7,7 +7,7 @@ import ast
 from tests.architecture.source import Findings, Source, imports
 
 # The only places where an import of our own may wait inside a function.
-LAZY = {"kitforge", "kitforge.api", "kitforge.core.kernels.dispatch"}
+LAZY = {"kitforge", "kitforge.api"}
 
 
 def hidden_imports(sources: list[Source]) -> Findings:

@@ -1,12 +1,17 @@
-"""What a compiled loop on one thread may read, and what it reads sooner than torch's single operations."""
+"""Which calls the compiled loops take: few elements on CPU, of which nobody wants a gradient."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
+
 # Elements that are soon done with: waking a second thread for them, or calling another operation, would take longer.
 MAX_SMALL_ELEMENTS = 2**15
+# Rows of a decoding step. With more of them the vendor's product is faster, and where the processor multiplies bfloat16
+# itself, sooner.
+FEW_ROWS, FEW_NATIVE_ROWS = 32, 8
 
 
 def is_numba_eligible(tensor: Tensor) -> bool:
@@ -14,6 +19,31 @@ def is_numba_eligible(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.dtype in (torch.float32, torch.bfloat16) and not torch.is_grad_enabled()
 
 
-def is_small_and_eligible(tensor: Tensor) -> bool:
-    """Whether it is plain and has few elements."""
-    return tensor.numel() <= MAX_SMALL_ELEMENTS and is_numba_eligible(tensor)
+def accepts_linear(input: Tensor, weight: Tensor, *_: object) -> bool:
+    """Whether these are a few rows in fp32 or bfloat16 like their weight."""
+    dtype = weight.dtype
+    if torch.is_grad_enabled() or input.dtype is not dtype or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    few = FEW_NATIVE_ROWS if dtype is torch.bfloat16 and NATIVE_DTYPES[dtype] else FEW_ROWS
+    return (
+        input.numel() <= few * input.shape[-1]
+        and input.is_cpu
+        and weight.is_contiguous()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def accepts_rms_norm(input: Tensor, weight: Tensor, *_: object) -> bool:
+    """Whether there are few elements, in the dtype of the weight."""
+    return input.numel() <= MAX_SMALL_ELEMENTS and is_numba_eligible(input) and weight.dtype is input.dtype
+
+
+def accepts_rotary(input: Tensor, cos: Tensor, sin: Tensor, *_: object) -> bool:
+    """Whether there are few elements, and angles [1, length, pairs] in fp32."""
+    is_exact = cos.dtype is sin.dtype is torch.float32 and cos.shape[0] == 1
+    return input.numel() <= MAX_SMALL_ELEMENTS and is_numba_eligible(input) and is_exact
+
+
+def accepts_decode_attention(_query: Tensor, keys: Tensor, values: Tensor, *_: object) -> bool:
+    """Whether the keys and values are contiguous."""
+    return is_numba_eligible(keys) and keys.is_contiguous() and values.is_contiguous()

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import AttentionKernel as AttentionKernel
-from kitforge.core.kernels.dispatch import select_keep_mask
+from kitforge.core.kernels.attention.reference import AttentionKernel
+from kitforge.core.kernels.dispatch import select
 from kitforge.foundation import seed
 
 
@@ -132,7 +132,7 @@ def dropout_name_key(name: str) -> Tensor:
 @torch.library.custom_op("kitforge::keep_mask", mutates_args=())
 def _keep_mask(key: Tensor, rows: Tensor, start: int, count: int, rate: float) -> Tensor:
     """A single operation to a compiler."""
-    return select_keep_mask(rows.device.type)(int(key), rows, start, count, rate)
+    return select("O1", rows.device.type).keep_mask(int(key), rows, start, count, rate)
 
 
 @_keep_mask.register_fake

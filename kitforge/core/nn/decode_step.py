@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from kitforge.core.kernels.dispatch import DecodeStepKernel
-from kitforge.core.kernels.fused_decode_step.weights import BlockWeights, DecoderWeights
+from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights, DecodeStepKernel
 from kitforge.core.nn.block import Block
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
@@ -70,7 +69,7 @@ class FusedDecodeStep:
         slabs = [self._slabs(layer, like) for layer in range(len(blocks))]
         if any(each.dtype is not like.dtype for pair in slabs for each in pair):
             return None
-        return model.kernels.fused_decode_step()(stack_of(model), slabs)
+        return model.kernels.fused_decode_step(stack_of(model), slabs)
 
 
 def stack_of(model: Decoder) -> DecoderWeights:

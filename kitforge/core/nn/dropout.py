@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import select_keep_mask
+from kitforge.core.kernels.dispatch import select
 from kitforge.foundation import seed as seeds
 
 
@@ -22,7 +22,7 @@ class SampleDropout:
     def mask(self, name: str, dim: int, rate: float) -> Tensor:
         """Boolean [B, dim], False with probability `rate`."""
         key = seeds.key(self.seed, "sample noise", self.step, name)
-        return select_keep_mask(self.samples.device.type)(key, self.samples, 0, dim, rate)
+        return select("O1", self.samples.device.type).keep_mask(key, self.samples, 0, dim, rate)
 
 
 def sample_dropout(input: Tensor, rate: float, name: str, noise: SampleDropout | None) -> Tensor:

@@ -14,10 +14,17 @@ from typing import Literal, Protocol, final, runtime_checkable
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import SparseUpdate, TableKernels, select_table
+from kitforge.core.kernels.dispatch import TableKernels, select_table
 from kitforge.core.kernels.indexing import check_indices
-from kitforge.core.kernels.sparse_update.powers import Powers
-from kitforge.core.kernels.sparse_update.reference import LAST_STEP, NUM_COUNTERS, UPDATES, VISITS, integer_view
+from kitforge.core.kernels.sparse_update.reference import (
+    LAST_STEP,
+    NUM_COUNTERS,
+    UPDATES,
+    VISITS,
+    Powers,
+    SparseUpdate,
+    integer_view,
+)
 from kitforge.foundation.config import check, check_name
 from kitforge.foundation.errors import ModelError
 

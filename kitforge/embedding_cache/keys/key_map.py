@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import HashMapFactory
+from kitforge.core.kernels.hash_map.reference import HashMapFactory
 from kitforge.core.kernels.indexing import at, put, where
 from kitforge.embedding_cache.keys.free_list import FreeList, grow_rows
 

@@ -11,7 +11,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import HashMapFactory
+from kitforge.core.kernels.hash_map.reference import HashMapFactory
 from kitforge.core.optim.table_protocols import Chunk
 
 # The place of an id whose row went away: behind all rows.

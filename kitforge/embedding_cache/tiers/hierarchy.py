@@ -13,7 +13,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import CopyRowsKernel, select_table
+from kitforge.core.kernels.copy_rows.reference import CopyRowsKernel
+from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.kernels.indexing import at, where
 from kitforge.embedding_cache.options import CachedEmbeddingOptions
 from kitforge.embedding_cache.row_init import RowInitializer

@@ -181,7 +181,7 @@ class BaseModelSource:
             return self.trainable_copy(options, device).requires_grad_(False)
         given, level = self.given, options.compile_level
         is_plain = config_of_network(given) is not None and config_of_adapter(given) is None
-        if is_plain and cast(CausalLM, given).kernels != select(level):
+        if is_plain and cast(CausalLM, given).kernels not in (select(level), select(level, device.type)):
             return alias_weights(given, level)
         return given
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights
 from kitforge.core.kernels.fused_decode_step.reference import ReferenceDecodeStep as Reference
-from kitforge.core.kernels.fused_decode_step.weights import BlockWeights, DecoderWeights
 from kitforge.core.kernels.numba_runtime import run_on_two_threads
 from kitforge.core.kernels.spin_barrier import ThreadAutotuner
 from tests.core.kernels.comparison import poison, random, relative

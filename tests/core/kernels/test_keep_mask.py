@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from kitforge.core.kernels.dispatch import KeepMaskKernel, select_keep_mask
+from kitforge.core.kernels.dispatch import select
 from kitforge.core.kernels.keep_mask import reference
+from kitforge.core.kernels.keep_mask.reference import KeepMaskKernel
 
 ONES = 0xFFFFFFFF
 KERNELS = ["reference", "numba"]
@@ -19,7 +20,7 @@ def kernel(name: str) -> KeepMaskKernel:
     if name == "reference":
         return reference.keep_mask
     pytest.importorskip("numba")
-    found = select_keep_mask("cpu")
+    found = select("O1", "cpu").keep_mask
     assert found is not reference.keep_mask
     return found
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kitforge.core.kernels import fast_path
 from kitforge.core.kernels.dispatch import select
 from kitforge.core.kernels.linear import fused
 from kitforge.core.kernels.linear.fused import linear, traceable_linear
@@ -120,7 +121,7 @@ def test_a_weight_that_is_off_by_a_billionth_shows() -> None:
 @pytest.mark.parametrize("native", [False], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("rows", [*range(10), fused.FEW_ROWS - 1, fused.FEW_ROWS, fused.FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [*range(10), fast_path.FEW_ROWS - 1, fast_path.FEW_ROWS, fast_path.FEW_ROWS + 1])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (33, 16), (70, 129)], ids=str)
 @torch.no_grad()
 def test_a_few_rows_are_multiplied_like_many(
@@ -138,7 +139,7 @@ def test_a_few_rows_are_multiplied_like_many(
     weight, bias = (torch.randn(size, generator=generator).to(dtype) for size in (shape, shape[:1]))
     # Neither a transposed input nor one that is part of a larger one may be misread.
     input = torch.randn(2, shape[1] + 1, rows, generator=generator).to(dtype).transpose(1, 2)[1:, :, 1:]
-    assert fused.are_few(input, weight) == (rows <= fused.FEW_ROWS)
+    assert fast_path.accepts_linear(input, weight) == (rows <= fast_path.FEW_ROWS)
     for shift in (bias, None):
         exact = reference(input.double(), weight.double(), None if shift is None else shift.double())
         poison()
@@ -190,9 +191,9 @@ def test_an_older_processor_multiplies_them_in_shorter_vectors() -> None:
 
 @torch.no_grad()
 def test_processors_that_multiply_bfloat16_themselves_take_fewer_rows_for_few(native: bool) -> None:
-    input, weight = torch.ones(fused.FEW_NATIVE_ROWS + 1, 7).bfloat16(), torch.ones(3, 7).bfloat16()
-    assert fused.are_few(input, weight) != native
-    assert fused.are_few(input[1:], weight)
+    input, weight = torch.ones(fast_path.FEW_NATIVE_ROWS + 1, 7).bfloat16(), torch.ones(3, 7).bfloat16()
+    assert fast_path.accepts_linear(input, weight) != native
+    assert fast_path.accepts_linear(input[1:], weight)
 
 
 @torch.no_grad()
@@ -206,12 +207,12 @@ def test_models_take_the_product_of_few_rows_where_it_can_be_had(monkeypatch: py
 
 def test_what_a_gradient_or_another_format_needs_is_left_to_torch() -> None:
     input, weight = torch.randn(1, 2, 4), torch.randn(3, 4)
-    assert not fused.are_few(input, weight)
+    assert not fast_path.accepts_linear(input, weight)
     with torch.no_grad():
-        assert not fused.are_few(input.double(), weight.double())
-        assert not fused.are_few(input, torch.randn(4, 3).t())
+        assert not fast_path.accepts_linear(input.double(), weight.double())
+        assert not fast_path.accepts_linear(input, torch.randn(4, 3).t())
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert not fused.are_few(input, weight)
+            assert not fast_path.accepts_linear(input, weight)
 
 
 @torch.no_grad()

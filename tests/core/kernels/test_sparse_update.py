@@ -11,7 +11,7 @@ from torch import Tensor
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE, TableKernels
 from kitforge.core.kernels.sparse_update import numba as fast
 from kitforge.core.kernels.sparse_update import reference
-from kitforge.core.kernels.sparse_update.powers import Powers
+from kitforge.core.kernels.sparse_update.reference import Powers
 from kitforge.core.optim.row_optimizers import RowOptimizer, SparseOptimizerConfig, build_row_optimizer
 from kitforge.foundation.errors import ModelError
 from tests.core.kernels.records import FAST, KERNELS, have_same_bits, normal, seeded, threads

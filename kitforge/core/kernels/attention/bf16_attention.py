@@ -31,7 +31,7 @@ def fits_in_memory(query: Tensor) -> bool:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """See `dispatch.AttentionKernel`, without a mask and causal."""
+    """See `AttentionKernel`, without a mask and causal."""
     dtype, group = compute_dtype(query), query.shape[1] // key.shape[1]
     if group > 1:
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)

@@ -14,7 +14,7 @@ from kitforge.core.kernels.mixed_precision import storage_dtype
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """See `dispatch.AttentionKernel`."""
+    """See `AttentionKernel`."""
     half = storage_dtype(query)
     if half is None and mask is None and causal and bf16_attention.fits_in_memory(query):
         return bf16_attention.attention(query, key, value, scale)

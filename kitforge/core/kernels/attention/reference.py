@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+
+class AttentionKernel(Protocol):
+    """Softmax attention: query [batch, heads, length, head_dim], key and value [batch, kv_heads, keys, head_dim].
+
+    `mask` is boolean, True where a query may look, broadcastable to [batch, heads, length, keys]; without a mask the
+    attention is causal (query and key counts equal) or, when `causal` is False, unrestricted.
+    """
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+    ) -> Tensor: ...
 
 
 def probabilities(query: Tensor, key: Tensor, *, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -20,6 +34,6 @@ def probabilities(query: Tensor, key: Tensor, *, mask: Tensor | None, causal: bo
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """See `dispatch.AttentionKernel`."""
+    """See `AttentionKernel`."""
     weights = probabilities(query, key, mask=mask, causal=causal, scale=scale)
     return weights @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)

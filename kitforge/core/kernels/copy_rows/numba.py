@@ -22,7 +22,7 @@ NO_INDICES = np.empty(0, np.int64)
 
 
 def copy_rows(source: Tensor, target: Tensor, *, at: Tensor | None = None, to: Tensor | None = None) -> None:
-    """See `core.kernels.dispatch.CopyRowsKernel`."""
+    """See `CopyRowsKernel`."""
     require_rows(source, target, at, to)
     rows = (source.numpy(), target.numpy())
     indices = (

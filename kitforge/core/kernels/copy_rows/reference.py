@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
 from kitforge.core.kernels.indexing import check_indices
 from kitforge.foundation.errors import ModelError
 
 
+class CopyRowsKernel(Protocol):
+    """Row i of `source` [rows, width], or row `at[i]`, becomes row i of `target`, or row `to[i]`; `to` are distinct.
+
+    Raises ModelError for a place that is none.
+    """
+
+    def __call__(
+        self, source: Tensor, target: Tensor, *, at: Tensor | None = None, to: Tensor | None = None
+    ) -> None: ...
+
+
 def copy_rows(source: Tensor, target: Tensor, *, at: Tensor | None = None, to: Tensor | None = None) -> None:
-    """See `core.kernels.dispatch.CopyRowsKernel`."""
+    """See `CopyRowsKernel`."""
     require_rows(source, target, at, to)
     rows = source if at is None else source.index_select(0, at)
     if to is None:

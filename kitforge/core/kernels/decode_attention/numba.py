@@ -23,7 +23,7 @@ from kitforge.core.kernels.numba_runtime import (
 def decode_attention(
     query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, *, window: int | None, scale: float
 ) -> Tensor:
-    """See `dispatch.DecodeAttentionKernel`; for slabs in fp32 or bfloat16 on CPU, and without a gradient."""
+    """See `DecodeAttentionKernel`; for slabs in fp32 or bfloat16 on CPU, and without a gradient."""
     exact = query.float().contiguous()
     output = torch.empty_like(exact)
     over: Any = _attend_at
@@ -45,7 +45,7 @@ def decode_attention(
 
 @compiled_fastmath
 def attend(query: Any, keys: Any, values: Any, starts: Any, lengths: Any, output: Any, window: int, scale: Any) -> None:
-    """Fill output [texts, heads, D]; see `dispatch.DecodeAttentionKernel`, a window of 0 is none."""
+    """Fill output [texts, heads, D]; see `DecodeAttentionKernel`, a window of 0 is none."""
     num_heads = query.shape[1]
     for text in range(len(starts)):
         count = min(lengths[text], window) if window else lengths[text]

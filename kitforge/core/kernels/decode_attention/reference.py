@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kitforge.core.kernels.attention import reference
+
+
+class DecodeAttentionKernel(Protocol):
+    """Softmax attention of single tokens, query [texts, heads, head_dim], each over a text of its own: `lengths` int64
+    [texts] positions, or the last `window` of them, that follow one another in keys and values [slots, kv_heads,
+    head_dim] from slot `starts` int64 [texts] on. Returns [texts, heads, head_dim]."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        /,
+        *,
+        window: int | None,
+        scale: float,
+    ) -> Tensor: ...
 
 
 def decode_attention(
@@ -21,7 +41,7 @@ def decode_attention(
     scale: float,
     attention: Callable[..., Tensor] = reference.attention,
 ) -> Tensor:
-    """See `dispatch.DecodeAttentionKernel`."""
+    """See `DecodeAttentionKernel`."""
     output = torch.empty_like(query)
     for text, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
         first = start if window is None else start + max(0, length - window)

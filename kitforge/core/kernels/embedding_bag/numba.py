@@ -38,7 +38,7 @@ def embedding_bag(
     out: Tensor | None = None,
     scratch: Workspace | None = None,
 ) -> Tensor:
-    """See `core.kernels.dispatch.EmbeddingBagKernel`."""
+    """See `EmbeddingBagKernel`."""
     num_ids = len(slots if inverse is None else inverse)
     check_indices(slots, len(slab), "slots of the slab")
     if inverse is not None:

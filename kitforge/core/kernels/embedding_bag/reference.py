@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from kitforge.core.kernels.indexing import check_indices
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.workspace import Workspace
+
+
+class EmbeddingBagKernel(Protocol):
+    """The first `dim` columns of rows of `slab` [rows, width]: id i has row `slots[i]`, or `slots[inverse[i]]`.
+
+    Without bags they come as they are, [num_ids, dim]; with bags each bag's rows are weighted, added up in order and
+    for a mean divided by their number, [num_bags, dim]. `out` of that shape is overwritten where it is given,
+    and `scratch` keeps working memory from call to call.
+    Raises ModelError for a slot or a place that is none.
+    """
+
+    def __call__(
+        self,
+        slab: Tensor,
+        slots: Tensor,
+        dim: int,
+        *,
+        inverse: Tensor | None = None,
+        bags: Bags | None = None,
+        out: Tensor | None = None,
+        scratch: Workspace | None = None,
+    ) -> Tensor: ...
 
 
 def embedding_bag(
@@ -20,7 +44,7 @@ def embedding_bag(
     out: Tensor | None = None,
     scratch: Workspace | None = None,
 ) -> Tensor:
-    """See `core.kernels.dispatch.EmbeddingBagKernel`."""
+    """See `EmbeddingBagKernel`."""
     check_indices(slots, len(slab), "slots of the slab")
     if inverse is not None:
         check_indices(inverse, len(slots), "places among the slots")

@@ -30,7 +30,7 @@ def embedding_bag_backward(
     bags: Bags | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `core.kernels.dispatch.EmbeddingBagBackwardKernel`."""
+    """See `EmbeddingBagBackwardKernel`."""
     check_indices(inverse, num_rows, "places among the rows")
     if out is None:
         out = gradients.new_empty(num_rows, gradients.shape[1])

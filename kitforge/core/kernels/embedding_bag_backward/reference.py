@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from kitforge.core.kernels.indexing import check_indices
 from kitforge.core.kernels.jagged_bags import Bags
+
+
+class EmbeddingBagBackwardKernel(Protocol):
+    """The backward pass of `embedding_bag`: what `gradients` of its output give for each of `num_rows` distinct rows.
+
+    Id i is row `inverse[i]`. The parts of a row are added to zero in the order of the ids. `out` [num_rows, dim] is
+    overwritten where it is given. Raises ModelError for a place that is none.
+    """
+
+    def __call__(
+        self,
+        gradients: Tensor,
+        inverse: Tensor,
+        num_rows: int,
+        *,
+        bags: Bags | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 def embedding_bag_backward(
@@ -17,7 +37,7 @@ def embedding_bag_backward(
     bags: Bags | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `core.kernels.dispatch.EmbeddingBagBackwardKernel`."""
+    """See `EmbeddingBagBackwardKernel`."""
     check_indices(inverse, num_rows, "places among the rows")
     parts = gradients if bags is None else _id_gradients(gradients, bags, len(inverse))
     if out is None:

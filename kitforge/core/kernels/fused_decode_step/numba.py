@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.decode_attention.numba import attend
-from kitforge.core.kernels.fused_decode_step.weights import BlockWeights, DecoderWeights
+from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, DecoderWeights
 from kitforge.core.kernels.linear.numba import multiply
 from kitforge.core.kernels.numba_runtime import (
     FLOAT,
@@ -40,7 +40,7 @@ _PHASES, _ENDS = 7, 2
 
 @final
 class NumbaDecodeStep:
-    """See `dispatch.DecodeStepKernel`; for contiguous weights and slabs of one dtype, fp32 or bfloat16, on CPU."""
+    """See `DecodeStepKernel`; for contiguous weights and slabs of one dtype, fp32 or bfloat16, on CPU."""
 
     def __init__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> None:
         layers = [[*layer.tensors(), *pair] for layer, pair in zip(weights.layers, slabs, strict=True)]
@@ -63,7 +63,7 @@ class NumbaDecodeStep:
     def __call__(
         self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, starts: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `dispatch.DecodeStepKernel`."""
+        """See `DecodeStepKernel`."""
         num_texts = len(stream)
         dim, num_heads, num_kv_heads, head_dim, mlp_dim, vocab, num_slots = self._sizes
         own = torch.empty(stream.shape).copy_(stream)

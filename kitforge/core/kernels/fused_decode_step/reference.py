@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kitforge.core.kernels.decode_attention.reference import decode_attention
-from kitforge.core.kernels.fused_decode_step.weights import BlockWeights, DecoderWeights
 from kitforge.core.kernels.linear.reference import linear
 from kitforge.core.kernels.rms_norm.reference import rms_norm
 from kitforge.core.kernels.rotary.reference import rotary as rotate
@@ -17,15 +19,84 @@ Slabs = list[tuple[Tensor, Tensor]]
 Angles = tuple[Tensor, Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWeights:
+    """The weights of a block; None where it has none. Without a gate it is a GELU between `up` and `down`, else a
+    SwiGLU; norms without a bias are RMSNorm, those with one LayerNorm."""
+
+    attention_norm: Tensor
+    attention_norm_bias: Tensor | None
+    query: Tensor
+    query_bias: Tensor | None
+    key: Tensor
+    key_bias: Tensor | None
+    value: Tensor
+    value_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    attention_out_norm: Tensor | None
+    attention_out_norm_bias: Tensor | None
+    mlp_norm: Tensor
+    mlp_norm_bias: Tensor | None
+    gate: Tensor | None
+    gate_bias: Tensor | None
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    mlp_out_norm: Tensor | None
+    mlp_out_norm_bias: Tensor | None
+
+    def tensors(self) -> list[Tensor | None]:
+        """All of them, in order."""
+        return [getattr(self, field.name) for field in fields(self)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderWeights:
+    """Blocks of equal shapes, a norm and a head [vocab, dim]."""
+
+    layers: tuple[BlockWeights, ...]
+    scales: tuple[float, ...]  # of each layer's attention scores
+    windows: tuple[int | None, ...]  # how many positions each layer sees; None: all
+    norm: Tensor
+    norm_bias: Tensor | None
+    head: Tensor
+    head_dim: int
+    norm_eps: float
+    qk_norm_eps: float
+    interleaved_rotary: bool
+
+
+class DecodeStepKernel(Protocol):
+    """All blocks of a decoder, its norm and its head over single tokens, each the last of a text of its own: stream
+    [texts, dim], cos and sin [texts, pairs] or None, `lengths` int64 [texts] positions that follow one another from
+    slot `starts` int64 [texts] on. Their keys and values are written. Returns the normalised output [texts, dim] and
+    logits [texts, vocab] in fp32 at least."""
+
+    def __call__(
+        self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, starts: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class DecodeStepFactory(Protocol):
+    """Such a call over these weights, and for each layer the slabs of keys and values [slots, kv_heads, head_dim];
+    all in one dtype, fp32 or bfloat16, contiguous and on CPU. They are read where they lie now."""
+
+    def __call__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> DecodeStepKernel: ...
+
+
 class ReferenceDecodeStep:
-    """See `dispatch.DecodeStepKernel`."""
+    """See `DecodeStepKernel`."""
 
     def __init__(self, weights: DecoderWeights, slabs: Slabs) -> None:
         self._weights = weights
         self._slabs = slabs
 
     def __call__(self, stream: Tensor, rotary: Angles | None, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """See `dispatch.DecodeStepKernel`."""
+        """See `DecodeStepKernel`."""
         weights = self._weights
         for index, layer in enumerate(weights.layers):
             normal = _norm(stream, layer.attention_norm, layer.attention_norm_bias, weights.norm_eps)

@@ -28,7 +28,7 @@ Keys = NDArray[np.int64]
 
 @final
 class OpenAddressingHashMap:
-    """See `core.kernels.dispatch.HashMapKernel`."""
+    """See `HashMapKernel`."""
 
     def __init__(self, room: int = 0) -> None:
         self._num_keys = 0

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
 
+class HashMapKernel(Protocol):
+    """Slots, int64 from 0, by key, any int64. Keys of one call are distinct. Not for two threads at once."""
+
+    def __len__(self) -> int:
+        """How many keys there are."""
+        ...
+
+    def lookup(self, keys: Tensor, out: Tensor | None = None, through: Tensor | None = None) -> Tensor:
+        """The slots [n] of keys [n], -1 where one is not there; here keys may repeat. `out` int64 [n] is reused.
+
+        `through` int64 [slots]: what it holds at a slot is given in the slot's stead.
+        """
+        ...
+
+    def insert(self, keys: Tensor, slots: Tensor) -> Tensor:
+        """Give keys [n] these slots [n]; those [n] that they had before, -1 for a key that was not there."""
+        ...
+
+    def remove(self, keys: Tensor) -> Tensor:
+        """Forget keys [n]: the slots [n] they had, -1 for a key that was not there."""
+        ...
+
+    def items(self) -> tuple[Tensor, Tensor]:
+        """All keys [n] in ascending order and their slots [n]."""
+        ...
+
+
+class HashMapFactory(Protocol):
+    """An empty map, with room for so many keys before it grows."""
+
+    def __call__(self, room: int = 0) -> HashMapKernel: ...
+
+
 @final
 class DictHashMap:
-    """See `core.kernels.dispatch.HashMapKernel`."""
+    """See `HashMapKernel`."""
 
     def __init__(self, room: int = 0) -> None:
         self._slots: dict[int, int] = {}
@@ -19,24 +52,20 @@ class DictHashMap:
         return len(self._slots)
 
     def lookup(self, keys: Tensor, out: Tensor | None = None, through: Tensor | None = None) -> Tensor:
-        """See the protocol."""
         slots = torch.tensor([self._slots.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
         if through is not None:
             slots[slots >= 0] = through[slots[slots >= 0]]
         return slots if out is None else out.copy_(slots)
 
     def insert(self, keys: Tensor, slots: Tensor) -> Tensor:
-        """See the protocol."""
         before = self.lookup(keys)
         self._slots.update(zip(keys.tolist(), slots.tolist(), strict=True))
         return before
 
     def remove(self, keys: Tensor) -> Tensor:
-        """See the protocol."""
         return torch.tensor([self._slots.pop(key, -1) for key in keys.tolist()], dtype=torch.int64)
 
     def items(self) -> tuple[Tensor, Tensor]:
-        """See the protocol."""
         keys = sorted(self._slots)
         slots = [self._slots[key] for key in keys]
         return torch.tensor(keys, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)

@@ -6,6 +6,8 @@ It is kept where that word is at least rate * 2**32. All arithmetic is of intege
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,18 @@ _AT_ONCE_ELSEWHERE = 2**24
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
+class KeepMaskKernel(Protocol):
+    """Boolean [rows, count]: which of the elements `start` to `start + count` of these rows dropout keeps.
+
+    Rows are int64 of any value, the key has 64 bits. Each element is lost with probability `rate`;
+    `keep_mask/reference.py` says how, to the bit.
+    """
+
+    def __call__(self, key: int, rows: Tensor, start: int, count: int, rate: float) -> Tensor: ...
+
+
 def keep_mask(key: int, rows: Tensor, start: int, count: int, rate: float) -> Tensor:
-    """See `core.kernels.dispatch.KeepMaskKernel`."""
+    """See `KeepMaskKernel`."""
     device = rows.device
     first, last = start // 4, -(-(start + count) // 4)
     kept = torch.empty(len(rows), 4 * (last - first), dtype=torch.bool, device=device)

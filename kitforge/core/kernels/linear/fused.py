@@ -1,58 +1,31 @@
-"""`linear` for processors that have no bfloat16 or float16 arithmetic of their own.
+"""`linear` for processors without native bfloat16 or float16 products; torch's own linear on all others.
 
-There torch emulates a half-precision product about three times slower than an fp32 one. Half precision then serves
-as a format for storage only: the input is kept in it, the product is taken in fp32 with the fp32 weight, which is
-faster and nearer to the truth, and the output is rounded. Everywhere else this is torch's own linear, or, for the few
-rows of a decoding step, a loop that is handed in (`numba`).
+Without them torch emulates a half-precision product about three times slower than an fp32 one. Half precision is then
+a storage format only: the input is saved in it, the product is computed in fp32 with the fp32 weight, which is faster
+and more accurate, and the output is rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, match_dtype, storage_dtype
+from kitforge.core.kernels.mixed_precision import match_dtype, storage_dtype
 
 # Rows of which fp32 copies exist at once: enough for full speed of the products, few enough to stay in the caches.
 ROWS = 512
-# As many rows are few. With more of them the vendor's product is the faster one, and where the processor multiplies
-# bfloat16 itself, sooner.
-FEW_ROWS, FEW_NATIVE_ROWS = 32, 8
 
 
-def linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    few_rows: Callable[[], Callable[[Tensor, Tensor, Tensor | None], Tensor]] | None = None,
-) -> Tensor:
-    """See `dispatch.LinearKernel`. `few_rows` gives the product to be used where `are_few` says so."""
-    if few_rows is not None and are_few(input, weight):
-        return few_rows()(input, weight, bias)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `LinearKernel`."""
     half = storage_dtype(input)
     if half is None:
         return functional.linear(input, *match_dtype(input, weight, bias))
     result: Tensor = _StoredHalf.apply(input, weight, bias, half)  # type: ignore[no-untyped-call]
     return result
-
-
-def are_few(input: Tensor, weight: Tensor) -> bool:
-    """Whether these are a few rows on CPU, in fp32 or bfloat16 like their weight, of which nobody wants a gradient."""
-    dtype = weight.dtype
-    if torch.is_grad_enabled() or input.dtype is not dtype or dtype not in (torch.float32, torch.bfloat16):
-        return False
-    few = FEW_NATIVE_ROWS if dtype is torch.bfloat16 and NATIVE_DTYPES[dtype] else FEW_ROWS
-    return (
-        input.numel() <= few * input.shape[-1]
-        and input.is_cpu
-        and weight.is_contiguous()
-        and not torch.is_autocast_enabled("cpu")
-    )
 
 
 def traceable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -30,7 +30,7 @@ GRAIN = 2**23
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `dispatch.LinearKernel`; for contiguous weights in fp32 or bfloat16 on CPU, and without a gradient."""
+    """See `LinearKernel`; for contiguous weights in fp32 or bfloat16 on CPU, and without a gradient."""
     num_outputs, num_features = weight.shape
     rows = input.contiguous()
     output = torch.empty(*input.shape[:-1], num_outputs)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 from torch.nn import functional
 
 from kitforge.core.kernels.mixed_precision import match_dtype
+
+
+class LinearKernel(Protocol):
+    """`input [..., in] @ weight [out, in].T + bias [out]`, in the autocast dtype where autocast is on."""
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor: ...
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -35,7 +35,7 @@ class VocabularyShard:
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """See `dispatch.LinearCrossEntropyKernel`. With a `shard` the loss is that of the whole vocabulary, on every
+    """See `LinearCrossEntropyKernel`. With a `shard` the loss is that of the whole vocabulary, on every
     holder; the gradient of `hidden` is the part that comes from these rows."""
     gradients = torch.is_grad_enabled()
     result: Tensor = _Chunked.apply(hidden, weight, targets, gradients, shard)  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ def linear_log_probs(
     temperature: float = 1.0,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `dispatch.LinearLogProbsKernel`. With a `shard` both are those of the whole vocabulary, on every holder; the
+    """See `LinearLogProbsKernel`. With a `shard` both are those of the whole vocabulary, on every holder; the
     gradient of `hidden` is the part that comes from these rows."""
     apply = _Chunked.apply if shard is None else _VocabularyParallel.apply
     further = () if shard is None else (shard,)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 
+class LinearLogProbsKernel(Protocol):
+    """Log-probabilities of targets [rows] under the softmax of `hidden [rows, dim] @ weight [vocab, dim].T` over the
+    temperature, and the entropies of those distributions, both [rows] in fp32 and both differentiable."""
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 def linear_log_probs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """See `dispatch.LinearLogProbsKernel`."""
+    """See `LinearLogProbsKernel`."""
     logits = functional.linear(hidden, weight)
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     log_probs = exact.log_softmax(-1)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
+from typing import Protocol
 
 from torch import Tensor
 
 from kitforge.core.kernels.indexing import check_indices
 
 
+class PreadRowsKernel(Protocol):
+    """Row `at[i]` of an open file, of rows as wide as those of `out` [rows, width], becomes row `to[i]` of `out`.
+
+    Returns how many could be read; of the others nothing is known. Raises ModelError for a place in `out` that is none.
+    """
+
+    def __call__(self, file: int, out: Tensor, at: Tensor, to: Tensor) -> int: ...
+
+
 def pread_rows(file: int, out: Tensor, at: Tensor, to: Tensor) -> int:
-    """See `core.kernels.dispatch.PreadRowsKernel`."""
+    """See `PreadRowsKernel`."""
     check_indices(to, len(out), "rows of the target")
     rows, size = out.numpy(), out.shape[1] * out.element_size()
     num_read = 0

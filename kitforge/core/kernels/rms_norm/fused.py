@@ -5,25 +5,14 @@ With r = 1 / sqrt(mean(x²) + eps) and g = grad * weight, the input's gradient i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.fast_path import is_small_and_eligible
 
-
-def rms_norm(
-    input: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    few_rows: Callable[[], Callable[[Tensor, Tensor, float], Tensor]] | None = None,
-) -> Tensor:
-    """See `dispatch.RMSNormKernel`. `few_rows` gives the loop to be used for a few rows without a gradient."""
-    if few_rows is not None and is_small_and_eligible(input) and weight.dtype is input.dtype:
-        return few_rows()(input, weight, eps)
+def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `RMSNormKernel`."""
     # Where nothing is kept for a backward pass, the bookkeeping of one would cost more than the norm of a token.
     if not torch.is_grad_enabled():
         return _normalised(input, weight, eps)[0]

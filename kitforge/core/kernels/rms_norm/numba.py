@@ -10,7 +10,7 @@ from kitforge.core.kernels.numba_runtime import compiled_fastmath, float32_at
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `dispatch.RMSNormKernel`; on CPU, in fp32 or below, and without a gradient."""
+    """See `RMSNormKernel`; on CPU, in fp32 or below, and without a gradient."""
     exact = input.float().contiguous()
     output = torch.empty_like(exact)
     is_exact = input.dtype is torch.float32

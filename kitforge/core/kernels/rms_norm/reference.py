@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+
+class RMSNormKernel(Protocol):
+    """`input / sqrt(mean(input²) + eps) * weight` over the last dim, reduced in fp32 (Zhang and Sennrich, 2019)."""
+
+    def __call__(self, input: Tensor, weight: Tensor, eps: float, /) -> Tensor: ...
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:

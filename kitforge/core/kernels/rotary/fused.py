@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.fast_path import is_small_and_eligible
 from kitforge.core.kernels.rotary import reference
 
 
-def rotary(
-    input: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    *,
-    few_rows: Callable[[], Callable[[Tensor, Tensor, Tensor, bool], Tensor]] | None = None,
-) -> Tensor:
-    """See `dispatch.RotaryKernel`. `few_rows` gives the loop to be used for a few tokens without a gradient."""
-    if (
-        few_rows is not None
-        and is_small_and_eligible(input)
-        and cos.dtype is sin.dtype is torch.float32
-        and cos.shape[0] == 1
-    ):
-        return few_rows()(input, cos, sin, interleaved)
+def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """See `RotaryKernel`."""
     if not torch.is_grad_enabled():
         return _rotate(input, cos, sin, interleaved)
     result: Tensor = _Rotary.apply(input, cos, sin, interleaved)  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from kitforge.core.kernels.numba_runtime import compiled_fastmath, float32_at
 
 
 def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """`dispatch.RotaryKernel` for angles [1, length, pairs] in fp32, on CPU, in fp32 or below, without a gradient."""
+    """`RotaryKernel` for angles [1, length, pairs] in fp32, on CPU, in fp32 or below, without a gradient."""
     # [batch, length, heads, head_dim], in which order a projection leaves them.
     tokens = input.transpose(1, 2).float().contiguous()
     output = torch.empty_like(tokens)

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch
-from kitforge.core.kernels.sparse_update.powers import Powers
-from kitforge.core.kernels.sparse_update.reference import LAST_STEP, UPDATES, integer_view
+from kitforge.core.kernels.sparse_update.reference import LAST_STEP, UPDATES, Powers, SparseUpdate, integer_view
 from kitforge.foundation.errors import ModelError
 
 # Numbers that are worth a thread.
@@ -119,6 +118,17 @@ def catch_up(
         len(slots),
         GRAIN // max(dim, 1),
     )
+
+
+SPARSE_UPDATE = SparseUpdate(
+    sgd=sgd,
+    adagrad=adagrad,
+    rowwise_adagrad=rowwise_adagrad,
+    adam=adam,
+    lazy_adam=lazy_adam,
+    ftrl=ftrl,
+    catch_up=catch_up,
+)
 
 
 def _over_rows(

@@ -8,15 +8,67 @@ implementation can have the same bits.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.sparse_update.powers import Powers
-
 # Where a row's whole numbers are, counted from its end.
 LAST_STEP, UPDATES, VISITS = -3, -2, -1
 NUM_COUNTERS = 3
+# Entries laid down at first; there are twice as many whenever they run out.
+FIRST_ENTRIES = 1024
+# Every rule begins with slab, slots, gradients, rate, step.
+UpdateRule = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseUpdate:
+    """The update rules of the rows of a slab, in place; the functions of that name below define them."""
+
+    sgd: UpdateRule
+    adagrad: UpdateRule
+    rowwise_adagrad: UpdateRule
+    adam: UpdateRule
+    lazy_adam: UpdateRule
+    ftrl: UpdateRule
+    catch_up: Callable[..., None]
+
+
+@final
+class Powers:
+    """beta^t and 1 - beta^t for both betas, rounded to the dtype of a slab.
+
+    From some t on a power is zero in that dtype, and 1 - beta^t is one, so the tables end there: 104,000 entries for a
+    beta of 0.999 in fp32.
+    """
+
+    def __init__(self, betas: tuple[float, ...]) -> None:
+        self.betas = betas
+        self._tables: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def tables(self, last: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """beta^t and 1 - beta^t [2, n], in the dtype and on the device of `like`. Whatever t up to `last` has its value
+        at the place min(t, n - 1)."""
+        key = (like.dtype, like.device)
+        known = self._tables.get(key)
+        if known is not None and known[0].shape[1] > min(last, self._end(like.dtype)):
+            return known
+        num = min(max(2 * last, FIRST_ENTRIES), self._end(like.dtype)) + 1
+        # By Python's power: torch's depends on the place within a vector.
+        exact = torch.tensor([[beta**power for power in range(num)] for beta in self.betas], dtype=torch.float64)
+        self._tables[key] = (exact.to(like.device, like.dtype), (1.0 - exact).to(like.device, like.dtype))
+        return self._tables[key]
+
+    def _end(self, dtype: torch.dtype) -> int:
+        """The first t whose powers are all less than half of the smallest number of the dtype."""
+        info = torch.finfo(dtype)
+        smallest = math.log(info.smallest_normal) + math.log(info.eps) - math.log(2)
+        return max(1 if beta == 0 else math.ceil(smallest / math.log(beta)) + 1 for beta in self.betas)
 
 
 def integer_view(slab: Tensor) -> Tensor:
@@ -211,3 +263,14 @@ def _put(slab: Tensor, slots: Tensor, rows: Tensor, step: int) -> None:
     integer_view(rows)[:, LAST_STEP] = step
     integer_view(rows)[:, UPDATES] += 1
     slab[slots] = rows
+
+
+SPARSE_UPDATE = SparseUpdate(
+    sgd=sgd,
+    adagrad=adagrad,
+    rowwise_adagrad=rowwise_adagrad,
+    adam=adam,
+    lazy_adam=lazy_adam,
+    ftrl=ftrl,
+    catch_up=catch_up,
+)

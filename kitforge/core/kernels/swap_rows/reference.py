@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
 from kitforge.core.kernels.indexing import check_indices
 from kitforge.foundation.errors import ModelError
 
 
+class SwapRowsKernel(Protocol):
+    """Row `at[i]` of `one` [rows, width] and row `to[i]` of `other` [rows, width] change places; `at` are distinct, and
+    so are `to`. Raises ModelError for a place that is none.
+    """
+
+    def __call__(self, one: Tensor, other: Tensor, at: Tensor, to: Tensor) -> None: ...
+
+
 def swap_rows(one: Tensor, other: Tensor, at: Tensor, to: Tensor) -> None:
-    """See `core.kernels.dispatch.SwapRowsKernel`."""
+    """See `SwapRowsKernel`."""
     require_pairs(one, other, at, to)
     rows = one.index_select(0, at).to(other.device)
     one.index_copy_(0, at, other.index_select(0, to).to(one.device))

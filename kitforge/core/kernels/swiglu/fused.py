@@ -13,7 +13,7 @@ from torch.nn import functional
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See `dispatch.SwiGLUKernel`."""
+    """See `SwiGLUKernel`."""
     if not torch.is_grad_enabled():
         return functional.silu(gate).mul_(up)
     result: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 from torch.nn import functional
+
+
+class SwiGLUKernel(Protocol):
+    """`silu(gate) * up`, elementwise (Shazeer, 2020)."""
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor: ...
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

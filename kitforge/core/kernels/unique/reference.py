@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from kitforge.core.kernels.workspace import Workspace
 
 
+class UniqueKernel(Protocol):
+    """Distinct ids [u] of ids [N] int64 in the order in which they first occur, and the place [N] of each id there.
+
+    Places are written to `out` int64 [N] where it is given. `scratch` keeps working memory from call to call.
+    """
+
+    def __call__(
+        self, ids: Tensor, out: Tensor | None = None, scratch: Workspace | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 def unique(ids: Tensor, out: Tensor | None = None, scratch: Workspace | None = None) -> tuple[Tensor, Tensor]:
-    """See `core.kernels.dispatch.UniqueKernel`."""
+    """See `UniqueKernel`."""
     ascending, sorted_inverse = torch.unique(ids, return_inverse=True)
     first = torch.full_like(ascending, len(ids))
     first.scatter_reduce_(0, sorted_inverse, torch.arange(len(ids), device=ids.device), "amin")
