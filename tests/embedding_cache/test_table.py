@@ -183,7 +183,7 @@ def test_an_id_beyond_the_table_is_refused(bad: int) -> None:
         ((torch.tensor([1, 2]),), "what the bags are"),
         ((torch.tensor([[1, 2]]), torch.tensor([0, 2])), "bags already"),
         ((IDS, torch.tensor([0, 12])), "another number of ids"),
-        ((IDS, torch.tensor([1, 9])), "cannot be offsets"),
+        ((IDS, torch.tensor([1, 9])), "invalid offsets of bags"),
         ((IDS, OFFSETS, torch.ones(3)), "differ in shape"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which calls the compiled loops take: few elements on CPU, of which nobody wants a gradient."""
+"""The calls that compiled loops accept: few elements on CPU, without gradients."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from torch import Tensor
 
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 
-# Elements that are soon done with: waking a second thread for them, or calling another operation, would take longer.
+# Elements below which waking a second thread, or calling another operation, takes longer than the work.
 MAX_SMALL_ELEMENTS = 2**15
-# Rows of a decoding step. With more of them the vendor's product is faster, and where the processor multiplies bfloat16
-# itself, sooner.
+# With more rows the vendor's product is faster; with native bfloat16 that begins sooner.
 FEW_ROWS, FEW_NATIVE_ROWS = 32, 8
 
 
 def is_numba_eligible(tensor: Tensor) -> bool:
-    """Whether it is on CPU, in fp32 or bfloat16, and nobody wants a gradient."""
+    """Whether it is on CPU, in fp32 or bfloat16, and gradients are off."""
     return tensor.is_cpu and tensor.dtype in (torch.float32, torch.bfloat16) and not torch.is_grad_enabled()
 
 
 def accepts_linear(input: Tensor, weight: Tensor, *_: object) -> bool:
-    """Whether these are a few rows in fp32 or bfloat16 like their weight."""
+    """Whether input and weight are in fp32 or bfloat16, with few rows of input."""
     dtype = weight.dtype
     if torch.is_grad_enabled() or input.dtype is not dtype or dtype not in (torch.float32, torch.bfloat16):
         return False
@@ -34,16 +33,16 @@ def accepts_linear(input: Tensor, weight: Tensor, *_: object) -> bool:
 
 
 def accepts_rms_norm(input: Tensor, weight: Tensor, *_: object) -> bool:
-    """Whether there are few elements, in the dtype of the weight."""
+    """Whether the input is small and in the dtype of the weight."""
     return input.numel() <= MAX_SMALL_ELEMENTS and is_numba_eligible(input) and weight.dtype is input.dtype
 
 
 def accepts_rotary(input: Tensor, cos: Tensor, sin: Tensor, *_: object) -> bool:
-    """Whether there are few elements, and angles [1, length, pairs] in fp32."""
+    """Whether the input is small and the angles are [1, length, pairs] in fp32."""
     is_exact = cos.dtype is sin.dtype is torch.float32 and cos.shape[0] == 1
     return input.numel() <= MAX_SMALL_ELEMENTS and is_numba_eligible(input) and is_exact
 
 
 def accepts_decode_attention(_query: Tensor, keys: Tensor, values: Tensor, *_: object) -> bool:
-    """Whether the keys and values are contiguous."""
+    """Whether keys and values are contiguous."""
     return is_numba_eligible(keys) and keys.is_contiguous() and values.is_contiguous()

@@ -1,7 +1,7 @@
-"""Indices on the CPU: how to follow them, and the check that they may be followed.
+"""Indexing on CPU in one thread by numpy, and range checks of indices.
 
-Following is numpy's, in one thread: torch shares even a few thousand numbers among its threads, which wake late on a
-busy machine and then spin in the way of ours, for milliseconds where the work takes twenty microseconds.
+torch splits even a few thousand elements over its threads. On a busy machine these wake late and then spin, which takes
+milliseconds where the work takes twenty microseconds.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from kitforge.foundation.errors import ModelError
 
 
 def at(values: Tensor, indices: Tensor) -> Tensor:
-    """`values[places]` of values [n] on the CPU."""
+    """`values[indices]` of values [n] on CPU."""
     return torch.from_numpy(values.numpy()[indices.numpy()])
 
 
 def put(values: Tensor, indices: Tensor, value: Tensor | float) -> None:
-    """`values[places] = value` of values [n] on the CPU."""
+    """`values[indices] = value` of values [n] on CPU."""
     values.numpy()[indices.numpy()] = value.numpy() if isinstance(value, Tensor) else value
 
 
 def where(mask: Tensor) -> Tensor:
-    """The places [n] at which a mask on the CPU holds, ascending."""
+    """The indices [n] at which a mask on CPU is True, ascending."""
     return torch.from_numpy(mask.numpy().nonzero()[0])
 
 
 def check_indices(indices: Tensor, count: int, what: str) -> None:
-    """Raise ModelError unless all `indices` are from 0 to below `count`."""
+    """Raise ModelError unless all `indices` are from 0 to below `count`; `what` names them."""
     if not len(indices):
         return
-    # On the CPU one thread is as fast, and torch's other ones would go on spinning in the way of ours.
+    # On CPU one thread is as fast, and torch's worker threads would go on spinning.
     lowest, highest = (
         (indices.numpy().min(), indices.numpy().max()) if indices.device.type == "cpu" else indices.aminmax()
     )
     if int(lowest) < 0 or int(highest) >= count:
         got = int(lowest if lowest < 0 else highest)
-        raise ModelError(f"these are not all {what}", got=got, expected=f"from 0 to below {count}")
+        raise ModelError(f"an index is outside of the {what}", got=got, expected=f"from 0 to below {count}")

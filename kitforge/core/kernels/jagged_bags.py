@@ -1,4 +1,4 @@
-"""How looked-up rows are put together: several ids of one sample are a bag."""
+"""Bags of ids in jagged layout, and how their rows are pooled."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class Bags:
     weights: Tensor | None = None  # [num_ids] each row is multiplied by its weight; a mean still divides by the count
 
     def __post_init__(self) -> None:
-        """Raise DataError for what are no offsets."""
+        """Raise DataError for invalid offsets."""
         offsets = self.offsets
         if offsets.dtype != torch.int64 or offsets.dim() != 1 or len(offsets) == 0:
             got = f"{str(offsets.dtype).removeprefix('torch.')} {list(offsets.shape)}"
-            raise DataError("these cannot be offsets of bags", got=got, expected="int64 [num_bags + 1]")
+            raise DataError("invalid offsets of bags", got=got, expected="int64 [num_bags + 1]")
         if int(offsets[0]) != 0 or bool((offsets[1:] < offsets[:-1]).any()):
-            raise DataError("these cannot be offsets of bags", expected="numbers that begin at 0 and never fall")
+            raise DataError("invalid offsets of bags", expected="numbers that begin at 0 and never fall")
 
     @property
     def num_bags(self) -> int:
-        """How many there are."""
+        """The number of bags."""
         return len(self.offsets) - 1
 
     def require(self, num_ids: int) -> None:
-        """Raise DataError unless the bags hold `num_ids` ids, and as many weights if any."""
+        """Raise DataError unless the bags hold `num_ids` ids, and as many weights if there are weights."""
         if int(self.offsets[-1]) != num_ids:
             raise DataError("the bags hold another number of ids", got=int(self.offsets[-1]), expected=num_ids)
         if self.weights is not None and self.weights.shape != (num_ids,):

@@ -1,4 +1,4 @@
-"""Loops that numba compiles, and the threads that share them. Nothing imports this where numba is not installed."""
+"""numba: compilation of loops, intrinsics for them, and a thread pool. Imported only where numba is installed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import extending, njit, types
 from numba.core import cgutils
 from numba.core.caching import FunctionCache
-from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
 from kitforge.core.kernels.threads import num_threads
@@ -24,23 +23,13 @@ from kitforge.core.kernels.threads import num_threads
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def compiled(function: Function) -> Function:
-    """The function as machine code, made at its first call, that lets other threads run meanwhile.
+def compiled(function: Function, fastmath: bool | set[str] = False) -> Function:
+    """The function compiled at its first call; it releases the GIL.
 
-    Products and sums are not fused nor sums reordered, so that a loop has the bits of its reference. What was compiled
-    is kept beside the source, as Python keeps its own bytecode; where no folder can be written, it is compiled anew in
-    each process. A change in a function that another one calls is noticed only within one file.
+    Products and sums are neither fused nor reordered, so a loop has the bits of its reference. Machine code is cached
+    beside the source, like Python's bytecode; without a writable folder each process compiles it again. The cache of a
+    caller does not notice a changed callee of another file.
     """
-    return _compile(function, False)
-
-
-def compiled_fastmath(function: Function) -> Function:
-    """The same for loops whose sums may be reordered, so that they fill the processor's vectors. What is not a number
-    or not finite still shows."""
-    return _compile(function, {"reassoc", "contract", "nsz", "arcp"})
-
-
-def _compile(function: Function, fastmath: bool | set[str]) -> Function:
     make: Any = njit(nogil=True, error_model="numpy", fastmath=fastmath)
     made = make(function)
     with suppress(RuntimeError):
@@ -48,11 +37,16 @@ def _compile(function: Function, fastmath: bool | set[str]) -> Function:
     return cast(Function, made)
 
 
-class _LockedFunctionCache(FunctionCache):
-    """numba's files of compiled functions, read and written by one process at a time.
+def compiled_fastmath(function: Function) -> Function:
+    """The same with sums that may be reordered, so that LLVM vectorizes them. NaN and infinity stay visible."""
+    return compiled(function, {"reassoc", "contract", "nsz", "arcp"})
 
-    Left to itself, numba 0.68 may give two signatures that two processes compile at once the same file (the index is
-    read, added to and written back without a lock), and from then on calls one for the other.
+
+class _LockedFunctionCache(FunctionCache):
+    """numba's cache of compiled functions behind a file lock.
+
+    Without it, numba 0.68 may give two signatures that two processes compile at once the same file (it reads, extends
+    and writes the index without a lock), and calls one for the other from then on.
     """
 
     def _load_overload(self, *signature: Any) -> Any:
@@ -70,12 +64,16 @@ class _LockedFunctionCache(FunctionCache):
             fcntl.flock(folder, fcntl.LOCK_EX)
             yield
         finally:
-            # A process forked meanwhile has the handle too: closing it here would not let go of the lock.
+            # A process forked meanwhile holds the handle too, so closing it here would not release the lock.
             fcntl.flock(folder, fcntl.LOCK_UN)
             os.close(folder)
 
 
-def _pointer(_context: Any, _address: Any, like: Any) -> Any:
+intrinsic: Callable[[Callable[..., Any]], Any] = extending.intrinsic
+
+
+@intrinsic
+def _pointer_to(_context: Any, _address: Any, like: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
@@ -83,16 +81,15 @@ def _pointer(_context: Any, _address: Any, like: Any) -> Any:
     return to_kind(like)(types.intp, like), generate
 
 
-_pointer_to: Any = intrinsic(_pointer)
-# What arrays at an address are of: fp32, or bfloat16, which comes as uint16 (see `widened`).
+# Element types of arrays at an address: fp32, or bfloat16 as uint16 (see `widened`).
 FLOAT: Any = np.float32(0)
 HALF: Any = np.uint16(0)
 
 
 @compiled
 def array_at(address: int, shape: Any, like: Any) -> Any:
-    """Within a compiled loop, the array at an address, of numbers like this one. An address is handed over in a tenth
-    of the time of an array."""
+    """In a compiled loop, the array at an address, with the element type of `like`. Passing an address takes a tenth of
+    the time of passing an array."""
     return carray(_pointer_to(address, like), shape)
 
 
@@ -108,7 +105,10 @@ def int64_at(address: int, shape: Any) -> Any:
     return array_at(address, shape, np.int64(0))
 
 
-def _widened(_context: Any, number: Any) -> Any:
+@intrinsic
+def widened(_context: Any, number: Any) -> Any:
+    """In a compiled loop, `widened(number)` is the fp32 value of a bfloat16 (as uint16), or of fp32 itself."""
+
     def generate(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if signature.args[0] == types.float32:
             return arguments[0]
@@ -119,11 +119,10 @@ def _widened(_context: Any, number: Any) -> Any:
     return types.float32(number), generate
 
 
-# Within a compiled loop, `widened(number)` is the fp32 number of a bfloat16 that came as uint16, or of fp32 itself.
-widened: Any = intrinsic(_widened)
+@intrinsic
+def narrowed(_context: Any, _number: Any, like: Any) -> Any:
+    """In a compiled loop, `narrowed(number, like)` rounds fp32 to the type of `like`: fp32 or bfloat16."""
 
-
-def _narrowed(_context: Any, _number: Any, like: Any) -> Any:
     def generate(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if signature.args[1] == types.float32:
             return arguments[0]
@@ -137,17 +136,16 @@ def _narrowed(_context: Any, _number: Any, like: Any) -> Any:
     return (types.float32 if like == types.float32 else types.uint16)(types.float32, like), generate
 
 
-# Within a compiled loop, `narrowed(number, like)` is the fp32 number as `like` is: itself, or the nearest bfloat16.
-narrowed: Any = intrinsic(_narrowed)
-
-
 @compiled_fastmath
 def rounded(number: Any, like: Any) -> Any:
-    """Within a compiled loop, the fp32 number as near as numbers like this one come to it."""
+    """In a compiled loop, the fp32 number rounded to the precision of `like`."""
     return widened(narrowed(number, like))
 
 
-def _power_of_two(_context: Any, _exponent: Any) -> Any:
+@intrinsic
+def power_of_two(_context: Any, _exponent: Any) -> Any:
+    """In a compiled loop, `power_of_two(n)` is 2**n in fp32, for int32 n from -126 to 127."""
+
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         wide = ir.IntType(32)
         bits = builder.shl(builder.add(arguments[0], ir.Constant(wide, 127)), ir.Constant(wide, 23))
@@ -156,11 +154,10 @@ def _power_of_two(_context: Any, _exponent: Any) -> Any:
     return types.float32(types.int32), generate
 
 
-# Within a compiled loop, `power_of_two(n)` is 2**n in fp32 for n of int32 from -126 to 127.
-power_of_two: Any = intrinsic(_power_of_two)
+@intrinsic
+def prefetch(_context: Any, array: Any, _row: Any, _column: Any) -> Any:
+    """In a compiled loop, `prefetch(array, row, column)` prefetches the cache line of that element."""
 
-
-def _prefetch(_context: Any, array: Any, _row: Any, _column: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind, lowering = signature.args[0], cast(Any, cgutils)
         made = context.make_array(kind)(context, builder, arguments[0])
@@ -168,7 +165,7 @@ def _prefetch(_context: Any, array: Any, _row: Any, _column: Any) -> Any:
         pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         function_type = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
         function = lowering.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
-        # To read, to be kept in all levels, data.
+        # Read access, all cache levels, data.
         how = [ir.Constant(number, each) for each in (0, 3, 1)]
         builder.call(function, [builder.bitcast(address, pointer), *how])
         return context.get_dummy_value()
@@ -176,21 +173,33 @@ def _prefetch(_context: Any, array: Any, _row: Any, _column: Any) -> Any:
     return types.void(array, types.intp, types.intp), generate
 
 
-# Within a compiled loop, `prefetch(array, row, column)` asks for the line of memory that this number is in.
-prefetch: Any = intrinsic(_prefetch)
+@compiled
+def prefetch_row(rows: Any, row: int, width: int) -> None:
+    """In a compiled loop, prefetch the first `width` elements of a row."""
+    for column in range(0, width, 16):
+        prefetch(rows, row, column)
+    prefetch(rows, row, width - 1)
+
+
+@compiled
+def hash_bits(key: Any) -> Any:
+    """In a compiled loop, the finalizer of MurmurHash3 (Appleby) of an int64."""
+    bits = np.uint64(key)
+    bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return bits ^ (bits >> np.uint64(33))
 
 
 _LOG2_E = np.float32(1.4426950408889634)
 _HALF = np.float32(0.5)
 _SMALLEST = np.float32(-126)
-# Taylor's series of 2**x, which from -1/2 to 1/2 is off by less than fp32 is fine.
+# Taylor series of 2**x; from -1/2 to 1/2 its error is below the precision of fp32.
 _TERMS = tuple(np.float32(math.log(2) ** power / math.factorial(power)) for power in range(8))
 
 
 @compiled_fastmath
 def exponential(number: Any) -> Any:
-    """e**number in fp32 for numbers of at most 88, so written that a loop over it fills the processor's vectors. What
-    is below 2**-126 comes as that."""
+    """e**number in fp32 for numbers of at most 88, in a form that LLVM vectorizes. Results are at least 2**-126."""
     power = number * _LOG2_E
     power = _SMALLEST if power < _SMALLEST else power
     integer = np.floor(power + _HALF)
@@ -202,11 +211,11 @@ def exponential(number: Any) -> Any:
 
 
 def parallel_for(work: Callable[[int, int], Any], count: int, grain: int) -> list[Any]:
-    """What `work(start, stop)` returns for pieces of range(count), in order; one piece a thread, none below `grain`.
+    """The results of `work(start, stop)` for chunks of range(count), in order: one chunk a thread, none below `grain`.
 
-    There are as many threads as torch has, or fewer while another thread works beside. Where a piece begins must not
-    change a bit of what it does. numba's own threads are not used: of several callers at once, which a prefetcher
-    makes, its portable kind dies.
+    Uses as many threads as torch, fewer while another thread has reserved some. The bits of a result must not depend
+    on the chunks. numba's own thread pool is not used: its portable layer crashes under concurrent callers, which a
+    prefetcher makes.
     """
     num_chunks = max(1, min(num_threads(), count // max(grain, 1)))
     if num_chunks == 1:
@@ -217,15 +226,15 @@ def parallel_for(work: Callable[[int, int], Any], count: int, grain: int) -> lis
     chunks = list(zip(bounds[1:-1], bounds[2:], strict=True))
     futures = [pool.submit(work, *chunk) for chunk in chunks]
     results = [work(*bounds[:2])]
-    # A piece that no thread has begun, since other callers keep them busy, is done here.
+    # Chunks that no thread has begun, because other callers keep the pool busy, run here.
     for chunk, other in zip(chunks, futures, strict=True):
         results.append(work(*chunk) if other.cancel() else other.result())
     return results
 
 
 def run_on_two_threads(work: Callable[[], Any]) -> None:
-    """Call `work` on this thread, and on another if there is a free one. They share what there is to do; the one that
-    comes late may find nothing."""
+    """Call `work` on this thread and on a second one if one is free. They share the work through a counter, so a late
+    one may find none left."""
     future = _pool(os.getpid(), 1).submit(work)
     work()
     if not future.cancel():

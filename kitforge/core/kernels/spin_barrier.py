@@ -1,8 +1,8 @@
-"""Threads that share the pieces of one compiled call after another's, and meet in between without going to sleep.
+"""Spin barrier and atomic work counters for two threads inside one compiled call.
 
-For each phase of the call there is a line of memory that counts the pieces that were taken, and one that counts those
-that are done. A thread takes pieces until there are none, and goes on when all are done; one that comes late finds
-nothing left to do and catches up. Memory of this kind is zero at the start, `ROOM` bytes a phase.
+Each phase of a call has two counters, each in its own cache line: chunks taken and chunks finished. A thread takes
+chunks until none are left and waits until all are finished; a late thread finds none and catches up. The memory,
+`BYTES_PER_PHASE` a phase, must be zero at the start.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any, cast, final
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from kitforge.core.kernels.numba_runtime import compiled, run_on_two_threads
+from kitforge.core.kernels.numba_runtime import compiled, intrinsic, run_on_two_threads
 from kitforge.core.kernels.threads import num_threads
 
 BYTES_PER_PHASE = 128
-# Looks at a count before the processor is offered to others; some hundred microseconds.
+# Polls of a counter before the thread yields the processor; some hundred microseconds.
 _MAX_SPINS = 2**12
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
-def _increased(_context: Any, _address: Any) -> Any:
+@intrinsic
+def _fetch_add(_context: Any, _address: Any) -> Any:
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         number = ir.IntType(64)
         pointer = builder.inttoptr(arguments[0], number.as_pointer())
@@ -36,7 +36,8 @@ def _increased(_context: Any, _address: Any) -> Any:
     return types.int64(types.intp), generate
 
 
-def _read(_context: Any, _address: Any) -> Any:
+@intrinsic
+def _atomic_load(_context: Any, _address: Any) -> Any:
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
         return builder.load_atomic(pointer, "seq_cst", 8)
@@ -56,28 +57,26 @@ def _call_without_result(name: str) -> Any:
     return intrinsic(typed)
 
 
-_fetch_add: Any = intrinsic(_increased)
-_atomic_load: Any = intrinsic(_read)
 _pause: Any = _call_without_result("llvm.x86.sse2.pause" if _IS_X86 else "sched_yield")
 _yield_processor: Any = _call_without_result("sched_yield")
 
 
 @compiled
 def next_chunk(phase: int) -> Any:
-    """The next piece of a phase, from 0; there may not be as many."""
+    """The next chunk of a phase, from 0; at or above the number of chunks, none is left."""
     return _fetch_add(phase)
 
 
 @compiled
 def finish(phase: int) -> Any:
-    """Say that a piece is done, and take the next."""
+    """Count a chunk as finished and take the next one."""
     _fetch_add(phase + 64)
     return _fetch_add(phase)
 
 
 @compiled
 def barrier(phase: int, num_chunks: int) -> Any:
-    """Wait until all pieces are done; the next phase."""
+    """Wait until all chunks are finished. Returns the next phase."""
     num_polls = 0
     while _atomic_load(phase + 64) < num_chunks:
         num_polls += 1
@@ -90,10 +89,10 @@ def barrier(phase: int, num_chunks: int) -> Any:
 
 @final
 class ThreadAutotuner:
-    """Calls with a second thread or without, whichever was faster for calls of their kind. Where other processes want
-    the processors, threads that meet wait for those too. It changes no result.
+    """Measures one and two threads per call signature and uses the faster; results are the same.
 
-    First both ways are tried in turn; later, now and then the one that is slower.
+    Two threads are slower where other processes need the cores, since each waits for the other. The first calls try
+    both in turn; later ones retry the slower one now and then.
     """
 
     NUM_TRIALS, RETRY_INTERVAL = 8, 64
@@ -103,7 +102,7 @@ class ThreadAutotuner:
         self._seconds: dict[tuple[Hashable, bool], float] = {}
 
     def call(self, signature: Hashable, work: Callable[[], Any]) -> None:
-        """`work` shares what there is to do with whoever calls it as well."""
+        """Run `work`, which shares its chunks with a concurrent call of itself."""
         if num_threads() == 1 or os.cpu_count() == 1:
             work()
             return

@@ -1,4 +1,4 @@
-"""How many threads a loop may take, when loops run beside one another."""
+"""The number of threads of a compiled loop when several loops run at once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _num_reserving = 0
 
 @contextmanager
 def reserve_threads() -> Iterator[None]:
-    """While the block lasts, this thread works beside the training, and the cores are shared out among both.
+    """Within the block, loops of this thread and of the training each take their part of the cores.
 
-    Where both ask for all of them, each waits for pieces of its loops that the other's have put off.
+    If both took all of them, each would wait for chunks that the other one delays.
     """
     global _num_reserving
     with _lock:
@@ -30,8 +30,8 @@ def reserve_threads() -> Iterator[None]:
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """While the block lasts, torch's operations in this thread take no other. Those that they wake go on spinning for
-    milliseconds, in the way of ours."""
+    """Within the block, torch's operations run on this thread alone. Its worker threads would spin for milliseconds
+    after each and slow down ours."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -41,5 +41,5 @@ def single_thread() -> Iterator[None]:
 
 
 def num_threads() -> int:
-    """Threads for a loop that begins now. It may be another number a moment later."""
+    """The number of threads for a loop that begins now; a later one may get another."""
     return max(1, torch.get_num_threads() // (1 + _num_reserving))

@@ -142,9 +142,9 @@ def test_a_place_outside_is_refused(kernels: str) -> None:
     for slot in (-1, 5):
         with pytest.raises(ModelError, match="slots of the slab"):
             gather(slab, torch.tensor([0, slot]), 2)
-    with pytest.raises(ModelError, match="places among the slots"):
+    with pytest.raises(ModelError, match="indices of the slots"):
         gather(slab, torch.tensor([0, 1]), 2, inverse=torch.tensor([2]))
-    with pytest.raises(ModelError, match="places among the rows"):
+    with pytest.raises(ModelError, match="indices of the rows"):
         add(torch.zeros(2, 2), torch.tensor([0, 3]), 3)
     with pytest.raises(DataError, match="another number of ids"):
         gather(slab, torch.tensor([0, 1]), 2, bags=bags)

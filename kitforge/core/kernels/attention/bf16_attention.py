@@ -1,13 +1,12 @@
-"""Causal `attention` by plain products, for texts of moderate length in bfloat16 on a processor that multiplies in it.
+"""Causal `attention` by matrix products that saves its weights, for moderate lengths in native bfloat16.
 
-Queries come a block at a time, each block beside the keys up to its last, so that little is computed that nobody may
-see. Scores, softmax and their gradients are in fp32 at least. torch's fused kernel keeps no weights for the backward
-pass, which long texts need; for short ones it takes two to three times as long.
+Blocks of queries are multiplied with the keys up to the last of the block, so little above the diagonal is computed.
+Scores, softmax and their gradients are in fp32 at least. torch's fused kernel recomputes the weights in the backward
+pass, which long sequences need; for short ones it takes two to three times as long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,15 +15,15 @@ from torch.autograd.function import once_differentiable
 
 from kitforge.core.kernels.mixed_precision import compute_dtype
 
-# Queries of a block.
+# Queries in a block.
 BLOCK = 64
-# Bytes of weights that are kept for the backward pass.
+# Bytes of attention weights saved for the backward pass.
 KEPT_BYTES = 8 * 2**20
 
 
 def fits_in_memory(query: Tensor) -> bool:
-    """Whether queries [batch, heads, length, head_dim] on CPU, in bfloat16 or under its autocast, have weights that are
-    few enough to be kept."""
+    """Whether queries [batch, heads, length, head_dim] are on CPU, in bfloat16 or under its autocast, and their
+    attention weights are few enough to be saved."""
     batch, num_heads, length, _ = query.shape
     num_bytes = batch * num_heads * length * (length + BLOCK) // 2 * torch.bfloat16.itemsize
     return query.is_cpu and compute_dtype(query) is torch.bfloat16 and 0 < num_bytes <= KEPT_BYTES
@@ -44,11 +43,12 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         exact = torch.promote_types(query.dtype, torch.float32)
-        queries, keys, values = (_matrices(each) for each in (query, key, value))
+        queries, keys, values = (each.flatten(0, 1) for each in (query, key, value))
         exact_queries, exact_keys = queries.to(exact), keys.to(exact).transpose(1, 2)
         unseen = torch.full((BLOCK, BLOCK), -torch.inf, dtype=exact).triu(1)
         mixed, kept = _like_rows(value), []
-        for first, stop in _blocks(query):
+        for first in range(0, query.shape[2], BLOCK):
+            stop = min(first + BLOCK, query.shape[2])
             size = stop - first
             scores = queries.new_empty((len(queries), size, stop), dtype=exact)
             torch.baddbmm(
@@ -67,10 +67,11 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         queries, keys, values, *kept = ctx.saved_tensors
         exact = torch.promote_types(queries.dtype, torch.float32)
-        gradients = _matrices(gradient)
+        gradients = gradient.flatten(0, 1)
         exact_gradients, exact_values = gradients.to(exact), values.to(exact).transpose(1, 2)
         of_queries, of_keys, of_values = (torch.zeros(keys.shape, dtype=exact) for _ in range(3))
-        for weights, (first, stop) in zip(kept, _blocks(gradient), strict=True):
+        for weights, first in zip(kept, range(0, gradient.shape[2], BLOCK), strict=True):
+            stop = min(first + BLOCK, gradient.shape[2])
             of_weights = torch.bmm(exact_gradients[:, first:stop], exact_values[:, :, :stop])
             of_scores = torch.ops.aten._softmax_backward_data(of_weights, weights.to(exact), -1, exact)
             of_scores = of_scores.mul_(ctx.scale).to(queries.dtype)
@@ -83,18 +84,7 @@ class _Products(torch.autograd.Function):
         return of_query, of_key, of_value, None
 
 
-def _blocks(heads: Tensor) -> Iterator[tuple[int, int]]:
-    """Where the blocks of [batch, heads, length, head_dim] begin and end."""
-    length = heads.shape[2]
-    return ((first, min(first + BLOCK, length)) for first in range(0, length, BLOCK))
-
-
-def _matrices(heads: Tensor) -> Tensor:
-    """[batch, heads, length, ...] as [batch * heads, length, ...]."""
-    return heads.reshape(-1, *heads.shape[2:])
-
-
 def _like_rows(heads: Tensor) -> Tensor:
-    """Memory for [batch, heads, length, head_dim] in which the heads of a position follow one another, as the layers
-    before and behind want them."""
+    """Memory for [batch, heads, length, head_dim] laid out as [batch, length, heads, head_dim], like the output of a
+    linear layer."""
     return torch.empty_like(heads.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)

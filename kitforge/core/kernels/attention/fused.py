@@ -1,5 +1,5 @@
-"""`attention` by torch's scaled dot product attention, in fp32 where the processor has no half precision; where it has,
-short texts go by plain products (`bf16_attention`)."""
+"""`attention` by torch's scaled dot product attention, in fp32 on processors without half precision; short sequences in
+native bfloat16 by `bf16_attention`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None,
 def traceable_attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    """The same without a say in how tensors are kept for the backward pass, which is the compiler's."""
+    """The same without control over the tensors saved for the backward pass, which is up to the compiler."""
     half = storage_dtype(query)
     causal = causal and mask is None
     grouped = query.shape[1] != key.shape[1]
@@ -40,8 +40,8 @@ def traceable_attention(
 
 
 def _stored(half: torch.dtype) -> torch.autograd.graph.saved_tensors_hooks:
-    """Keeps [batch, heads, length, features] in `half` for the backward pass, which for queries, keys and values loses
-    nothing; the logarithms of the softmax's sums, [batch, heads, length], stay as they are."""
+    """Saves queries, keys and values [batch, heads, length, features] in `half` for the backward pass, without loss;
+    the softmax's logsumexp [batch, heads, length] keeps its dtype."""
     return torch.autograd.graph.saved_tensors_hooks(
         lambda saved: saved.to(half) if saved.dim() == 4 else saved,
         lambda packed: packed.float(),

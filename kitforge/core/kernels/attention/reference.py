@@ -1,4 +1,4 @@
-"""The definition of `attention`: scores, softmax and mixture written out, with the softmax in fp32 at least."""
+"""The definition of `attention`: scores, softmax in fp32 at least, weighted sum of values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class AttentionKernel(Protocol):
     """Softmax attention: query [batch, heads, length, head_dim], key and value [batch, kv_heads, keys, head_dim].
 
-    `mask` is boolean, True where a query may look, broadcastable to [batch, heads, length, keys]; without a mask the
-    attention is causal (query and key counts equal) or, when `causal` is False, unrestricted.
+    `mask` is boolean, True where a query attends to a key, broadcastable to [batch, heads, length, keys]. Without one,
+    attention is causal (as many keys as queries) or, with `causal` False, unrestricted.
     """
 
     def __call__(
@@ -21,7 +21,7 @@ class AttentionKernel(Protocol):
 
 
 def probabilities(query: Tensor, key: Tensor, *, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Attention weights [batch, heads, length, keys]; key heads are repeated over their group of query heads."""
+    """Attention weights [batch, heads, length, keys]; each key head serves a group of query heads."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = query @ key.transpose(-2, -1) * scale
     if mask is None and causal:

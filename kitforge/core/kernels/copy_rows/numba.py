@@ -1,4 +1,4 @@
-"""`copy_rows` in one pass: each row is read and written once, both places asked for ahead."""
+"""`copy_rows` in one pass with prefetching: each row is read and written once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.kernels.copy_rows.reference import require_rows
-from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch
+from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch_row
 
-# Numbers that are worth a thread.
+# Elements per thread, at least.
 GRAIN = 2**17
-# How many rows ahead one is asked for: rows lie anywhere, and memory answers late.
+# Prefetch distance in rows: rows are scattered, so memory latency dominates.
 AHEAD = 16
 
 Floats = NDArray[Any]
@@ -25,21 +25,10 @@ def copy_rows(source: Tensor, target: Tensor, *, at: Tensor | None = None, to: T
     """See `CopyRowsKernel`."""
     require_rows(source, target, at, to)
     rows = (source.numpy(), target.numpy())
-    indices = (
-        NO_INDICES if at is None else at.numpy(),
-        at is None,
-        NO_INDICES if to is None else to.numpy(),
-        to is None,
-    )
+    sources = (NO_INDICES if at is None else at.numpy(), at is None)
+    targets = (NO_INDICES if to is None else to.numpy(), to is None)
     count, width = len(source if at is None else at), max(source.shape[1], 1)
-    parallel_for(lambda start, stop: _copy(*rows, *indices, start, stop), count, GRAIN // width)
-
-
-@compiled
-def _prefetch_row(rows: Floats, row: int) -> None:
-    for column in range(0, rows.shape[1], 16):
-        prefetch(rows, row, column)
-    prefetch(rows, row, rows.shape[1] - 1)
+    parallel_for(lambda start, stop: _copy(*rows, *sources, *targets, start, stop), count, GRAIN // width)
 
 
 @compiled
@@ -56,9 +45,9 @@ def _copy(
     for number in range(start, stop):
         if number + AHEAD < stop:
             if not is_from_front:
-                _prefetch_row(source, at[number + AHEAD])
+                prefetch_row(source, at[number + AHEAD], source.shape[1])
             if not is_to_front:
-                _prefetch_row(target, to[number + AHEAD])
+                prefetch_row(target, to[number + AHEAD], source.shape[1])
         one = number if is_from_front else at[number]
         other = number if is_to_front else to[number]
         for column in range(source.shape[1]):

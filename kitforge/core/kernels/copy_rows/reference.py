@@ -13,7 +13,7 @@ from kitforge.foundation.errors import ModelError
 class CopyRowsKernel(Protocol):
     """Row i of `source` [rows, width], or row `at[i]`, becomes row i of `target`, or row `to[i]`; `to` are distinct.
 
-    Raises ModelError for a place that is none.
+    Raises ModelError for an index out of range.
     """
 
     def __call__(
@@ -32,11 +32,13 @@ def copy_rows(source: Tensor, target: Tensor, *, at: Tensor | None = None, to: T
 
 
 def require_rows(source: Tensor, target: Tensor, at: Tensor | None, to: Tensor | None) -> None:
-    """Raise ModelError for what cannot be moved."""
+    """Raise ModelError for an index out of range, or if as many rows are not copied as there are targets."""
     if at is not None:
         check_indices(at, len(source), "rows of the source")
     if to is not None:
         check_indices(to, len(target), "rows of the target")
     num_from, num_to = len(source if at is None else at), len(target if to is None else to)
     if num_from != num_to:
-        raise ModelError("rows cannot be moved", got=f"{num_from} rows to {num_to} places", expected="as many")
+        raise ModelError(
+            "rows cannot be copied", got=f"{num_from} rows to {num_to} targets", expected="as many targets"
+        )

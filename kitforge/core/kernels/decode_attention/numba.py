@@ -1,4 +1,4 @@
-"""`decode_attention` that reads keys and values once, in the order in which they lie in memory."""
+"""`decode_attention` in one pass over keys and values, in memory order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kitforge.core.kernels.numba_runtime import (
 def decode_attention(
     query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, *, window: int | None, scale: float
 ) -> Tensor:
-    """See `DecodeAttentionKernel`; for slabs in fp32 or bfloat16 on CPU, and without a gradient."""
+    """See `DecodeAttentionKernel`; for keys and values in fp32 or bfloat16 on CPU, without gradients."""
     exact = query.float().contiguous()
     output = torch.empty_like(exact)
     over: Any = _attend_at
@@ -45,12 +45,12 @@ def decode_attention(
 
 @compiled_fastmath
 def attend(query: Any, keys: Any, values: Any, starts: Any, lengths: Any, output: Any, window: int, scale: Any) -> None:
-    """Fill output [texts, heads, D]; see `DecodeAttentionKernel`, a window of 0 is none."""
+    """Fill output [sequences, heads, D]; see `DecodeAttentionKernel`. A window of 0 is none."""
     num_heads = query.shape[1]
     for text in range(len(starts)):
         count = min(lengths[text], window) if window else lengths[text]
         first = starts[text] + lengths[text] - count
-        # Positions come four at a time; those beyond the last weigh nothing.
+        # Positions are processed in fours; those beyond the last have weight 0.
         weights = np.empty((num_heads, (count + 3) // 4 * 4), dtype=np.float32)
         largest = np.full(num_heads, -np.inf, dtype=np.float32)
         _score(query[text], keys[first : first + count], weights, largest, scale)
@@ -65,7 +65,7 @@ def _score(query: Any, keys: Any, scores: Any, largest: Any, scale: Any) -> None
     last, num_kv_heads, head_dim = len(keys) - 1, keys.shape[1], keys.shape[2]
     group = len(query) // num_kv_heads
     for position in range(0, len(keys), 4):
-        # The last position is multiplied again where there are not four.
+        # The last position is repeated to fill four.
         b, c, d = min(position + 1, last), min(position + 2, last), min(position + 3, last)
         for head in range(len(query)):
             own = head // group
@@ -125,7 +125,7 @@ def _attend_at(
     window: int,
     scale: float,
 ) -> None:
-    """Over what lies at these addresses, the slabs' numbers being like that one; a window of 0 is none."""
+    """`attend` over arrays at these addresses; keys and values have the element type of `like`."""
     shape, slab = (num_texts, num_heads, head_dim), (num_slots, num_kv_heads, head_dim)
     attend(
         float32_at(query, shape),

@@ -1,4 +1,4 @@
-"""The definition of `decode_attention`: text by text, by the attention that it is handed."""
+"""The definition of `decode_attention`: sequence by sequence."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from kitforge.core.kernels.attention import reference
 
 
 class DecodeAttentionKernel(Protocol):
-    """Softmax attention of single tokens, query [texts, heads, head_dim], each over a text of its own: `lengths` int64
-    [texts] positions, or the last `window` of them, that follow one another in keys and values [slots, kv_heads,
-    head_dim] from slot `starts` int64 [texts] on. Returns [texts, heads, head_dim]."""
+    """Softmax attention of one query per sequence: query [sequences, heads, head_dim].
+
+    Keys and values of a sequence are `lengths` int64 [sequences] consecutive slots from `starts` int64 [sequences] on,
+    or the last `window` of them, in keys and values [slots, kv_heads, head_dim]. Returns [sequences, heads, head_dim].
+    """
 
     def __call__(
         self,
@@ -43,11 +45,11 @@ def decode_attention(
 ) -> Tensor:
     """See `DecodeAttentionKernel`."""
     output = torch.empty_like(query)
-    for text, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+    for sequence, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
         first = start if window is None else start + max(0, length - window)
         # [1, kv_heads, positions, D]
         seen = [slab[first : start + length].transpose(0, 1).unsqueeze(0).to(query.dtype) for slab in (keys, values)]
-        token = query[text].unsqueeze(0).unsqueeze(2)
+        token = query[sequence].unsqueeze(0).unsqueeze(2)
         mixed = attention(token, *seen, mask=None, causal=False, scale=scale)
-        output[text] = mixed[0, :, 0]
+        output[sequence] = mixed[0, :, 0]
     return output

@@ -1,6 +1,6 @@
-"""`embedding_bag` from rows that are near: where many ids share few rows, those are fetched once and stay in the cache.
+"""`embedding_bag` in one pass from the slab to the output; rows of a bag are never materialized.
 
-Otherwise rows go from the slab to the output in one pass. Rows of a bag are never laid out.
+Where many ids share few rows, the distinct rows are first gathered into a buffer that stays in the CPU cache.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from kitforge.core.kernels.indexing import check_indices
 from kitforge.core.kernels.jagged_bags import Bags
-from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch
+from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch_row
 from kitforge.core.kernels.workspace import Workspace
 
-# Numbers that are worth a thread.
+# Elements per thread, at least.
 GRAIN = 2**16
-# How many ids ahead a row is asked for: rows lie anywhere, and memory answers late.
+# Prefetch distance in ids: rows are scattered, so memory latency dominates.
 AHEAD = 32
-# Distinct rows of so many bytes stay in the cache while they are handed out.
+# Distinct rows of at most so many bytes stay in the CPU cache.
 CACHED_BYTES = 2**24
 
 Floats = NDArray[Any]
@@ -42,7 +42,7 @@ def embedding_bag(
     num_ids = len(slots if inverse is None else inverse)
     check_indices(slots, len(slab), "slots of the slab")
     if inverse is not None:
-        check_indices(inverse, len(slots), "places among the slots")
+        check_indices(inverse, len(slots), "indices of the slots")
     if out is None:
         out = slab.new_empty(num_ids if bags is None else bags.num_bags, dim)
     target, grain = out.numpy(), GRAIN // max(dim, 1)
@@ -70,15 +70,6 @@ def embedding_bag(
 
 
 @compiled
-def _prefetch_row(slab: Floats, slots: Indices, inverse: Indices, is_direct: bool, dim: int, number: int) -> None:
-    """Ask for the row of an id that comes later."""
-    slot = slots[number] if is_direct else slots[inverse[number]]
-    for column in range(0, dim, 16):
-        prefetch(slab, slot, column)
-    prefetch(slab, slot, dim - 1)
-
-
-@compiled
 def _gather(
     slab: Floats,
     slots: Indices,
@@ -90,8 +81,9 @@ def _gather(
     stop: int,
 ) -> None:
     for number in range(start, stop):
-        if number + AHEAD < stop:
-            _prefetch_row(slab, slots, inverse, is_direct, dim, number + AHEAD)
+        later = number + AHEAD
+        if later < stop:
+            prefetch_row(slab, slots[later] if is_direct else slots[inverse[later]], dim)
         slot = slots[number] if is_direct else slots[inverse[number]]
         for column in range(dim):
             out[number, column] = slab[slot, column]
@@ -118,10 +110,11 @@ def _pool(
         for column in range(dim):
             out[bag, column] = 0
         for number in range(first, last):
-            if number + AHEAD < offsets[stop]:
-                _prefetch_row(slab, slots, inverse, is_direct, dim, number + AHEAD)
+            later = number + AHEAD
+            if later < offsets[stop]:
+                prefetch_row(slab, slots[later] if is_direct else slots[inverse[later]], dim)
             slot = slots[number] if is_direct else slots[inverse[number]]
-            # A product with one changes no bit.
+            # Multiplying by one changes no bit.
             weight = weights[number] if is_weighted else one
             for column in range(dim):
                 out[bag, column] += slab[slot, column] * weight

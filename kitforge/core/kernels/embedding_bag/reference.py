@@ -1,4 +1,4 @@
-"""The definition of `embedding_bag`, in plain torch: every row of a batch is laid out, then added up in order."""
+"""The definition of `embedding_bag` in plain torch: gathers all rows, then sums them in order."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from kitforge.core.kernels.workspace import Workspace
 class EmbeddingBagKernel(Protocol):
     """The first `dim` columns of rows of `slab` [rows, width]: id i has row `slots[i]`, or `slots[inverse[i]]`.
 
-    Without bags they come as they are, [num_ids, dim]; with bags each bag's rows are weighted, added up in order and
-    for a mean divided by their number, [num_bags, dim]. `out` of that shape is overwritten where it is given,
-    and `scratch` keeps working memory from call to call.
-    Raises ModelError for a slot or a place that is none.
+    Without bags the result is [num_ids, dim]. With bags the rows of each bag are weighted, summed in order and for a
+    mean divided by their number: [num_bags, dim]. `out` of that shape is overwritten if given; `scratch` keeps buffers
+    between calls. Raises ModelError for a slot or an index out of range.
     """
 
     def __call__(
@@ -47,7 +46,7 @@ def embedding_bag(
     """See `EmbeddingBagKernel`."""
     check_indices(slots, len(slab), "slots of the slab")
     if inverse is not None:
-        check_indices(inverse, len(slots), "places among the slots")
+        check_indices(inverse, len(slots), "indices of the slots")
     rows = slab[slots if inverse is None else slots[inverse], :dim]
     if bags is not None:
         bags.require(len(rows))

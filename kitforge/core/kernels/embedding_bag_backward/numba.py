@@ -1,4 +1,4 @@
-"""`embedding_bag_backward` in one pass over the ids. Each thread sums rows of its own, in the order of their ids."""
+"""`embedding_bag_backward` in one pass over the ids. Each thread sums the rows it owns, in the order of ids."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch
 from kitforge.core.kernels.threads import num_threads
 
-# Numbers that are worth a thread.
+# Elements per thread, at least.
 GRAIN = 2**17
-# How many ids ahead a sum is asked for: rows lie anywhere, and memory answers late.
+# Prefetch distance in ids: rows are scattered, so memory latency dominates.
 AHEAD = 8
 
 Floats = NDArray[Any]
@@ -31,7 +31,7 @@ def embedding_bag_backward(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `EmbeddingBagBackwardKernel`."""
-    check_indices(inverse, num_rows, "places among the rows")
+    check_indices(inverse, num_rows, "indices of the rows")
     if out is None:
         out = gradients.new_empty(num_rows, gradients.shape[1])
     sums, parts, indices = out.numpy(), gradients.contiguous().numpy(), inverse.numpy()
@@ -49,14 +49,14 @@ def embedding_bag_backward(
 
 
 def _each(loop: Any, owners: tuple[int, int], num_owners: int, *given: Any) -> None:
-    """The loop of some owners; a thread may have several, where there are fewer by now."""
+    """Run the loop for some owners; a thread runs several if fewer threads are free by now."""
     for owner in range(*owners):
         loop(*given, owner, num_owners)
 
 
 @compiled
 def _owner(row: int, num_owners: int) -> Any:
-    """Whose row it is: neighbours, often met equally often, are spread; a product is far cheaper than a division."""
+    """The owner of a row, by multiplicative hashing: it spreads neighbours, which are often equally frequent."""
     return ((np.uint64(row) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)) * np.uint64(num_owners)) >> np.uint64(32)
 
 

@@ -1,4 +1,4 @@
-"""The definition of `embedding_bag_backward`, in plain torch: one gradient for each id, then summed in order."""
+"""The definition of `embedding_bag_backward` in plain torch: one gradient per id, summed in order."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kitforge.core.kernels.jagged_bags import Bags
 
 
 class EmbeddingBagBackwardKernel(Protocol):
-    """The backward pass of `embedding_bag`: what `gradients` of its output give for each of `num_rows` distinct rows.
+    """The gradients of `num_rows` distinct rows from `gradients` of the output of `embedding_bag`.
 
-    Id i is row `inverse[i]`. The parts of a row are added to zero in the order of the ids. `out` [num_rows, dim] is
-    overwritten where it is given. Raises ModelError for a place that is none.
+    Id i has row `inverse[i]`. The contributions to a row are summed in the order of the ids. `out` [num_rows, dim] is
+    overwritten if given. Raises ModelError for an index out of range.
     """
 
     def __call__(
@@ -38,7 +38,7 @@ def embedding_bag_backward(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `EmbeddingBagBackwardKernel`."""
-    check_indices(inverse, num_rows, "places among the rows")
+    check_indices(inverse, num_rows, "indices of the rows")
     parts = gradients if bags is None else _id_gradients(gradients, bags, len(inverse))
     if out is None:
         out = parts.new_empty(num_rows, parts.shape[1])
@@ -46,7 +46,7 @@ def embedding_bag_backward(
 
 
 def _id_gradients(gradients: Tensor, bags: Bags, num_ids: int) -> Tensor:
-    """What of the gradients [num_bags, dim] comes to each id [num_ids, dim]."""
+    """The gradient of each id [num_ids, dim], from those of bags [num_bags, dim]."""
     bags.require(num_ids)
     counts = bags.offsets.diff()
     if bags.mode == "mean":

@@ -1,11 +1,12 @@
-"""`fused_decode_step` in one compiled call: what lies between the products costs more in single calls than in work.
+"""`fused_decode_step` in one compiled call, since single operations between the products cost more than their work.
 
-Threads share each part of a layer and meet after it (`spin_barrier`). Bits do not depend on how many there are. Half
-precision is rounded where the network of modules rounds it.
+Threads share each phase of a layer and wait for one another after it (`spin_barrier`). Bits do not depend on the number
+of threads. Half precision is rounded at the same points as in the network of modules.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, NamedTuple, final
 
@@ -30,11 +31,11 @@ from kitforge.core.kernels.numba_runtime import (
 )
 from kitforge.core.kernels.spin_barrier import BYTES_PER_PHASE, ThreadAutotuner, barrier, finish, next_chunk
 
-# Pieces of a product: enough for the slower of two threads to keep the other waiting for a moment only.
+# Chunks of a product: enough to balance two threads of different speed.
 NUM_CHUNKS = 8
-# Multiplications in a step that are worth waking a thread.
+# Multiplications of a step that are worth a second thread.
 GRAIN = 2**23
-# What a layer does one after another, and what stands before and behind all layers.
+# Phases of a layer, and phases before and after all layers.
 _PHASES, _ENDS = 7, 2
 
 
@@ -44,7 +45,7 @@ class NumbaDecodeStep:
 
     def __init__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> None:
         layers = [[*layer.tensors(), *pair] for layer, pair in zip(weights.layers, slabs, strict=True)]
-        # What is read by address must live as long as this does.
+        # Tensors that are read by address must stay alive.
         self._keepalive = weights, slabs
         self._dtype = weights.head.dtype
         self._autotuner = ThreadAutotuner()
@@ -64,21 +65,21 @@ class NumbaDecodeStep:
         self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, starts: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See `DecodeStepKernel`."""
-        num_texts = len(stream)
+        num_sequences = len(stream)
         dim, num_heads, num_kv_heads, head_dim, mlp_dim, vocab, num_slots = self._sizes
         own = torch.empty(stream.shape).copy_(stream)
         angles = [each.contiguous() for each in rotary or (own, own)]
-        hidden, logits = torch.empty(stream.shape, dtype=self._dtype), torch.empty(num_texts, vocab)
+        hidden, logits = torch.empty(stream.shape, dtype=self._dtype), torch.empty(num_sequences, vocab)
         widths = [dim, *[num_heads * head_dim] * 3, *[num_kv_heads * head_dim] * 2, *[mlp_dim] * 3]
-        # Each in whole lines of memory.
-        ends = list(itertools.accumulate((num_texts * width + 15) // 16 * 64 for width in widths))
+        # Each begins at a cache line.
+        ends = list(itertools.accumulate((num_sequences * width + 15) // 16 * 64 for width in widths))
         scratch = torch.empty(ends[-1] // 4)
         counts = torch.zeros((_PHASES * len(self._table) + _ENDS) * BYTES_PER_PHASE // 8, dtype=torch.long)
-        is_large = num_texts * self._num_weights >= GRAIN
+        is_large = num_sequences * self._num_weights >= GRAIN
         step = _Step(
             FLOAT if self._dtype is torch.float32 else HALF,
             *self._options,
-            num_texts,
+            num_sequences,
             *self._sizes,
             angles[0].shape[1] if rotary else 0,
             NUM_CHUNKS if is_large else 1,
@@ -86,13 +87,9 @@ class NumbaDecodeStep:
             *(scratch.data_ptr() + start for start in (0, *ends[:-1])),
         )
         tables = self._table, self._ends, self._scales, self._windows
-        run: Any = _run
-
-        def work() -> None:
-            run(step, *tables, counts.data_ptr())
-
+        work = functools.partial(_run, step, *tables, counts.data_ptr())
         if is_large:
-            self._autotuner.call(num_texts, work)
+            self._autotuner.call(num_sequences, work)
         else:
             work()
         return hidden, logits
@@ -112,13 +109,13 @@ _KEYS, _VALUES = len(_NAMES), len(_NAMES) + 1
 
 
 class _Step(NamedTuple):
-    """What all parts of a step are told. Behind the sizes come addresses: of fp32, or where it is said like weights."""
+    """Arguments of all phases: sizes, then addresses of arrays in fp32, or in the dtype of the weights where noted."""
 
     like: Any
     eps: float
     qk_eps: float
     interleaved: bool
-    num_texts: int
+    num_sequences: int
     dim: int
     num_heads: int
     num_kv_heads: int
@@ -128,27 +125,27 @@ class _Step(NamedTuple):
     num_slots: int
     num_pairs: int
     num_chunks: int
-    stream: int  # [texts, dim]
-    cos: int  # [texts, pairs]
-    sin: int  # [texts, pairs]
-    starts: int  # int64 [texts]
-    lengths: int  # int64 [texts]
-    normal: int  # [texts, dim], like weights
-    logits: int  # [texts, vocab]
-    branch: int  # [texts, dim]
-    query: int  # [texts, heads, head_dim]
-    exact: int  # [texts, heads, head_dim]
-    mixed: int  # [texts, heads, head_dim], like weights
-    key: int  # [texts, kv_heads, head_dim]
-    value: int  # [texts, kv_heads, head_dim]
-    gate: int  # [texts, mlp_dim]
-    up: int  # [texts, mlp_dim]
-    inner: int  # [texts, mlp_dim], like weights
+    stream: int  # [sequences, dim]
+    cos: int  # [sequences, pairs]
+    sin: int  # [sequences, pairs]
+    starts: int  # int64 [sequences]
+    lengths: int  # int64 [sequences]
+    normal: int  # [sequences, dim], like weights
+    logits: int  # [sequences, vocab]
+    branch: int  # [sequences, dim]
+    query: int  # [sequences, heads, head_dim]
+    exact: int  # [sequences, heads, head_dim]
+    mixed: int  # [sequences, heads, head_dim], like weights
+    key: int  # [sequences, kv_heads, head_dim]
+    value: int  # [sequences, kv_heads, head_dim]
+    gate: int  # [sequences, mlp_dim]
+    up: int  # [sequences, mlp_dim]
+    inner: int  # [sequences, mlp_dim], like weights
 
 
 @compiled_fastmath
 def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, phase: int) -> None:
-    """One thread's share of all layers. Layers are rows of the table, in the order of `Layer`'s fields."""
+    """Run all layers on one thread, or on several that share the chunks. Rows of the table are `BlockWeights`."""
     width, last = step.num_heads * step.head_dim, len(table) - 1
     phase = _join(step, ends[3:], table[0, _ATTENTION_NORM:], phase, False)
     for layer in range(len(table)):
@@ -166,11 +163,13 @@ def _run(step: Any, table: Any, ends: Any, scales: Any, windows: Any, phase: int
 
 @compiled_fastmath
 def _multiply(step: Any, rows: int, num_features: int, weights: Any, output: int, num_outputs: int, chunk: int) -> None:
-    """A piece of the outputs of a linear layer, whose weight and bias come first in `weights`."""
+    """One chunk of the outputs of a linear layer, whose weight and bias come first in `weights`."""
     start, stop = num_outputs * chunk // step.num_chunks, num_outputs * (chunk + 1) // step.num_chunks
-    multiply(step.like, rows, weights[0], weights[1], output, step.num_texts, num_outputs, num_features, start, stop)
-    result = float32_at(output, (step.num_texts, num_outputs))
-    for row in range(step.num_texts):
+    multiply(
+        step.like, rows, weights[0], weights[1], output, step.num_sequences, num_outputs, num_features, start, stop
+    )
+    result = float32_at(output, (step.num_sequences, num_outputs))
+    for row in range(step.num_sequences):
         for column in range(start, stop):
             result[row, column] = rounded(result[row, column], step.like)
 
@@ -199,31 +198,34 @@ def _project(step: Any, row: Any, phase: int) -> Any:
 
 @compiled_fastmath
 def _attend(step: Any, row: Any, window: int, scale: Any, phase: int) -> Any:
-    """From queries, keys and values to what is mixed; text by text."""
-    like, num_texts = step.like, step.num_texts
-    heads, kv_heads = (num_texts, step.num_heads, step.head_dim), (num_texts, step.num_kv_heads, step.head_dim)
+    """Attention from queries, keys and values, sequence by sequence; writes the new keys and values."""
+    like, num_sequences = step.like, step.num_sequences
+    heads, kv_heads = (num_sequences, step.num_heads, step.head_dim), (num_sequences, step.num_kv_heads, step.head_dim)
     query, key, value = float32_at(step.query, heads), float32_at(step.key, kv_heads), float32_at(step.value, kv_heads)
     exact, mixed = float32_at(step.exact, heads), array_at(step.mixed, heads, like)
-    cos, sin = float32_at(step.cos, (num_texts, step.num_pairs)), float32_at(step.sin, (num_texts, step.num_pairs))
-    starts, lengths = int64_at(step.starts, (num_texts,)), int64_at(step.lengths, (num_texts,))
+    cos, sin = (
+        float32_at(step.cos, (num_sequences, step.num_pairs)),
+        float32_at(step.sin, (num_sequences, step.num_pairs)),
+    )
+    starts, lengths = int64_at(step.starts, (num_sequences,)), int64_at(step.lengths, (num_sequences,))
     slab = step.num_slots, step.num_kv_heads, step.head_dim
     keys, values = array_at(row[_KEYS], slab, like), array_at(row[_VALUES], slab, like)
-    text = next_chunk(phase)
-    while text < num_texts:
-        slot, one = starts[text] + lengths[text] - 1, slice(text, text + 1)
-        _rotate(step, query[text], row[_QUERY_NORM], cos[text], sin[text])
-        _rotate(step, key[text], row[_KEY_NORM], cos[text], sin[text])
-        _write(key[text], keys[slot], like)
-        _write(value[text], values[slot], like)
+    sequence = next_chunk(phase)
+    while sequence < num_sequences:
+        slot, one = starts[sequence] + lengths[sequence] - 1, slice(sequence, sequence + 1)
+        _rotate(step, query[sequence], row[_QUERY_NORM], cos[sequence], sin[sequence])
+        _rotate(step, key[sequence], row[_KEY_NORM], cos[sequence], sin[sequence])
+        _write(key[sequence], keys[slot], like)
+        _write(value[sequence], values[slot], like)
         attend(query[one], keys, values, starts[one], lengths[one], exact[one], window, scale)
-        _write(exact[text], mixed[text], like)
-        text = finish(phase)
-    return barrier(phase, num_texts)
+        _write(exact[sequence], mixed[sequence], like)
+        sequence = finish(phase)
+    return barrier(phase, num_sequences)
 
 
 @compiled_fastmath
 def _expand(step: Any, row: Any, phase: int) -> Any:
-    """The wide middle of the feed-forward half."""
+    """The hidden layer of the MLP."""
     chunk = next_chunk(phase)
     while chunk < step.num_chunks:
         _multiply(step, step.normal, step.dim, row[_UP:], step.up, step.mlp_dim, chunk)
@@ -237,18 +239,18 @@ def _expand(step: Any, row: Any, phase: int) -> Any:
 
 @compiled_fastmath
 def _join(step: Any, out_norm: Any, norm: Any, phase: int, has_branch: bool) -> Any:
-    """The branch joins the stream, normalised where there is a norm for it, and the next one begins with the stream,
-    normalised. Text by text."""
-    like, num_texts, dim = step.like, step.num_texts, step.dim
-    shape = num_texts, dim
+    """Sequence by sequence: add the branch, normalized if it has a norm, to the stream, and normalize the stream for
+    the next branch."""
+    like, num_sequences, dim = step.like, step.num_sequences, step.dim
+    shape = num_sequences, dim
     streams, branches, normals = (
         float32_at(step.stream, shape),
         float32_at(step.branch, shape),
         array_at(step.normal, shape, like),
     )
-    text = next_chunk(phase)
-    while text < num_texts:
-        stream, branch, normal = streams[text], branches[text], normals[text]
+    sequence = next_chunk(phase)
+    while sequence < num_sequences:
+        stream, branch, normal = streams[sequence], branches[sequence], normals[sequence]
         if has_branch:
             if out_norm[0]:
                 _normalise(branch, like, out_norm[0], out_norm[1], step.eps)
@@ -259,13 +261,13 @@ def _join(step: Any, out_norm: Any, norm: Any, phase: int, has_branch: bool) -> 
         _normalise(branch, like, norm[0], norm[1], step.eps)
         for k in range(dim):
             normal[k] = narrowed(branch[k], like)
-        text = finish(phase)
-    return barrier(phase, num_texts)
+        sequence = finish(phase)
+    return barrier(phase, num_sequences)
 
 
 @compiled_fastmath
 def _write(source: Any, target: Any, like: Any) -> None:
-    """Rounded, from one [heads, head_dim] to another."""
+    """Copy [heads, head_dim], rounded to the type of `like`."""
     for head in range(len(source)):
         for k in range(source.shape[1]):
             target[head, k] = narrowed(source[head, k], like)
@@ -273,7 +275,7 @@ def _write(source: Any, target: Any, like: Any) -> None:
 
 @compiled_fastmath
 def _normalise(row: Any, like: Any, weight: int, bias: int, eps: float) -> None:
-    """In place, by the weight at that address and the bias, if there is one."""
+    """RMSNorm or, with a bias, LayerNorm in place, by weight and bias at these addresses."""
     count, total, mean = len(row), np.float32(0), np.float32(0)
     factors, shifts = array_at(weight, (count,), like), array_at(bias, (count,), like)
     if bias:
@@ -293,7 +295,7 @@ def _normalise(row: Any, like: Any, weight: int, bias: int, eps: float) -> None:
 
 @compiled_fastmath
 def _rotate(step: Any, heads: Any, norm: int, cos: Any, sin: Any) -> None:
-    """Heads [heads, head_dim] of a token, normalised where there is a norm, and rotated; in place."""
+    """Normalize heads [heads, head_dim] of a token if there is a norm, then rotate them; in place."""
     like = step.like
     stride, offset = (2, 1) if step.interleaved else (1, len(cos))
     for head in range(len(heads)):
@@ -307,7 +309,7 @@ def _rotate(step: Any, heads: Any, norm: int, cos: Any, sin: Any) -> None:
 
 
 _LARGEST = np.float32(88)
-# Twice the factors of the GELU's tangent.
+# Twice the coefficients of the tanh GELU.
 _LINEAR, _CUBIC = np.float32(2 * 0.7978845608028654), np.float32(2 * 0.7978845608028654 * 0.044715)
 
 
@@ -320,7 +322,7 @@ def _gated(number: Any, power: Any) -> Any:
 
 @compiled_fastmath
 def _activate(step: Any, has_gate: bool, start: int, stop: int) -> None:
-    like, shape = step.like, (step.num_texts, step.mlp_dim)
+    like, shape = step.like, (step.num_sequences, step.mlp_dim)
     gate, up, inner = float32_at(step.gate, shape), float32_at(step.up, shape), array_at(step.inner, shape, like)
     for row in range(len(up)):
         if has_gate:

@@ -1,4 +1,4 @@
-"""The definition of `fused_decode_step`, of the references of its parts."""
+"""The definition of `fused_decode_step`: a decoder over one token of each sequence, by the references of its parts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Angles = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWeights:
-    """The weights of a block; None where it has none. Without a gate it is a GELU between `up` and `down`, else a
-    SwiGLU; norms without a bias are RMSNorm, those with one LayerNorm."""
+    """The weights of a block; None where it has none. The MLP is a SwiGLU, without a gate a GELU; a norm with a bias is
+    LayerNorm, without one RMSNorm."""
 
     attention_norm: Tensor
     attention_norm_bias: Tensor | None
@@ -50,13 +50,13 @@ class BlockWeights:
     mlp_out_norm_bias: Tensor | None
 
     def tensors(self) -> list[Tensor | None]:
-        """All of them, in order."""
+        """All fields, in order."""
         return [getattr(self, field.name) for field in fields(self)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWeights:
-    """Blocks of equal shapes, a norm and a head [vocab, dim]."""
+    """A decoder: blocks of equal shapes, the last norm and a head [vocab, dim]."""
 
     layers: tuple[BlockWeights, ...]
     scales: tuple[float, ...]  # of each layer's attention scores
@@ -71,10 +71,12 @@ class DecoderWeights:
 
 
 class DecodeStepKernel(Protocol):
-    """All blocks of a decoder, its norm and its head over single tokens, each the last of a text of its own: stream
-    [texts, dim], cos and sin [texts, pairs] or None, `lengths` int64 [texts] positions that follow one another from
-    slot `starts` int64 [texts] on. Their keys and values are written. Returns the normalised output [texts, dim] and
-    logits [texts, vocab] in fp32 at least."""
+    """A decoder over the last token of each sequence: stream [sequences, dim], cos and sin [sequences, pairs] or None.
+
+    A sequence has `lengths` int64 [sequences] consecutive slots from `starts` int64 [sequences] on; the keys and values
+    of the last one are written. Returns the normalized output [sequences, dim] and logits [sequences, vocab] in fp32 at
+    least.
+    """
 
     def __call__(
         self, stream: Tensor, rotary: tuple[Tensor, Tensor] | None, starts: Tensor, lengths: Tensor
@@ -82,8 +84,10 @@ class DecodeStepKernel(Protocol):
 
 
 class DecodeStepFactory(Protocol):
-    """Such a call over these weights, and for each layer the slabs of keys and values [slots, kv_heads, head_dim];
-    all in one dtype, fp32 or bfloat16, contiguous and on CPU. They are read where they lie now."""
+    """Makes a decode step over weights and each layer's keys and values [slots, kv_heads, head_dim].
+
+    All have one dtype, fp32 or bfloat16, are contiguous and on CPU, and are read at their present addresses.
+    """
 
     def __call__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> DecodeStepKernel: ...
 
@@ -113,7 +117,7 @@ class ReferenceDecodeStep:
         weights, layer, (keys, values) = self._weights, self._weights.layers[index], self._slabs[index]
 
         def heads(weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
-            """[texts, heads, head_dim]."""
+            """[sequences, heads, head_dim]."""
             result = linear(normal, weight, bias).view(len(normal), -1, weights.head_dim)
             return _norm(result, norm, None, weights.qk_norm_eps)
 
@@ -121,18 +125,17 @@ class ReferenceDecodeStep:
         key = heads(layer.key, layer.key_bias, layer.key_norm)
         value = heads(layer.value, layer.value_bias, None)
         if rotary is not None:
-            query, key = (_rotated(each, rotary, weights.interleaved_rotary) for each in (query, key))
+            cos, sin = (each.unsqueeze(0) for each in rotary)
+            # The sequences are one row of tokens: [1, heads, sequences, head_dim].
+            query, key = (
+                rotate(each.transpose(0, 1).unsqueeze(0), cos, sin, weights.interleaved_rotary)[0].transpose(0, 1)
+                for each in (query, key)
+            )
         last = starts + lengths - 1
         keys[last], values[last] = key, value
         scale, window = weights.scales[index], weights.windows[index]
         mixed = decode_attention(query, keys, values, starts, lengths, window=window, scale=scale)
         return mixed.flatten(1)
-
-
-def _rotated(heads: Tensor, angles: Angles, interleaved: bool) -> Tensor:
-    """[texts, heads, head_dim], for which the texts are one row of tokens."""
-    cos, sin = (each.unsqueeze(0) for each in angles)
-    return rotate(heads.transpose(0, 1).unsqueeze(0), cos, sin, interleaved)[0].transpose(0, 1)
 
 
 def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

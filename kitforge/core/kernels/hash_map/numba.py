@@ -1,6 +1,6 @@
-"""`hash_map` by open addressing: key and slot side by side, so that a key is found within one line of the cache.
+"""`hash_map` by open addressing with linear probing: key and slot are adjacent, so a lookup reads one cache line.
 
-What follows a removed key moves up, so there are no tombstones, and a map that keys come and go from stays fast.
+Removal shifts the following keys back, so there are no tombstones and churn does not slow the map down.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch
+from kitforge.core.kernels.numba_runtime import compiled, hash_bits, parallel_for, prefetch
 
-# A place of the table is free where its slot is this; keys may be any number.
+# The slot of a free position; a key can be any number.
 FREE = -1
 SMALLEST_TABLE = 64
-# Keys that are worth a thread.
+# Keys per thread, at least.
 GRAIN = 2**13
-# How many keys ahead a place is asked for: memory answers late.
+# Prefetch distance in keys: memory latency dominates.
 AHEAD = 16
 
 Table = NDArray[np.int64]
@@ -74,7 +74,7 @@ class OpenAddressingHashMap:
 
 
 def _size(num_keys: int) -> int:
-    """The size of a table, a power of two, that is then at most three quarters full."""
+    """The size of a table, a power of two, with a load factor of at most 3/4."""
     return max(SMALLEST_TABLE, 1 << (num_keys + num_keys // 3).bit_length())
 
 
@@ -86,16 +86,13 @@ def _empty(room: int) -> Table:
 
 @compiled
 def _home(key: Any, mask: Any) -> Any:
-    """Where a key is looked for first. After MurmurHash3's finaliser (Appleby)."""
-    bits = np.uint64(key)
-    bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return np.int64((bits ^ (bits >> np.uint64(33))) & np.uint64(mask))
+    """The first position that is probed for a key."""
+    return np.int64(hash_bits(key) & np.uint64(mask))
 
 
 @compiled
 def _probe(table: Table, key: Any) -> Any:
-    """Where the key is, or the free place that it would take."""
+    """The position of the key, or the free position for it."""
     mask = len(table) - 1
     position = _home(key, mask)
     while table[position, 1] != FREE and table[position, 0] != key:
@@ -105,7 +102,7 @@ def _probe(table: Table, key: Any) -> Any:
 
 @compiled
 def _prefetch_key(table: Table, keys: Keys, number: int, stop: int) -> None:
-    """Ask for the place of a key that comes later."""
+    """Prefetch the position of a later key."""
     if number < stop:
         prefetch(table, _home(keys[number], len(table) - 1), 0)
 
@@ -125,7 +122,7 @@ def _lookup_through(table: Table, keys: Keys, others: Keys, slots: Keys, start: 
         if number < stop:
             slots[number] = table[_probe(table, keys[number]), 1]
             prefetch(rows, max(slots[number], 0), 0)
-        # What was asked for a while ago is there by now.
+        # Prefetched `AHEAD` keys ago.
         one = number - AHEAD
         if one >= start and slots[one] != FREE:
             slots[one] = others[slots[one]]
@@ -169,12 +166,12 @@ def _remove(table: Table, keys: Keys, slots: Keys) -> int:
 
 @compiled
 def _close(table: Table, gap: int) -> None:
-    """Free a place, and move up whatever would not be found any more (Knuth, volume 3, algorithm 6.4R)."""
+    """Free a position and shift back the keys that probing would miss (Knuth, volume 3, algorithm 6.4R)."""
     mask = len(table) - 1
     position = (gap + 1) & mask
     while table[position, 1] != FREE:
         home = _home(table[position, 0], mask)
-        # It may move unless its home lies, going round, behind the gap and up to where it is.
+        # A key may move unless its home lies cyclically between the gap and its position.
         if ((position - home) & mask) >= ((position - gap) & mask):
             table[gap, 0] = table[position, 0]
             table[gap, 1] = table[position, 1]

@@ -9,25 +9,25 @@ from torch import Tensor
 
 
 class HashMapKernel(Protocol):
-    """Slots, int64 from 0, by key, any int64. Keys of one call are distinct. Not for two threads at once."""
+    """A map from keys, any int64, to slots, int64 from 0. Keys of one call are distinct. Not thread-safe."""
 
     def __len__(self) -> int:
-        """How many keys there are."""
+        """The number of keys."""
         ...
 
     def lookup(self, keys: Tensor, out: Tensor | None = None, through: Tensor | None = None) -> Tensor:
-        """The slots [n] of keys [n], -1 where one is not there; here keys may repeat. `out` int64 [n] is reused.
+        """The slots [n] of keys [n], -1 for a missing key; here keys may repeat. `out` int64 [n] is reused.
 
-        `through` int64 [slots]: what it holds at a slot is given in the slot's stead.
+        With `through` int64 [slots], returns `through[slot]` instead of each slot.
         """
         ...
 
     def insert(self, keys: Tensor, slots: Tensor) -> Tensor:
-        """Give keys [n] these slots [n]; those [n] that they had before, -1 for a key that was not there."""
+        """Map keys [n] to slots [n]. Returns their slots [n] before, -1 for a new key."""
         ...
 
     def remove(self, keys: Tensor) -> Tensor:
-        """Forget keys [n]: the slots [n] they had, -1 for a key that was not there."""
+        """Remove keys [n]. Returns the slots [n] they had, -1 for a missing key."""
         ...
 
     def items(self) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ class HashMapKernel(Protocol):
 
 
 class HashMapFactory(Protocol):
-    """An empty map, with room for so many keys before it grows."""
+    """Makes an empty map with room for that many keys before it grows."""
 
     def __call__(self, room: int = 0) -> HashMapKernel: ...
 

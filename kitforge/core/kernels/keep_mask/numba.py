@@ -1,4 +1,4 @@
-"""`keep_mask` counter by counter, on as many threads as torch has."""
+"""`keep_mask` on all threads of torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from kitforge.core.kernels.keep_mask.reference import INCREMENTS, MULTIPLIERS, ROUNDS, threshold
 from kitforge.core.kernels.numba_runtime import compiled, parallel_for
 
-# Counters that are worth a thread.
+# Counters per thread, at least.
 GRAIN = 2**12
 _KEY_STEPS = np.array(INCREMENTS, np.uint64)
 _FACTORS = np.array(MULTIPLIERS, np.uint64)
 _HALF, _WORD = np.uint64(32), np.uint64(0xFFFFFFFF)
-# Counters whose words stay in the nearest cache.
+# Counters of one chunk, whose words stay in the L1 cache.
 NEAR = 256
 
 
@@ -27,7 +27,7 @@ def keep_mask(key: int, rows: Tensor, start: int, count: int, rate: float) -> Te
     size = last - first
     kept = torch.empty(len(rows), 4 * size, dtype=torch.bool)
     given = (np.uint64(key), rows.numpy(), first, np.uint64(threshold(rate)), kept.numpy())
-    # Threads have rows of their own, or a part of every row where those are few and long.
+    # Threads split the rows, or the elements of every row where rows are few and long.
     if len(rows) > size:
         parallel_for(lambda begin, end: _keep(*given, begin, end, 0, size), len(rows), max(1, GRAIN // max(size, 1)))
     else:
@@ -49,7 +49,7 @@ def _keep(
     begin: int,
     end: int,
 ) -> None:
-    """Round by round over a few counters that stay near, since only such loops fill the processor's vectors."""
+    """Chunk by chunk, round by round: LLVM vectorizes the loops over a chunk."""
     one, two = np.empty(NEAR, np.uint64), np.empty(NEAR, np.uint64)
     three, four = np.empty(NEAR, np.uint64), np.empty(NEAR, np.uint64)
     for row in range(begin_row, end_row):

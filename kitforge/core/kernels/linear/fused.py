@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from kitforge.core.kernels.mixed_precision import match_dtype, storage_dtype
 
-# Rows of which fp32 copies exist at once: enough for full speed of the products, few enough to stay in the caches.
+# Rows copied to fp32 at once: enough for full speed of the products, few enough for the CPU caches.
 ROWS = 512
 
 
@@ -29,7 +29,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def traceable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same in plain operations, which a compiler fuses with their neighbours."""
+    """The same in plain operations, which torch.compile fuses."""
     half = storage_dtype(input)
     if half is None:
         return functional.linear(input, *match_dtype(input, weight, bias))
@@ -39,7 +39,7 @@ def traceable_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 
 class _StoredHalf(torch.autograd.Function):
-    """Keeps the rounded input, half the size, for the backward pass."""
+    """Saves the input in half precision for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, half: torch.dtype) -> Tensor:
@@ -71,7 +71,9 @@ class _StoredHalf(torch.autograd.Function):
                 grad_weight.addmm_(exact.t(), _exact(rows))
             if grad_bias is not None:
                 grad_bias += exact.sum(0)
-        return grad_input, _rounded(grad_weight, weight), _rounded(grad_bias, weight), None
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_input, grad_weight, None if grad_bias is None else grad_bias.to(weight.dtype), None
 
 
 def _parts(input: Tensor) -> tuple[Tensor, ...]:
@@ -81,7 +83,3 @@ def _parts(input: Tensor) -> tuple[Tensor, ...]:
 
 def _exact(input: Tensor) -> Tensor:
     return input.to(torch.promote_types(input.dtype, torch.float32))
-
-
-def _rounded(grad: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if grad is None else grad.to(like.dtype)

@@ -1,6 +1,6 @@
-"""A few rows of an input by a few of a weight, in the processor's vectors: the inside of `linear` for few rows.
+"""GEMM microkernel of `linear` for few rows: a tile of input rows by weight rows in vector registers.
 
-Written as instructions, since a compiler that finds the vectors itself does not keep all the sums in registers.
+Written in LLVM instructions, since LLVM's own vectorizer does not keep all sums in registers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from numba.extending import intrinsic
 
 _FEATURES = str(cast(Any, config).CPU_FEATURES or cast(Any, get_host_cpu_features)()).split(",")
 _WIDE = "+avx512f" in _FEATURES
-# Whether pairs of bfloat16 are multiplied and added in one instruction.
+# Whether the processor has dot products of bfloat16 pairs.
 PAIRS = "+avx512bf16" in _FEATURES
 _LANES = 16 if _WIDE else 8
-# How many rows of the input, at most, meet how many of the weight: as many sums as there are registers for.
+# Rows of the input by rows of the weight in a tile: as many sums as there are registers.
 ROWS, COLUMNS = 8 if _WIDE else 4, 3
-# Features that a tile takes at once; what is left over is the caller's.
+# Features of one iteration; the caller handles the remainder.
 FEATURES = 2 * _LANES
-# How many bytes ahead memory is asked for. Rows of a weight follow one another, so that the next is asked for as well.
+# Prefetch distance in bytes. Rows of a weight are adjacent, so it reaches into the next row.
 _AHEAD = 1024
 
 _FLOAT, _INT, _WORD = ir.FloatType(), ir.IntType(32), ir.IntType(16)
@@ -30,7 +30,7 @@ _VECTOR = ir.VectorType(_FLOAT, _LANES)
 
 
 class _Bfloat(ir.Type):  # type: ignore[misc]
-    """LLVM's own bfloat16, of which llvmlite does not know."""
+    """LLVM's bfloat16, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -54,20 +54,16 @@ def _loaded(builder: Any, address: Any, kind: Any) -> Any:
     return loaded
 
 
-def _widened(builder: Any, half: Any) -> Any:
-    """[lanes] in fp32 of bfloat16."""
-    wide = ir.VectorType(_INT, _LANES)
-    return builder.bitcast(builder.shl(builder.zext(half, wide), ir.Constant(wide, [16] * _LANES)), _VECTOR)
-
-
 def _vectors(builder: Any, address: Any, size: int, in_pairs: bool) -> list[Any]:
-    """`FEATURES` numbers of that many bytes, as vectors that are multiplied one by one."""
+    """`FEATURES` numbers of `size` bytes each, as vectors: in fp32, or as bfloat16 pairs."""
     if in_pairs:
         return [_loaded(builder, address, ir.VectorType(_WORD, 2 * _LANES))]
     halves = [address, builder.add(address, address.type(size * _LANES))]
     if size == 4:
         return [_loaded(builder, half, _VECTOR) for half in halves]
-    return [_widened(builder, _loaded(builder, half, ir.VectorType(_WORD, _LANES))) for half in halves]
+    wide = ir.VectorType(_INT, _LANES)
+    words = [builder.zext(_loaded(builder, half, ir.VectorType(_WORD, _LANES)), wide) for half in halves]
+    return [builder.bitcast(builder.shl(each, ir.Constant(wide, [16] * _LANES)), _VECTOR) for each in words]
 
 
 def _added(builder: Any, total: Any, one: Any, other: Any) -> Any:
@@ -80,10 +76,10 @@ def _added(builder: Any, total: Any, one: Any, other: Any) -> Any:
 
 
 def _generate(rows: int, input_size: int, weight_size: int, builder: Any, arguments: Any) -> None:
-    """See `tile`; sizes are bytes of a number."""
+    """See `tile`; sizes are bytes of an element."""
     input, row_bytes, last, *columns, length, first, second, third, output_bytes = arguments
     number, lowering, in_pairs = input.type, cast(Any, cgutils), input_size == 2
-    # Where there are fewer rows than the tile has, the last is multiplied again.
+    # With fewer rows than the tile has, the last is multiplied again.
     row_indices = [
         builder.select(builder.icmp_signed("<", number(row), last), number(row), last) for row in range(rows)
     ]
@@ -112,11 +108,12 @@ def _generate(rows: int, input_size: int, weight_size: int, builder: Any, argume
 
 
 def tile(rows: int) -> Any:
-    """A function for compiled loops: the products of at most `rows` rows of an input with `COLUMNS` of a weight, over
-    the first `length` features, a multiple of `FEATURES`. All is given by addresses: the first row of the input, how
-    many bytes the rows are apart, and the number of the last; the rows of the weight; for each of these its first
-    output, in fp32, and how many bytes the outputs are apart. `one` is a number of the input and `other` one of the
-    weight: both fp32, or bfloat16 (as uint16) where there are `PAIRS`, else fp32 and bfloat16.
+    """An intrinsic: products of at most `rows` rows of an input with `COLUMNS` rows of a weight, over the first
+    `length` features, a multiple of `FEATURES`.
+
+    Arguments are addresses: the first row of the input, its stride in bytes and the index of the last row; the rows of
+    the weight; the first fp32 output of each and their stride in bytes. `one` has the element type of the input and
+    `other` that of the weight: both fp32, both bfloat16 (as uint16) with `PAIRS`, else fp32 and bfloat16.
     """
 
     def typed(

@@ -1,8 +1,8 @@
-"""`linear` for a few rows and weights in fp32 or bfloat16: as fast as the weight can be read.
+"""`linear` for a few rows, in fp32 or bfloat16, at the speed of memory.
 
-Vendors' products are made for many rows; for the few of a decoding step they read the weight up to three times slower
-than memory allows, since they lay it out anew first. Here each row of the weight comes from memory once, and meets
-eight rows of the input at a time. Sums are taken in fp32.
+Vendors' matrix products are optimized for many rows. For the few of a decoding step they read the weight up to three
+times slower than memory allows, since they repack it first. Here each row of the weight is read once and multiplied
+with eight rows of the input at a time. Sums are in fp32.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from kitforge.core.kernels.numba_runtime import (
     widened,
 )
 
-# Multiplications that are worth a thread of their own: waking it takes as long as a million of them, and one thread
-# alone reads nearly as fast as memory gives.
+# Multiplications per thread, at least: waking one takes as long as a million of them, and a single thread nearly
+# saturates the memory bandwidth.
 GRAIN = 2**23
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `LinearKernel`; for contiguous weights in fp32 or bfloat16 on CPU, and without a gradient."""
+    """See `LinearKernel`; for contiguous weights in fp32 or bfloat16 on CPU, without gradients."""
     num_outputs, num_features = weight.shape
     rows = input.contiguous()
     output = torch.empty(*input.shape[:-1], num_outputs)
-    # Weights come by address: `Tensor.numpy` would forbid their storage to be resized from then on, as sharded ones
-    # are when they are gathered and let go.
+    # Weights are passed by address: `Tensor.numpy` would make their storage non-resizable, but FSDP resizes it when it
+    # gathers and frees parameters.
     arguments = (
         FLOAT if weight.dtype is torch.float32 else HALF,
         rows.data_ptr(),
@@ -70,8 +70,8 @@ def multiply(
     start: int,
     stop: int,
 ) -> None:
-    """output [rows, out] = rows [rows, in] @ weight [out, in].T + bias [out] for the outputs start .. stop - 1, at
-    these addresses. The output is in fp32, all else of numbers like that one; a bias at 0 is none."""
+    """output [rows, out] = rows [rows, in] @ weight [out, in].T + bias [out] for the outputs start .. stop - 1, by
+    addresses. The output is fp32, all others have the element type of `like`; a bias at 0 is none."""
     sizes = num_rows, num_outputs, num_features
     input, result = array_at(rows, (num_rows, num_features), like), float32_at(output, (num_rows, num_outputs))
     if PAIRS:
@@ -101,14 +101,14 @@ def _multiply(
     start: int,
     stop: int,
 ) -> None:
-    """What the tiles give; rows are of numbers like the one, the weight like the other."""
+    """The products of the features that fill tiles; `one` is the element type of rows, `other` that of the weight."""
     row_bytes, output_bytes = num_features * array_at(rows, (1,), one).itemsize, 4 * num_outputs
     weight_bytes, tiled_features = (
         num_features * array_at(weight, (1,), other).itemsize,
         num_features - num_features % FEATURES,
     )
-    # Three rows of the weight at a time, each of its own third, so that memory is read in three straight lines, which
-    # the processor foresees. Where a third is short, the last row is multiplied once more.
+    # Three rows of the weight at a time, one of each third, so that the hardware prefetcher sees three sequential
+    # streams. Where a third is short, the last row is multiplied again.
     third = (stop - start + 2) // 3
     for first in range(start, start + third):
         second, last = min(first + third, stop - 1), min(first + 2 * third, stop - 1)
@@ -128,7 +128,7 @@ def _multiply(
 
 @compiled_fastmath
 def _add_remainder(rows: Any, weight: Any, output: Any, start: int, stop: int) -> None:
-    """What the tiles have left out."""
+    """Add the products of the features that do not fill a tile."""
     num_features = rows.shape[1]
     for row in range(len(rows)):
         for column in range(start, stop):

@@ -1,10 +1,10 @@
-"""`linear_cross_entropy` in chunks of rows, with the gradients found in the forward pass.
+"""`linear_cross_entropy` in chunks of rows, with gradients computed in the forward pass.
 
-The logits of a whole batch are the largest tensor of a training step; here only one chunk of them exists at a time,
-and it is turned in place into softmax minus target, which is the gradient. The backward pass scales what is ready.
+The logits of a whole batch are the largest tensor of a training step. Here one chunk of them exists at a time and is
+turned in place into its gradient, softmax minus target. The backward pass only scales the gradients.
 
-fp16 has too small a range for that: gradients have to be scaled before they are rounded. There the backward pass
-computes the logits again and multiplies their gradients by the incoming one, as autocast with a loss scale would.
+The range of fp16 is too small for that: gradients must be scaled before they are rounded. For fp16 the backward pass
+recomputes the logits and multiplies their gradients by the incoming one, as autocast with a loss scale does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kitforge.core.kernels.mixed_precision import compute_dtype, storage_dtype
+from kitforge.core.kernels.mixed_precision import product_operands
 
 # Bytes of logits held at once: large enough for full speed of the products, small enough to stay near the caches.
 CHUNK_BYTES = 32 * 2**20
@@ -35,8 +35,8 @@ class VocabularyShard:
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard | None = None
 ) -> Tensor:
-    """See `LinearCrossEntropyKernel`. With a `shard` the loss is that of the whole vocabulary, on every
-    holder; the gradient of `hidden` is the part that comes from these rows."""
+    """See `LinearCrossEntropyKernel`. With a `shard` of the vocabulary the loss is global on every rank, and the
+    gradient of `hidden` is the partial sum of this shard."""
     gradients = torch.is_grad_enabled()
     result: Tensor = _Chunked.apply(hidden, weight, targets, gradients, shard)  # type: ignore[no-untyped-call]
     return result
@@ -52,7 +52,7 @@ class _Chunked(torch.autograd.Function):
         with_gradients: bool,
         shard: VocabularyShard | None,
     ) -> Tensor:
-        rounded, matrix = _operands(hidden, weight)
+        rounded, matrix = product_operands(hidden, weight)
         exact = torch.promote_types(rounded.dtype, torch.float32)
         ctx.scales_first = torch.float16 in (hidden.dtype, weight.dtype, rounded.dtype)
         wants_hidden = with_gradients and ctx.needs_input_grad[0] and not ctx.scales_first
@@ -60,7 +60,7 @@ class _Chunked(torch.autograd.Function):
         grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wants_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if wants_weight else None
         total = torch.zeros((), dtype=exact, device=hidden.device)
-        # The logarithm of the sum of exponentials of each row.
+        # The logsumexp of each row.
         normalisers = torch.empty(hidden.shape[0], dtype=exact, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _chunks(hidden.shape[0], weight.shape[0] if shard is None else shard.max_rows, exact):
@@ -86,7 +86,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         if ctx.scales_first:
             return (*_scaled_gradients(ctx, grad), None, None, None)
-        # The sum is used once in a step, so its gradients are scaled in place; torch refuses to unpack them again.
+        # The loss is used once in a step, so its gradients are scaled in place; torch refuses to unpack them again.
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad.to(torch.float32) if grad.dtype in (torch.bfloat16, torch.float16) else grad
         return (
@@ -98,22 +98,13 @@ class _Chunked(torch.autograd.Function):
         )
 
 
-def _operands(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Both factors in the dtype that products are taken in on this device."""
-    half = storage_dtype(hidden)
-    if half is not None:
-        return hidden.to(half).to(weight.dtype), weight
-    dtype = compute_dtype(hidden)
-    return hidden.to(dtype), weight.to(dtype)
-
-
 def _chunks(num_rows: int, width: int, dtype: torch.dtype) -> list[slice]:
     rows = max(1, CHUNK_BYTES // (max(width, 1) * dtype.itemsize))
     return [slice(start, start + rows) for start in range(0, num_rows, rows)]
 
 
 def _scaled_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of hidden and weight, multiplied by the incoming one before anything is rounded."""
+    """The gradients of hidden and weight, multiplied by the incoming one before they are rounded."""
     rounded, weight, targets, normalisers = ctx.saved_tensors
     wants_hidden, wants_weight = ctx.needs_input_grad[:2]
     matrix, exact = weight.to(rounded.dtype), normalisers.dtype
@@ -136,10 +127,10 @@ def _scaled_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | N
 
 
 def _loss_into_gradient(logits: Tensor, targets: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of logits [rows, vocab] and the normalisers [rows]; the logits become their gradient, zero
-    where ignored."""
+    """The sum of the losses of logits [rows, vocab], and the logsumexp [rows]. The logits become their gradient in
+    place, zero in ignored rows."""
     counted = targets != -100
-    # Only -100 is ignored: any other number outside the vocabulary has to fail in `gather`.
+    # Only -100 is ignored: any other target outside the vocabulary must fail in `gather`.
     index = torch.where(counted, targets, 0).unsqueeze(1)
     if shard is not None:
         return _sharded_loss(logits, counted, index - shard.first, shard)
@@ -155,7 +146,7 @@ def _loss_into_gradient(logits: Tensor, targets: Tensor, shard: VocabularyShard 
 
 
 def _sharded_loss(logits: Tensor, counted: Tensor, index: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """The same over a part of the vocabulary: holders exchange a maximum, a sum and the target's logit a row."""
+    """The same over a shard of the vocabulary: ranks exchange the maximum, the sum and the target logit of each row."""
     rows, width = logits.shape
     is_here = (index >= 0) & (index < width)
     index = torch.where(is_here, index, 0)
@@ -164,7 +155,7 @@ def _sharded_loss(logits: Tensor, counted: Tensor, index: Tensor, shard: Vocabul
     own[2] = torch.where(is_here, logits.gather(1, index), 0).squeeze(1) if width else 0
     logits -= own[0].unsqueeze(1)
     own[1] = logits.exp_().sum(dim=1)
-    highest, sums, target_logits = shard.gather(own).unbind(1)  # each [holders, rows]
+    highest, sums, target_logits = shard.gather(own).unbind(1)  # each [ranks, rows]
     top = highest.amax(dim=0)
     total = (sums * (highest - top).exp()).sum(dim=0)
     normalisers = total.log() + top
@@ -176,7 +167,7 @@ def _sharded_loss(logits: Tensor, counted: Tensor, index: Tensor, shard: Vocabul
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """`total += gradient.T @ hidden`, in one call where the dtypes allow."""
+    """`total += gradient.T @ hidden`, fused where the dtypes allow."""
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.t(), hidden)
     else:

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 
 class LinearCrossEntropyKernel(Protocol):
-    """Sum over the rows whose target is not -100 of the cross entropy of `hidden [rows, dim] @ weight [vocab, dim].T`
-    against targets [rows], in fp32. Returns a 0-dim sum."""
+    """Cross entropy of `hidden [rows, dim] @ weight [vocab, dim].T` against targets [rows], in fp32, summed over the
+    rows whose target is not -100. Returns a 0-dim sum."""
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor: ...
 

@@ -1,8 +1,9 @@
-"""`linear_log_probs` in chunks of rows. The log-probabilities of all tokens are kept for the backward pass while they
-are few; of more, each chunk is computed again there."""
+"""`linear_log_probs` in chunks of rows. The backward pass recomputes the log-probs of each chunk, unless those of all
+rows are few enough to be saved."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShard
-from kitforge.core.kernels.mixed_precision import compute_dtype, storage_dtype
+from kitforge.core.kernels.mixed_precision import product_operands
 
-# Bytes of logits computed at once, and of those that are kept from the forward to the backward pass.
+# Bytes of logits of one chunk, and of those that are saved for the backward pass.
 CHUNK_BYTES = 32 * 2**20
 KEPT_BYTES = 256 * 2**20
 
@@ -24,11 +25,13 @@ def linear_log_probs(
     temperature: float = 1.0,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `LinearLogProbsKernel`. With a `shard` both are those of the whole vocabulary, on every holder; the
-    gradient of `hidden` is the part that comes from these rows."""
-    apply = _Chunked.apply if shard is None else _VocabularyParallel.apply
-    further = () if shard is None else (shard,)
-    result: tuple[Tensor, Tensor] = apply(hidden, weight, targets, temperature, torch.is_grad_enabled(), *further)  # type: ignore[no-untyped-call]
+    """See `LinearLogProbsKernel`. With a `shard` of the vocabulary both results are global on every rank, and the
+    gradient of `hidden` is the partial sum of this shard."""
+    result: tuple[Tensor, Tensor]
+    if shard is None:
+        result = _Chunked.apply(hidden, weight, targets, temperature, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    else:
+        result = _VocabularyParallel.apply(hidden, weight, targets, temperature, shard)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -37,7 +40,7 @@ class _Chunked(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_gradients: bool
     ) -> tuple[Tensor, Tensor]:
-        rounded, matrix = _operands(hidden, weight)
+        rounded, matrix = product_operands(hidden, weight)
         exact = torch.promote_types(rounded.dtype, torch.float32)
         chosen = torch.empty(hidden.shape[0], dtype=exact, device=hidden.device)
         entropies = torch.empty_like(chosen)
@@ -45,9 +48,9 @@ class _Chunked(torch.autograd.Function):
         keeps = with_gradients and hidden.shape[0] * row_bytes <= KEPT_BYTES
         kept: list[Tensor] = []
         for part in _chunks(hidden.shape[0], row_bytes):
-            log_probs = _log_probs(rounded[part], matrix, temperature, exact)
+            log_probs = _logits(rounded[part], matrix, temperature, exact).log_softmax(-1)
             torch.gather(log_probs, 1, targets[part].unsqueeze(1), out=chosen[part].unsqueeze(1))
-            entropies[part] = _entropies(log_probs)
+            entropies[part] = -(log_probs.exp() * log_probs).sum(-1)
             if keeps:
                 kept.append(log_probs)
         ctx.save_for_backward(rounded, matrix, targets, entropies, *kept)
@@ -61,24 +64,20 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, grad_chosen: Tensor, grad_entropies: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         rounded, matrix, targets, entropies, *kept = ctx.saved_tensors
-        exact = entropies.dtype
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty(rounded.shape, dtype=ctx.dtypes[0], device=rounded.device) if wants_hidden else None
-        grad_weight = torch.zeros(matrix.shape, dtype=exact, device=matrix.device) if wants_weight else None
-        for number, part in enumerate(_chunks(rounded.shape[0], ctx.row_bytes)):
-            log_probs = kept[number] if kept else _log_probs(rounded[part], matrix, ctx.temperature, exact)
-            gradient = _of_logits(log_probs, targets[part], entropies[part], grad_chosen[part], grad_entropies[part])
-            gradient = (gradient / ctx.temperature).to(rounded.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = gradient @ matrix
-            if grad_weight is not None:
-                grad_weight += gradient.t() @ rounded[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(ctx.dtypes[1]), None, None, None
+
+        def log_probs(number: int, part: slice) -> Tensor:
+            if not kept:
+                return _logits(rounded[part], matrix, ctx.temperature, entropies.dtype).log_softmax(-1)
+            saved: Tensor = kept[number]
+            return saved
+
+        parts, grads = _chunks(rounded.shape[0], ctx.row_bytes), (grad_chosen, grad_entropies, grad_chosen)
+        return *_backward(ctx, (rounded, matrix, entropies), targets, grads, parts, log_probs), None, None, None
 
 
 class _VocabularyParallel(torch.autograd.Function):
-    """The same over a part of the vocabulary: holders exchange four numbers a row, all rows at once, as chunks of parts
-    of different sizes would not meet. Logits are computed again in the backward pass."""
+    """The same over a shard of the vocabulary. Ranks exchange four numbers a row, of all rows at once, since shards of
+    different sizes have different chunks. The backward pass recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -87,14 +86,16 @@ class _VocabularyParallel(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         temperature: float,
-        _with_gradients: bool,
         shard: VocabularyShard,
     ) -> tuple[Tensor, Tensor]:
-        rounded, matrix = _operands(hidden, weight)
+        rounded, matrix = product_operands(hidden, weight)
         exact = torch.promote_types(rounded.dtype, torch.float32)
         width, num_rows = weight.shape[0], hidden.shape[0]
-        columns, is_here = _local_columns(targets, shard, width)
-        # The maximum, the sum of exponentials under it, their product with the logits below it, the target's logit.
+        # The columns of targets in this shard; 0 for those of other shards.
+        columns = targets - shard.first
+        is_here = (columns >= 0) & (columns < width)
+        columns = torch.where(is_here, columns, 0)
+        # By row: the maximum, the sum of exponentials below it, their product with the logits, the target's logit.
         own = torch.zeros(4, num_rows, dtype=exact, device=hidden.device)
         own[0] = -torch.inf
         for part in _chunks(num_rows, max(width, 1) * exact.itemsize) if width else []:
@@ -104,7 +105,7 @@ class _VocabularyParallel(torch.autograd.Function):
             logits -= own[0, part].unsqueeze(1)
             own[1, part] = logits.exp().sum(dim=1)
             own[2, part] = (logits.exp() * logits).sum(dim=1)
-        highest, sums, products, chosen = shard.gather(own).unbind(1)  # each [holders, rows]
+        highest, sums, products, chosen = shard.gather(own).unbind(1)  # each [ranks, rows]
         top = highest.amax(dim=0)
         below = torch.where(sums > 0, highest - top, 0)
         total = (sums * below.exp()).sum(dim=0)
@@ -119,40 +120,43 @@ class _VocabularyParallel(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_chosen: Tensor, grad_entropies: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         rounded, matrix, columns, is_here, normaliser, entropies = ctx.saved_tensors
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         exact, width = entropies.dtype, matrix.shape[0]
-        grad_hidden = torch.zeros(rounded.shape, dtype=ctx.dtypes[0], device=rounded.device) if wants_hidden else None
-        grad_weight = torch.zeros(matrix.shape, dtype=exact, device=matrix.device) if wants_weight else None
-        for part in _chunks(rounded.shape[0], max(width, 1) * exact.itemsize) if width else []:
-            log_probs = _logits(rounded[part], matrix, ctx.temperature, exact).sub_(normaliser[part].unsqueeze(1))
-            gradient = (log_probs + entropies[part].unsqueeze(1)).mul_(-grad_entropies[part].unsqueeze(1))
-            gradient = gradient.sub_(grad_chosen[part].unsqueeze(1)).mul_(log_probs.exp_())
-            own = torch.where(is_here[part], grad_chosen[part], 0)
-            gradient.scatter_add_(1, columns[part].unsqueeze(1), own.unsqueeze(1))
-            gradient = (gradient / ctx.temperature).to(rounded.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = gradient @ matrix
-            if grad_weight is not None:
-                grad_weight += gradient.t() @ rounded[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(ctx.dtypes[1]), None, None, None, None
+
+        def log_probs(_number: int, part: slice) -> Tensor:
+            return _logits(rounded[part], matrix, ctx.temperature, exact).sub_(normaliser[part].unsqueeze(1))
+
+        parts = _chunks(rounded.shape[0], max(width, 1) * exact.itemsize) if width else []
+        grads = grad_chosen, grad_entropies, torch.where(is_here, grad_chosen, 0)
+        return *_backward(ctx, (rounded, matrix, entropies), columns, grads, parts, log_probs), None, None, None
 
 
-def _local_columns(targets: Tensor, shard: VocabularyShard, width: int) -> tuple[Tensor, Tensor]:
-    """Where the targets stand among these rows, 0 where they do not, and whether they do."""
-    columns = targets - shard.first
-    is_here = (columns >= 0) & (columns < width)
-    return torch.where(is_here, columns, 0), is_here
-
-
-def _operands(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Both factors in the dtype that products are taken in on this device."""
-    half = storage_dtype(hidden)
-    if half is not None:
-        return hidden.to(half).to(weight.dtype), weight
-    dtype = compute_dtype(hidden)
-    return hidden.to(dtype), weight.to(dtype)
+def _backward(
+    ctx: Any,
+    saved: tuple[Tensor, Tensor, Tensor],
+    columns: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    parts: list[slice],
+    log_probs_of: Callable[[int, slice], Tensor],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of hidden and weight, by that of the scaled logits: (target - p) for the log-probability and
+    -p (log p + H) for the entropy H. The third of `grads` is that of the targets in this shard, at `columns`."""
+    rounded, matrix, entropies = saved
+    wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+    grad_hidden = torch.zeros(rounded.shape, dtype=ctx.dtypes[0], device=rounded.device) if wants_hidden else None
+    grad_weight = torch.zeros(matrix.shape, dtype=entropies.dtype, device=matrix.device) if wants_weight else None
+    for number, part in enumerate(parts):
+        of_chosen, of_entropy, of_target = (each[part].unsqueeze(1) for each in grads)
+        log_probs = log_probs_of(number, part)
+        gradient = (log_probs + entropies[part].unsqueeze(1)).mul_(-of_entropy).sub_(of_chosen).mul_(log_probs.exp())
+        gradient.scatter_add_(1, columns[part].unsqueeze(1), of_target)
+        gradient = (gradient / ctx.temperature).to(rounded.dtype)
+        if grad_hidden is not None:
+            grad_hidden[part] = gradient @ matrix
+        if grad_weight is not None:
+            grad_weight += gradient.t() @ rounded[part]
+    return grad_hidden, None if grad_weight is None else grad_weight.to(ctx.dtypes[1])
 
 
 def _chunks(num_rows: int, row_bytes: int) -> list[slice]:
@@ -164,19 +168,3 @@ def _logits(rows: Tensor, matrix: Tensor, temperature: float, exact: torch.dtype
     with torch.autocast(rows.device.type, enabled=False):
         logits = (rows @ matrix.t()).to(exact)
     return logits.div_(temperature)
-
-
-def _log_probs(rows: Tensor, matrix: Tensor, temperature: float, exact: torch.dtype) -> Tensor:
-    return _logits(rows, matrix, temperature, exact).log_softmax(-1)
-
-
-def _entropies(log_probs: Tensor) -> Tensor:
-    return -(log_probs.exp() * log_probs).sum(-1)
-
-
-def _of_logits(log_probs: Tensor, targets: Tensor, entropies: Tensor, of_chosen: Tensor, of_entropy: Tensor) -> Tensor:
-    """The gradient of scaled logits [rows, vocab]: (target - p) of the log-probability, -p (log p + H) of the
-    entropy."""
-    gradient = (log_probs + entropies.unsqueeze(1)).mul_(-of_entropy.unsqueeze(1)).sub_(of_chosen.unsqueeze(1))
-    gradient *= log_probs.exp()
-    return gradient.scatter_add_(1, targets.unsqueeze(1), of_chosen.unsqueeze(1))

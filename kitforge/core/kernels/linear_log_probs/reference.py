@@ -10,8 +10,8 @@ from torch.nn import functional
 
 
 class LinearLogProbsKernel(Protocol):
-    """Log-probabilities of targets [rows] under the softmax of `hidden [rows, dim] @ weight [vocab, dim].T` over the
-    temperature, and the entropies of those distributions, both [rows] in fp32 and both differentiable."""
+    """Log-probs of targets [rows] under the softmax of `hidden [rows, dim] @ weight [vocab, dim].T / temperature`, and
+    the entropies of those distributions: both [rows], in fp32 and differentiable."""
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0

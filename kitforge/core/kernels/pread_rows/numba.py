@@ -1,5 +1,4 @@
-"""`pread_rows` by calls of the system from a compiled loop, which holds no lock of Python's while the disk is waited
-for."""
+"""`pread_rows` by system calls from a compiled loop, which releases the GIL while it waits for the disk."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from kitforge.core.kernels.numba_runtime import compiled
 Indices = NDArray[np.int64]
 
 _external: Any = types.ExternalFunction
-# POSIX's, with addresses as numbers.
+# POSIX pread, with addresses as integers.
 _pread: Any = _external("pread", types.intp(types.intc, types.intp, types.uintp, types.int64))
 
 

@@ -11,9 +11,10 @@ from kitforge.core.kernels.indexing import check_indices
 
 
 class PreadRowsKernel(Protocol):
-    """Row `at[i]` of an open file, of rows as wide as those of `out` [rows, width], becomes row `to[i]` of `out`.
+    """Read row `at[i]` of an open file, with rows as wide as those of `out` [rows, width], into row `to[i]` of `out`.
 
-    Returns how many could be read; of the others nothing is known. Raises ModelError for a place in `out` that is none.
+    Returns the number of rows read; the contents of the others are undefined. Raises ModelError for an index out of
+    range in `out`.
     """
 
     def __call__(self, file: int, out: Tensor, at: Tensor, to: Tensor) -> int: ...

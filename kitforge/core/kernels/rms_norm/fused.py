@@ -1,4 +1,4 @@
-"""`rms_norm` with one number a row kept for the backward pass instead of the intermediate tensors.
+"""`rms_norm` that saves the input and one scale per row for the backward pass, not the intermediate tensors.
 
 With r = 1 / sqrt(mean(x²) + eps) and g = grad * weight, the input's gradient is r * (g - x * r² * mean(g * x)).
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `RMSNormKernel`."""
-    # Where nothing is kept for a backward pass, the bookkeeping of one would cost more than the norm of a token.
+    # Without gradients, the overhead of autograd.Function would exceed the norm of a token.
     if not torch.is_grad_enabled():
         return _normalised(input, weight, eps)[0]
     result: Tensor = _RMSNorm.apply(input, weight, eps)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""`rms_norm` of a few rows in one call, where torch's single operations cost more than what they do."""
+"""`rms_norm` of a few rows in one call, where the overhead of torch's operations exceeds their work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kitforge.core.kernels.numba_runtime import compiled_fastmath, float32_at
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `RMSNormKernel`; on CPU, in fp32 or below, and without a gradient."""
+    """See `RMSNormKernel`; on CPU, in fp32 or bfloat16, without gradients."""
     exact = input.float().contiguous()
     output = torch.empty_like(exact)
     is_exact = input.dtype is torch.float32
@@ -18,13 +18,13 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     address = factors.data_ptr() if is_exact else 0
     dim = input.shape[-1]
     _normalise(exact.data_ptr(), address, output.data_ptr(), exact.numel() // max(dim, 1), dim, eps)
-    # In half precision rows are rounded before they are weighted.
+    # In half precision rows are rounded before they are multiplied by the weight.
     return output if is_exact else output.to(input.dtype) * factors
 
 
 @compiled_fastmath
 def _normalise(input: int, weight: int, output: int, num_rows: int, dim: int, eps: float) -> None:
-    """Over what lies at these addresses; a weight at 0 is none."""
+    """`rms_norm` over arrays at these addresses; a weight at 0 is none."""
     shape = (num_rows, dim)
     rows, results, factors = float32_at(input, shape), float32_at(output, shape), float32_at(weight, (dim,))
     for row in range(num_rows):

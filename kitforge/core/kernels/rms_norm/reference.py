@@ -15,7 +15,7 @@ class RMSNormKernel(Protocol):
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`input / sqrt(mean(input²) + eps) * weight`; the scale is found in fp32, cast back, then weighted."""
+    """`input / sqrt(mean(input²) + eps) * weight`; the norm is in fp32, cast back, then multiplied by the weight."""
     exact = input.to(torch.promote_types(input.dtype, torch.float32))
     normal = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
     return normal.to(input.dtype) * weight

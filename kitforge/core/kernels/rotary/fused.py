@@ -1,4 +1,4 @@
-"""`rotary` that keeps nothing but the angles: the gradient of a rotation is the rotation back."""
+"""`rotary` that saves only the angles: the gradient of a rotation is the inverse rotation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def _rotate(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Writes both halves into one output; between them stands a tensor only where half precision is rounded to."""
+    """The rotation, written into one output without intermediates, except where it is rounded to half precision."""
     if interleaved:
         return reference.rotary(input, cos, sin, interleaved)
     pairs = cos.shape[-1]

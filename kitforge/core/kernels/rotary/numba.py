@@ -1,4 +1,4 @@
-"""`rotary` of a few tokens in one call, where torch's single operations cost more than what they do."""
+"""`rotary` of a few tokens in one call, where the overhead of torch's operations exceeds their work."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kitforge.core.kernels.numba_runtime import compiled_fastmath, float32_at
 
 
 def rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """`RotaryKernel` for angles [1, length, pairs] in fp32, on CPU, in fp32 or below, without a gradient."""
-    # [batch, length, heads, head_dim], in which order a projection leaves them.
+    """See `RotaryKernel`; for angles [1, length, pairs] in fp32, on CPU, in fp32 or bfloat16, without gradients."""
+    # [batch, length, heads, head_dim], the memory layout of a linear layer's output.
     tokens = input.transpose(1, 2).float().contiguous()
     output = torch.empty_like(tokens)
     angles = cos.contiguous(), sin.contiguous()
@@ -35,7 +35,7 @@ def _turn(
     pairs: int,
     interleaved: bool,
 ) -> None:
-    """Over what lies at these addresses."""
+    """`rotary` over arrays at these addresses."""
     shape = (batch, length, num_heads, head_dim)
     tokens, turned = float32_at(input, shape), float32_at(output, shape)
     cosines, sines = float32_at(cos, (length, pairs)), float32_at(sin, (length, pairs))

@@ -1,4 +1,4 @@
-"""`sparse_update` in one pass over the rows: each is read, moved and written where it lies, by one thread."""
+"""`sparse_update` in one pass: each row is updated in place by one thread."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch
+from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch_row
 from kitforge.core.kernels.sparse_update.reference import LAST_STEP, UPDATES, Powers, SparseUpdate, integer_view
 from kitforge.foundation.errors import ModelError
 
-# Numbers that are worth a thread.
+# Elements per thread, at least.
 GRAIN = 2**15
-# How many rows ahead one is asked for: rows lie anywhere, and memory answers late.
+# Prefetch distance in rows: rows are scattered, so memory latency dominates.
 AHEAD = 16
-# Above this eps a mean square that underflows changes nothing in the bound on what a resting row still moves.
+# Above this eps, an underflow of the mean square does not change the bound on the updates of a row without gradients.
 SMALLEST_EPS = 1e-15
 
 Floats = NDArray[Any]
@@ -56,10 +56,10 @@ def lazy_adam(
 ) -> None:
     """See the reference."""
     biases = powers.tables(step, slab)[1].numpy()
-    numbers = _numbers(slab, rate, decay, eps, *_betas(powers))
+    numbers = _numbers(slab, rate, decay, eps, *powers.betas_and_complements)
     beyond = _over_rows(_lazy_adam, slab, slots, gradients, step, numbers, biases)
     if sum(beyond):
-        raise ModelError("rows have had more updates than there were steps", got=sum(beyond), expected="none")
+        raise ModelError("rows have more updates than there were steps", got=sum(beyond), expected="none")
 
 
 def ftrl(
@@ -89,7 +89,7 @@ def adam(
 ) -> None:
     """See the reference."""
     kept, biases = (table.numpy() for table in powers.tables(step, slab))
-    numbers = (*_numbers(slab, rate, eps, *_betas(powers)), *biases[:, min(step, biases.shape[1] - 1)])
+    numbers = (*_numbers(slab, rate, eps, *powers.betas_and_complements), *biases[:, min(step, biases.shape[1] - 1)])
     _over_rows(_adam, slab, slots, gradients, step, numbers, kept)
 
 
@@ -103,13 +103,13 @@ def catch_up(
     eps: float,
     powers: Powers,
 ) -> None:
-    """See the reference. A row stops early once it is certain that nothing to come would change a bit of it."""
+    """See the reference. A row stops early once no later update can change a bit of it."""
     mean_beta, square_beta = powers.betas
-    # Then what a resting row moves in a step, but for rates and biases, never grows.
+    # Then the update of a row without gradients, up to rates and biases, never grows.
     is_bounded = mean_beta * mean_beta <= square_beta and eps >= SMALLEST_EPS
     kept, biases = (table.numpy() for table in powers.tables(step, slab))
     rows = (slab.numpy(), integer_view(slab).numpy(), slots.numpy())
-    # The rates that a row may still have to be told of: all from the first step on are far more than most rows need.
+    # Only the rates since the oldest row: those of all steps are far more than most rows need.
     first_step = rows[1][rows[2], LAST_STEP][rows[1][rows[2], UPDATES] > 0].min(initial=step - 1)
     used = rates[first_step:step].to(slab.dtype)
     numbers = (used.numpy(), int(first_step), *_numbers(slab, float(used.max()), eps))
@@ -134,30 +134,22 @@ SPARSE_UPDATE = SparseUpdate(
 def _over_rows(
     update: Any, slab: Tensor, slots: Tensor, gradients: Tensor, step: int, numbers: tuple[Any, ...], *tables: Floats
 ) -> list[Any]:
-    """Let threads share a loop over rows."""
+    """Run a loop over rows on several threads."""
     rows = (slab.numpy(), integer_view(slab).numpy(), slots.numpy(), gradients.contiguous().numpy())
     grain = GRAIN // max(gradients.shape[1], 1)
     return parallel_for(lambda start, stop: update(*rows, step, numbers, *tables, start, stop), len(slots), grain)
 
 
 def _numbers(slab: Tensor, *values: float) -> tuple[Any, ...]:
-    """Numbers rounded to the slab's dtype, as torch rounds those that meet a tensor."""
+    """Numbers rounded to the slab's dtype, as torch rounds scalars in operations with a tensor."""
     return tuple(slab.numpy().dtype.type(value) for value in values)
-
-
-def _betas(powers: Powers) -> tuple[float, ...]:
-    """Both betas, and what each leaves of 1."""
-    mean_beta, square_beta = powers.betas
-    return mean_beta, 1.0 - mean_beta, square_beta, 1.0 - square_beta
 
 
 @compiled
 def _prefetch_row(slab: Floats, slots: Indices, number: int, stop: int) -> None:
-    """Ask for a row that comes later."""
+    """Prefetch a later row."""
     if number < stop:
-        for column in range(0, slab.shape[1], 16):
-            prefetch(slab, slots[number], column)
-        prefetch(slab, slots[number], slab.shape[1] - 1)
+        prefetch_row(slab, slots[number], slab.shape[1])
 
 
 @compiled
@@ -308,7 +300,7 @@ def _ftrl(
             linear[column] += gradient * rate - (after - before) * row[column]
             edge = threshold if linear[column] > 0 else -threshold
             moved = (edge - linear[column]) / (after + pull)
-            # NaN is not at most a number, so it is not hidden as a zero.
+            # A comparison with NaN is False, so NaN does not become zero.
             row[column] = zero if abs(linear[column]) <= threshold else moved
         _count(counters, slot, step)
 
@@ -363,7 +355,7 @@ def _catch_up(
         slot = slots[number]
         last, since = counters[slot, width + LAST_STEP], counters[slot, 3 * dim]
         counters[slot, width + LAST_STEP] = max(last, step)
-        # A row that never had a gradient has no moments that could move it.
+        # A row without any gradient so far has zero moments and does not move.
         if counters[slot, width + UPDATES] == 0:
             continue
         for now in range(last + 1, step + 1):
@@ -379,7 +371,7 @@ def _catch_up(
 def _step_without_gradient(
     record: Floats, dim: int, powers: tuple[Any, ...], biases: tuple[Any, ...], rate: Any, eps: Any
 ) -> None:
-    """One step of a row that has no gradient in it; of both moments the power and the bias."""
+    """One Adam step without a gradient; `powers` and `biases` are those of both moments."""
     row, mean, square = record[:dim], record[dim : 2 * dim], record[2 * dim : 3 * dim]
     for column in range(dim):
         root = np.sqrt(square[column] * powers[1] / biases[1]) + eps
@@ -388,7 +380,7 @@ def _step_without_gradient(
 
 @compiled
 def _is_stationary(record: Floats, dim: int, powers: tuple[Any, ...], bias: Any, largest_rate: Any, eps: Any) -> bool:
-    """Whether twice the most that a number may still move in a step, now or later, rounds away against it."""
+    """Whether twice the largest update of an element, now or later, is rounded away."""
     for column in range(dim):
         root = np.sqrt(record[2 * dim + column] * powers[1]) + eps
         most = abs(record[dim + column] * powers[0]) / bias * largest_rate / root

@@ -1,8 +1,8 @@
-"""The definition of `sparse_update`: rules by which rows of a slab move, in plain torch.
+"""The definition of `sparse_update`: optimizer steps on rows of a slab, in plain torch.
 
-A row of `slab` [rows, width] is `[embedding (dim) | states | last_step | updates | visits]`; the last three are whole
-numbers in the bits of floats and never meet arithmetic of floats. `slots` [u] are distinct and lie in the slab, which
-the caller has checked; `gradients` [u, dim]. Each operation is rounded by itself, in the slab's dtype, so that any
+A row of `slab` [rows, width] is `[embedding (dim) | states | last_step | updates | visits]`; the last three are
+integers in the bits of floats, without float arithmetic. `slots` [u] are distinct rows, checked by the caller;
+`gradients` [u, dim]. Each operation is rounded by itself, in the slab's dtype, so that every
 implementation can have the same bits.
 """
 
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Where a row's whole numbers are, counted from its end.
+# Columns of a row's integers, from its end.
 LAST_STEP, UPDATES, VISITS = -3, -2, -1
 NUM_COUNTERS = 3
-# Entries laid down at first; there are twice as many whenever they run out.
+# Entries of a table at first; it doubles when they run out.
 FIRST_ENTRIES = 1024
 # Every rule begins with slab, slots, gradients, rate, step.
 UpdateRule = Callable[..., None]
@@ -28,7 +28,7 @@ UpdateRule = Callable[..., None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseUpdate:
-    """The update rules of the rows of a slab, in place; the functions of that name below define them."""
+    """Optimizer steps on rows of a slab, in place, defined by the functions of the same names below."""
 
     sgd: UpdateRule
     adagrad: UpdateRule
@@ -41,38 +41,39 @@ class SparseUpdate:
 
 @final
 class Powers:
-    """beta^t and 1 - beta^t for both betas, rounded to the dtype of a slab.
+    """Tables of beta^t and 1 - beta^t for both betas of Adam, rounded to the dtype of a slab.
 
-    From some t on a power is zero in that dtype, and 1 - beta^t is one, so the tables end there: 104,000 entries for a
+    From some t on a power is zero in that dtype and 1 - beta^t is one, so the tables end there: 104,000 entries for a
     beta of 0.999 in fp32.
     """
 
     def __init__(self, betas: tuple[float, ...]) -> None:
         self.betas = betas
+        self.betas_and_complements = tuple(each for beta in betas for each in (beta, 1.0 - beta))
         self._tables: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
     def tables(self, last: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """beta^t and 1 - beta^t [2, n], in the dtype and on the device of `like`. Whatever t up to `last` has its value
-        at the place min(t, n - 1)."""
+        """beta^t and 1 - beta^t [2, n], in the dtype and on the device of `like`; t up to `last` is at index
+        min(t, n - 1)."""
         key = (like.dtype, like.device)
         known = self._tables.get(key)
         if known is not None and known[0].shape[1] > min(last, self._end(like.dtype)):
             return known
         num = min(max(2 * last, FIRST_ENTRIES), self._end(like.dtype)) + 1
-        # By Python's power: torch's depends on the place within a vector.
+        # Python's power: torch's depends on the position within a vector register.
         exact = torch.tensor([[beta**power for power in range(num)] for beta in self.betas], dtype=torch.float64)
         self._tables[key] = (exact.to(like.device, like.dtype), (1.0 - exact).to(like.device, like.dtype))
         return self._tables[key]
 
     def _end(self, dtype: torch.dtype) -> int:
-        """The first t whose powers are all less than half of the smallest number of the dtype."""
+        """The first t whose powers are all below half of the smallest number of the dtype."""
         info = torch.finfo(dtype)
         smallest = math.log(info.smallest_normal) + math.log(info.eps) - math.log(2)
         return max(1 if beta == 0 else math.ceil(smallest / math.log(beta)) + 1 for beta in self.betas)
 
 
 def integer_view(slab: Tensor) -> Tensor:
-    """The same memory [rows, width] read as whole numbers of the same size."""
+    """The same memory [rows, width] as integers of the same size."""
     return slab.view(torch.int64 if slab.dtype == torch.float64 else torch.int32)
 
 
@@ -101,7 +102,7 @@ def rowwise_adagrad(
 ) -> None:
     """sum = sum + mean(gradient^2); row = row - rate / (sqrt(sum) + eps) * gradient. States: sum (1).
 
-    The squares of a row are added up one after the other.
+    The squares of a row are summed in order.
     """
     rows, dim = slab[slots], gradients.shape[1]
     row, total = rows[:, :dim], rows[:, dim : dim + 1]
@@ -126,7 +127,7 @@ def lazy_adam(
     eps: float,
     powers: Powers,
 ) -> None:
-    """Adam of each row by itself: t is how often the row had a gradient. States: mean (dim), square (dim).
+    """LazyAdam: t counts the gradients of the row. States: mean (dim), square (dim).
 
     `powers` are those of both betas.
     """
@@ -155,9 +156,9 @@ def ftrl(
     new = sum + gradient^2; linear = linear + rate gradient - (sqrt(new) - sqrt(sum)) row; row = 0 where
     |linear| <= rate l1, else (sign(linear) rate l1 - linear) / (sqrt(new) + beta + 2 rate l2).
 
-    The linear state is that of the paper times the rate. For one rate that changes nothing; but the paper's would let
-    the whole row shrink and grow with the rate of the step, and so with every schedule. Without l1, l2 and beta this is
-    Adagrad at any rates.
+    The linear state is the paper's times the rate. With a constant rate that changes nothing; the paper's would rescale
+    the whole row with the rate of each step, and so with every schedule. Without l1, l2 and beta this is Adagrad at any
+    rates.
     """
     rows, dim = slab[slots], gradients.shape[1]
     row, total, linear = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
@@ -166,7 +167,7 @@ def ftrl(
     after = _root(total)
     linear.add_(gradients * rate - (after - before) * row)
     moved = (torch.sign(linear) * (rate * l1) - linear) / (after + (beta + 2.0 * rate * l2))
-    # NaN is not at most a number, so it is not hidden as a zero.
+    # A comparison with NaN is False, so NaN does not become zero.
     row.copy_(torch.where(linear.abs() <= rate * l1, torch.zeros_like(moved), moved))
     _put(slab, slots, rows, step)
 
@@ -183,7 +184,7 @@ def adam(
 ) -> None:
     """Step `step` of dense Adam for rows that have been caught up to the step before.
 
-    States: mean (dim), square (dim), and as a whole number the step that both moments are of (1).
+    States: mean (dim), square (dim), and as an integer the step of both moments (1).
     """
     rows, dim = slab[slots], gradients.shape[1]
     row, mean, square = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
@@ -208,15 +209,15 @@ def catch_up(
     eps: float,
     powers: Powers,
 ) -> None:
-    """Move rows as dense Adam moves those without a gradient, to where they are after `step` steps.
+    """Apply dense Adam's updates of rows without a gradient, up to step `step`.
 
     `rates` [at least step] float64 are the learning rates of all steps. The moments stay those of the last gradient;
-    only the row goes on, step by step, so that it does not matter in how many calls.
+    only the row moves, step by step, so the number of calls changes no bit.
     """
     rows = slab[slots]
     row, mean, square = rows[:, :dim], rows[:, dim : 2 * dim], rows[:, 2 * dim : 3 * dim]
     last, since = integer_view(rows)[:, LAST_STEP].long(), integer_view(rows)[:, 3 * dim].long()
-    # A row that never had a gradient has no moments that could move it.
+    # A row without any gradient so far has zero moments and does not move.
     has_moments = integer_view(rows)[:, UPDATES] > 0
     first = int(last[has_moments].min()) + 1 if bool(has_moments.any()) else step + 1
     powers_of, biases_of = powers.tables(step, slab)
@@ -246,20 +247,20 @@ def _adam_move(mean: Tensor, square: Tensor, rate: float, eps: float, biases: tu
 
 
 def _root(squares: Tensor) -> Tensor:
-    """The root, rounded as IEEE 754 has it: torch's own on a CPU is off by a unit in the last place now and then."""
+    """The square root, correctly rounded (IEEE 754); torch's own on CPU is sometimes off by one ulp."""
     if squares.device.type != "cpu":
         return squares.sqrt()
     return torch.from_numpy(np.sqrt(squares.numpy()))
 
 
 def _at(table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a table [2, n] of both betas the values [u, 1] at places [u], of those beyond the table the last."""
+    """The values [u, 1] of both betas at indices [u] of a table [2, n]; indices beyond it read its last entry."""
     values = table[:, indices.clamp(max=table.shape[1] - 1)].unsqueeze(2)
     return values[0], values[1]
 
 
 def _put(slab: Tensor, slots: Tensor, rows: Tensor, step: int) -> None:
-    """Lay moved rows back and count."""
+    """Write updated rows back and count the update."""
     integer_view(rows)[:, LAST_STEP] = step
     integer_view(rows)[:, UPDATES] += 1
     slab[slots] = rows

@@ -1,4 +1,4 @@
-"""`swap_rows` in one pass: both rows of a pair are asked for ahead, and no row lies in between."""
+"""`swap_rows` in one pass with prefetching and without a buffer of rows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch
+from kitforge.core.kernels.numba_runtime import compiled, parallel_for, prefetch_row
 from kitforge.core.kernels.swap_rows.reference import require_pairs
 
-# Numbers that are worth a thread.
+# Elements per thread, at least.
 GRAIN = 2**14
-# How many pairs ahead one is asked for: rows lie anywhere, and memory answers late.
+# Prefetch distance in pairs: rows are scattered, so memory latency dominates.
 AHEAD = 8
 
 Floats = NDArray[Any]
@@ -28,18 +28,11 @@ def swap_rows(one: Tensor, other: Tensor, at: Tensor, to: Tensor) -> None:
 
 
 @compiled
-def _prefetch_row(rows: Floats, row: int) -> None:
-    for column in range(0, rows.shape[1], 16):
-        prefetch(rows, row, column)
-    prefetch(rows, row, rows.shape[1] - 1)
-
-
-@compiled
 def _swap(one: Floats, other: Floats, at: Indices, to: Indices, start: int, stop: int) -> None:
     for number in range(start, stop):
         if number + AHEAD < stop:
-            _prefetch_row(one, at[number + AHEAD])
-            _prefetch_row(other, to[number + AHEAD])
+            prefetch_row(one, at[number + AHEAD], one.shape[1])
+            prefetch_row(other, to[number + AHEAD], one.shape[1])
         here, there = one[at[number]], other[to[number]]
         for column in range(one.shape[1]):
             here[column], there[column] = there[column], here[column]

@@ -11,8 +11,8 @@ from kitforge.foundation.errors import ModelError
 
 
 class SwapRowsKernel(Protocol):
-    """Row `at[i]` of `one` [rows, width] and row `to[i]` of `other` [rows, width] change places; `at` are distinct, and
-    so are `to`. Raises ModelError for a place that is none.
+    """Swap row `at[i]` of `one` [rows, width] with row `to[i]` of `other` [rows, width]; `at` are distinct, and so are
+    `to`. Raises ModelError for an index out of range.
     """
 
     def __call__(self, one: Tensor, other: Tensor, at: Tensor, to: Tensor) -> None: ...
@@ -27,8 +27,8 @@ def swap_rows(one: Tensor, other: Tensor, at: Tensor, to: Tensor) -> None:
 
 
 def require_pairs(one: Tensor, other: Tensor, at: Tensor, to: Tensor) -> None:
-    """Raise ModelError for what cannot be exchanged."""
+    """Raise ModelError for an index out of range, or for unequal numbers of indices."""
     check_indices(at, len(one), "rows of the one slab")
     check_indices(to, len(other), "rows of the other slab")
     if len(at) != len(to):
-        raise ModelError("rows cannot be exchanged", got=f"{len(at)} rows for {len(to)}", expected="as many")
+        raise ModelError("rows cannot be swapped", got=f"{len(at)} rows for {len(to)}", expected="as many")

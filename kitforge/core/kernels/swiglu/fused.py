@@ -1,4 +1,4 @@
-"""`swiglu` that keeps its two inputs only and finds the sigmoid again in the backward pass.
+"""`swiglu` that saves only its inputs and recomputes the sigmoid in the backward pass.
 
 With s = sigmoid(gate): d up = grad * gate * s; d gate = grad * up * s * (1 + gate * (1 - s)).
 """

@@ -1,7 +1,7 @@
-"""`unique` by hashing: each thread numbers a piece of the ids, then the pieces are joined from front to back.
+"""`unique` by hashing: each thread numbers a chunk of the ids, then the chunks are merged from front to back.
 
-An id that is new in a later piece comes after all of the earlier pieces, so the order is that of first occurrence
-however many pieces there are.
+An id that is new in a later chunk follows all ids of earlier chunks, so the order is that of first occurrence for any
+number of chunks.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kitforge.core.kernels.numba_runtime import compiled, parallel_for
+from kitforge.core.kernels.numba_runtime import compiled, hash_bits, parallel_for
 from kitforge.core.kernels.threads import num_threads
 from kitforge.core.kernels.unique import reference
 from kitforge.core.kernels.workspace import Workspace
 
 SMALLEST_TABLE = 64
-# Ids that are worth a thread.
+# Ids per thread, at least.
 GRAIN = 2**16
-# What is returned in place of a count when a table has no room for another id.
+# Returned instead of a count when a table is full.
 FULL = -1
 
 Ids = NDArray[np.int64]
@@ -34,7 +34,7 @@ def unique(ids: Tensor, out: Tensor | None = None, scratch: Workspace | None = N
         return reference.unique(ids, out, scratch)
     inverse = torch.empty(len(ids), dtype=torch.int64) if out is None else out
     scratch = scratch or Workspace()
-    # Most batches repeat most of their ids, and a table that stays in the cache is worth a second try now and then.
+    # Most batches repeat most of their ids: a small table that fits the CPU cache is worth an occasional second try.
     size = max(SMALLEST_TABLE, 1 << (len(ids) // 2).bit_length())
     distinct = scratch.take("unique.distinct", len(ids), dtype=torch.int64)
     while (count := _try(ids.numpy(), distinct.numpy(), inverse.numpy(), size, scratch)) == FULL:
@@ -43,7 +43,7 @@ def unique(ids: Tensor, out: Tensor | None = None, scratch: Workspace | None = N
 
 
 def _try(ids: Ids, distinct: Ids, inverse: Ids, size: int, scratch: Workspace) -> int:
-    """How many ids are distinct, with those in front of `distinct`, or FULL for tables of that size."""
+    """Write the distinct ids to the front of `distinct`. Returns their number, or FULL if tables are too small."""
     num_chunks = max(1, min(num_threads(), len(ids) // GRAIN))
     bounds = np.arange(num_chunks + 1) * len(ids) // num_chunks
     tables = scratch.take("unique.tables", num_chunks, size, dtype=torch.int32).numpy()
@@ -52,7 +52,7 @@ def _try(ids: Ids, distinct: Ids, inverse: Ids, size: int, scratch: Workspace) -
         chunks = range(first, last)
         return [_number(ids, tables[each], distinct, inverse, bounds[each], bounds[each + 1]) for each in chunks]
 
-    # A thread may get several pieces, where there are fewer by now.
+    # A thread may get several chunks, if fewer threads are free by now.
     counts = [count for several in parallel_for(number, num_chunks, 1) for count in several]
     if FULL in counts:
         return FULL
@@ -68,12 +68,9 @@ def _try(ids: Ids, distinct: Ids, inverse: Ids, size: int, scratch: Workspace) -
 
 @compiled
 def _probe(table: Numbers, distinct: Ids, offset: int, key: Any) -> Any:
-    """Where in the table the number of an id is, counted from 1, or a 0 in its stead."""
+    """The position of an id in the table, which holds its number from 1 on, or of the 0 of a new id."""
     mask = len(table) - 1
-    bits = np.uint64(key)
-    bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    position = np.int64((bits ^ (bits >> np.uint64(33))) & np.uint64(mask))
+    position = np.int64(hash_bits(key) & np.uint64(mask))
     while table[position] != 0 and distinct[offset + table[position] - 1] != key:
         position = (position + 1) & mask
     return position
@@ -81,7 +78,7 @@ def _probe(table: Numbers, distinct: Ids, offset: int, key: Any) -> Any:
 
 @compiled
 def _number(ids: Ids, table: Numbers, distinct: Ids, inverse: Ids, start: int, stop: int) -> int:
-    """Number the ids of one piece, whose distinct ones are laid out from its own start on."""
+    """Number the ids of one chunk; its distinct ids are written from `start` on."""
     count, room = 0, len(table) // 4 * 3
     table[:] = 0
     for index in range(start, stop):
@@ -99,7 +96,7 @@ def _number(ids: Ids, table: Numbers, distinct: Ids, inverse: Ids, start: int, s
 
 @compiled
 def _merge(table: Numbers, distinct: Ids, count: int, new_numbers: Numbers, start: int, num_others: int) -> int:
-    """Append what is new among another piece's ids, which lie further back, and say which numbers they get."""
+    """Append the new ids of a later chunk, and write the numbers of all its ids."""
     room = len(table) // 4 * 3
     for other in range(start, start + num_others):
         key = distinct[other]

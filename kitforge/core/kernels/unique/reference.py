@@ -1,4 +1,4 @@
-"""The definition of `unique`: distinct ids in the order in which they first occur."""
+"""The definition of `unique`: distinct ids in order of first occurrence."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kitforge.core.kernels.workspace import Workspace
 
 
 class UniqueKernel(Protocol):
-    """Distinct ids [u] of ids [N] int64 in the order in which they first occur, and the place [N] of each id there.
+    """Distinct ids [u] of ids [N] int64 in order of first occurrence, and the index [N] of each id among them.
 
-    Places are written to `out` int64 [N] where it is given. `scratch` keeps working memory from call to call.
+    Indices are written to `out` int64 [N] if given. `scratch` keeps buffers between calls.
     """
 
     def __call__(
