@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.optim.row_optimizers import RowOptimizer, SparseOptimizerConfig
-from kitforge.core.optim.table_protocols import ROWS, HeldRows, RowShard, RowSource
+from kitforge.core.optim.table_protocols import ROWS, Chunk, RowShard, RowSource
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.table import EmbeddingExchange, GradientAccumulator, owner
 from kitforge.embedding_cache.row_init import RowInitConfig, initial_rows
@@ -24,6 +26,32 @@ def table_schema(config: RowInitConfig, optimizer: SparseOptimizerConfig, width:
     plain = {name: getattr(config, name) for name in ("name", "dim", "seed", "initial", "init_scale")}
     dtype = str(config.dtype).removeprefix("torch.")
     return plain | {"width": width, "dtype": dtype, "optimizer": to_dict(optimizer)}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeldRows:
+    """A `RowSource` over rows that are in memory and stay as they are."""
+
+    schema: Mapping[str, Any]
+    version: int
+    chunks_by_part: Mapping[str, Chunk]  # by part
+    since: int | None = None
+    shard: RowShard = (0, 1)
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    removed_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # ids [n]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.chunks_by_part)
+
+    def chunks(self, part: str = ROWS) -> Iterator[Chunk]:
+        yield self.chunks_by_part[part]
+
+    def removed(self) -> Iterator[Tensor]:
+        yield self.removed_ids
+
+    def close(self) -> None: ...
 
 
 @final

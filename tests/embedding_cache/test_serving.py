@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kitforge.core.checkpoint.load import Checkpoint, open_checkpoint
 from kitforge.core.checkpoint.save import CheckpointWriter
-from kitforge.core.optim.table_protocols import HeldRows, RowSource
+from kitforge.core.optim.table_protocols import RowSource
 from kitforge.embedding_cache.options import ExpiryOptions
 from kitforge.embedding_cache.serving import table as served_table
 from kitforge.embedding_cache.serving.mmap_rows import HashedRowIndex, RowShards, SortedRowIndex
@@ -22,6 +22,7 @@ from kitforge.embedding_cache.serving.quantize import quantize_tables
 from kitforge.embedding_cache.serving.table import ServedTable
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
+from tests.sharded_table import HeldRows
 
 DIM = 5
 EXTREME = (-(2**63), -1, 0, 2**63 - 1)

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
 from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.optim.muon import Matrices, Muon
-from kitforge.core.optim.no_compile import without_compile
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import CheckpointError, ConfigError, ModelError
 
 # Names in one line of an error; the rest is counted.
 LISTED = 8
+Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """How parameters move."""
+    """The optimizer of parameters and its hyperparameters."""
 
-    # adamw: decay apart from the gradient. muon: Muon for matrices, AdamW for the rest. sgd: decay within the gradient.
+    # adamw: decoupled weight decay. muon: Muon for matrices, AdamW for the rest. sgd: L2 decay in the gradient.
     name: Literal["adamw", "muon", "sgd"] = "adamw"
     learning_rate: float = 3e-4  # the peak; the schedule scales it
-    weight_decay: float = 0.1  # for `decay_groups`; a group then carries its own
-    betas: tuple[float, ...] = (0.9, 0.95)  # AdamW: decay of the mean and of the mean square of gradients
-    eps: float = 1e-8  # AdamW: added to the root of the mean square
+    weight_decay: float = 0.1  # for `decay_groups`; each group then has its own
+    betas: tuple[float, ...] = (0.9, 0.95)  # AdamW: decay rates of the first and second moment
+    eps: float = 1e-8  # AdamW: added to the root of the second moment
     momentum: float = 0.95  # Muon and SGD
     matrix_learning_rate: float | None = None  # Muon's own peak; None: `learning_rate`, which its update is scaled for
 
@@ -51,25 +52,25 @@ class OptimizerConfig:
 def build_optimizer(
     groups: Sequence[ParameterGroup], config: OptimizerConfig, full_matrices: Matrices | None = None
 ) -> Optimizer:
-    """The optimizer of `config` over `groups`; `whole_matrices` where their parameters are pieces.
+    """The optimizer of `config` over `groups`; `full_matrices` where their parameters are sharded.
 
-    Raises ModelError when nothing is to be trained or a name comes twice, ConfigError for Muon without a matrix.
+    Raises ModelError if there is no trainable parameter or a name occurs twice, ConfigError for Muon without a matrix.
     """
     names = [name for group in groups for name in group.names]
     if not names:
-        raise ModelError("no parameter is to be trained", fix="leave at least one parameter with requires_grad=True")
+        raise ModelError("no parameter is trainable", fix="leave at least one parameter with requires_grad=True")
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise ModelError("a parameter's name comes twice in the groups", got=_name_list(twice))
+        raise ModelError("a parameter's name occurs twice in the groups", got=_name_list(twice))
     matrices = [group for group in groups if group.matrix] if config.name == "muon" else []
     if config.name == "muon" and not matrices:
-        raise ConfigError("Muon has nothing to move: no hidden 2-D weight", fix="optimizer.name=adamw")
+        raise ConfigError("Muon has no parameter: there is no hidden 2-D weight", fix="optimizer.name=adamw")
     others = [group for group in groups if group not in matrices]
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         rate = config.matrix_learning_rate or config.learning_rate
         optimizers.append(
-            without_compile(Muon)(_as_torch(matrices), lr=rate, momentum=config.momentum, matrices=full_matrices)
+            _without_compile(Muon)(_as_torch(matrices), lr=rate, momentum=config.momentum, matrices=full_matrices)
         )
     if others:
         optimizers.append(_torch_optimizer(_as_torch(others), config))
@@ -78,7 +79,7 @@ def build_optimizer(
 
 @final
 class Optimizer:
-    """One or two torch optimizers that act as one. `build_optimizer` makes it.
+    """One or two torch optimizers behind one interface. Made by `build_optimizer`.
 
     State tensors are named "<parameter name>.<state key>": exp_avg, exp_avg_sq and step (a float32 of its own for
     each parameter) for AdamW, momentum for Muon, momentum_buffer for SGD.
@@ -97,22 +98,22 @@ class Optimizer:
         return (parameter for _, parameter in self._named)
 
     def step(self, scale: float) -> None:
-        """Move every parameter that has a gradient, each at its group's learning rate times `scale`."""
+        """Update every parameter that has a gradient, at its group's learning rate times `scale`."""
         for group, rate in self._rates:
             group["lr"] = rate * scale
         for inner in self._optimizers:
             inner.step()
 
     def zero_grad(self) -> None:
-        """Let go of all gradients."""
+        """Drop all gradients."""
         for _, parameter in self._named:
             parameter.grad = None
 
     def init_state(self) -> None:
-        """Create every state that the first step would create, with the values it would start from.
+        """Create every state that the first step would create, with its initial values.
 
-        torch creates states lazily and offers a step with zero gradients at learning rate 0 instead, which counts as
-        a step; here the states are put in directly, so that parameters and counters stay as they are.
+        torch creates states lazily. Its alternative, a step with zero gradients at learning rate 0, would count as a
+        step; here states are set directly, so that parameters and counters do not change.
         """
         for _, parameter in self._named:
             owner = self._owners[parameter]
@@ -120,7 +121,7 @@ class Optimizer:
                 owner.state[parameter] = _fresh_state(owner, parameter)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and state tensor (not a copy), in the order of the groups, then of the keys; always all of them."""
+        """Name and state tensor (not a copy) of every state, in the order of the groups, then of the keys."""
         self.init_state()
         for name, parameter in self._named:
             for key, tensor in sorted(self._owners[parameter].state[parameter].items()):
@@ -128,10 +129,9 @@ class Optimizer:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the values of `tensors` into the state.
+        """Copy `tensors` into the state.
 
-        Raises CheckpointError, before anything is changed, when a name is missing or unexpected or when a shape or
-        dtype differs.
+        Raises CheckpointError, before any change, for a missing or unexpected name, or for another shape or dtype.
         """
         own = dict(self.tensors())
         _check_fit(own, tensors)
@@ -147,11 +147,20 @@ def _as_torch(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
     ]
 
 
+def _without_compile(kind: type[Kind]) -> type[Kind]:
+    """The optimizer class without torch's compiler guards, since nothing compiles it here.
+
+    Their first use imports the compiler: seconds of a start, more than all other imports together.
+    """
+    add, step = inspect.unwrap(kind.add_param_group), inspect.unwrap(kind.step)
+    return type(kind.__name__, (kind,), {"add_param_group": add, "step": torch.no_grad()(step)})
+
+
 def _torch_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     if config.name == "sgd":
-        return without_compile(torch.optim.SGD)(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+        return _without_compile(torch.optim.SGD)(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
     betas = (config.betas[0], config.betas[1])
-    return without_compile(torch.optim.AdamW)(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
+    return _without_compile(torch.optim.AdamW)(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
 
 
 def _fresh_state(owner: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The norm of all gradients as one value. What ranks add up among themselves is not its matter."""
+"""The global gradient norm on one rank; the sum over ranks is up to `core.parallel`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# On CPU torch adds up fp32 squares one by one, on one thread: over tens of millions of them it is 2e-5 off. Norms of
-# pieces this large are not, and cost hardly more. Dot products on all threads would be faster on an idle machine
-# (10 ms, not 17, for 42M elements), but fall behind twentyfold when another process holds one of the cores.
+# On CPU torch sums fp32 squares sequentially on one thread, with an error of 2e-5 over tens of millions of them. Norms
+# of chunks of this size are accurate and cost hardly more. Dot products on all threads are faster on an idle machine
+# (10 ms, not 17, for 42M elements), but twenty times slower when another process holds one of the cores.
 CHUNK_ELEMENTS = 2**16
 
 

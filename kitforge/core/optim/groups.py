@@ -1,4 +1,4 @@
-"""Which parameters decay and which Muon may take: one explicit rule, read from dims and names, never from classes."""
+"""Parameter groups: weight decay and eligibility for Muon, by the dims and names of parameters, never by classes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kitforge.foundation.errors import ModelError, nearest
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ParameterGroup:
-    """Parameters that are updated by one rule; `names[i]` is the name of `parameters[i]`."""
+    """Parameters with one weight decay and learning rate; `names[i]` is the name of `parameters[i]`."""
 
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
     weight_decay: float
-    matrix: bool  # hidden 2-D weights, which Muon may take
-    # Groups of one part, such as a policy and its critic, have a norm of their own, by which they are clipped.
+    matrix: bool  # hidden 2-D weights, eligible for Muon
+    # Groups of one part, such as the policy or the critic, share a gradient norm, by which they are clipped.
     part: str = ""
     learning_rate: float | None = None  # the peak; None: the optimizer's
     max_grad_norm: float | None = None  # of the part's gradients; None: the run's
@@ -31,16 +31,16 @@ def decay_groups(
     no_decay: Collection[str] = (),
     heads: Collection[str] = (),
 ) -> list[ParameterGroup]:
-    """Sort parameters into groups, at most three, in the order matrices, other decayed weights, the rest.
+    """Sort parameters into at most three groups: matrices, other decayed weights, the rest.
 
     - Weights with two or more dims decay, unless `no_decay` lists them (the kit lists its embeddings there).
-    - Biases, norm weights and everything else with fewer than two dims do not decay.
+    - Biases, norm weights and others with fewer than two dims do not decay.
     - `matrix` marks the decayed 2-D weights that are not output heads; `heads` lists those.
-    - A tied parameter comes once, under its first name, and obeys a list that holds any of its names; pass
-      `model.named_parameters(remove_duplicate=False)` so that all of them are seen.
+    - A tied parameter occurs once, under its first name, and is listed if any of its names is; pass
+      `model.named_parameters(remove_duplicate=False)` to include all of them.
     - Frozen parameters are left out.
 
-    Raises ModelError when a listed name is no parameter's, since a slip there would decay an embedding unnoticed.
+    Raises ModelError for a listed name that no parameter has, since a typo would decay an embedding unnoticed.
     """
     aliases: dict[nn.Parameter, list[str]] = {}
     for name, parameter in named_parameters:

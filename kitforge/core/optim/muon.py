@@ -1,4 +1,4 @@
-"""Muon: momentum whose update is made orthogonal, for hidden 2-D weights. It knows nothing of other parameters.
+"""Muon: momentum with orthogonalized updates, for hidden 2-D weights.
 
 Method and coefficients: Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
 https://kellerjordan.github.io/posts/muon/. Scale of the update, so that AdamW's learning rate and weight decay hold
@@ -28,18 +28,18 @@ STACK_ELEMENTS = 2**22
 
 
 class Matrices(Protocol):
-    """For weights that are cut over ranks: Muon's update is one of whole matrices."""
+    """Gathers and shards matrices: Muon's update needs full matrices of sharded weights."""
 
     def full_shape(self, shard: Tensor) -> tuple[int, ...]:
-        """The shape of the whole that a parameter is a piece of."""
+        """The full shape of the matrix of a shard."""
         ...
 
     def full_tensor(self, value: Tensor, shard: Tensor) -> Tensor:
-        """The whole matrix of which each rank has the `value` that belongs to its piece."""
+        """The full matrix, all-gathered from the `value` of every rank's shard."""
         ...
 
     def shard_of(self, matrix: Tensor, shard: Tensor) -> Tensor:
-        """This rank's part of a whole matrix."""
+        """This rank's shard of a full matrix."""
         ...
 
 
@@ -68,7 +68,7 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.ndim != 2:
                     raise ModelError(
-                        "Muon moves matrices only", got=f"a parameter {list(parameter.shape)}", expected="2 dims"
+                        "Muon updates matrices only", got=f"a parameter {list(parameter.shape)}", expected="2 dims"
                     )
 
     @torch.no_grad()
@@ -86,8 +86,8 @@ class Muon(torch.optim.Optimizer):
                     self._move(parameters[start : start + size], group)
 
     def _move(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """One step of parameters whose shapes are equal but for transposition."""
-        stack = torch.stack([_wide(self._update(parameter, group["momentum"])) for parameter in parameters])
+        """One step of parameters of equal shapes up to transposition."""
+        stack = torch.stack([self._update(parameter, group["momentum"]) for parameter in parameters])
         rate, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
         for parameter, update in zip(parameters, orthogonalize(stack), strict=True):
             shape = self._shape(parameter)
@@ -99,18 +99,19 @@ class Muon(torch.optim.Optimizer):
         return tuple(parameter.shape) if self._matrices is None else self._matrices.full_shape(parameter)
 
     def _update(self, parameter: Tensor, mu: float) -> Tensor:
-        """The update before it is made orthogonal; the momentum moves on."""
+        """Update the momentum. Returns the update before orthogonalization, wide: transposed if it is tall."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if not state:
             state["momentum"] = torch.zeros_like(parameter)
         state["momentum"].lerp_(parameter.grad, 1 - mu)
         update = parameter.grad.lerp(state["momentum"], mu)
-        return update if self._matrices is None else self._matrices.full_tensor(update, parameter)
+        matrix = update if self._matrices is None else self._matrices.full_tensor(update, parameter)
+        return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
 
 
 def orthogonalize(stack: Tensor) -> Tensor:
-    """Matrices [num, rows, cols], rows <= cols, with their singular values brought near 1; zero stays zero.
+    """Orthogonalize matrices [num, rows, cols], rows <= cols: singular values become about 1; zero stays zero.
 
     Newton-Schulz steps, in bf16 where the device has it natively, else in fp32; float64 stays itself.
     """
@@ -126,7 +127,7 @@ def orthogonalize(stack: Tensor) -> Tensor:
 
 
 def _newton_schulz(stack: Tensor) -> Tensor:
-    """The steps X = a X + (b G + c G^2) X with G = X X^T, as they are written down."""
+    """The steps X = a X + (b G + c G^2) X with G = X X^T."""
     for _ in range(NUM_STEPS):
         gram = torch.bmm(stack, stack.mT)
         stack = torch.baddbmm(stack, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), stack, beta=A)
@@ -136,8 +137,8 @@ def _newton_schulz(stack: Tensor) -> Tensor:
 def _newton_schulz_gram(stack: Tensor) -> Tensor:
     """The same steps for wide matrices, on [rows, rows] alone.
 
-    A step multiplies X by P = a I + b G + c G^2 from the left, and so G by P from both sides, with which it commutes.
-    So the product of all P is gathered first, and X is multiplied once.
+    A step multiplies X by P = a I + b G + c G^2 from the left, and so G by P from both sides; P and G commute. So the
+    product of all P is computed first, and X is multiplied once.
     """
     gram = torch.bmm(stack, stack.mT)
     factor = product = _polynomial(gram)
@@ -152,8 +153,3 @@ def _polynomial(gram: Tensor) -> Tensor:
     polynomial = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
     polynomial.diagonal(dim1=-2, dim2=-1).add_(A)
     return polynomial
-
-
-def _wide(matrix: Tensor) -> Tensor:
-    """The matrix, transposed where it is tall, so that the products are the smaller ones."""
-    return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix

@@ -1,8 +1,8 @@
-"""Optimizers over rows of tables: only a row that has a gradient moves, and its state with it.
+"""Sparse optimizers of embedding tables: only rows with a gradient and their states are updated.
 
-A row is one record, `[embedding | states | whole numbers]`, and travels whole. This module knows no ids, ranks or
-files: it is handed a slab of records and says how wide they are, how they start and how they move. The loops
-themselves are kernels; whichever runs, the bits of a row depend neither on the rows beside it nor on their number.
+A row is one record, `[embedding | states | counters]`, which tiers and checkpoints move as a whole. This module knows
+no ids, ranks or files: it defines the layout, initial values and updates of records in a slab. The loops are kernels;
+with any of them, the bits of a row depend neither on the other rows nor on their number.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ SparseOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "lazy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseOptimizerConfig:
-    """How rows of tables move. The learning rate is handed in at each step."""
+    """The optimizer of table rows. The learning rate is an argument of each step."""
 
-    # adagrad: element by element. rowwise_adagrad: one sum a row, of the mean square of its gradient.
-    # adam: what dense Adam does, where rows without a gradient move too; they do so just before they are read again.
-    # lazy_adam: a row that is not touched rests, with its moments and its count of steps.
+    # adagrad: elementwise. rowwise_adagrad: one sum per row, of the mean square of its gradient.
+    # adam: dense Adam, which also updates rows without a gradient; here just before they are read again.
+    # lazy_adam: a row without a gradient keeps its values, moments and step count.
     name: SparseOptimizerName = "adagrad"
-    learning_rate: float | None = None  # the peak; None: that of the parameters beside the table
-    betas: tuple[float, ...] = (0.9, 0.999)  # both adams: decay of the mean and of the mean square of gradients
+    learning_rate: float | None = None  # the peak; None: that of the dense parameters
+    betas: tuple[float, ...] = (0.9, 0.999)  # both adams: decay rates of the first and second moment
     eps: float = 1e-8  # adagrads and adams: added to the root
-    initial_sum: float = 0.0  # adagrads and ftrl: where the sum of squares starts
-    l1: float = 0.0  # ftrl: what a row's number must exceed, as a sum of gradients, not to be zero
-    l2: float = 0.0  # ftrl: pulls to zero; doubled in the formula, as TensorFlow has it
-    beta: float = 0.0  # ftrl: added to the root in the rate of an element
-    # All but ftrl and adam: that multiple of the row is added to its gradient, only where it has one.
+    initial_sum: float = 0.0  # adagrads and ftrl: initial sum of squares
+    l1: float = 0.0  # ftrl: L1 strength; an element with a smaller sum of gradients is zero
+    l2: float = 0.0  # ftrl: L2 strength; doubled in the formula, as in TensorFlow
+    beta: float = 0.0  # ftrl: added to the root in the learning rate of an element
+    # All but ftrl and adam: weight decay added to the gradient, only of rows that have one.
     touched_weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class SparseOptimizerConfig:
         for name in ("initial_sum", "l1", "l2", "beta", "touched_weight_decay"):
             value = getattr(self, name)
             check(0 <= value < math.inf, f"sparse_optimizer.{name}", value, "0 or more")
-        fix = "ftrl has l2 of its own" if self.name == "ftrl" else "choose lazy_adam, or leave it at 0"
+        fix = "use l2 of ftrl" if self.name == "ftrl" else "choose lazy_adam, or leave it at 0"
         is_possible = self.touched_weight_decay == 0 or self.name not in ("ftrl", "adam")
         check(
             is_possible, "sparse_optimizer.touched_weight_decay", self.touched_weight_decay, f"0 for {self.name}", fix
@@ -69,15 +69,15 @@ class SparseOptimizerConfig:
 
 @runtime_checkable
 class SparseModule(Protocol):
-    """A module with rows that are no parameters: a step asks it for its part of the norm, then moves or forgets."""
+    """A module with rows that are not parameters. A step reads its gradient norm, then updates rows or skips."""
 
     @property
     def learning_rate(self) -> float | None:
-        """The peak of its learning rate; None: that of the parameters beside it."""
+        """The peak of its learning rate; None: that of the dense parameters."""
         ...
 
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared norm of all gradients, 0-dim float64."""
+        """The squared norm of this rank's gradients, 0-dim float64."""
         ...
 
     def scale_gradients_(self, factor: float) -> None:
@@ -85,20 +85,20 @@ class SparseModule(Protocol):
         ...
 
     def step(self, rate: float) -> None:
-        """Move the rows that have a gradient, at that learning rate, and let go of the gradients."""
+        """Update the rows that have a gradient, at that learning rate, and drop the gradients."""
         ...
 
     def clear_gradients(self) -> None:
-        """Let go of all gradients, as a skipped step does."""
+        """Drop all gradients, as in a skipped step."""
         ...
 
 
 @final
 class RowLayout:
-    """Which columns of a record hold what: the embedding, then states by name, then three whole numbers.
+    """The columns of a record: the embedding, states by name, three integer counters.
 
-    `last_step` is the step up to which the record is told, `updates` counts the steps in which the row had a gradient,
-    `visits` belongs to whoever keeps the table.
+    `last_step` is the step that the record is up to date with, `updates` counts the steps with a gradient, `visits`
+    belongs to the owner of the table.
     """
 
     def __init__(self, dim: int, optimizer: SparseOptimizerName) -> None:
@@ -110,12 +110,12 @@ class RowLayout:
             column += width
         self.width = column + NUM_COUNTERS
         self.last_step, self.updates, self.visits = (self.width + each for each in (LAST_STEP, UPDATES, VISITS))
-        # The state that is a whole number, beside the counters.
+        # The state that is an integer.
         self.moments_step = self.states["moments_step"].start if optimizer == "adam" else None
 
     @staticmethod
     def as_integers(records: Tensor) -> Tensor:
-        """The memory of records [..., width], read as whole numbers of the same size."""
+        """The memory of records [..., width] as integers of the same size."""
         return integer_view(records)
 
 
@@ -137,7 +137,7 @@ def _state_widths(dim: int, optimizer: SparseOptimizerName) -> dict[str, int]:
 
 @final
 class RowOptimizer:
-    """A rule by which rows move."""
+    """The optimizer of table rows: layout, initial states and updates of records."""
 
     def __init__(self, config: SparseOptimizerConfig, kernels: TableKernels | None = None) -> None:
         self.config = config
@@ -145,7 +145,7 @@ class RowOptimizer:
         self._powers = Powers(config.betas)
 
     def layout(self, dim: int) -> RowLayout:
-        """How a record of a row of that many numbers is laid out."""
+        """The layout of a record of a row of that dim."""
         return RowLayout(dim, self.config.name)
 
     def new_records(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -157,26 +157,34 @@ class RowOptimizer:
         return records
 
     def init_states_(self, records: Tensor, layout: RowLayout) -> None:
-        """Set all of `records` [n, width] but the embedding to what a row starts from."""
+        """Set all columns of `records` [n, width] but the embedding to their initial values."""
         records[:, layout.dim :] = 0
         if "sum" in layout.states:
             records[:, layout.states["sum"]] = self.config.initial_sum
 
     @property
     def moves_untouched_rows(self) -> bool:
-        """Whether rows have to be caught up before they are read."""
+        """Whether rows need `catch_up` before they are read."""
         return self.config.name == "adam"
 
     @torch.no_grad()
     def update(self, slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int) -> None:
-        """Move the rows at distinct `slots` [u] of `slab` [rows, width] in place, in step `step`, the first being 1.
+        """Update the rows at distinct `slots` [u] of `slab` [rows, width] in place, in step `step`, counted from 1.
 
-        Raises ModelError, before any row moves, for a slot that is none, and with adam for a row that has not been
-        caught up to the step before.
+        Raises ModelError, before any update, for a slot out of range, and with adam for a row that is not caught up to
+        the previous step.
         """
         config, kernels, decay = self.config, self._rules(slab), self.config.touched_weight_decay
         check_indices(slots, len(slab), "slots of the slab")
-        self._require_caught_up(slab, slots, step - 1)
+        if self.moves_untouched_rows:
+            num_behind = int((integer_view(slab)[slots, LAST_STEP] != step - 1).sum())
+            if num_behind:
+                raise ModelError(
+                    "rows are not at the previous step",
+                    got=f"{num_behind} at another step",
+                    expected="none",
+                    fix="call catch_up before rows are read",
+                )
         move = (slab, slots, gradients, rate, step)
         match config.name:
             case "sgd":
@@ -194,10 +202,10 @@ class RowOptimizer:
 
     @torch.no_grad()
     def catch_up(self, slab: Tensor, slots: Tensor, step: int, rates: Tensor) -> None:
-        """Before rows are read after `step` steps: let those that rested move as dense Adam would have moved them.
+        """Apply dense Adam's updates of rows without a gradient, before they are read after `step` steps.
 
-        `rates` [at least step] float64 are the learning rates of the steps from the first on. With any other optimizer
-        than adam it does nothing. It need not be called in every step, and how often does not change a bit.
+        `rates` [at least step] float64 are the learning rates from the first step on. Only adam needs it; other
+        optimizers ignore it. The number of calls changes no bit.
         """
         if not self.moves_untouched_rows or not step:
             return
@@ -209,20 +217,10 @@ class RowOptimizer:
         dim = (slab.shape[1] - NUM_COUNTERS - 1) // 3
         self._rules(slab).catch_up(slab, slots, dim, step, rates, eps=self.config.eps, powers=self._powers)
 
-    def _require_caught_up(self, slab: Tensor, slots: Tensor, step: int) -> None:
-        if not self.moves_untouched_rows:
-            return
-        num_behind = int((integer_view(slab)[slots, LAST_STEP] != step).sum())
-        if num_behind:
-            fix = "call catch_up before rows are read"
-            raise ModelError(
-                "rows are not where the step begins", got=f"{num_behind} elsewhere", expected="none", fix=fix
-            )
-
     def _rules(self, slab: Tensor) -> SparseUpdate:
         return (self._kernels or select_table(slab.device.type)).sparse_update
 
 
 def build_row_optimizer(config: SparseOptimizerConfig, kernels: TableKernels | None = None) -> RowOptimizer:
-    """The rule that `config` names, on the fastest kernels there are."""
+    """The optimizer of `config`, by default with the fastest installed kernels."""
     return RowOptimizer(config, kernels)

@@ -1,6 +1,6 @@
-"""The learning rate's course: pure functions of the step, and the one schedule with a memory, Plateau.
+"""Learning rate schedules: pure functions of the step, and the stateful Plateau.
 
-Everything here is a factor in [0, 1] that multiplies a base learning rate; the optimizer's own rates stay elsewhere.
+All are factors in [0, 1] of the peak learning rate, which the optimizer has.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from kitforge.foundation.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    """The course of the learning rate, as fractions of its peak."""
+    """The learning rate schedule, in fractions of the peak."""
 
     name: Literal["constant", "linear", "cosine", "wsd", "plateau"] = "cosine"
     warmup_steps: int | None = None  # steps of linear warmup; None: `warmup_fraction` of all steps, rounded
     warmup_fraction: float = 0.02
-    decay_fraction: float = 0.2  # wsd: the part of all steps, at the end, in which the rate falls
+    decay_fraction: float = 0.2  # wsd: the fraction of steps, at the end, in which the rate decays
     final_fraction: float = 0.1  # linear, cosine, wsd: the scale of the last step; plateau: the lowest factor
-    plateau_factor: float = 0.5  # plateau: what the rate is multiplied by when the value stops improving
+    plateau_factor: float = 0.5  # plateau: factor of the rate when the value stops improving
     plateau_patience: int = 3  # plateau: observations in a row without improvement before that
-    plateau_threshold: float = 1e-3  # plateau: the relative fall that counts as improvement
+    plateau_threshold: float = 1e-3  # plateau: the relative decrease that counts as improvement
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -87,11 +87,11 @@ def lr_scale(config: ScheduleConfig, step: int, max_steps: int) -> float:
 
 @final
 class Plateau:
-    """Lowers a factor when an observed value, of which less is better, stops falling.
+    """Reduce on plateau: lowers a factor when an observed value, of which less is better, stops improving.
 
-    A value improves when it lies below the best by more than `plateau_threshold` times the best's size (so values
-    may be negative); one that is not a number never does. After `plateau_patience` observations in a row without
-    improvement the factor is multiplied by `plateau_factor`, but never falls below `final_fraction`.
+    A value improves if it is below the best by more than `plateau_threshold` times the best's magnitude (values may be
+    negative); NaN never does. After `plateau_patience` observations in a row without
+    improvement the factor is multiplied by `plateau_factor`, but stays at least `final_fraction`.
     """
 
     def __init__(self, config: ScheduleConfig) -> None:
@@ -102,12 +102,13 @@ class Plateau:
 
     @property
     def factor(self) -> float:
-        """The factor as it stands."""
+        """The present factor."""
         return self._factor
 
     def observe(self, value: float) -> float:
-        """Take one observation and give the factor that holds from now on."""
-        if self._improves(value):
+        """Take one observation. Returns the factor from now on."""
+        threshold = self._config.plateau_threshold
+        if not math.isnan(value) if self._best is None else value < self._best - threshold * abs(self._best):
             self._best, self._num_stale = value, 0
             return self._factor
         self._num_stale += 1
@@ -117,18 +118,13 @@ class Plateau:
         return self._factor
 
     def state(self) -> dict[str, Any]:
-        """Everything that a resume needs, as plain JSON values."""
+        """The state for a resume, as JSON values."""
         return {"best": self._best, "num_stale": self._num_stale, "factor": self._factor}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave. Raises CheckpointError when its keys are others."""
+        """Restore a result of `state`. Raises CheckpointError for other keys."""
         if set(state) != set(self.state()):
             raise CheckpointError(
                 "the plateau schedule's state does not fit", got=sorted(state), expected=[*self.state()]
             )
         self._best, self._num_stale, self._factor = state["best"], state["num_stale"], state["factor"]
-
-    def _improves(self, value: float) -> bool:
-        if self._best is None:
-            return not math.isnan(value)
-        return value < self._best - self._config.plateau_threshold * abs(self._best)

@@ -1,132 +1,98 @@
-"""What a table of rows gives to a checkpoint and takes from one. No table, file or rank is known here.
+"""The interface between embedding tables and checkpoints. It knows no table, file or rank.
 
-Rows go in chunks: int64 ids [n], distinct over all chunks of a part, and rows [n, width]. A part is a set of such rows
-by name: "rows" are the table's own, or several parts that begin with "rows-" where a row is in pieces. A table may have
-others, e.g. the counts of ids that have no row yet.
-
-Legend: n rows of a chunk, width numbers a row.
+Rows are streamed in chunks: int64 ids [n], distinct over all chunks of a part, and rows [n, width]. A part is a named
+set of such rows: "rows" are the table's own, or several parts named "rows-..." where a row is split. A table may have
+other parts, such as the counts of ids without a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 # ids [n] and rows [n, width].
 Chunk = tuple[Tensor, Tensor]
-# Which share of all ids a rank has, and of how many; (0, 1) is all of them.
+# The index of a rank's shard of ids, and the number of shards; (0, 1) is all ids.
 RowShard = tuple[int, int]
 ROWS = "rows"
 
 
 def is_row_data(part: str) -> bool:
-    """Whether a part is of the table's own rows, so that a source of changes has only those that changed. Of any other
-    part it has all."""
+    """Whether a part holds rows of the table, of which an incremental source has only the changed ones. Other parts are
+    always complete."""
     return part == ROWS or part.startswith(f"{ROWS}-")
 
 
 class RowSource(Protocol):
-    """The rows of a table at one instant: a table's snapshot while it trains, or what a checkpoint holds of it."""
+    """The rows of a table at one instant: a snapshot of a training table, or a table of a checkpoint."""
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """What makes rows of this table no other's, as plain values: name, dim, optimizer, how ids begin, ..."""
+        """The options that rows depend on, as plain values: name, dim, optimizer, initial rows, ..."""
         ...
 
     @property
     def version(self) -> int:
-        """The table's count of changes at that instant; it never falls while the table trains."""
+        """The table's change counter at that instant; it never decreases during training."""
         ...
 
     @property
     def since(self) -> int | None:
-        """None: all rows. A version: only those rows that changed after it, and `removed`."""
+        """None: all rows. A version: only the rows changed after it, and `removed`."""
         ...
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """What belongs to no row and is equal on all ranks, e.g. past learning rates. Small."""
+        """Small state that belongs to no row and is equal on all ranks, such as past learning rates."""
         ...
 
     @property
     def shard(self) -> RowShard:
-        """The share of ids whose rows are here."""
+        """The shard of ids of these rows."""
         ...
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that `chunks` knows."""
+        """The names of the parts."""
         ...
 
     def chunks(self, part: str = ROWS) -> Iterable[Chunk]:
-        """The rows of that part. A chunk holds good until the next one is asked for."""
+        """The rows of a part. A chunk is valid until the next one is requested."""
         ...
 
     def removed(self) -> Iterator[Tensor]:
-        """Ids [n] whose rows went away after `since`; one that came back is among the rows too."""
+        """Ids [n] whose rows were removed after `since`; a row that came back is among the rows too."""
         ...
 
     def close(self) -> None:
-        """Nothing more will be asked for; the table need not keep that instant any longer."""
+        """Release the snapshot."""
         ...
 
 
 @runtime_checkable
 class RowTable(Protocol):
-    """A table whose rows can be kept. All methods are called at a step boundary, on all ranks alike."""
+    """A table that can be saved and restored. All methods are called at a step boundary on all ranks."""
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """That of its snapshots."""
+        """See `RowSource`."""
         ...
 
     @property
     def shard(self) -> RowShard:
-        """That of its snapshots."""
+        """See `RowSource`."""
         ...
 
     def begin_snapshot(self, since: int | None = None, *, is_base: bool = True) -> RowSource:
-        """The table as it is now, to be read by another thread while the table goes on.
+        """A snapshot of the table, to be read by another thread while training goes on.
 
-        With a version, which is that of the snapshot before, only what changed after it. `is_base`: the next snapshot
-        may ask for what changed after this one, so the table has to keep account of that.
+        With `since`, the version of the previous snapshot, only the rows changed after it. `is_base`: the next snapshot
+        may be incremental to this one, so the table tracks changes from now on.
         """
         ...
 
     def load_rows(self, source: RowSource) -> None:
-        """Become what the source holds, all tiers, optimizer state and counts; take what belongs to this rank."""
+        """Restore rows of all tiers, optimizer state and counts from the source, of this rank's shard."""
         ...
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HeldRows:
-    """A `RowSource` over rows that are in memory and stay as they are."""
-
-    schema: Mapping[str, Any]
-    version: int
-    chunks_by_part: Mapping[str, Chunk]  # by part
-    since: int | None = None
-    shard: RowShard = (0, 1)
-    state: Mapping[str, Tensor] = field(default_factory=dict)
-    removed_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # ids [n]
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """See `RowSource`."""
-        return tuple(self.chunks_by_part)
-
-    def chunks(self, part: str = ROWS) -> Iterator[Chunk]:
-        """See `RowSource`."""
-        yield self.chunks_by_part[part]
-
-    def removed(self) -> Iterator[Tensor]:
-        """See `RowSource`."""
-        yield self.removed_ids
-
-    def close(self) -> None:
-        """See `RowSource`."""

