@@ -1,4 +1,4 @@
-"""The attention half of a block. How keys are kept and who may look at whom is the `Attend` that it is handed."""
+"""The attention layer of a block. Masks and the key-value cache are up to the `Attend` of its context."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AttentionConfig:
     head_dim: int
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm_eps: float | None = None  # RMSNorm of every query and key head before rotation; None: none
+    qk_norm_eps: float | None = None  # QK-norm: RMSNorm of query and key heads before rotation; None: off
     scale: float | None = None  # None: head_dim ** -0.5
     window: int | None = None
     dropout: float = 0.0  # of the attention weights
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self.key_norm = None if eps is None else Norm("rms", config.head_dim, eps, kernels)
         common = config.head_dim**-0.5
         self.scale = common if config.scale is None else config.scale
-        # Scales that differ by layer go to the queries as a tensor: a compiler needs a graph for each number.
+        # A scale of its own multiplies the queries as a tensor: torch.compile needs a graph for each Python number.
         factor = torch.tensor(self.scale / common, dtype=torch.float64, device="cpu")
         self._factor = None if config.scale is None else factor
         self.spec = AttentionSpec(layer=layer, kernel=kernels.attention, scale=common, window=config.window)
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self._rotary = kernels.rotary
 
     def forward(self, input: Tensor, rotary: tuple[Tensor, Tensor] | None, context: Context) -> Tensor:
-        """[B, T, dim] -> [B, T, dim]; `rotary` is cos and sin [B or 1, T, pairs], or None without rotation."""
+        """[B, T, dim] -> [B, T, dim]; `rotary` is cos and sin [B or 1, T, pairs], or None without rotary positions."""
         query, key, value = (self._heads(layer(input)) for layer in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -79,13 +79,12 @@ class Attention(nn.Module):
         return output
 
     def _heads(self, features: Tensor) -> Tensor:
-        """[B, T, heads * head_dim] -> [B, heads, T, head_dim]; the count is read off the weights, which may be a
-        shard's."""
+        """[B, T, heads * head_dim] -> [B, heads, T, head_dim]; a shard of the weights has fewer heads."""
         batch, length, _ = features.shape
         return features.view(batch, length, -1, self.config.head_dim).transpose(1, 2)
 
     def _spec(self, noise: DropoutKey | None) -> AttentionSpec:
-        """The layer's own spec, or one whose kernel drops attention weights."""
+        """The layer's spec; under dropout one whose kernel drops attention weights."""
         if self.config.dropout == 0.0 or noise is None:
             return self.spec
         name, rate = self._noise, self.config.dropout
@@ -97,5 +96,5 @@ class Attention(nn.Module):
             kept = dropout(weights, rate, name, noise)
             return kept @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
-        # Only a cache asks for the layer, never with dropout, and reading it would cost the compiler a graph a layer.
+        # Only a cache reads the layer, never with dropout; reading it here would cost torch.compile a graph per layer.
         return AttentionSpec(layer=-1, kernel=kernel, scale=self.spec.scale, window=self.spec.window)

@@ -1,7 +1,8 @@
-"""One layer of a decoder: attention and a feed-forward half, each normalised, each added to the stream."""
+"""One layer of a decoder: attention and an MLP, each with pre-norm and residual connection."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import final
 
@@ -19,7 +20,7 @@ DROPOUT = "a probability less than 1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """One pre-norm layer; with `sandwich` each branch is normalised on its way out as well (GLM-4-0414)."""
+    """One pre-norm layer; with `sandwich` the output of each branch is normalized too (GLM-4-0414)."""
 
     attention: AttentionConfig
     mlp: MLPConfig
@@ -40,10 +41,7 @@ class Block(nn.Module):
     def __init__(self, config: BlockConfig, layer: int, kernels: Kernels) -> None:
         super().__init__()
         dim = config.attention.dim
-
-        def norm() -> Norm:
-            return Norm(config.norm, dim, config.norm_eps, kernels)
-
+        norm = functools.partial(Norm, config.norm, dim, config.norm_eps, kernels)
         self.attention_norm = norm()
         self.attention = Attention(config.attention, layer, kernels)
         self.attention_out_norm = norm() if config.sandwich else None

@@ -13,7 +13,7 @@ from kitforge.core.nn.context import Context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """The sizes that a key-value cache and a memory plan need."""
+    """Sizes for a key-value cache and a memory plan."""
 
     vocab_size: int
     dim: int
@@ -22,7 +22,7 @@ class Geometry:
     num_kv_heads: int
     head_dim: int
     max_length: int
-    depends_on_length: bool = False  # whether the keys of a text depend on how long it will become
+    depends_on_length: bool = False  # whether the keys of a sequence depend on its final length
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class CausalLM(Protocol):
     kernels: Kernels
 
     def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
-        """The last layer's normalised output [B, T, dim]."""
+        """The normalized output [B, T, dim] of the last layer."""
         ...
 
     def head(self, hidden: Tensor) -> Tensor:

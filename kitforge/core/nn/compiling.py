@@ -1,4 +1,4 @@
-"""How many graphs torch may compile for the blocks of a model, and what is said where they are not enough."""
+"""The recompile limit of torch.compile for the blocks of a model, and a warning when it is reached."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import final
 
 import torch
 
-# A run compiles blocks for training and for evaluation, rows of one document and of several, whole batches and the
-# smaller last ones, layers with a window and without: 16 at most. torch's own limit is 8.
+# A run compiles blocks for training and evaluation, with one document in a row and several, for full and last batches,
+# with a window and without: at most 16 graphs. torch's default limit is 8.
 GRAPHS = 32
 
 
 def make_room() -> None:
-    """Let torch compile so many graphs of a block, and tell the user where even those are too few."""
+    """Raise the recompile limit to `GRAPHS`, and warn the user when that is reached."""
     options = torch._dynamo.config
     options.recompile_limit = max(options.recompile_limit, GRAPHS)
     log = logging.getLogger("torch._dynamo.convert_frame")
@@ -24,13 +24,13 @@ def make_room() -> None:
 
 @final
 class _LimitNotice(logging.Filter):
-    """Repeats as a warning what torch says to its own log alone."""
+    """Turns torch's log record of the limit into a warning."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Let every record pass."""
         if "recompile_limit" in record.getMessage():
             warnings.warn(
-                "compile_level=O2: torch has compiled as many graphs of a block as it may, and runs every further "
+                "compile_level=O2: torch has reached its limit of compiled graphs of a block, and runs every further "
                 "shape of batch uncompiled. Give all batches one shape, or train with compile_level=O1.",
                 stacklevel=2,
             )

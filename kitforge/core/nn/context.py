@@ -1,6 +1,6 @@
-"""What a forward pass is told besides its tokens: positions, who may look at whom, and the key of its dropout.
+"""The context of a forward pass besides its tokens: positions, attention masks, the key of its dropout.
 
-B batch, T length. Objects are handed in; no layer reads a global.
+B batch, T length. No layer reads a global.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kitforge.foundation import seed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """What an attention layer asks of whatever attends for it."""
+    """The parameters of an attention layer for an `Attend`."""
 
     layer: int
     kernel: AttentionKernel
@@ -28,33 +28,30 @@ class AttentionSpec:
 
 
 class Attend(Protocol):
-    """Attends for every layer of a model: plain and packed attention below, cached attention in `inference`, ring
-    attention in `core.parallel`. query [B, heads, T, head_dim]; key, value [B, kv_heads, T, head_dim]."""
+    """Computes the attention of every layer: causal and packed attention below, paged attention in `inference`.
+
+    query [B, heads, T, head_dim]; key, value [B, kv_heads, T, head_dim].
+    """
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """The mixture [B, heads, T, head_dim]."""
+        """The attention output [B, heads, T, head_dim]."""
         ...
 
 
 class CausalAttend:
     """Causal attention within each document.
 
-    `documents` [B, T] numbers the document of every token; tokens of different numbers do not see one another, so
+    `documents` [B, T] is the document number of every token; tokens do not attend to those of other documents, so
     padding is a document of its own. None: each row is one document.
     """
 
     def __init__(self, documents: Tensor | None = None) -> None:
-        self._documents = documents
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
-
-    @property
-    def isolates(self) -> bool:
-        """Whether it keeps documents apart."""
-        return self._documents is not None
+        self.documents = documents
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def prepare(self, length: int, windows: Iterable[int | None], device: torch.device) -> None:
-        """Make the masks of layers with these windows. A compiler that saw the first layer make them and the others
-        find them would need two graphs for each shape."""
+        """Make the masks of layers with these windows. If the first layer made them and the others reused them,
+        torch.compile would need two graphs for each shape."""
         for window in windows:
             self._mask(length, window, device)
 
@@ -64,47 +61,41 @@ class CausalAttend:
         return spec.kernel(query, key, value, mask=mask, causal=True, scale=spec.scale)
 
     def _mask(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
+        """Boolean [length, length] or [B, 1, length, length]; None for plain causal attention."""
         window = window if window is not None and window < length else None
-        if (length, window) not in self._masks:
-            self._masks[length, window] = self._made(length, window, device)
-        return self._masks[length, window]
-
-    def _made(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
-        if self._documents is None and window is None:
+        if self.documents is None and window is None:
             return None
-        seen = causal_mask(torch.arange(length, device=device), torch.arange(length, device=device), window)
-        if self._documents is None:
-            return seen
-        return (seen & (self._documents.unsqueeze(2) == self._documents.unsqueeze(1))).unsqueeze(1)
+        if (length, window) not in self._masks:
+            mask = causal_mask(torch.arange(length, device=device), torch.arange(length, device=device), window)
+            if self.documents is not None:
+                mask = (mask & (self.documents.unsqueeze(2) == self.documents.unsqueeze(1))).unsqueeze(1)
+            self._masks[length, window] = mask
+        return self._masks[length, window]
 
 
 def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Boolean [..., queries, keys]: a query at position p sees keys at p - window + 1 .. p."""
+    """Boolean [..., queries, keys]: a query at position p attends to keys at p - window + 1 .. p."""
     distance = queries.unsqueeze(-1) - keys.unsqueeze(-2)
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutShard:
-    """Which part of a mask a rank needs that holds only a part of the masked tensor: (index, parts) of its dim 1."""
+    """The shard of a dropout mask on a rank that holds a shard of the masked tensor: (index, parts) of dim 1."""
 
-    sequence: tuple[int, int] = (0, 1)  # masks [B, T, dim], parted along T
-    heads: tuple[int, int] = (0, 1)  # masks [B, heads, T, T], parted along the heads
-
-    def of(self, shape: torch.Size) -> tuple[int, int]:
-        """The part of a mask of that many dims."""
-        return self.heads if len(shape) == 4 else self.sequence
+    sequence: tuple[int, int] = (0, 1)  # masks [B, T, dim], sharded along T
+    heads: tuple[int, int] = (0, 1)  # masks [B, heads, T, T], sharded along the heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutKey:
-    """Names the noise of one forward pass: the same key gives the same masks, whatever the micro-batch split."""
+    """The key of the dropout masks of a forward pass; they do not depend on the split into micro-batches."""
 
     seed: int
     step: int
-    samples: tuple[int, ...]  # the global index of every row
+    samples: tuple[int, ...]  # the global index of each row
     shard: DropoutShard = DropoutShard()
-    # The numbers above as tensors: to a compiler those are inputs of a graph, and a number would need one of its own.
+    # As tensors, which are inputs of a graph to torch.compile; a Python number would need a graph of its own.
     _step: Tensor = field(init=False, repr=False, compare=False)  # int64 [], of seed and step
     _rows: Tensor = field(init=False, repr=False, compare=False)  # int64 [B]
 
@@ -114,24 +105,24 @@ class DropoutKey:
         object.__setattr__(self, "_rows", torch.tensor(self.samples, dtype=torch.int64, device="cpu"))
 
     def mask(self, name: str | Tensor, shape: torch.Size, rate: float, device: torch.device) -> Tensor:
-        """A boolean mask of `shape` [B, ...] that is False with probability `rate`. A row's noise depends on the row
-        alone, and that of a share is its part of the whole. `name` is a text, or `noise_name` of one."""
-        index, _ = self.shard.of(shape)
+        """A boolean mask of `shape` [B, ...], False with probability `rate`. The mask of a row depends on the row
+        alone, and that of a shard is the shard of the whole mask. `name` is a string, or its `dropout_name_key`."""
+        index, _ = self.shard.heads if len(shape) == 4 else self.shard.sequence
         count = shape[1:].numel()
         name = dropout_name_key(name) if isinstance(name, str) else name
-        # A share is cut from the first dim of a row, so it is a stretch of the row's elements.
+        # Sharded along the first dim of a row, so a shard is a contiguous range of the row's elements.
         kept: Tensor = _keep_mask(self._step ^ name, self._rows.to(device), index * count, count, rate)
         return kept.view(shape)
 
 
 def dropout_name_key(name: str) -> Tensor:
-    """The number of a name, int64 []. Modules that may be compiled make it once, for the reason given above."""
+    """The key of a name, int64 []. Modules that may be compiled make it once, as a tensor for the same reason."""
     return torch.tensor(seed.key("noise", name), device="cpu")
 
 
 @torch.library.custom_op("kitforge::keep_mask", mutates_args=())
 def _keep_mask(key: Tensor, rows: Tensor, start: int, count: int, rate: float) -> Tensor:
-    """A single operation to a compiler."""
+    """A single operation to torch.compile."""
     return select("O1", rows.device.type).keep_mask(int(key), rows, start, count, rate)
 
 
@@ -143,30 +134,30 @@ def _(key: Tensor, rows: Tensor, start: int, count: int, rate: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """How a batch of tokens [B, T] is to be read."""
+    """Positions, documents, attention and dropout of a batch of tokens [B, T]."""
 
     positions: Tensor | None = None  # [B, T] or [T]; None counts from 0
-    # [B or 1, T]: how long the text around each token is, for position schemes that depend on it; None measures it.
+    # [B or 1, T]: the length of each token's sequence, for position schemes that depend on it; None: computed.
     lengths: Tensor | None = None
     documents: Tensor | None = None  # [B, T] document of every token; None: each row is one document
     attend: Attend = field(default_factory=CausalAttend)
     dropout: DropoutKey | None = None  # None: no dropout
 
     def __post_init__(self) -> None:
-        # Documents that are named here must be isolated, and the plain attention does not know of them.
-        if self.documents is not None and isinstance(self.attend, CausalAttend) and not self.attend.isolates:
+        # Plain causal attention does not know the documents, which must be isolated.
+        if self.documents is not None and isinstance(self.attend, CausalAttend) and self.attend.documents is None:
             object.__setattr__(self, "attend", CausalAttend(self.documents))
 
     @classmethod
     def packed(cls, positions: Tensor, documents: Tensor | None, dropout: DropoutKey | None = None) -> Context:
-        """The context of packed rows, documents isolated from one another."""
+        """The context of packed rows: attention isolates the documents."""
         return cls(positions=positions, documents=documents, dropout=dropout)
 
 
 def dropout(input: Tensor, rate: float, name: str | Tensor, key: DropoutKey | None) -> Tensor:
-    """`input` [B, ...] with each element zeroed with probability `rate` under `key`, and the others scaled so that the
-    mean stays; unchanged without a key. See `DropoutKey.mask` for the name."""
+    """Inverted dropout of `input` [B, ...] with probability `rate`; the identity without a key. `name` is that of
+    `DropoutKey.mask`."""
     if rate == 0.0 or key is None:
         return input
-    # In place, since a second tensor of this size would cost more than the noise.
+    # In place, since a second tensor of this size costs more than the mask.
     return torch.where(key.mask(name, input.shape, rate, input.device), input, 0.0).div_(1.0 - rate)

@@ -1,4 +1,4 @@
-"""Layers in which features cross one another: explicit polynomials of bounded degree."""
+"""Feature interactions: the cross network of DCN v2 and the dot products of DLRM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CrossNetwork(nn.Module):
 
 
 def dot_interaction(vectors: Tensor) -> Tensor:
-    """The products of all pairs of distinct vectors, [B, F, dim] -> [B, F (F - 1) / 2], in the order of the lower
+    """Dot products of all pairs of distinct vectors, [B, F, dim] -> [B, F (F - 1) / 2], in the order of the lower
     triangle (Naumov et al., 2019)."""
     num_features = vectors.shape[1]
     products = vectors @ vectors.transpose(1, 2)

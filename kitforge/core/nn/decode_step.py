@@ -1,4 +1,4 @@
-"""A decoder over one token of each of several texts in one call, where its kernels have such a call and it is whole."""
+"""A decoding step of a decoder in one fused kernel, where its kernels have one and the model is not sharded."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.norm import Norm
 
-# With more of them the vendor's products are faster.
+# With more sequences the vendor's products are faster.
 MAX_SEQUENCES = 32
 
 
 @final
 class FusedDecodeStep:
-    """Runs `model` over slabs of keys and values [slots, kv_heads, head_dim], which `slabs` gives for a layer and a key
-    [1, kv_heads, 1, head_dim] like those that come."""
+    """Runs `model` over the key-value cache. `slabs` gives the keys and values [slots, kv_heads, head_dim] of a layer,
+    for an example key [1, kv_heads, 1, head_dim]."""
 
     def __init__(self, model: nn.Module, slabs: Callable[[int, Tensor], tuple[Tensor, Tensor]]) -> None:
         self._model = model
@@ -30,7 +30,7 @@ class FusedDecodeStep:
         self.forget()
 
     def forget(self) -> None:
-        """The network has changed."""
+        """Read the network anew: it has changed."""
         self._modules = list(self._model.modules())
         self._owners = [(each._parameters, name) for each in self._modules for name in each._parameters]
         self._addresses: list[int] = []
@@ -39,14 +39,14 @@ class FusedDecodeStep:
     def __call__(
         self, tokens: Tensor, context: Context, starts: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Normalised output [texts, dim] and logits [texts, vocab] of tokens [1, texts], each the last of a text of
-        `lengths` [texts] positions that lie one after another from slot `starts` [texts] on. None where modules have to
-        be asked one by one."""
+        """Normalized output [sequences, dim] and logits [sequences, vocab] of tokens [1, sequences], each the last of a
+        sequence of `lengths` [sequences] consecutive slots from `starts` [sequences] on. None where the modules must
+        run one by one."""
         if len(starts) > MAX_SEQUENCES or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return None
         if cast(Any, _has_any_global_hook)() or any(map(_is_wrapped, self._modules)):
             return None
-        # Weights are read where they lie: one that was moved or replaced is found here.
+        # Weights are read by address: one that was moved or replaced has another.
         parameters = [owned[name] for owned, name in self._owners]
         addresses = [0 if each is None else each.data_ptr() for each in parameters]
         if addresses != self._addresses:
@@ -73,7 +73,7 @@ class FusedDecodeStep:
 
 
 def stack_of(model: Decoder) -> DecoderWeights:
-    """The weights of a decoder whose blocks have equal shapes."""
+    """The weights of a decoder with blocks of equal shapes."""
     blocks = cast(list[Block], list(model.blocks))
     first = blocks[0].attention
     return DecoderWeights(
@@ -117,14 +117,14 @@ def _layer(block: Block) -> BlockWeights:
 
 
 def _shape(block: Block) -> tuple[object, ...]:
-    """What all blocks of a stack have in common."""
+    """The shapes and options that all blocks of a fused decoder share."""
     shapes = [None if each is None else each.shape for each in _layer(block).tensors()]
     norms = [each.eps for each in block.modules() if isinstance(each, Norm)]
     return (*shapes, *norms, block.attention.config.head_dim, block.attention.config.interleaved_rotary)
 
 
 def _is_wrapped(module: nn.Module) -> bool:
-    """Whether a call of the module is more than its class says: adapters, axes of parallelism, hooks."""
+    """Whether calls of the module are changed: by adapters, parallelism or hooks."""
     return "forward" in module.__dict__ or bool(module._forward_hooks or module._forward_pre_hooks)
 
 

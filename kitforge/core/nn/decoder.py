@@ -1,7 +1,7 @@
 """The decoder that the families share: embeddings, blocks, a norm and a head.
 
-A family is a configuration that says what of this it uses (`models/<family>/model.py`). Written unsharded; layers
-read local sizes from their weights. B batch, T length.
+A family configures it (`models/<family>/model.py`). Written unsharded; layers read local sizes from their weights.
+B batch, T length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kitforge.core.nn.rotary import RotaryAngles, RotaryConfig, document_lengths
 from kitforge.foundation.config import check, check_counts
 from kitforge.foundation.dtype import ExportDtype
 
-# A family's configuration makes as many blocks as it is asked for, so absurd counts are refused first.
+# A configuration makes a dataclass for each block, so absurd counts are refused first.
 MAX_LAYERS = 10_000
 
 
@@ -61,11 +61,11 @@ class FamilyConfig(Protocol):
 
     @property
     def dtype(self) -> ExportDtype:
-        """What its weights were published in, and are exported in unless another dtype is asked for."""
+        """The dtype of its published weights, and of an export by default."""
         ...
 
     def decoder(self) -> DecoderConfig:
-        """The decoder that these options stand for."""
+        """The decoder of these options."""
         ...
 
 
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The matrix [vocab, dim] of the head; the embedding's own when they are tied."""
+        """The matrix [vocab, dim] of the head; the embedding's if they are tied."""
         return self.embedding.weight if self.output is None else self.output
 
     @property
@@ -119,10 +119,10 @@ class Decoder(nn.Module):
         return type(self) is Decoder and not any("forward" in module.__dict__ for module in self.modules())
 
     def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
-        """Normalised output [B, T, dim] of the last block for tokens [B, T]."""
+        """Normalized output [B, T, dim] of the last block for tokens [B, T]."""
         context = Context() if context is None else context
         stream, rotary = self.enter(tokens, context)
-        # With a cache each token would be a shape of its own to the compiler.
+        # With a cache each token would be a shape of its own to torch.compile.
         compiled = None
         if isinstance(context.attend, CausalAttend):
             compiled = self._run
@@ -136,14 +136,19 @@ class Decoder(nn.Module):
         return hidden
 
     def enter(self, tokens: Tensor, context: Context) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """What the first block is given for tokens [B, T]: the stream [B, T, dim], and cos and sin [B or 1, T, pairs]
-        where positions rotate."""
+        """The input of the first block for tokens [B, T]: the stream [B, T, dim], and cos and sin [B or 1, T, pairs] of
+        rotary positions."""
         positions = self._positions(tokens, context)
         stream = self.embedding(tokens)
         if self.position is not None:
             stream = stream + self.position(positions)
         stream = dropout(stream, self._embedding_dropout, "embedding", context.dropout)
-        return stream, self._rotary(positions, context)
+        if self._angles is None:
+            return stream, None
+        lengths = context.lengths
+        if lengths is None and context.documents is not None and self._angles.depends_on_length:
+            lengths = document_lengths(positions, context.documents)
+        return stream, self._angles(positions, lengths)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocab] of hidden [..., dim]."""
@@ -154,7 +159,7 @@ class Decoder(nn.Module):
         return self.head(self.hidden(tokens, context))
 
     def compile_blocks(self) -> None:
-        """Let torch compile each block (level O2); the weights stay where they are."""
+        """Compile each block with torch.compile (level O2), over the same weights."""
         compiling.make_room()
         self._run = [torch.compile(block, dynamic=False) for block in self.blocks]
 
@@ -165,28 +170,19 @@ class Decoder(nn.Module):
             self.output.requires_grad_(False)
 
     def _positions(self, tokens: Tensor, context: Context) -> Tensor:
-        length = tokens.shape[1]
-        if context.positions is None:
-            self._check_length(length)
-            return torch.arange(length, device=tokens.device)
-        # Elsewhere reading the values would stop the device; there the lookup itself refuses what is out of range.
-        if self.position is not None and context.positions.device.type == "cpu" and context.positions.numel():
-            self._check_length(int(context.positions.max()) + 1)
-        return context.positions
-
-    def _check_length(self, length: int) -> None:
-        """Learned positions end where the table ends; rotary ones go on."""
+        """The positions of tokens; those of a learned table must lie in it, rotary ones have no end."""
+        length, positions = tokens.shape[1], context.positions
+        if positions is None:
+            positions = torch.arange(length, device=tokens.device)
+        # On an accelerator, reading the values would synchronize; there the embedding refuses indices out of range.
+        elif self.position is not None and positions.device.type == "cpu" and positions.numel():
+            length = int(positions.max()) + 1
+        else:
+            return positions
         expected = f"at most the model's max_length={self.geometry.max_length}"
         check(self.position is None or length <= self.geometry.max_length, "data.sequence_length", length, expected)
-
-    def _rotary(self, positions: Tensor, context: Context) -> tuple[Tensor, Tensor] | None:
-        if self._angles is None:
-            return None
-        lengths = context.lengths
-        if lengths is None and context.documents is not None and self._angles.depends_on_length:
-            lengths = document_lengths(positions, context.documents)
-        return self._angles(positions, lengths)
+        return positions
 
     def __getstate__(self) -> dict[str, Any]:
-        """Compiled blocks are made anew where they are wanted; they do not travel."""
+        """Compiled blocks are not pickled."""
         return {**self.__dict__, "_run": None}

@@ -1,4 +1,4 @@
-"""What a recommender's network is told about a sample, and which rows it wants looked up. It holds no table.
+"""The features of a sample and the embedding lookups that a recommender's network needs. It holds no table.
 
 B samples, F features of a lookup, L positions of a sequence.
 """
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kitforge.foundation.config import check
 
-# each: [B, F, dim], a bag counts as the sum or mean of its rows, a sequence as their mean. sum: [B, dim] over all
-# features. sequence: [B, L, dim] of one feature, in order, padded at the end.
+# each: [B, F, dim], the sum or mean of a bag, the mean of a sequence. sum: [B, dim] over all features.
+# sequence: [B, L, dim] of one feature, in order, padded at the end.
 Pooling = Literal["each", "sum", "sequence"]
-# wide rows begin at zero and are moved by the wide optimizer; deep rows begin at random and are moved by the deep one.
+# wide: rows start at zero and use the wide optimizer. deep: rows start at random and use the deep one.
 TableKind = Literal["wide", "deep"]
 
 
@@ -27,20 +27,20 @@ class SampleShape:
 
     numeric: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()  # one id or a bag of them
-    crosses: tuple[str, ...] = ()  # categorical too, made of others; for wide parts, or as one more vector
+    crosses: tuple[str, ...] = ()  # products of categorical features; for wide parts, or as one more vector
     sequences: tuple[str, ...] = ()
-    # The tables of features that share one, such as a history and the item that it is a history of.
+    # The tables of features that share one, such as an item and the history of items.
     tables: Mapping[str, str] = field(default_factory=dict)
-    dims: Mapping[str, int] = field(default_factory=dict)  # features whose rows have a width of their own
+    dims: Mapping[str, int] = field(default_factory=dict)  # features with an embedding dim of their own
 
     def table_of(self, feature: str) -> str:
-        """The table that holds the feature's rows; one of its own where nothing else is said."""
+        """The table of the feature; by default one of its own name."""
         return self.tables.get(feature, feature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingLookup:
-    """Rows that a network wants of every sample; it is handed the vectors under `name`."""
+    """Rows that a network looks up for each sample; it gets the vectors under `name`."""
 
     name: str
     features: tuple[str, ...]
@@ -59,11 +59,11 @@ class RecommenderConfig(Protocol):
 
     @property
     def logit(self) -> str | None:
-        """The module of the network whose last bias is that of the logit; None: the family finds items."""
+        """The module whose last bias is that of the logit; None: the family retrieves items."""
         ...
 
     def lookups(self, shape: SampleShape) -> tuple[EmbeddingLookup, ...]:
-        """What the network wants looked up of samples of that shape; raises ConfigError for a feature it lacks."""
+        """The lookups for samples of that shape. Raises ConfigError for a missing feature."""
         ...
 
     def dense_features(self, shape: SampleShape) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ class RecommenderConfig(Protocol):
 
 
 def used_features(config: RecommenderConfig, shape: SampleShape) -> str:
-    """Which features a network uses, how sequences enter, and which it does not use: for the log and the report."""
+    """One sentence for log and report: the features that a network uses, how it uses sequences, and the unused ones."""
     lookups = config.lookups(shape)
     looked_up = {name for lookup in lookups for name in lookup.features}
     as_mean = {name for lookup in lookups if lookup.pooling != "sequence" for name in lookup.features}
@@ -96,7 +96,7 @@ def used_features(config: RecommenderConfig, shape: SampleShape) -> str:
 
 
 def deep_lookups(shape: SampleShape, dim: int, features: Sequence[str]) -> tuple[EmbeddingLookup, ...]:
-    """The rows of these features, one lookup for each width: `dim` where the shape says nothing else."""
+    """Lookups of these features, one for each embedding dim; `dim` unless the shape has another."""
     widths: dict[int, list[str]] = {dim: []}
     for name in features:
         widths.setdefault(shape.dims.get(name, dim), []).append(name)
@@ -108,17 +108,17 @@ def deep_lookups(shape: SampleShape, dim: int, features: Sequence[str]) -> tuple
 
 
 def one_width(shape: SampleShape, features: Sequence[str], dim: int) -> None:
-    """Raise ConfigError where the vectors of these features would not have one width, which this family needs."""
+    """Raise ConfigError unless the vectors of these features have one dim, which this family needs."""
     for name in features:
         found = shape.dims.get(name, dim)
         check(found == dim, f"data.schema {name}.dim", found, f"model.dim={dim}, as their vectors meet in products")
 
 
 def concat_features(dense: Tensor, vectors: Mapping[str, Tensor], lookups: Sequence[EmbeddingLookup]) -> Tensor:
-    """dense [B, d] and the vectors of the lookups side by side: [B, d + sum of F * dim]."""
+    """dense [B, d] and the vectors of the lookups, concatenated: [B, d + sum of F * dim]."""
     return torch.cat([dense, *(vectors[lookup.name].flatten(1) for lookup in lookups)], dim=1)
 
 
 def width(lookups: Sequence[EmbeddingLookup]) -> int:
-    """Numbers of a sample in the vectors of these lookups."""
+    """The total size of the vectors of these lookups for one sample."""
     return sum(len(lookup.features) * lookup.dim for lookup in lookups)

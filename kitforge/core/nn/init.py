@@ -1,10 +1,10 @@
-"""Initial weights as a pure function of (seed, name, block of rows), whatever the layout that holds them.
+"""Initial weights as a pure function of (seed, name, block of rows), for every layout.
 
-Matrices and embeddings are normal with deviation 0.02, those that write into the residual stream divided by
-sqrt(2 * layers) (Radford et al., 2019); norms start at one, biases at zero.
+Matrices and embeddings are normal with standard deviation 0.02, divided by sqrt(2 * layers) for outputs of residual
+branches (Radford et al., 2019); norms start at one, biases at zero.
 
-A network is laid out without memory first. What torch has for that (an embedding that fills itself, `to_empty`) imports
-its compiler on the way, seconds of every start; the two functions for it here do not.
+A network is built on the meta device first. torch's functions for that (`nn.Embedding` with its own init, `to_empty`)
+import its compiler, which takes seconds of every start; the two functions here do not.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ RESIDUAL_OUTPUTS = ("attention.out.weight", "mlp.down.weight")
 
 
 def unfilled_embedding(num: int, dim: int) -> nn.Embedding:
-    """An embedding whose weight [num, dim] holds no values yet."""
+    """An embedding with an uninitialized weight [num, dim]."""
     return nn.Embedding(num, dim, _weight=torch.empty(num, dim))
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give a model that was laid out on the meta device its memory, without values."""
+    """Allocate the tensors of a model on the meta device, uninitialized."""
     model._apply(lambda tensor: tensor.new_empty(tensor.shape, device=device))  # type: ignore[no-untyped-call]
 
 
@@ -36,7 +36,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 def init_weights(
     parameters: Iterable[tuple[str, Tensor]], num_layers: int, seed: int, regions: Mapping[str, Region] | None = None
 ) -> None:
-    """Fill a decoder's parameters in place, or the pieces of them that `regions` says they are."""
+    """Fill a decoder's parameters in place, or the shards of them in `regions`."""
     for name, parameter in parameters:
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)

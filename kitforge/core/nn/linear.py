@@ -25,5 +25,5 @@ class Linear(nn.Module):
         return self._linear(input, self.weight, self.bias)
 
     def without_bias(self, input: Tensor) -> Tensor:
-        """`input @ weight.T`, for whoever adds the bias later."""
+        """`input @ weight.T`, for tensor parallelism, which adds the bias after its reduction."""
         return self._linear(input, self.weight, None)

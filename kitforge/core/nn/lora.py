@@ -1,6 +1,6 @@
-"""Low-rank additions to linear layers (Hu et al., 2021): several by name on one network, of which one or none is on.
+"""LoRA (Hu et al., 2021): several adapters by name on one network, of which one or none is active.
 
-The network's own weights keep their names and never change, so that with adapters off it is the network it was.
+The base weights keep their names and never change, so without an active adapter it is the base network.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kitforge.foundation.config import check
 from kitforge.foundation.errors import ModelError, nearest
 
 _ADAPTERS = "adapters"
-# How a linear layer is called; an adapter adds to each.
+# Methods of a linear layer that an adapter adds to.
 _ADAPTED_METHODS = ("forward", "without_bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Size and place of an adapter."""
+    """Rank, scale and target modules of an adapter."""
 
     rank: int = 8
-    alpha: float = 16.0  # what is added counts alpha / rank
-    target_modules: tuple[str, ...] = ("query", "value")  # the last names of the linear layers that get one
+    alpha: float = 16.0  # the scale of the update is alpha / rank
+    target_modules: tuple[str, ...] = ("query", "value")  # last names of the linear layers with an adapter
 
     def __post_init__(self) -> None:
         check(self.rank > 0, "lora.rank", self.rank, "a whole number of at least 1")
@@ -39,19 +39,19 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What the product of both factors counts."""
+        """The scale of the low-rank update."""
         return self.alpha / self.rank
 
 
 @final
 class LowRank(nn.Module):
-    """`scale * up @ down` beside a matrix [out, in]; zero before it is trained."""
+    """The update `scale * up @ down` of a matrix [out, in]; initially zero."""
 
     def __init__(self, weight: Tensor, config: LoraConfig) -> None:
         super().__init__()
         out_dim, in_dim = weight.shape
         self.scale = config.scale
-        # What is trained is kept in fp32 beside a matrix that is held in half precision.
+        # Trained factors are in fp32, even if the matrix is in half precision.
         dtype = torch.promote_types(weight.dtype, torch.float32)
         self.down = nn.Parameter(torch.empty(config.rank, in_dim, device=weight.device, dtype=dtype))
         self.up = nn.Parameter(torch.zeros(out_dim, config.rank, device=weight.device, dtype=dtype))
@@ -61,14 +61,14 @@ class LowRank(nn.Module):
         return functional.linear(functional.linear(input, self.down), self.up) * self.scale
 
     def delta(self) -> Tensor:
-        """What it adds to the matrix [out, in]."""
+        """The update of the matrix [out, in]."""
         return self.up @ self.down * self.scale
 
 
 @torch.no_grad()
 def attach(network: nn.Module, name: str, config: LoraConfig, seed: int = 0) -> None:
-    """Give the network an adapter of that name and turn it on. Its first factor is a function of seed and names, its
-    second is zero. The network's own weights are frozen. Raises ModelError where no layer has a name that is wanted."""
+    """Add an adapter of that name and activate it. Its first factor is a function of seed and names, its second is
+    zero. The base weights are frozen. Raises ModelError if no layer has the name of a target module."""
     layers = [(path, each) for path, each in _linears(network) if path.split(".")[-1] in config.target_modules]
     found = {path.split(".")[-1] for path, _ in layers}
     for target in config.target_modules:
@@ -92,7 +92,7 @@ def attach(network: nn.Module, name: str, config: LoraConfig, seed: int = 0) -> 
 
 @contextmanager
 def using(network: nn.Module, name: str | None) -> Iterator[None]:
-    """Within it the adapter of that name is on, or none; afterwards what was on before."""
+    """Within the block the adapter of that name is active, or none; afterwards the previous one."""
     before = [(layer, layer.__dict__["adapter"]) for _, layer in _adapted(network)]
     if name is not None and not any(name in _adapters_of(layer) for layer, _ in before):
         known = {each for layer, _ in before for each in _adapters_of(layer)}
@@ -108,7 +108,7 @@ def using(network: nn.Module, name: str | None) -> Iterator[None]:
 
 @torch.no_grad()
 def merge(network: nn.Module, name: str) -> None:
-    """Add an adapter to the network's own weights for good; all adapters are gone afterwards."""
+    """Merge an adapter into the base weights and remove all adapters."""
     for _, layer in _adapted(network):
         if name in _adapters_of(layer):
             layer.weight.add_(_adapters_of(layer)[name].delta())
@@ -118,7 +118,7 @@ def merge(network: nn.Module, name: str) -> None:
 
 
 def adapter_tensors(network: nn.Module, name: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Both factors, down [rank, in] and up [out, rank], of every layer that has the adapter, by the layer's name."""
+    """Both factors, down [rank, in] and up [out, rank], of every layer with that adapter, by the layer's name."""
     return {
         path: (_adapters_of(layer)[name].down, _adapters_of(layer)[name].up)
         for path, layer in _adapted(network)
@@ -127,7 +127,7 @@ def adapter_tensors(network: nn.Module, name: str) -> dict[str, tuple[Tensor, Te
 
 
 def config_of(network: nn.Module) -> LoraConfig | None:
-    """Size and place of the adapter that is on; None where none is."""
+    """The configuration of the active adapter; None if none is active."""
     found = _active(network)
     if not found:
         return None
@@ -137,18 +137,18 @@ def config_of(network: nn.Module) -> LoraConfig | None:
 
 
 def owner_of(name: str) -> str:
-    """The name of the linear layer that a `LowRank` of that name stands beside."""
+    """The name of the linear layer that a `LowRank` of that name belongs to."""
     return name.rpartition(f".{_ADAPTERS}.")[0]
 
 
 def deltas(network: nn.Module) -> dict[str, Tensor]:
-    """What the adapter that is on adds to the matrices [out, in], by the layers' names; empty where none is."""
+    """The updates of the active adapter to matrices [out, in], by the layers' names; empty if none is active."""
     return {path: each.delta() for path, each in _active(network).items()}
 
 
 @torch.no_grad()
 def copy_factors(source: nn.Module, target: nn.Module) -> None:
-    """Give the adapter that is on in `target` the factors of the one that is on in `source`, of the same layers."""
+    """Copy the factors of the active adapter of `source` to that of `target`, which has the same layers."""
     theirs = _active(source)
     for path, own in _active(target).items():
         own.down.copy_(theirs[path].down)
@@ -156,12 +156,9 @@ def copy_factors(source: nn.Module, target: nn.Module) -> None:
 
 
 def _active(network: nn.Module) -> dict[str, LowRank]:
-    found = ((path, layer, layer.__dict__["adapter"]) for path, layer in _adapted(network))
-    return {
-        path: _adapters_of(layer)[name]
-        for path, layer, name in found
-        if name is not None and name in _adapters_of(layer)
-    }
+    """The active adapter of each layer that has it, by the layer's name."""
+    found = ((path, _adapters_of(layer), layer.__dict__["adapter"]) for path, layer in _adapted(network))
+    return {path: adapters[name] for path, adapters, name in found if name is not None and name in adapters}
 
 
 def _with_adapters(layer: Linear, compute: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -177,8 +174,8 @@ def _adapters_of(layer: nn.Module) -> dict[str, LowRank]:
     return found
 
 
-def _linears(network: nn.Module) -> Iterator[tuple[str, Linear]]:
-    return ((path, each) for path, each in network.named_modules() if isinstance(each, Linear))
+def _linears(network: nn.Module) -> list[tuple[str, Linear]]:
+    return [(path, each) for path, each in network.named_modules() if isinstance(each, Linear)]
 
 
 def _adapted(network: nn.Module) -> list[tuple[str, Linear]]:

@@ -1,7 +1,8 @@
-"""The feed-forward half of a block."""
+"""The MLP of a block."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -15,7 +16,7 @@ from kitforge.foundation.config import check_counts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConfig:
-    """Width and kind of the feed-forward half."""
+    """Width and activation of an MLP."""
 
     dim: int
     hidden_dim: int
@@ -32,13 +33,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: MLPConfig, kernels: Kernels) -> None:
         super().__init__()
-        self.gate = (
-            Linear(config.dim, config.hidden_dim, bias=config.bias, kernels=kernels)
-            if config.kind == "swiglu"
-            else None
-        )
-        self.up = Linear(config.dim, config.hidden_dim, bias=config.bias, kernels=kernels)
-        self.down = Linear(config.hidden_dim, config.dim, bias=config.bias, kernels=kernels)
+        linear = functools.partial(Linear, bias=config.bias, kernels=kernels)
+        self.gate = linear(config.dim, config.hidden_dim) if config.kind == "swiglu" else None
+        self.up = linear(config.dim, config.hidden_dim)
+        self.down = linear(config.hidden_dim, config.dim)
         self._swiglu = kernels.swiglu
 
     def forward(self, input: Tensor) -> Tensor:

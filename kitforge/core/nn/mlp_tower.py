@@ -1,4 +1,4 @@
-"""A stack of linear layers, each but the last followed by ReLU."""
+"""A multilayer perceptron of linear layers with ReLU and dropout."""
 
 from __future__ import annotations
 
@@ -19,13 +19,7 @@ class MLPTower(nn.Module):
     followed by ReLU and dropout. With a single width it is the identity."""
 
     def __init__(
-        self,
-        name: str,
-        dims: Sequence[int],
-        *,
-        kernels: Kernels,
-        dropout: float = 0.0,
-        ends_in_relu: bool = False,
+        self, name: str, dims: Sequence[int], *, kernels: Kernels, dropout: float = 0.0, ends_in_relu: bool = False
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
@@ -40,12 +34,12 @@ class MLPTower(nn.Module):
         for number, layer in enumerate(self.layers):
             input = layer(input)
             if number < self._num_activated:
-                # In place: the product keeps its input for the backward pass and not its output.
+                # In place: a linear layer saves its input for the backward pass, not its output.
                 input = sample_dropout(input.relu_(), self._dropout, self._names[number], noise)
         return input
 
 
 def check_widths(path: str, widths: Sequence[int], dropout: float = 0.0) -> None:
-    """Raise ConfigError unless these can be the widths and the dropout of hidden layers."""
+    """Raise ConfigError for invalid widths or dropout of hidden layers."""
     check(all(width > 0 for width in widths), path, list(widths), "positive whole numbers")
     check(0 <= dropout < 1, "model.dropout", dropout, "at least 0, below 1")

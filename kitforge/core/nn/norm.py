@@ -26,12 +26,12 @@ class Norm(nn.Module):
         self._rms_norm = kernels.rms_norm
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalised input, in autocast's dtype where autocast is on: the layers that share it share one rounding."""
+        """Normalized input, in autocast's dtype where autocast is on: the layers that use it share one rounding."""
         if self.bias is None:
             return self._rms_norm(input, self.weight.to(input.dtype), self.eps).to(compute_dtype(input))
         shape, dtype = (input.shape[-1],), input.dtype
         weight, bias = self.weight.to(dtype), self.bias.to(dtype)
-        # Entering the context costs more than the norm of a single token.
+        # Entering the autocast context costs more than the norm of a single token.
         if not torch.is_autocast_enabled(input.device.type):
             return functional.layer_norm(input, shape, weight, bias, self.eps)
         with torch.autocast(input.device.type, enabled=False):

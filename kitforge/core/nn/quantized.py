@@ -1,9 +1,9 @@
-"""A copy of a network whose linear layers run on int8 weights, and which shares everything else with the original.
+"""int8 linear layers: a copy of a network that shares all but the weights of its linear layers with the original.
 
-Weights are rounded symmetrically with one scale for each row. Activations are rounded as they come, with one scale for
-all tokens of a call, to seven bits, since processors without VNNI add pairs of products in 16 bits (torch's `fbgemm`
-kernels, Khudia et al., 2021); that scale does not go below 6e-5, which normalised streams never need. So a text may
-differ a little with the company it is in.
+Weights are quantized symmetrically with one scale per row. Activations are quantized dynamically with one scale for all
+tokens of a call, to seven bits, since processors without VNNI add pairs of products in 16 bits (torch's `fbgemm`
+kernels, Khudia et al., 2021). That scale does not go below 6e-5, which normalized streams never need. So an output
+depends slightly on the other sequences of its batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Int8Linear:
         """`input [..., in] @ weight [out, in].T + bias`, about 1 % off."""
         if not input.numel():
             return input.new_zeros((*input.shape[:-1], len(weight)))
-        # The weight is kept beside its copy, so that its address means this weight and no other.
+        # The weight is kept with its copy, so that no other weight gets its id.
         found = self._packed.get(id(weight))
         if found is None:
             found = self._packed[id(weight)] = (weight, pack(weight))
@@ -46,21 +46,17 @@ class Int8Linear:
         return output if bias is None else output + bias.to(output.dtype)
 
     def forget(self) -> None:
-        """Quantise anew what comes next."""
+        """Quantize weights again at their next call."""
         self._packed = {}
-
-    def num_bytes(self) -> int:
-        """What the copies take, scales aside."""
-        return sum(weight.numel() for weight, _ in self._packed.values())
 
 
 def pack(weight: Tensor) -> Any:
-    """The weight [out, in] in int8, laid out for the processor."""
+    """The weight [out, in] quantized to int8 and packed for the processor."""
     exact = weight.detach().float()
     scales = exact.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny).double() / 127
     zeros = torch.zeros(len(exact), dtype=torch.long)
     with warnings.catch_warnings():
-        # torch means to drop quantised tensors, but has nothing yet that is as fast on CPU.
+        # torch deprecates quantized tensors, but has no replacement as fast on CPU.
         warnings.filterwarnings("ignore", message=".*quantized tensor creation functions", category=UserWarning)
         rounded = torch.quantize_per_channel(exact, scales, zeros, 0, torch.qint8)
     return torch.ops.quantized.linear_prepack(rounded, None)
@@ -69,13 +65,12 @@ def pack(weight: Tensor) -> Any:
 def int8_copy(model: nn.Module) -> tuple[nn.Module, Int8Linear]:
     """A network like `model` that shares its parameters and runs linear layers and head in int8.
 
-    Raises ModelError for a network that is not one of the families or is split over ranks, and DeviceError elsewhere
-    than on CPU.
+    Raises ModelError for a network that is not `Quantizable` or is sharded, and DeviceError on a device other than CPU.
     """
     if not isinstance(model, Quantizable) or not model.is_whole:
         raise ModelError(
-            "only a whole network of the families runs in int8",
-            got=f"{type(model).__name__}, perhaps split over ranks",
+            "int8 needs a decoder that is not sharded",
+            got=f"{type(model).__name__}, perhaps sharded",
             fix="inference.engine.quantization=none",
         )
     if model.head_weight.device.type != "cpu":
@@ -87,7 +82,7 @@ def int8_copy(model: nn.Module) -> tuple[nn.Module, Int8Linear]:
 
 
 def _shared(module: nn.Module, linear: Int8Linear) -> nn.Module:
-    """The tree of modules anew, over the same parameters and buffers."""
+    """A copy of the tree of modules, over the same parameters and buffers."""
     found = copy.copy(module)
     children = module.__dict__["_modules"].items()
     found.__dict__["_modules"] = {name: child and _shared(child, linear) for name, child in children}

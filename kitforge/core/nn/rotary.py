@@ -1,4 +1,4 @@
-"""Angles of rotary position embeddings under every scaling that published checkpoints use.
+"""Rotary position embeddings: angles under every scaling that published checkpoints use.
 
 Sources: Su et al. 2021 (rotary); Chen et al. 2023 (linear); bloc97 2023 (dynamic NTK); Peng et al. 2023 (yarn);
 Ding et al. 2024 (longrope); the LLaMA 3.1 release (llama3). Angles are fp32 from end to end: bfloat16 cannot tell
@@ -80,17 +80,29 @@ class RotaryConfig:
 
 
 class RotaryAngles:
-    """Turns positions into cosines and sines. Holds no parameter and no buffer, so no cast can reach it."""
+    """Turns positions into cosines and sines. Holds no parameter and no buffer, so no cast changes its precision."""
 
     def __init__(self, config: RotaryConfig) -> None:
         self.config = config
-        scaling = config.scaling
-        self.attention_factor = 1.0 if scaling is None else _attention_factor(config, scaling)
+        self.depends_on_length = False  # whether the frequencies change with the length of the sequence
+        self.attention_factor = 1.0
+        if (scaling := config.scaling) is None:
+            return
+        self.depends_on_length = scaling.kind in ("dynamic", "longrope")
+        self._original = scaling.original_length or config.max_length
+        self._factor = config.max_length / self._original if scaling.factor is None else scaling.factor
+        if scaling.attention_factor is not None:
+            self.attention_factor = scaling.attention_factor
+        elif scaling.kind in ("yarn", "longrope") and self._factor > 1.0:
+            self.attention_factor = self._default_attention_factor(scaling)
 
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether the frequencies change with the length of the text."""
-        return self.config.scaling is not None and self.config.scaling.kind in ("dynamic", "longrope")
+    def _default_attention_factor(self, scaling: RopeScaling) -> float:
+        if scaling.kind == "longrope":
+            return math.sqrt(1 + math.log(self._factor) / math.log(self._original))
+        log = math.log(self._factor)
+        if scaling.mscale and scaling.mscale_all_dim:
+            return (0.1 * scaling.mscale * log + 1.0) / (0.1 * scaling.mscale_all_dim * log + 1.0)
+        return 0.1 * 1.0 * log + 1.0
 
     def __call__(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Cos and sin [B or 1, T, dim / 2] in fp32 for positions [B, T] or [T]; `lengths` broadcasts with them."""
@@ -101,108 +113,63 @@ class RotaryAngles:
             return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
     def _frequencies(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
-        """[dim / 2], or [B, T, dim / 2] where they depend on the length of the text around a token."""
+        """[dim / 2], or [B, T, dim / 2] where they depend on the length of the sequence around a token."""
         config, scaling = self.config, self.config.scaling
+        exponents = torch.arange(0, config.dim, 2, device=positions.device).float() / config.dim
+        # Frequencies derive from wavelengths in radians [dim / 2] in the order of arithmetic that the published
+        # checkpoints were trained with, so that they agree to the last bit.
+        wavelengths = config.theta**exponents
         if scaling is None:
-            return _plain(config.theta, config.dim, positions.device)
-        if scaling.kind == "dynamic":
-            return _dynamic(config, scaling, _lengths(positions, lengths))
-        if scaling.kind == "longrope":
-            return _longrope(config, scaling, _lengths(positions, lengths))
-        plain = _plain(config.theta, config.dim, positions.device)
-        return {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[scaling.kind](plain, config, scaling)
+            return 1.0 / wavelengths
+        if self.depends_on_length:
+            lengths = (positions.amax(dim=1, keepdim=True) + 1 if lengths is None else lengths).unsqueeze(-1)
+            if scaling.kind == "dynamic":
+                return self._dynamic(exponents, lengths)
+            # longrope: one set of factors within the original length, another beyond it.
+            assert scaling.short_factor is not None and scaling.long_factor is not None
+            short = 1.0 / (torch.tensor(scaling.short_factor, device=lengths.device) * wavelengths)
+            long = 1.0 / (torch.tensor(scaling.long_factor, device=lengths.device) * wavelengths)
+            return torch.where(lengths > self._original, long, short)
+        if scaling.kind == "yarn":
+            return self._yarn(wavelengths, scaling)
+        if scaling.kind == "llama3":
+            return self._llama3(1.0 / wavelengths, scaling)
+        return 1.0 / wavelengths / self._factor
+
+    def _dynamic(self, exponents: Tensor, lengths: Tensor) -> Tensor:
+        """The base grows once a sequence is longer than those of training."""
+        factor, trained = self._factor, self.config.max_length
+        stretched = factor * lengths.clamp(min=trained).float() / trained - (factor - 1)
+        base = self.config.theta * stretched ** (self.config.dim / (self.config.dim - 2))
+        return 1.0 / base**exponents
+
+    def _llama3(self, plain: Tensor, scaling: RopeScaling) -> Tensor:
+        """Low frequencies are interpolated, high ones kept, those between blended."""
+        wavelength = 2 * math.pi / plain
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        blend = ((self._original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+        return (1 - blend) * plain / self._factor + blend * plain
+
+    def _yarn(self, wavelengths: Tensor, scaling: RopeScaling) -> Tensor:
+        """A ramp over the dims from frequencies that are kept to frequencies that are interpolated."""
+        dim = self.config.dim
+        # The dims that rotate `beta_fast` and `beta_slow` times over the original length.
+        low, high = (
+            dim * math.log(self._original / (rotations * 2 * math.pi)) / (2 * math.log(self.config.theta))
+            for rotations in (scaling.beta_fast, scaling.beta_slow)
+        )
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        high = high + 0.001 if low == high else high
+        ramp = ((torch.arange(dim // 2, device=wavelengths.device).float() - low) / (high - low)).clamp(0, 1)
+        kept = 1 - ramp
+        stretched = 1.0 / (self._factor * wavelengths)
+        return stretched * (1 - kept) + 1.0 / wavelengths * kept
 
 
 def document_lengths(positions: Tensor, documents: Tensor) -> Tensor:
-    """[B, T]: the length of the document that each token stands in, from positions [B, T] or [T], documents [B, T]."""
+    """[B, T]: the length of the document that each token is in, from positions [B, T] or [T], documents [B, T]."""
     index, positions = documents.long(), positions.expand(documents.shape)
     longest = torch.zeros_like(positions).scatter_reduce(1, index, positions + 1, reduce="amax", include_self=True)
     return longest.gather(1, index)
-
-
-def _lengths(positions: Tensor, lengths: Tensor | None) -> Tensor:
-    return (positions.amax(dim=1, keepdim=True) + 1 if lengths is None else lengths).unsqueeze(-1)
-
-
-def _plain(theta: float, dim: int, device: torch.device) -> Tensor:
-    return 1.0 / _wavelengths(theta, dim, device)
-
-
-def _wavelengths(theta: float, dim: int, device: torch.device) -> Tensor:
-    """[dim / 2]: in how many positions each pair turns by one radian. Frequencies are derived from these in the order
-    of arithmetic that the published checkpoints were trained with, so that they agree to the last bit."""
-    return theta ** (torch.arange(0, dim, 2, device=device).float() / dim)
-
-
-def _original(config: RotaryConfig, scaling: RopeScaling) -> int:
-    return scaling.original_length or config.max_length
-
-
-def _factor(config: RotaryConfig, scaling: RopeScaling) -> float:
-    return scaling.factor if scaling.factor is not None else config.max_length / _original(config, scaling)
-
-
-def _linear(plain: Tensor, config: RotaryConfig, scaling: RopeScaling) -> Tensor:
-    return plain / _factor(config, scaling)
-
-
-def _dynamic(config: RotaryConfig, scaling: RopeScaling, lengths: Tensor) -> Tensor:
-    """The base grows once a text is longer than the model was trained for."""
-    factor, trained = _factor(config, scaling), config.max_length
-    stretched = factor * lengths.clamp(min=trained).float() / trained - (factor - 1)
-    base = config.theta * stretched ** (config.dim / (config.dim - 2))
-    exponents = torch.arange(0, config.dim, 2, device=lengths.device).float() / config.dim
-    return 1.0 / base**exponents
-
-
-def _longrope(config: RotaryConfig, scaling: RopeScaling, lengths: Tensor) -> Tensor:
-    """One set of factors for texts within the original length, another beyond it."""
-    assert scaling.short_factor is not None and scaling.long_factor is not None
-    wavelengths = _wavelengths(config.theta, config.dim, lengths.device)
-    short = 1.0 / (torch.tensor(scaling.short_factor, device=lengths.device) * wavelengths)
-    long = 1.0 / (torch.tensor(scaling.long_factor, device=lengths.device) * wavelengths)
-    return torch.where(lengths > _original(config, scaling), long, short)
-
-
-def _llama3(plain: Tensor, config: RotaryConfig, scaling: RopeScaling) -> Tensor:
-    """Long wavelengths are stretched, short ones kept, those between blended."""
-    wavelength = 2 * math.pi / plain
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    blend = ((_original(config, scaling) / wavelength - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - blend) * plain / _factor(config, scaling) + blend * plain
-
-
-def _yarn(plain: Tensor, config: RotaryConfig, scaling: RopeScaling) -> Tensor:
-    """A ramp over the dims from frequencies that are kept to frequencies that are interpolated."""
-
-    def dim_of(rotations: float) -> float:
-        """The dim whose wave turns `rotations` times over the original length."""
-        turned = _original(config, scaling) / (rotations * 2 * math.pi)
-        return config.dim * math.log(turned) / (2 * math.log(config.theta))
-
-    low, high = dim_of(scaling.beta_fast), dim_of(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.dim - 1)
-    high = high + 0.001 if low == high else high
-    ramp = ((torch.arange(config.dim // 2, device=plain.device).float() - low) / (high - low)).clamp(0, 1)
-    kept = 1 - ramp
-    stretched = 1.0 / (_factor(config, scaling) * _wavelengths(config.theta, config.dim, plain.device))
-    return stretched * (1 - kept) + plain * kept
-
-
-def _attention_factor(config: RotaryConfig, scaling: RopeScaling) -> float:
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-    factor = _factor(config, scaling) if scaling.kind in ("yarn", "longrope") else 1.0
-    if factor <= 1.0:
-        return 1.0
-    if scaling.kind == "longrope":
-        return math.sqrt(1 + math.log(factor) / math.log(_original(config, scaling)))
-    if scaling.mscale and scaling.mscale_all_dim:
-        return _yarn_scale(factor, scaling.mscale) / _yarn_scale(factor, scaling.mscale_all_dim)
-    return _yarn_scale(factor, 1.0)
-
-
-def _yarn_scale(factor: float, weight: float) -> float:
-    return 0.1 * weight * math.log(factor) + 1.0
