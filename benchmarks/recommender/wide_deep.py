@@ -33,11 +33,10 @@ from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.factory import new_recommender
-from kitforge.kits.recommender.features import FeatureEncoder
+from kitforge.kits.recommender.features import FeatureEncoder, FeatureStatistics, Moments
 from kitforge.kits.recommender.model import build_request_plan
 from kitforge.kits.recommender.pointwise_objective import PointwiseObjective
 from kitforge.kits.recommender.schema import CategoricalFeature, FeatureSchema, NumericFeature
-from kitforge.kits.recommender.statistics import FeatureStatistics, Moments
 from kitforge.models.catalog import recommender_of
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.task import Task

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.kits.recommender.metrics import ClickMetrics
+from kitforge.kits.recommender.metrics import ClickMetrics, build_ranking_metrics
 from kitforge.kits.recommender.pointwise_objective import all_reduce_click_metrics
-from kitforge.kits.recommender.ranking_metrics import build_ranking_metrics
 from kitforge.kits.recommender.two_tower_objective import all_reduce_ranking_metrics
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Losses, TestRendezvous

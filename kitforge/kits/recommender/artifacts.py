@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import final
 
 from kitforge.foundation.errors import DataError
-from kitforge.kits.recommender.features import FeatureEncoder
+from kitforge.kits.recommender.features import FeatureEncoder, load_features, save_features
 from kitforge.kits.recommender.item_catalog import ItemCatalog, load_item_catalog, save_item_catalog
-from kitforge.kits.recommender.statistics import load_features, save_features
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.options import RunOptions
 

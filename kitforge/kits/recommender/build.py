@@ -36,8 +36,7 @@ from kitforge.kits.recommender.data import (
     table_config,
 )
 from kitforge.kits.recommender.dataset import ClickDataset
-from kitforge.kits.recommender.describe import describe
-from kitforge.kits.recommender.describe_view import render
+from kitforge.kits.recommender.describe import describe, render
 from kitforge.kits.recommender.export import export_program
 from kitforge.kits.recommender.factory import (
     build_objective,
@@ -52,12 +51,12 @@ from kitforge.kits.recommender.factory import (
 from kitforge.kits.recommender.features import FeatureEncoder
 from kitforge.kits.recommender.model import Recommender, sample_shape
 from kitforge.kits.recommender.pipeline import RecommendationPipeline
-from kitforge.kits.recommender.schema_inference import with_length, with_own_items, with_rare_values
+from kitforge.kits.recommender.schema import with_length, with_own_items, with_rare_values
 from kitforge.kits.recommender.sequential_objective import NUM_HELD_OUT
 from kitforge.kits.recommender.server.app import new_app
 from kitforge.kits.recommender.server.service import RecommenderService
 from kitforge.kits.recommender.serving import open_served, serve_quantized
-from kitforge.kits.recommender.table_stats import TableStatsCallback, distinct_rows, hit_rate_curves
+from kitforge.kits.recommender.tables import TableStatsCallback, distinct_rows, hit_rate_curves
 from kitforge.kits.recommender.task import RecommendationTask
 from kitforge.models.catalog import families_of, recommender_of
 from kitforge.models.sasrec.model import SASRecConfig

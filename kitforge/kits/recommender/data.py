@@ -21,7 +21,7 @@ from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.log import logger
 from kitforge.foundation.progress import Advance
 from kitforge.kits.recommender.config import RecommendationDataOptions
-from kitforge.kits.recommender.dataset import ClickDataset
+from kitforge.kits.recommender.dataset import ClickDataset, StreamingDataset
 from kitforge.kits.recommender.describe import describe
 from kitforge.kits.recommender.feature_fitting import fit_features
 from kitforge.kits.recommender.features import FeatureEncoder
@@ -36,7 +36,6 @@ from kitforge.kits.recommender.schema import (
     SequenceFeature,
     read_schema,
 )
-from kitforge.kits.recommender.streaming_dataset import StreamingDataset
 
 _log = logger(__name__)
 

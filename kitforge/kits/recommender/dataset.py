@@ -1,18 +1,27 @@
-"""Rows of a table as batches of features, in any order."""
+"""Training rows as batches of features: tables in any order, and streams that are read once (online learning)."""
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Iterator, Mapping
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kitforge.data.document_shard import fingerprint_of
-from kitforge.data.tables.columns import ColumnTable, NamedColumns
-from kitforge.data.tables.split import RowSet
+from kitforge.data.tables.bad_rows import BadRows
+from kitforge.data.tables.columns import Columns, ColumnTable, InMemoryTable, NamedColumns
+from kitforge.data.tables.row_stream import RowStream
+from kitforge.data.tables.split import RowRange, RowSet
 from kitforge.data.tables.synthetic_clicks import SyntheticClicks
+from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.log import logger
 from kitforge.kits.recommender.batch import FeatureBatch
-from kitforge.kits.recommender.features import FeatureEncoder
+from kitforge.kits.recommender.feature_fitting import fit_features
+from kitforge.kits.recommender.features import FeatureEncoder, id_features
+from kitforge.kits.recommender.schema import FeatureSchema
+
+_log = logger(__name__)
 
 
 @final
@@ -50,3 +59,78 @@ class ClickDataset:
     def true_probabilities(self, indices: NDArray[np.int64]) -> NDArray[np.float64] | None:
         """The true chance of a click of each of these samples, where the log is made up and so knows it."""
         return self._table.probabilities(self._rows.rows(indices)) if isinstance(self._table, SyntheticClicks) else None
+
+
+@final
+class StreamingDataset:
+    """Batches of rows in the order in which they come. A source is read no further than the batches that are asked for.
+
+    It has no number of rows. Rows that were read but not trained on are in its state, and come first in the run that
+    goes on; a `SeekableSource` is sent back to the first of them instead.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[Any],
+        schema: FeatureSchema,
+        bad: BadRows,
+        encoder: FeatureEncoder | None,
+        num_fit_rows: int,
+    ) -> None:
+        self._layout = schema.layout()
+        self._rows = RowStream(source, self._layout)
+        self._bad = bad
+        self.encoder = self._fitted(schema, num_fit_rows) if encoder is None else encoder
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for streams whose rows are read alike; what will come nobody knows."""
+        return fingerprint_of("stream", self.encoder.fingerprint)
+
+    def batches(self, size: int) -> Iterator[ClickDataset]:
+        """The next rows, `size` at a time; the last ones may be fewer."""
+        is_empty = True
+        while (columns := self._rows.read(size, self._bad)) is not None:
+            yield ClickDataset(InMemoryTable(self._layout, columns, ""), RowRange(0, len(columns)), self.encoder)
+            is_empty = False
+        if is_empty:
+            raise self._no_rows()
+
+    def mark_trained(self) -> None:
+        """The oldest batch that was handed out is trained on."""
+        self._rows.mark_trained()
+
+    def close(self) -> None:
+        """Take no more rows of the source."""
+        self._rows.close()
+
+    def state(self) -> dict[str, Any]:
+        """Where a run goes on that resumes."""
+        return self._rows.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on there."""
+        self._rows.load_state(state)
+
+    def _fitted(self, schema: FeatureSchema, num_rows: int) -> FeatureEncoder:
+        """An encoder fitted on the first rows, which are then read again to be trained on."""
+        if any(feature.encoding == "vocabulary" for _, feature in id_features(schema)):
+            raise ConfigError(
+                "a stream has no vocabulary, since its values are not known beforehand",
+                got="encoding: vocabulary",
+                fix="encoding: hash or exact, or go on from a run: checkpoint=RUN",
+            )
+        _log.info("features are fitted on the first %s rows of the stream (data.num_fit_rows)", f"{num_rows:,}")
+        # Bad rows are counted when they are read to be trained on.
+        first: Columns | None = self._rows.read(num_rows, BadRows(policy=self._bad.policy))
+        if first is None:
+            raise self._no_rows()
+        encoder = FeatureEncoder(
+            schema, fit_features(schema, InMemoryTable(self._layout, first, ""), RowRange(0, len(first)))
+        )
+        self._rows.rewind()
+        return encoder
+
+    def _no_rows(self) -> DataError:
+        left_out = f", {self._bad.total} bad ones left out" if self._bad.total else ""
+        return DataError("there are no rows in the stream", got=f"no rows{left_out}", expected="at least one")

@@ -32,7 +32,7 @@ from kitforge.kits.recommender.negatives import NegativeSampler
 from kitforge.kits.recommender.objective import Objective, RetrievalObjective
 from kitforge.kits.recommender.pointwise_objective import PointwiseObjective
 from kitforge.kits.recommender.sequential_objective import NUM_HELD_OUT, SampledSoftmax
-from kitforge.kits.recommender.table_sharding import EMPTY, shard_tables
+from kitforge.kits.recommender.tables import EMPTY, shard_tables
 from kitforge.kits.recommender.two_tower_objective import InBatchSoftmax
 from kitforge.models.catalog import recommender_of
 from kitforge.models.sasrec.model import SASRecConfig

@@ -14,10 +14,18 @@ from kitforge.data.tables.columns import ColumnTable, NamedColumns
 from kitforge.data.tables.frequency_counter import FrequencyCounter
 from kitforge.data.tables.split import RowSet
 from kitforge.foundation.errors import DataError
-from kitforge.kits.recommender.features import FeatureEncoder, feature_tables, id_features, table_features, transform
-from kitforge.kits.recommender.id_encoding import HashEncoding
+from kitforge.kits.recommender.features import (
+    CollisionStats,
+    FeatureEncoder,
+    FeatureStatistics,
+    HashEncoding,
+    Moments,
+    feature_tables,
+    id_features,
+    table_features,
+    transform,
+)
 from kitforge.kits.recommender.schema import BucketFeature, FeatureSchema, IdFeature, NumericFeature
-from kitforge.kits.recommender.statistics import CollisionStats, FeatureStatistics, Moments
 
 _CHUNK_ROWS = 65_536
 # Distinct values of a table that are counted one by one for the report; of more, a sample is. 16 bytes each.

@@ -1,10 +1,12 @@
-"""From rows of a table to the tensors of a model, the same in training, evaluation and serving. Knows no network."""
+"""Feature encoding: rows of a table to the tensors of a model, the same in training, evaluation and serving."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, final
 
 import numpy as np
 import torch
@@ -13,15 +15,148 @@ from numpy.typing import NDArray
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.splitmix64 import hash_array
 from kitforge.data.tables.columns import ListValues, NamedColumns
-from kitforge.foundation.config import check
-from kitforge.foundation.errors import ConfigError
+from kitforge.data.tables.id_index import IdIndex
+from kitforge.foundation.config import check, from_dict, to_dict
+from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.files import write_text
 from kitforge.foundation.seed import key
+from kitforge.foundation.untrusted import parse_json
 from kitforge.kits.recommender.batch import FeatureBatch, IdBag, IdSequence
-from kitforge.kits.recommender.id_encoding import ExactEncoding, HashEncoding, IdEncoding, VocabularyEncoding
 from kitforge.kits.recommender.schema import BucketFeature, CrossFeature, FeatureSchema, IdFeature, NumericFeature
-from kitforge.kits.recommender.statistics import FeatureStatistics, Moments
 
+FORMAT = 1
+# Tables that are named where values share buckets.
+_MAX_TABLES = 4
 _FOLD = 0x9E3779B97F4A7C15
+MISSING, UNKNOWN = 0, 1
+
+
+class IdEncoding(Protocol):
+    """The ids of one embedding table."""
+
+    @property
+    def num_ids(self) -> int | None:
+        """One more than the largest id; None where any int64 may occur."""
+        ...
+
+    def ids(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The id of each key [n] that is there."""
+        ...
+
+    @property
+    def missing(self) -> int:
+        """The id of what is missing."""
+        ...
+
+
+@final
+class HashEncoding:
+    """So many buckets, salted by the table's name; bucket 0 is for what is missing alone."""
+
+    def __init__(self, table: str, num_buckets: int) -> None:
+        self.num_ids: int | None = num_buckets
+        self.missing = MISSING
+        self._salt = key("ids", table)
+        self._modulus = np.uint64(num_buckets - 1)
+
+    def ids(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The id of each key [n] that is there."""
+        return (hash_array(keys.view(np.uint64), self._salt) % self._modulus).astype(np.int64) + 1
+
+
+@final
+class VocabularyEncoding:
+    """The keys seen in training, from id 2 on by falling frequency; 1 for every other."""
+
+    def __init__(self, keys: NDArray[np.int64]) -> None:
+        self.num_ids: int | None = len(keys) + 2
+        self.missing = MISSING
+        self._index = IdIndex(keys)
+
+    def ids(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The id of each key [n] that is there."""
+        positions = self._index.find(keys)
+        return np.where(positions < 0, UNKNOWN, positions + 2)
+
+
+@final
+class ExactEncoding:
+    """The key itself. What is missing has a key of its own, which no other is likely to have."""
+
+    def __init__(self, table: str) -> None:
+        self.num_ids: int | None = None
+        self.missing = key("missing", table)
+
+    def ids(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The id of each key [n] that is there."""
+        return keys.copy()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """Of a numeric feature over the training rows, after its logarithm."""
+
+    mean: float
+    deviation: float  # 0 where all values are equal
+    num_missing: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollisionStats:
+    """How the distinct values of a hashed table share its buckets."""
+
+    num_values: int  # distinct ones
+    num_colliding: int  # that share a bucket with another
+    num_buckets: int
+    is_estimated: bool = False  # from a sample of the values, where there were too many to be counted
+
+    def __str__(self) -> str:
+        about = "about " if self.is_estimated else ""
+        return f"{about}{self.num_colliding:,} of {self.num_values:,} values in {self.num_buckets:,} buckets"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureStatistics:
+    """All of it, by feature or by table."""
+
+    num_rows: int
+    moments: dict[str, Moments] = field(default_factory=dict)
+    edges: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    vocabularies: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by table: keys by falling frequency
+    num_rare: dict[str, int] = field(default_factory=dict)  # by table: distinct values left out of the vocabulary
+    collision_stats: dict[str, CollisionStats] = field(default_factory=dict)  # by table
+    positive_rate: float | None = None  # share of labels that are 1
+
+    def collisions(self) -> str | None:
+        """The tables whose values share buckets, in words, those with the largest share of such values first."""
+        crowded = [(name, each) for name, each in self.collision_stats.items() if each.num_colliding]
+        crowded.sort(key=lambda item: -item[1].num_colliding / item[1].num_values)
+        words = [f"{name} {each}" for name, each in crowded[:_MAX_TABLES]]
+        left = len(crowded) - len(words)
+        return "; ".join(words + ([f"fewer in {left} other tables"] if left else [])) or None
+
+
+def save_features(path: Path, schema: FeatureSchema, statistics: FeatureStatistics) -> None:
+    """Write schema and statistics to one JSON file, whole or not at all."""
+    content = {"format": FORMAT, "schema": to_dict(schema), "statistics": to_dict(statistics)}
+    write_text(path, json.dumps(content, separators=(",", ":")))
+
+
+def load_features(path: Path) -> tuple[FeatureSchema, FeatureStatistics]:
+    """What `save_features` wrote. Raises DataError for anything else."""
+    try:
+        content: Any = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read the features {path}", got=error, fix="name a run of the recommender") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        got = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise DataError(f"{path} holds no features", got=f"format {got}", expected=f"format {FORMAT}")
+    return from_dict(FeatureSchema, content["schema"], "schema"), from_dict(
+        FeatureStatistics, content["statistics"], "statistics"
+    )
 
 
 @final

@@ -17,7 +17,7 @@ from kitforge.foundation.config import check
 from kitforge.foundation.errors import ModelError
 from kitforge.kits.recommender.batch import FeatureBatch, IdBag
 from kitforge.kits.recommender.dataset import ClickDataset
-from kitforge.kits.recommender.id_encoding import UNKNOWN
+from kitforge.kits.recommender.features import UNKNOWN
 from kitforge.kits.recommender.schema import Encoding
 
 _CHUNK_ROWS = 65_536

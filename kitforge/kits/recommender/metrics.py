@@ -1,17 +1,21 @@
-"""How well clicks are predicted: in a stream, and the same on any number of ranks, whose states are added up.
+"""Metrics of recommenders: log loss and AUC of clicks; hit rate, NDCG and MRR of retrieved items.
 
-The sums are kept as whole numbers, so they do not depend on the order in which rows are seen.
+States of several ranks add up exactly: sums are kept as integers, so the order of the rows does not matter.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from kitforge.kits.recommender.auc import Floats, auc, grouped_auc, histogram_auc
+from kitforge.foundation.config import check
 
 # Rows whose scores are kept for the exact AUC, 8 bytes each and 1 for the label.
 EXACT_ROWS = 20_000_000
@@ -19,6 +23,65 @@ NUM_BINS = 2**20
 # A sum is counted in units of 2^-36, which rounds a row's share by less than 1e-11.
 _UNIT = 2.0**36
 _CHUNK_ROWS = 65_536
+CUTS = (1, 5, 10, 20)
+# Scores that are held at once, in float32 and in float64: of as many users as have so many with all items.
+_SCORES_AT_ONCE = 2**24
+Floats = NDArray[np.floating[Any]]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedAuc:
+    """The mean of the groups' AUC, each weighted by its rows."""
+
+    auc: float  # NaN where no group has both classes
+    num_groups: int  # that count
+    num_skipped: int  # of one class only
+
+
+def auc(scores: Floats, labels: Floats) -> float:
+    """The chance that a positive row scores higher than a negative one, ties counted half; NaN for one class only."""
+    return grouped_auc(scores, labels, np.zeros(len(scores), np.int64)).auc
+
+
+def grouped_auc(scores: Floats, labels: Floats, groups: NDArray[np.int64]) -> GroupedAuc:
+    """As DIN's authors define it (Zhou et al. 2018): groups of one class have no AUC and are left out, and counted."""
+    order = np.lexsort((scores, groups))
+    scores, labels, groups = scores[order], labels[order].astype(np.int64), groups[order]
+    is_first = np.append(True, groups[1:] != groups[:-1])[: len(groups)]
+    is_new = is_first | np.append(True, scores[1:] != scores[:-1])[: len(scores)]
+    ties = np.flatnonzero(is_new)
+    firsts = np.flatnonzero(is_first)
+    if len(firsts) == 0:
+        return GroupedAuc(auc=float("nan"), num_groups=0, num_skipped=0)
+    # Twice the number of pairs that are in order: whole numbers, so nothing is rounded.
+    positives = np.add.reduceat(labels, ties)
+    negatives = np.diff(np.append(ties, len(labels))) - positives
+    group_of = np.searchsorted(firsts, ties, side="right") - 1
+    group_positives, group_negatives = (np.bincount(group_of, each, len(firsts)) for each in (positives, negatives))
+    below = np.cumsum(negatives) - negatives
+    below -= below[np.searchsorted(ties, firsts)][group_of]
+    pairs = np.zeros(len(firsts), np.int64)
+    np.add.at(pairs, group_of, positives * (2 * below + negatives))
+    counts = group_positives * group_negatives > 0
+    if not counts.any():
+        return GroupedAuc(auc=float("nan"), num_groups=0, num_skipped=len(firsts))
+    weights = (group_positives + group_negatives)[counts]
+    values = pairs[counts] / (2 * group_positives[counts] * group_negatives[counts])
+    mean = float((values * weights).sum() / weights.sum())
+    return GroupedAuc(auc=mean, num_groups=int(counts.sum()), num_skipped=int((~counts).sum()))
+
+
+def histogram_auc(positives: NDArray[np.int64], negatives: NDArray[np.int64]) -> tuple[float, float]:
+    """The AUC of rows counted by bins of rising score, and how far it can be from the exact one."""
+    num_pairs = float(positives.sum()) * float(negatives.sum())
+    if num_pairs == 0:
+        return float("nan"), float("nan")
+    positives, negatives = positives.astype(np.float64), negatives.astype(np.float64)
+    within = positives * negatives
+    # Pairs within a bin count half; in truth each counts somewhere from nothing to one.
+    right = (positives * (np.cumsum(negatives) - negatives)).sum() + within.sum() / 2
+    return float(right / num_pairs), float(within.sum() / 2 / num_pairs)
 
 
 @final
@@ -148,3 +211,91 @@ def _count(counts: NDArray[np.int64], logits: Floats, is_positive: NDArray[np.bo
 
 def _entropy(rate: float) -> float:
     return sum(-probability * math.log(probability) for probability in (rate, 1 - rate) if probability > 0)
+
+
+def rank_users(
+    scores_of: Callable[[slice], Tensor],
+    targets: NDArray[np.int64],
+    num_items: int,
+    seen: NDArray[np.int64] | None = None,
+) -> tuple[NDArray[np.int64], float]:
+    """The ranks of the targets [n], and the sum of the cross entropies over all items. `scores_of` gives the scores
+    [users, num_items] of some of the n users; they are asked for in blocks, so that memory does not grow with n. Items
+    at places `seen` [n, L] (-1 for none) stand behind all others, but for the target itself; the loss is over all."""
+    size, total = max(_SCORES_AT_ONCE // max(num_items, 1), 1), 0.0
+    ranks = [np.zeros(0, np.int64)]
+    for start in range(0, len(targets), size):
+        block = slice(start, min(start + size, len(targets)))
+        scores, wanted = scores_of(block).double().cpu(), targets[block]
+        total += float((scores.logsumexp(1) - scores[torch.arange(len(wanted)), torch.from_numpy(wanted)]).sum())
+        if seen is not None:
+            rows, columns = np.nonzero((seen[block] >= 0) & (seen[block] != wanted[:, None]))
+            scores[torch.from_numpy(rows), torch.from_numpy(seen[block][rows, columns])] = -torch.inf
+        ranks.append(target_ranks(scores.numpy(), wanted))
+    return np.concatenate(ranks), total
+
+
+def target_ranks(scores: Floats, targets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many other candidates of scores [n, candidates] stand before the target [n] (a column). A tie is lost:
+    who scores everything alike has found nothing. A candidate that is not asked for has the score -inf."""
+    wanted = np.take_along_axis(scores, targets[:, None], axis=1)
+    ranks: NDArray[np.int64] = (scores >= wanted).sum(axis=1) - 1
+    return ranks
+
+
+def ranks_without(
+    ranks: NDArray[np.int64], targets: NDArray[np.int64], seen: NDArray[np.int64] | None
+) -> NDArray[np.int64]:
+    """The ranks of the targets [n] in one order of all items, given by the `ranks` [I] of these; without the items at
+    places `seen` [n, L] (-1 for none) that stand before the target."""
+    ranked = ranks[targets]
+    if seen is None or not seen.shape[1]:
+        return ranked
+    excluded = np.sort(seen, axis=1)
+    is_first = np.diff(excluded, axis=1, prepend=-1) != 0
+    without: NDArray[np.int64] = ranked - (is_first & (ranks[excluded] < ranked[:, None])).sum(axis=1)
+    return without
+
+
+def build_ranking_metrics(top: int) -> RankingMetrics:
+    """Those that are always told, and those of one k."""
+    return RankingMetrics(sorted({*CUTS, top}))
+
+
+@final
+class RankingMetrics:
+    """Counts of targets by their rank, which add up exactly."""
+
+    def __init__(self, cuts: Sequence[int] = CUTS) -> None:
+        for cut in cuts:
+            check(cut >= 1, "cuts", cut, "at least 1")
+        self._cuts = tuple(cuts)
+        self.counts = np.zeros(0, np.int64)  # [ranks]
+        self.num_cold = 0  # targets that training has never seen
+
+    def empty(self) -> RankingMetrics:
+        """The same, of nothing yet."""
+        return RankingMetrics(self._cuts)
+
+    def add(self, ranks: NDArray[np.int64]) -> None:
+        """Count targets by rank [n], 0 for the first place."""
+        self.merge(np.bincount(ranks, minlength=1))
+
+    def merge(self, counts: NDArray[np.int64], num_cold: int = 0) -> None:
+        """Count the targets of another one's counts as well."""
+        self.num_cold += num_cold
+        size = max(len(self.counts), len(counts))
+        self.counts = np.pad(self.counts, (0, size - len(self.counts))) + np.pad(counts, (0, size - len(counts)))
+
+    def result(self) -> dict[str, float]:
+        """hr@k, ndcg@k (one wanted item: 1 / log2(place + 1) within k), mrr and the share of targets that are cold, by
+        name; NaN without targets."""
+        total = int(self.counts.sum()) + self.num_cold
+        positions = np.arange(1, len(self.counts) + 1)
+        discounts = self.counts / np.log2(positions + 1)
+        result = {"mrr": float((self.counts / positions).sum()) / total if total else float("nan")}
+        result["cold_share"] = self.num_cold / total if total else float("nan")
+        for cut in self._cuts:
+            result[f"hr@{cut}"] = float(self.counts[:cut].sum()) / total if total else float("nan")
+            result[f"ndcg@{cut}"] = float(discounts[:cut].sum()) / total if total else float("nan")
+        return result

@@ -1,9 +1,10 @@
-"""A network with its tables: what a run trains, and what scores."""
+"""The recommender: a network over embedding tables, and the lookups that a batch of features needs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.dropout import SampleDropout
-from kitforge.core.nn.embedding_spec import RecommenderConfig, SampleShape
+from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, SampleShape, TableKind
 from kitforge.core.nn.init import normal_rows
 from kitforge.core.parallel.world import World
 from kitforge.embedding_cache.collection import EmbeddingCollection
@@ -20,14 +21,190 @@ from kitforge.embedding_cache.sharding.strategies import TableSharding
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.config import CacheOptions, EmbeddingTableOptions
-from kitforge.kits.recommender.embedding_requests import EmbeddingRequest, EmbeddingRequestPlan
-from kitforge.kits.recommender.features import FeatureEncoder
+from kitforge.kits.recommender.features import FeatureEncoder, FeatureStatistics, TableSpec
 from kitforge.kits.recommender.item_catalog import ItemCatalog
-from kitforge.kits.recommender.statistics import FeatureStatistics
 from kitforge.models.catalog import build_recommender
 
 # Of the number that says where another one is missing.
 MISSING_SUFFIX = " is missing"
+# ids [N, n], or flat ids and offsets [B + 1].
+EmbeddingRequest = Tensor | tuple[Tensor, Tensor]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackedTable:
+    """A table of embeddings, and where in it the ids of each table of the features begin."""
+
+    name: str
+    kind: TableKind
+    dim: int
+    num_rows: int | None  # None: any int64 is an id
+    starts: Mapping[str, int]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TableCall:
+    """One call: some features of a lookup that lie in one table and come in one way."""
+
+    key: str
+    table: StackedTable
+    features: tuple[str, ...]
+    starts: Tensor  # [features]
+
+
+@final
+class EmbeddingRequestPlan:
+    """All calls of one forward pass. `features` names the table of every call, as EmbeddingCollection has it."""
+
+    def __init__(
+        self, lookups: Sequence[EmbeddingLookup], specs: Sequence[TableSpec], shape: SampleShape, bags: Sequence[str]
+    ) -> None:
+        self.lookups = tuple(lookups)
+        self._bags = frozenset(bags)
+        self._specs = {spec.name: spec for spec in specs}
+        self._shape = shape
+        stacked = [
+            self._stack_tables(kind, dim) for kind, dim in dict.fromkeys((each.kind, each.dim) for each in lookups)
+        ]
+        self.tables = {table.name: table for tables in stacked for table in tables}
+        self._parts = {lookup.name: self._parts_of(lookup) for lookup in lookups}
+        self.features = {part.key: part.table.name for parts in self._parts.values() for part in parts}
+
+    def sequences(self) -> list[EmbeddingLookup]:
+        """The lookups of sequences."""
+        return [lookup for lookup in self.lookups if lookup.pooling == "sequence"]
+
+    def histories_of(self, item: str, features: Collection[str]) -> tuple[str, ...]:
+        """Those of the features that are sequences of such items."""
+        table = self._shape.table_of(item)
+        return tuple(name for name in self._shape.sequences if name in features and self._shape.table_of(name) == table)
+
+    def table_of(self, lookup: EmbeddingLookup, feature: str) -> tuple[str, int]:
+        """The table that a feature's rows of a lookup lie in, and where in it the feature's ids begin."""
+        table = self._table(lookup, feature)
+        return table.name, table.starts[self._shape.table_of(feature)]
+
+    def requests(self, batch: FeatureBatch, lookups: Collection[str] | None = None) -> dict[str, EmbeddingRequest]:
+        """What each call is called with, for the lookups that are named or for all."""
+        return {
+            part.key: _request(part, lookup, batch, is_bag=part.features[0] in self._bags)
+            for lookup in self.lookups
+            if lookups is None or lookup.name in lookups
+            for part in self._parts[lookup.name]
+        }
+
+    def request_of(self, lookup: str, feature: str, ids: Tensor) -> dict[str, EmbeddingRequest]:
+        """The request for single ids [n] of a feature, by the call that the lookup makes for it."""
+        part = next(part for part in self._parts[lookup] if feature in part.features)
+        return {part.key: (ids + part.starts[part.features.index(feature)]).unsqueeze(1)}
+
+    def vectors(self, outputs: Mapping[str, Tensor], lengths: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The vectors by lookup, out of what the calls gave; for a sequence its lengths as well. Lookups that were not
+        made are left out."""
+        vectors = {}
+        for lookup in (each for each in self.lookups if self._parts[each.name][0].key in outputs):
+            parts = [
+                _mean_of(outputs[part.key], lengths[part.features[0]])
+                if self._is_pooled(part, lookup)
+                else outputs[part.key]
+                for part in self._parts[lookup.name]
+            ]
+            if lookup.pooling == "sum":
+                vectors[lookup.name] = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+            elif lookup.pooling == "each":
+                vectors[lookup.name] = self._each(lookup, parts)
+            else:
+                (feature,) = lookup.features
+                vectors[lookup.name] = pad_sequences(parts[0], lengths[feature])
+                vectors[f"{lookup.name}.lengths"] = lengths[feature]
+        return vectors
+
+    def _each(self, lookup: EmbeddingLookup, parts: Sequence[Tensor]) -> Tensor:
+        """[B, F, dim] in the order of the lookup's features."""
+        sizes = [len(part.features) for part in self._parts[lookup.name]]
+        shaped = [part.view(-1, size, lookup.dim) for part, size in zip(parts, sizes, strict=True)]
+        if len(shaped) == 1:
+            return shaped[0]
+        order = [feature for part in self._parts[lookup.name] for feature in part.features]
+        return torch.cat(shaped, dim=1)[:, [order.index(feature) for feature in lookup.features]]
+
+    def _stack_tables(self, kind: TableKind, dim: int) -> list[StackedTable]:
+        """The tables for rows of that kind and width."""
+        wanted = [each for each in self.lookups if (each.kind, each.dim) == (kind, dim)]
+        names = dict.fromkeys(self._shape.table_of(feature) for lookup in wanted for feature in lookup.features)
+        specs = [self._specs[name] for name in names]
+        starts, start = {}, 0
+        for spec in specs:
+            if spec.num_ids is not None:
+                starts[spec.name] = start
+                start += spec.num_ids
+        name = kind if dim == 1 or kind == "wide" else f"{kind}_{dim}"
+        shared = [StackedTable(name=name, kind=kind, dim=dim, num_rows=start, starts=starts)] if starts else []
+        alone = [
+            StackedTable(name=f"{name}_of_{spec.name}", kind=kind, dim=dim, num_rows=None, starts={spec.name: 0})
+            for spec in specs
+            if spec.num_ids is None
+        ]
+        return shared + alone
+
+    def _parts_of(self, lookup: EmbeddingLookup) -> list[_TableCall]:
+        """Single ids of one table go together; a bag is a call of its own."""
+        together: dict[tuple[str, str], list[str]] = {}
+        for feature in lookup.features:
+            own = feature if feature in self._bags or feature in self._shape.sequences else ""
+            together.setdefault((self._table(lookup, feature).name, own), []).append(feature)
+        return [
+            _TableCall(
+                key="_".join([lookup.name, table, own]).rstrip("_"),
+                table=self.tables[table],
+                features=tuple(features),
+                starts=torch.tensor([self.tables[table].starts[self._shape.table_of(name)] for name in features]),
+            )
+            for (table, own), features in together.items()
+        ]
+
+    def _is_pooled(self, part: _TableCall, lookup: EmbeddingLookup) -> bool:
+        """Whether it is a sequence for whose order the lookup has no place."""
+        return lookup.pooling != "sequence" and part.features[0] in self._shape.sequences
+
+    def _table(self, lookup: EmbeddingLookup, feature: str) -> StackedTable:
+        name = self._shape.table_of(feature)
+        return next(
+            table
+            for table in self.tables.values()
+            if (table.kind, table.dim) == (lookup.kind, lookup.dim) and name in table.starts
+        )
+
+
+def _request(part: _TableCall, lookup: EmbeddingLookup, batch: FeatureBatch, *, is_bag: bool) -> EmbeddingRequest:
+    if part.features[0] in batch.sequences:
+        sequence = batch.sequences[part.features[0]]
+        mask = torch.arange(sequence.ids.shape[1]) < sequence.lengths.unsqueeze(1)
+        return (sequence.ids[mask] + part.starts).unsqueeze(1)
+    if is_bag:
+        bag = batch.bags[part.features[0]]
+        return bag.ids + part.starts, bag.offsets
+    ids = torch.stack([batch.ids[name] for name in part.features], dim=1) + part.starts
+    return ids if lookup.pooling == "sum" else ids.view(-1, 1)
+
+
+def _mean_of(rows: Tensor, lengths: Tensor) -> Tensor:
+    """The means [B, dim] of rows [sum of lengths, dim] that belong together; zero where there are none."""
+    lengths = lengths.to(rows.device)
+    owners = torch.repeat_interleave(torch.arange(len(lengths), device=rows.device), lengths)
+    total = rows.new_zeros(len(lengths), rows.shape[1]).index_add(0, owners, rows)
+    return total / lengths.clamp(min=1).unsqueeze(1)
+
+
+def pad_sequences(rows: Tensor, lengths: Tensor, length: int | None = None) -> Tensor:
+    """rows [sum of lengths, dim] as [B, length, dim], zeros behind each of `lengths`; None: the longest of them."""
+    if length is None:
+        length = int(lengths.max()) if len(lengths) else 0
+    positions = (torch.arange(length, device=rows.device) < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
+    flat = rows.new_zeros(len(lengths) * length, rows.shape[1]).index_copy(0, positions, rows)
+    return flat.view(len(lengths), length, rows.shape[1])
 
 
 @final

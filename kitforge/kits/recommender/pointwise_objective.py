@@ -17,9 +17,8 @@ from kitforge.foundation.errors import DataError
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.dataset import ClickDataset
-from kitforge.kits.recommender.embedding_requests import EmbeddingRequestPlan
 from kitforge.kits.recommender.metrics import ClickMetrics
-from kitforge.kits.recommender.model import Recommender, inputs_of
+from kitforge.kits.recommender.model import EmbeddingRequestPlan, Recommender, inputs_of
 from kitforge.kits.recommender.negatives import ClickRows, NegativeSampler
 from kitforge.kits.recommender.objective import Objective
 

@@ -22,11 +22,10 @@ from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch, IdSequence
 from kitforge.kits.recommender.config import RetrievalOptions
 from kitforge.kits.recommender.dataset import ClickDataset
-from kitforge.kits.recommender.embedding_requests import EmbeddingRequestPlan, pad_sequences
 from kitforge.kits.recommender.item_catalog import ItemCatalog
-from kitforge.kits.recommender.model import Recommender
+from kitforge.kits.recommender.metrics import build_ranking_metrics, rank_users, ranks_without
+from kitforge.kits.recommender.model import EmbeddingRequestPlan, Recommender, pad_sequences
 from kitforge.kits.recommender.objective import RetrievalObjective
-from kitforge.kits.recommender.ranking_metrics import build_ranking_metrics, rank_users, ranks_without
 from kitforge.kits.recommender.two_tower_objective import ITEM_BATCH, all_reduce_ranking_metrics
 from kitforge.models.sasrec.model import SASRec
 

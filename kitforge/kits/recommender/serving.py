@@ -25,9 +25,8 @@ from kitforge.foundation.errors import ConfigError, DependencyError, ModelError
 from kitforge.foundation.files import atomic_file, file_lock
 from kitforge.foundation.log import logger
 from kitforge.kits.recommender.artifacts import find_features, find_item_catalog
-from kitforge.kits.recommender.embedding_requests import EmbeddingRequestPlan
 from kitforge.kits.recommender.factory import open_run_checkpoint, recorded_options
-from kitforge.kits.recommender.model import ReadOnlyTables, Recommender, build_request_plan
+from kitforge.kits.recommender.model import EmbeddingRequestPlan, ReadOnlyTables, Recommender, build_request_plan
 from kitforge.models.catalog import recommender_of
 
 _log = logger(__name__)

@@ -20,10 +20,9 @@ from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.kits.recommender.config import RecommendationOptions
 from kitforge.kits.recommender.data import RecommendationDataset
-from kitforge.kits.recommender.dataset import ClickDataset
+from kitforge.kits.recommender.dataset import ClickDataset, StreamingDataset
 from kitforge.kits.recommender.model import Recommender
 from kitforge.kits.recommender.objective import Objective
-from kitforge.kits.recommender.streaming_dataset import StreamingDataset
 from kitforge.trainer.task import BestMetric, Task, batch_schedule
 
 

@@ -24,11 +24,10 @@ from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.config import RetrievalOptions
 from kitforge.kits.recommender.dataset import ClickDataset
-from kitforge.kits.recommender.embedding_requests import EmbeddingRequestPlan
 from kitforge.kits.recommender.item_catalog import ItemCatalog
-from kitforge.kits.recommender.model import Recommender, inputs_of
+from kitforge.kits.recommender.metrics import RankingMetrics, build_ranking_metrics, rank_users, ranks_without
+from kitforge.kits.recommender.model import EmbeddingRequestPlan, Recommender, inputs_of
 from kitforge.kits.recommender.objective import RetrievalObjective
-from kitforge.kits.recommender.ranking_metrics import RankingMetrics, build_ranking_metrics, rank_users, ranks_without
 from kitforge.models.two_tower.model import TwoTower, TwoTowerConfig
 
 # Items whose vectors are made at once.

@@ -16,12 +16,10 @@ from kitforge.data.tables.source import TableSourceConfig, open_table
 from kitforge.data.tables.split import RowRange
 from kitforge.foundation.errors import DataError
 from kitforge.kits.recommender.dataset import ClickDataset
-from kitforge.kits.recommender.describe import TableDescription, describe
-from kitforge.kits.recommender.describe_view import render
+from kitforge.kits.recommender.describe import TableDescription, describe, render
 from kitforge.kits.recommender.feature_fitting import fit_features
 from kitforge.kits.recommender.features import FeatureEncoder
-from kitforge.kits.recommender.schema import read_schema
-from kitforge.kits.recommender.schema_inference import with_rare_values
+from kitforge.kits.recommender.schema import read_schema, with_rare_values
 from tests.kits.recommender.runs import ready
 
 DATA = Path(__file__).parents[4] / "shared/data"

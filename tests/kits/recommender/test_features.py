@@ -25,7 +25,7 @@ from kitforge.kits.recommender.artifacts import FEATURES, SaveFeatures
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.feature_fitting import fit_features
-from kitforge.kits.recommender.features import FeatureEncoder
+from kitforge.kits.recommender.features import FeatureEncoder, FeatureStatistics, load_features, save_features
 from kitforge.kits.recommender.schema import (
     BagFeature,
     BucketFeature,
@@ -37,7 +37,6 @@ from kitforge.kits.recommender.schema import (
     read_schema,
     schema_yaml,
 )
-from kitforge.kits.recommender.statistics import FeatureStatistics, load_features, save_features
 from kitforge.trainer.callbacks.callback import Event
 
 VALUES = [0.0, 1.0, None, 3.0, 100.0, -7.0]

@@ -9,11 +9,15 @@ from hypothesis import strategies as st
 from sklearn.metrics import log_loss, ndcg_score, roc_auc_score
 
 from kitforge.foundation.errors import ConfigError
-from kitforge.kits.recommender import auc as areas
 from kitforge.kits.recommender import metrics
-from kitforge.kits.recommender.auc import auc, grouped_auc, histogram_auc
-from kitforge.kits.recommender.metrics import ClickMetrics
-from kitforge.kits.recommender.ranking_metrics import RankingMetrics, target_ranks
+from kitforge.kits.recommender.metrics import (
+    ClickMetrics,
+    RankingMetrics,
+    auc,
+    grouped_auc,
+    histogram_auc,
+    target_ranks,
+)
 
 ROWS = st.lists(st.tuples(st.integers(-3, 3), st.booleans(), st.integers(0, 2)), min_size=1, max_size=40)
 
@@ -148,8 +152,10 @@ def test_a_sum_of_floats_would_be_caught(
 
 
 def test_ties_counted_whole_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = areas.grouped_auc
-    monkeypatch.setattr(areas, "grouped_auc", lambda scores, labels, groups: whole(scores + labels / 9, labels, groups))
+    whole = metrics.grouped_auc
+    monkeypatch.setattr(
+        metrics, "grouped_auc", lambda scores, labels, groups: whole(scores + labels / 9, labels, groups)
+    )
     with pytest.raises(AssertionError):
         test_the_auc_counts_pairs_with_ties_half()
 

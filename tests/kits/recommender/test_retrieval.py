@@ -13,11 +13,11 @@ import torch
 from kitforge.api import load_model, load_processor
 from kitforge.core.parallel.world import World
 from kitforge.foundation.errors import ConfigError, DataError
-from kitforge.kits.recommender import ranking_metrics
+from kitforge.kits.recommender import metrics as recommender_metrics
 from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.data import load_dataset
+from kitforge.kits.recommender.metrics import build_ranking_metrics, rank_users, ranks_without, target_ranks
 from kitforge.kits.recommender.pipeline import build_index, index_recall, set_search
-from kitforge.kits.recommender.ranking_metrics import build_ranking_metrics, rank_users, ranks_without, target_ranks
 from kitforge.trainer.run_folder import train
 from tests.kits.recommender.runs import ready
 from tests.kits.recommender.test_objectives import CLICKS, WORDS
@@ -96,7 +96,7 @@ def test_users_are_ranked_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(len(scores[block]))
         return scores[block]
 
-    monkeypatch.setattr(ranking_metrics, "_SCORES_AT_ONCE", 60)
+    monkeypatch.setattr(recommender_metrics, "_SCORES_AT_ONCE", 60)
     ranks, loss = rank_users(scores_of, targets, 11)
     assert max(asked) == 5 and sum(asked) == 37
     np.testing.assert_array_equal(ranks, target_ranks(scores.double().numpy(), targets))
@@ -147,7 +147,7 @@ def test_a_user_is_asked_for_its_own_columns_alone(tmp_path: Path, caplog: pytes
 
 @pytest.mark.parametrize("block", [1, 2**24])
 def test_items_already_taken_can_be_left_out_of_the_ranks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(ranking_metrics, "_SCORES_AT_ONCE", block)
+    monkeypatch.setattr(recommender_metrics, "_SCORES_AT_ONCE", block)
     generator = torch.Generator().manual_seed(0)
     scores, targets = torch.randn(40, 11, generator=generator), np.arange(40) % 11
     seen = torch.randint(-1, 11, (40, 6), generator=generator).numpy()

@@ -20,8 +20,7 @@ from kitforge.api import load_model, load_processor, pipeline
 from kitforge.foundation.errors import ConfigError
 from kitforge.inference.server.serve import build_server
 from kitforge.kits.recommender.build import TASKS
-from kitforge.kits.recommender.server import refresh
-from kitforge.kits.recommender.server.service import RecommenderService
+from kitforge.kits.recommender.server.service import RecommenderService, Refresher
 from tests.inference.server.conftest import metric, until
 from tests.kits.recommender.runs import run
 from tests.kits.recommender.test_pipeline import rows as rows_of_log
@@ -231,7 +230,7 @@ def test_newer_deltas_are_taken_over_and_only_they_are_read(
 ) -> None:
     folder = growing(runs[family], tmp_path / "run")
     service = opened(folder, refresh_seconds=3600)
-    refresher = refresh.Refresher(service, folder / "checkpoints", 3600)
+    refresher = Refresher(service, folder / "checkpoints", 3600)
     first = service.version
     assert first.step == 2
     # The rows of the step that is served are not there to be read any more.
@@ -263,7 +262,7 @@ def test_a_broken_checkpoint_is_logged_once_and_the_old_one_answers_until_it_is_
     whole = runs["wide_deep"]
     folder = growing(whole, tmp_path / "run")
     service = opened(folder, refresh_seconds=3600)
-    refresher = refresh.Refresher(service, folder / "checkpoints", 3600)
+    refresher = Refresher(service, folder / "checkpoints", 3600)
     publish(whole, folder, 4)
     place = folder / "checkpoints" / "step_4"
     file = next(path for path in place.iterdir() if path.name.startswith("model"))

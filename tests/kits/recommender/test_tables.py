@@ -14,8 +14,7 @@ from kitforge.kits.recommender.config import CacheOptions
 from kitforge.kits.recommender.data import load_dataset
 from kitforge.kits.recommender.factory import build_objective
 from kitforge.kits.recommender.model import build_request_plan
-from kitforge.kits.recommender.table_sharding import assign_sharding, describe_placements
-from kitforge.kits.recommender.table_stats import distinct_rows
+from kitforge.kits.recommender.tables import assign_sharding, describe_placements, distinct_rows
 from kitforge.models.catalog import recommender_of
 from tests.kits.recommender.runs import LOG, OPTIONS
 
