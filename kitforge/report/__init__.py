@@ -1,1 +1,1 @@
-"""The run report: what a run folder holds, told on one page of HTML. It knows no model, data or trainer."""
+"""The run report: the metrics, events, samples and configuration of run folders as one HTML page."""

@@ -1,4 +1,4 @@
-"""Which charts the metrics of some runs make: pairing of training with evaluation, order, units, events to mark."""
+"""The charts of a report: which metrics share a chart, in which order, in which units, with which events marked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kitforge.report.number_format import memory_unit
 from kitforge.report.summary import PROGRESS, title
 from kitforge.report.svg_chart import NUM_TONES, Chart, ChartLine, ChartMark
 
-# These come first, in this order; whatever else a run logs follows by name.
+# These come first, in this order; all other metrics follow by name.
 _ORDER = (
     "loss",
     "learning_rate",
@@ -20,8 +20,8 @@ _ORDER = (
     "time/memory_bytes",
     "time/step_seconds",
 )
-# What people watch while a model is aligned: what answers are worth, how far they are from where the policy began, and
-# how fast it moves. A panel of its own where a run logs one of the first two.
+# RLHF metrics: rewards, KL divergence, completions and the size of the updates. They form a panel of their own if a run
+# logs one of the first two.
 _ALIGNMENT = (
     "reward",
     "rewards/margins",
@@ -42,7 +42,7 @@ _ALIGNMENT = (
     "frac_reward_zero_std",
     "mismatch_kl",
 )
-# More of that by what its names begin with: each of several rewards, lengths, weights and turns.
+# Further RLHF metrics by prefix.
 _ALIGNMENT_GROUPS = ("rewards/", "completion/", "importance_sampling/", "environment/")
 _UNITS = {
     "kl": "nats per completion",
@@ -72,19 +72,14 @@ _MOST_MARKS = 60
 
 def groups(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str, list[Chart]]]:
     """The charts of `runs`, which are called `labels`, under the titles of their panels."""
-    names = {_short(name) for run in runs for name, _ in _all(run) if _short(name) not in PROGRESS}
+    names = {name for run in runs for name, *_ in _series(run) if name.removeprefix("eval/") not in PROGRESS}
     is_aligned = not names.isdisjoint(_ALIGNMENT[:2])
     more = sorted(name for name in names if name.startswith(_ALIGNMENT_GROUPS) and name not in _ALIGNMENT)
     rewards = [name for name in _ALIGNMENT if name in names] + more if is_aligned else []
     others = names - set(rewards)
     ordered = [name for name in _ORDER if name in others] + sorted(others - set(_ORDER))
-    found = [("Rewards and completions", rewards)] * is_aligned + [("Curves", ordered)]
-    return [(title, [_chart(name, runs, labels) for name in chosen]) for title, chosen in found]
-
-
-def charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
-    """The same without their panels."""
-    return [chart for _, drawn in groups(runs, labels) for chart in drawn]
+    panels = [("Rewards and completions", rewards)] * is_aligned + [("Curves", ordered)]
+    return [(title, [_chart(name, runs, labels) for name in chosen]) for title, chosen in panels]
 
 
 def is_bad(event: LoggedEvent) -> bool:
@@ -95,11 +90,13 @@ def is_bad(event: LoggedEvent) -> bool:
 def _chart(name: str, runs: Sequence[RunRecord], labels: Sequence[str]) -> Chart:
     divisor, unit = 1.0, _UNITS.get(name, "")
     if name == _MEMORY:
-        sizes = [value for run in runs for key, series in _all(run) if key == name for _, value in series.finite()]
+        found = [series for run in runs for key, series, _ in _series(run) if key == name]
+        sizes = [value for series in found for _, value in series.finite()]
         divisor, unit = memory_unit(max(sizes, default=0.0))
     is_first = name == "loss"
+    is_policy = any("reward" in run.train for run in runs)
     return Chart(
-        title=title(name),
+        title="Training loss" if is_first and is_policy else title(name),
         unit=unit,
         lines=tuple(line for number in range(len(runs)) for line in _lines(name, number, runs, labels, divisor)),
         marks=_marks(runs, labels) if is_first else (),
@@ -110,51 +107,44 @@ def _chart(name: str, runs: Sequence[RunRecord], labels: Sequence[str]) -> Chart
 
 def _lines(name: str, run: int, runs: Sequence[RunRecord], labels: Sequence[str], divisor: float) -> list[ChartLine]:
     is_alone = len(runs) == 1
-    lines: list[ChartLine] = []
-    for is_evaluation, group in ((False, runs[run].train), (True, runs[run].eval)):
-        word = "evaluation" if is_evaluation else "training"
-        lines.extend(
-            ChartLine(
-                label=word if is_alone else labels[run] + (" (evaluation)" if is_evaluation else ""),
-                series=_divided(series, divisor),
-                run=run,
-                # A run of its own may spend a second colour on its evaluation.
-                tone=int(is_evaluation) if is_alone else run % NUM_TONES,
-                is_evaluation=is_evaluation,
-            )
-            for key, series in group.items()
-            if _short(key) == name
+    return [
+        ChartLine(
+            label=("training", "validation")[is_evaluation]
+            if is_alone
+            else labels[run] + (" (validation)" if is_evaluation else ""),
+            series=Series(steps=series.steps, values=tuple(value / divisor for value in series.values)),
+            run=run,
+            # The validation curve has a colour of its own if there is only one run.
+            tone=int(is_evaluation) if is_alone else run % NUM_TONES,
+            is_evaluation=is_evaluation,
         )
-    return lines
+        for key, series, is_evaluation in _series(runs[run])
+        if key == name
+    ]
 
 
 def _marks(runs: Sequence[RunRecord], labels: Sequence[str]) -> tuple[ChartMark, ...]:
-    """The latest events worth a mark; all of them stand in the list of events."""
+    """The latest events of each run, without checkpoints and the like; the list of events holds all of them."""
+    marked = [
+        [event for event in run.events if not any(word in event.name.lower() for word in _QUIET_WORDS)] for run in runs
+    ]
     marks = [
         ChartMark(
             step=event.step,
             label=f"{'' if len(runs) == 1 else label + ': '}{event.name} at step {event.step:,}",
             is_bad=is_bad(event),
         )
-        for run, label in zip(runs, labels, strict=True)
-        for event in _marked(run)[-_MOST_MARKS // len(runs) :]
+        for found, label in zip(marked, labels, strict=True)
+        for event in found[-_MOST_MARKS // len(runs) :]
     ]
     return tuple(marks)
 
 
-def _marked(run: RunRecord) -> list[LoggedEvent]:
-    return [event for event in run.events if not any(word in event.name.lower() for word in _QUIET_WORDS)]
-
-
-def _divided(series: Series, divisor: float) -> Series:
-    if divisor == 1.0:
-        return series
-    return Series(steps=series.steps, values=tuple(value / divisor for value in series.values))
-
-
-def _all(run: RunRecord) -> list[tuple[str, Series]]:
-    return [*run.train.items(), *run.eval.items()]
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("eval/")
+def _series(run: RunRecord) -> list[tuple[str, Series, bool]]:
+    """Every series with the name of its chart, and whether it comes from evaluations. Both curves of a metric share a
+    chart, but for the losses of a policy: its training loss is no measure of the evaluated completions."""
+    found = [(name, series, False) for name, series in run.train.items()]
+    for name, series in run.eval.items():
+        is_apart = name == "eval/loss" and "reward" in run.train
+        found.append((name if is_apart else name.removeprefix("eval/"), series, True))
+    return found

@@ -1,7 +1,7 @@
 """The completions panel: the first completions of a run's latest rollout batches, with their rewards.
 
-It reads rollouts/round_N.jsonl of a run. Each line holds `prompt`, `completion`, `reward`, and if there are any
-`reward_shaped`, `rewards` by name, and `advantage`.
+It reads rollouts/round_N.jsonl. Each line holds `prompt`, `completion` and `reward`; `reward_shaped`, `rewards` by name
+and `advantage` are optional.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_ROUNDS, _MOST_ROWS, _MOST_CHARACTERS = 3, 8, 1000
 
 
 def completions(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel | None:
-    """The panel over those runs that have kept rounds; None where none has."""
+    """The panel of the runs that kept rollout files; None if no run did."""
     parts = [
         (f"<h3>{escape(label)}</h3>" if len(runs) > 1 else "") + "".join(map(_round, files))
         for run, label in zip(runs, labels, strict=True)
@@ -33,7 +33,7 @@ def completions(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel | Non
 
 
 def _latest(folder: Path) -> list[Path]:
-    """The files of the latest rounds, the newest first."""
+    """The latest rollout files, the newest first."""
     numbers = {path: path.stem.removeprefix("round_") for path in folder.glob("round_*.jsonl")}
     found = [path for path, text in numbers.items() if text.isdecimal()]
     return sorted(found, key=lambda path: int(numbers[path]), reverse=True)[:_MOST_ROUNDS]
@@ -45,17 +45,25 @@ def _round(path: Path) -> str:
     cells = [
         (
             _text(row.get("prompt")),
-            [_text(row.get("completion")), *(_figure(figures_of(row).get(name)) for name in names)],
+            [
+                _text(row.get("completion")),
+                *(
+                    number(float(value)) if isinstance(value := figures_of(row).get(name), (int, float)) else ""
+                    for name in names
+                ),
+            ],
         )
         for row in rows
     ]
-    note = f'<p class="note">The first {len(rows)} answers; all of them lie in {ROLLOUTS}/{escape(path.name)}.</p>'
+    note = f'<p class="note">The first {len(rows)} completions. All: {ROLLOUTS}/{escape(path.name)}</p>'
     shown = html_table("Prompt", ["Completion", *map(escape, names)], cells)
-    return f"<details><summary>Round {escape(path.stem.removeprefix('round_'))}</summary>{shown}{note}</details>"
+    return (
+        f"<details><summary>Rollout batch {escape(path.stem.removeprefix('round_'))}</summary>{shown}{note}</details>"
+    )
 
 
 def figures_of(row: dict[str, Any]) -> dict[str, Any]:
-    """What the answer of a line was worth, by name: its reward, each reward of several, its advantage."""
+    """The reward, each of several rewards and the advantage of a completion, by name."""
     named = row.get("rewards")
     own = {f"rewards/{name}": value for name, value in named.items()} if isinstance(named, dict) else {}
     outer = {name: row[name] for name in ("reward", "reward_shaped", "advantage") if name in row}
@@ -63,7 +71,7 @@ def figures_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The first lines that can be read; a run that was killed may end in a torn one."""
+    """The first lines; a torn last line of a killed run is left out."""
     rows: list[dict[str, Any]] = []
     try:
         with open(path, "rb") as lines:
@@ -79,7 +87,3 @@ def _text(value: object) -> str:
     text = str(value)
     left = len(text) - _MOST_CHARACTERS
     return escape(text[:_MOST_CHARACTERS]) + (f" <em>({left:,} more characters)</em>" if left > 0 else "")
-
-
-def _figure(value: object) -> str:
-    return number(float(value)) if isinstance(value, (int, float)) else ""

@@ -1,7 +1,7 @@
-"""The options in a config.yaml as flat names and texts, enough to say where two runs differ. This is no YAML parser.
+"""The options of config.yaml files as flat names and texts, and the differences between runs.
 
-The files are written by a dumper, so lines and indentation carry the structure; a line that is no option by itself
-(an item of a list, more of a long text) belongs to the option above it.
+Not a YAML parser: the files are written by a dumper, so lines and indentation carry the structure. A line that is no
+option by itself (a list item, a continued text) belongs to the option above it.
 """
 
 from __future__ import annotations

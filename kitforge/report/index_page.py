@@ -1,5 +1,4 @@
-"""Several runs on one page that leads to their reports: what each was about, and how it went from its first to its last
-evaluation."""
+"""An index page of several runs: a link to each report, and a metric before and after training."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from kitforge.report.summary import num_steps, seconds, title
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
-    """A run, what it is called, what it shows in a sentence, and the evaluation metric that tells how it went."""
+    """A run with its title, a sentence about it, and the evaluation metric to show."""
 
     folder: Path
     title: str
@@ -29,7 +28,7 @@ class Chapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A metric before the first step and after the last, of a run that took so long."""
+    """A metric before the first step and after the last, and the training time."""
 
     metric: str
     before: float
@@ -38,13 +37,13 @@ class Outcome:
 
 
 def outcome(run: RunRecord, metric: str) -> Outcome:
-    """How a run changed a metric that it evaluated at least once."""
+    """The change of a metric that the run evaluated at least once."""
     values = run.eval[metric].values
     return Outcome(metric=metric.removeprefix("eval/"), before=values[0], after=values[-1], seconds=seconds(run))
 
 
 def write_index(target: Path, heading: str, chapters: Sequence[Chapter]) -> Path:
-    """Write the page to `target` and return where it lies. Raises DataError for a folder that holds no run."""
+    """Write the page to `target` and return that path. Raises DataError for a folder that holds no run."""
     body = "".join(_chapter(chapter, read_run(chapter.folder), target.parent) for chapter in chapters)
     write_text(target, document(heading, "Kitforge", body))
     return target

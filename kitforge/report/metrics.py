@@ -1,7 +1,6 @@
-"""A run folder becomes a RunRecord. This file knows the files' formats and nothing of how they are shown.
+"""Reads a run folder into a RunRecord.
 
-A report is wanted most when a run went wrong, so damage (a torn line, a missing file) is told in `problems` and not
-raised.
+Damage (a torn line, a missing file) is listed in `problems` instead of raised: failed runs need a report most.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ KINDS = ("train", "eval", "event")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One metric over the steps, in the order of the file; a value that is not finite stands as nan or infinity."""
+    """One metric over the steps, in file order. Values may be nan or infinite."""
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
@@ -33,7 +32,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedEvent:
-    """Something that happened at a step: a skip, rollback, resume, interruption, checkpoint."""
+    """An event at a step: a skip, rollback, resume, interruption, checkpoint."""
 
     step: int
     name: str
@@ -42,7 +41,7 @@ class LoggedEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A prompt, what the model wrote after it, and numbers about that by name."""
+    """A prompt, its completion, and numbers about the completion by name."""
 
     prompt: str
     text: str
@@ -59,7 +58,7 @@ class SampleSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """All that a run folder tells. Series are keyed by the metric's name as written ("loss", "eval/loss")."""
+    """The content of a run folder. Series are keyed by the metric's name as logged ("loss", "eval/loss")."""
 
     name: str
     folder: Path
@@ -68,12 +67,11 @@ class RunRecord:
     eval: Mapping[str, Series]
     events: tuple[LoggedEvent, ...]
     samples: tuple[SampleSet, ...]
-    # Sentences about what could not be read, for the person who looks at the report.
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # sentences about what could not be read
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read the run that lies in `folder`. Raises DataError when the folder is absent or holds no run."""
+    """Read the run in `folder`. Raises DataError if the folder is absent or holds no run."""
     if not folder.is_dir():
         raise DataError("no such run", got=folder, expected="a run folder", fix="look into runs/, or try runs/latest")
     config, metrics = folder / "config.yaml", folder / "metrics.jsonl"
@@ -121,7 +119,7 @@ class _MetricLines:
         try:
             record = parse_json(line)
         except ValueError:
-            # Only the line that was being written when the run died lacks its end.
+            # Only the line that was being written when the run was killed lacks its newline.
             reason = "is not JSON" if line.endswith(b"\n") else "is torn: the run was stopped while writing it"
             self.problems.append(f"{location} {reason}. It is left out.")
             return
@@ -140,20 +138,17 @@ class _MetricLines:
             if name in ("kind", "step"):
                 continue
             if value is not None and not isinstance(value, (bool, int, float)):
-                self._note_text(name)
+                if name not in self._texts:
+                    self._texts.add(name)
+                    self.problems.append(f"The metric {name!r} holds values that are no numbers. They are not drawn.")
                 continue
             steps, values = series.setdefault(name, ([], []))
             steps.append(record["step"])
             values.append(_number(value))
 
-    def _note_text(self, name: str) -> None:
-        if name not in self._texts:
-            self._texts.add(name)
-            self.problems.append(f"The metric {name!r} holds values that are no numbers. They are not drawn.")
-
 
 def _fault(record: object) -> str | None:
-    """What is wrong with a line that is JSON, or None."""
+    """Why a line of JSON cannot be used, or None."""
     if not isinstance(record, dict):
         return "is no object"
     kind, step = record.get("kind"), record.get("step")

@@ -1,4 +1,4 @@
-"""Numbers in people's writing: short, with units, never more digits than a reader can use."""
+"""Formats numbers, counts, durations, byte sizes and tick labels for the report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def count(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A stretch of time in its two largest units: 0.42 s, 2 min 14 s, 3 h 5 min, 2 d 4 h."""
+    """A duration in its two largest units: 0.42 s, 2 min 14 s, 3 h 5 min, 2 d 4 h."""
     if not math.isfinite(seconds):
         return number(seconds)
     if seconds < 10:
@@ -45,7 +45,7 @@ def duration(seconds: float) -> str:
 
 
 def memory_unit(largest: float) -> tuple[float, str]:
-    """Bytes in one unit, and its name, fit for values up to `largest` bytes."""
+    """The size in bytes and the name of the unit for values up to `largest` bytes."""
     units = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
     return next(((size, name) for size, name in units if largest >= size), (1.0, "B"))
 

@@ -1,4 +1,4 @@
-"""The run report as one page of HTML that needs nothing else: styles and script are inside, nothing is fetched."""
+"""The run report as one self-contained HTML page: styles and script are inline, nothing is fetched."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _FOLDER = Path(__file__).parent
 
 
 def write_report(folders: Sequence[Path], target: Path | None = None) -> Path:
-    """Write the report of the runs in `folders` to `target` and return where it lies.
+    """Write the report of the runs in `folders` to `target` and return that path.
 
-    Without a target one run's report is its own report.html; of several it is comparison.html in the first folder.
-    Raises DataError when a folder holds no run or the page cannot be written.
+    The default target is report.html of a single run, and comparison.html in the first folder of several.
+    Raises DataError if a folder holds no run or the page cannot be written.
     """
     runs = [read_run(folder) for folder in folders]
     if not runs:
@@ -62,12 +62,12 @@ def document(heading: str, kind: str, main: str) -> str:
         f"<header><p>{kind}</p><h1>{escape(heading)}</h1></header>\n"
         f"<main>\n{main}</main>\n<script>{script}</script>\n</body>\n</html>\n"
     )
-    # Text cut between two halves of a character holds lone surrogates, which no file can.
+    # Text cut within a character holds lone surrogates, which UTF-8 cannot encode.
     return page.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def run_labels(runs: Sequence[RunRecord]) -> list[str]:
-    """The runs' names, told apart by their parent folder or a number where they are equal."""
+    """The runs' names. Equal names get their parent folder, or a number."""
     names = [run.name for run in runs]
     labels = [
         run.name if names.count(run.name) == 1 else f"{run.folder.resolve().parent.name}/{run.name}" for run in runs
@@ -102,7 +102,7 @@ def _records(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[Panel]:
 def _each(
     title: str, show: Callable[[RunRecord], str], some: Sequence[tuple[RunRecord, str]], runs: Sequence[RunRecord]
 ) -> Panel | None:
-    """One panel over those runs that have something to show, each under its name unless there is only one run."""
+    """One panel of the runs `some`, each under its name unless there is only one run."""
     if not some:
         return None
     if len(runs) == 1:
@@ -127,6 +127,6 @@ def _chips(labels: Sequence[str]) -> str:
 
 
 def _policy(script: str) -> str:
-    """Nothing may be fetched and no script may run but ours, even if some text found a way round the escaping."""
+    """The content security policy: nothing is fetched, and only our own script runs."""
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
     return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"

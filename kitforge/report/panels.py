@@ -1,6 +1,6 @@
-"""The parts of the page around the curves, as HTML: numbers, comparison, events, configuration.
+"""The panels of the page besides the curves, as HTML: numbers, comparison, events, configuration.
 
-Everything that comes from a run passes `escape` on its way in.
+Everything that comes from a run is escaped.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple, final
 
 from kitforge.report.chart_specs import is_bad
@@ -17,15 +18,16 @@ from kitforge.report.metrics import LoggedEvent, RunRecord
 from kitforge.report.number_format import number
 from kitforge.report.summary import PROGRESS, Figure, headline, last_values
 
-# Above this the page says how much more there is and where it lies.
+# The page names the number of events beyond this one.
 _MOST_EVENTS = 200
-# So many events of one name in a row are folded into one line.
+# Events of one name in a row that are folded into one line.
 _FOLDED_EVENTS = 4
+_ABSENT = "\N{EM DASH}"
 
 
 @final
 class Panel(NamedTuple):
-    """A part of the page. The title is escaped; `html` is trusted: whoever makes it escapes what comes from data."""
+    """A section of the page. The title is escaped here; `html` is trusted, so its maker escapes all data."""
 
     title: str
     html: str
@@ -41,7 +43,7 @@ def tiles(run: RunRecord) -> str:
 
 
 def comparison(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel:
-    """The final numbers of several runs, a row a number, the best in bold."""
+    """The final numbers of several runs: one row per number, the best in bold."""
     columns = [{figure.label: figure for figure in (*headline(run), *last_values(run))} for run in runs]
     rows = []
     for name in dict.fromkeys(name for column in columns for name in column):
@@ -51,14 +53,14 @@ def comparison(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel:
 
 
 def numbers(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
-    """Every curve as numbers: first, last, lowest and highest value."""
+    """A table of all curves: first, last, lowest and highest value."""
     rows = []
     for run, label in zip(runs, labels, strict=True):
         prefix = "" if len(runs) == 1 else f"{label}: "
         for name, series in (*sorted(run.train.items()), *sorted(run.eval.items())):
             points = series.finite()
             if points and name.removeprefix("eval/") not in PROGRESS:
-                kept = (points[0], points[-1], min(points, key=_value), max(points, key=_value))
+                kept = (points[0], points[-1], min(points, key=itemgetter(1)), max(points, key=itemgetter(1)))
                 cells = [f"{number(value)} <small>at {step:,}</small>" for step, value in kept]
                 rows.append((f"{escape(prefix)}<code>{escape(name)}</code>", cells))
     table = html_table("Metric", ["First", "Last", "Lowest", "Highest"], rows)
@@ -66,19 +68,19 @@ def numbers(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
 
 
 def events(run: RunRecord) -> str:
-    """What happened during one run, in order."""
+    """The events of one run, in order."""
     shown = run.events[-_MOST_EVENTS:]
     items = []
     for (name, _), group in groupby(shown, key=lambda event: (event.name, is_bad(event))):
         found = list(group)
         items.append(_folded(name, found) if len(found) >= _FOLDED_EVENTS else "".join(map(_event, found)))
     left = len(run.events) - len(shown)
-    note = f'<p class="note">{left:,} earlier events are not shown here; they stand in metrics.jsonl.</p>'
+    note = f'<p class="note">{left:,} earlier events are not shown here; metrics.jsonl holds all of them.</p>'
     return (note if left else "") + f'<ol class="events">{"".join(items)}</ol>'
 
 
 def configuration(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel | None:
-    """The configuration as it is written, or only the differences where there are several runs."""
+    """The configuration of one run, or the differences between several."""
     texts = [run.config_text for run in runs]
     if not any(texts):
         return None
@@ -87,14 +89,17 @@ def configuration(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel | N
         text = f"<details><summary>config.yaml</summary><pre>\n{escape(texts[0])}</pre></details>"
         return Panel("Configuration", text)
     differing, num_equal = differences(texts)
-    rows = [(f"<code>{escape(name)}</code>", [_option(value) for value in row]) for name, row in differing.items()]
+    rows = [
+        (f"<code>{escape(name)}</code>", [_ABSENT if value is None else escape(value) for value in row])
+        for name, row in differing.items()
+    ]
     note = f'<p class="note">{num_equal:,} other options are the same.</p>'
     table = html_table("Option", [escape(label) for label in labels], rows) if rows else ""
     return Panel("Differences of configuration", table + note)
 
 
 def problems(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
-    """What could not be read, or nothing."""
+    """The files and lines that could not be read; empty if there are none."""
     prefixes = [""] if len(runs) == 1 else [f"{label}: " for label in labels]
     found = [prefix + problem for run, prefix in zip(runs, prefixes, strict=True) for problem in run.problems]
     if not found:
@@ -111,7 +116,7 @@ def _detail(figure: Figure) -> str:
 
 def _cell(figure: Figure | None, is_best: bool) -> str:
     if figure is None:
-        return "\N{EM DASH}"
+        return _ABSENT
     text = escape(figure.text)
     return (f"<strong>{text}</strong>" if is_best else text) + _detail(figure)
 
@@ -123,10 +128,6 @@ def _is_best(figure: Figure | None, figures: Iterable[Figure | None]) -> bool:
     values = [other.value for other in figures if other is not None and math.isfinite(other.value)]
     best = min(values) if figure.goal == "lower" else max(values)
     return figure.value == best and len(set(values)) > 1
-
-
-def _option(value: str | None) -> str:
-    return "\N{EM DASH}" if value is None else escape(value)
 
 
 def html_table(corner: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
@@ -155,7 +156,3 @@ def _folded(name: str, group: Sequence[LoggedEvent]) -> str:
         f"<li{mood}><span>steps {group[0].step:,} to {group[-1].step:,}</span> <details><summary><b>{escape(name)}</b> "
         f'{len(group):,} times</summary><ol class="events">{items}</ol></details></li>'
     )
-
-
-def _value(point: tuple[int, float]) -> float:
-    return point[1]

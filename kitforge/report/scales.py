@@ -1,4 +1,4 @@
-"""The arithmetic under a curve: where a value stands, which ticks are round, what may be thinned out, what is noise."""
+"""The arithmetic of a chart: axes and ticks, thinning of long series, detection and smoothing of noise."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from itertools import pairwise
 
 from kitforge.report.metrics import Series
 
-# A curve whose ups and downs sum to more than this many times its range is noise around a trend.
+# A curve is noisy if its absolute changes sum to more than this multiple of its range.
 _NOISE = 4.0
-# From this ratio of largest to smallest on, a linear axis hides what happens among the small values.
+# Above this ratio of largest to smallest value the axis is logarithmic.
 _WIDE = 20.0
-# The drawing holds sizes up to the first and sees those below the second as zero: room for arithmetic on either side.
+# Values are clamped to the first; those below the second count as zero. Neither overflows nor underflows afterwards.
 _LARGEST, _SMALLEST = 1e300, 1e-280
 
 
@@ -26,7 +26,7 @@ class Scale:
     is_log: bool = False
 
     def position(self, value: float) -> float:
-        """Where `value` stands: 0 at `low`, 1 at `high`, at the nearer end when it lies beyond."""
+        """The position of `value`: 0 at `low`, 1 at `high`; values outside are clamped."""
         held = min(max(value, self.low), self.high)
         if self.is_log:
             return (math.log(held) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
@@ -39,14 +39,14 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Neighbouring points that share a place on the screen."""
+    """Neighbouring points that share one position on the screen."""
 
-    # Indices of the smallest and the largest finite value, in order; one index or none where there are no more.
+    # Indices of the smallest and the largest finite value, in order; there may be one or none.
     kept: tuple[int, ...]
     middle: int
     # Index of the first value that is not finite.
     gap: int | None
-    # Whether the line ends here: after a gap, or where the steps go back because the run did.
+    # Whether the line ends here: after a gap, or at a rollback of the run.
     ends: bool
 
 
@@ -64,7 +64,7 @@ def size_scale(sizes: Sequence[int]) -> Scale:
 
 
 def value_scale(values: Sequence[float], *, may_be_log: bool) -> Scale:
-    """The axis that holds all of the finite `values`, up to 1e300, with a little air around them."""
+    """The axis of the finite `values`, up to 1e300, with a margin."""
     low, high = _held(min(values, default=0.0)), _held(max(values, default=1.0))
     if may_be_log and low > 0 and high / _WIDE > low:
         air = min((high / low) ** 0.04, 10.0)
@@ -73,13 +73,13 @@ def value_scale(values: Sequence[float], *, may_be_log: bool) -> Scale:
         reach = max(abs(low), abs(high)) or 1.0
         return Scale(low=0.0 if low > 0 else low - reach / 2, high=high + reach / 4)
     air = (high - low) * 0.05
-    # Zero belongs to the picture when the values come near it.
+    # The axis begins at zero if the values come near it.
     is_near_zero = 0 <= low < high * 0.4
     return Scale(low=0.0 if is_near_zero else low - air, high=high + air)
 
 
 def is_noisy(series: Series) -> bool:
-    """Whether a smoothed line tells more than the values themselves (a schedule, say, is not to be smoothed)."""
+    """Whether the series is noise around a trend and should be smoothed (a schedule should not)."""
     values = [value for _, value in series.finite()]
     if len(values) < 30:
         return False
@@ -88,9 +88,9 @@ def is_noisy(series: Series) -> bool:
 
 
 def smooth(values: Sequence[float], indices: Iterable[int]) -> list[float]:
-    """At each of `places` a line through its finite neighbours (a window of about 4 %).
+    """Local linear regression at `indices` over the finite neighbours (a window of about 4 %).
 
-    Within the series that is their mean; at its ends, where a mean would lag behind, the line keeps the slope.
+    Within the series it equals the mean; at its ends, where a mean would lag behind, it keeps the slope.
     """
     reach = max(3, len(values) // 50)
     return [_fit(values, index, range(max(0, index - reach), min(len(values), index + reach + 1))) for index in indices]
@@ -111,7 +111,7 @@ def thin(series: Series, scale: Scale, buckets: int) -> list[Group]:
 
 
 def _fit(values: Sequence[float], index: int, window: range) -> float:
-    """The value at `place` of the least-squares line through the finite values in `window`, held within their range."""
+    """The value at `index` of the least-squares line through the finite values of `window`, clamped to their range."""
     known = {index: _held(values[index]) for index in window if math.isfinite(values[index])}
     if not known:
         return math.nan

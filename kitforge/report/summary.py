@@ -1,4 +1,4 @@
-"""The few numbers that tell how a run went, and which way is better. It knows metrics by name and writes no HTML."""
+"""Headline numbers of a run, titles of its metrics, and whether higher or lower is better."""
 
 from __future__ import annotations
 
@@ -14,16 +14,27 @@ from kitforge.report.number_format import count, duration, memory, number
 
 Goal = Literal["lower", "higher"] | None
 
-# What tells how far a run has come: shown as numbers, not drawn as curves.
+# Progress of a run: shown as numbers, not drawn as curves.
 PROGRESS = frozenset({"epoch", "tokens", "samples", "skipped", "time/seconds"})
 
 _TITLES = {
     "grad_norm": "Gradient norm",
+    "eval/loss": "Validation loss",
     "best_auc": "Best possible AUC",
     "kl": "KL to the reference",
-    "approx_kl": "Approximate KL of the update",
-    "completion/eos_rate": "Completions that ended with EOS",
+    "approx_kl": "Approx. KL",
     "kl_coef": "KL coefficient",
+    "mismatch_kl": "Train-inference mismatch KL",
+    "rewards/chosen": "Chosen reward",
+    "rewards/rejected": "Rejected reward",
+    "rewards/margins": "Reward margin",
+    "rewards/accuracy": "Reward accuracy",
+    "frac_reward_zero_std": "Groups with zero reward std",
+    "completion/eos_rate": "Finished completions",
+    "completion/clipped_ratio": "Truncated completions",
+    "completion/mean_length": "Mean completion length",
+    "completion/min_length": "Shortest completion",
+    "completion/max_length": "Longest completion",
     "time/input_tokens_per_second": "Throughput",
     "time/tokens_per_second": "Throughput",
     "time/samples_per_second": "Throughput",
@@ -59,7 +70,7 @@ _HIGHER = frozenset(
         "explained",
     }
 )
-# One side of a pair, of which only the distance is better or worse; how far values are apart.
+# Neither way is better: one side of a pair, a standard deviation.
 _NEITHER = frozenset({"chosen", "rejected", "std"})
 
 
@@ -84,7 +95,7 @@ def title(name: str) -> str:
 
 
 def goal(name: str) -> Goal:
-    """Which way a metric is better, judged by the words of its name; None when they do not tell."""
+    """Whether lower or higher is better, by the words of the metric's name; None if they do not say."""
     words = set(re.split(r"[^a-z0-9]+", name.rpartition("/")[2].lower()))
     if words & _NEITHER:
         return None
@@ -94,7 +105,7 @@ def goal(name: str) -> Goal:
 
 
 def headline(run: RunRecord) -> list[Figure]:
-    """Reward, loss, best evaluation, steps, data, time, throughput and peak memory, as far as the run tells them."""
+    """Reward, loss, best evaluation, steps, data, time, throughput and peak memory, as far as the run logged them."""
     figures = (
         _now("reward", run),
         _now("loss", run),
@@ -114,38 +125,37 @@ def last_values(run: RunRecord) -> list[Figure]:
     left_out = PROGRESS | {"loss", "reward", "learning_rate"}
     return [
         Figure(
-            label=_last_label(name, word),
+            label=f"Last {word}{_inner_title(name.removeprefix('eval/'))}",
             text=number(series.values[-1]),
             value=series.values[-1],
             goal=None if name == "grad_norm" else goal(name),
         )
-        for word, group in (("evaluation ", run.eval), ("", train))
+        for word, group in (("validation ", run.eval), ("", train))
         for name, series in sorted(group.items())
         if name not in left_out and not name.startswith("time/")
     ]
 
 
 def best_evaluation(run: RunRecord) -> Figure | None:
-    """The best evaluation by the metric of `evaluated_by`."""
+    """The best value of the metric that `evaluated_by` names."""
     name = evaluated_by(run)
     if name is None:
         return None
     way = goal(name)
     pick = min if way == "lower" else max
     step, value = pick(run.eval[name].finite(), key=lambda point: point[1])
-    label = f"Best evaluation {title(name.removeprefix('eval/')).lower()}"
+    label = f"Best validation {_inner_title(name.removeprefix('eval/'))}"
     return Figure(label=label, text=number(value), detail=f"at step {step:,}", value=value, goal=way)
 
 
 def evaluated_by(run: RunRecord) -> str | None:
-    """The evaluation metric that tells how a run went: its reward, else its loss, else the first whose better way
-    is known."""
+    """The metric that ranks the evaluations: the reward, else the loss, else the first with a known better way."""
     known = (name for name in run.eval if goal(name) and run.eval[name].finite())
     return min(known, key=lambda name: (name != "eval/reward", name != "eval/loss", name), default=None)
 
 
 def num_steps(run: RunRecord) -> int:
-    """The highest step that the run's lines name."""
+    """The highest step in the metrics and events."""
     series = (*run.train.values(), *run.eval.values())
     return max((*(max(one.steps) for one in series), *(event.step for event in run.events)), default=0)
 
@@ -156,7 +166,7 @@ def num_skipped(run: RunRecord) -> int:
 
 
 def seconds(run: RunRecord) -> float:
-    """Time spent training, summed over the pieces of a run whose clock started anew when it was resumed."""
+    """Training time. The clock of a resumed run may start at zero again; the parts are summed."""
     times = [value for _, value in _finite(run, "time/seconds")]
     ends = [before for before, after in pairwise(times) if after < before]
     return sum(ends) + (times[-1] if times else 0.0)
@@ -166,13 +176,14 @@ def _finite(run: RunRecord, name: str) -> list[tuple[int, float]]:
     return run.train.get(name, Series(steps=(), values=())).finite()
 
 
-def _last_label(name: str, word: str) -> str:
-    short = title(name.removeprefix("eval/"))
-    return f"Last {word}{short[:1].lower()}{short[1:]}"
+def _inner_title(name: str) -> str:
+    """The title within a sentence: without its capital letter, unless it begins with an abbreviation."""
+    text = title(name)
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
 
 
 def _now(name: str, run: RunRecord) -> Figure | None:
-    """Where a training metric has come to, and from where."""
+    """The last value of a training metric, and the first."""
     series = run.train.get(name)
     if series is None:
         return None

@@ -1,7 +1,6 @@
-"""One chart as HTML: an SVG of the curves, labels around it, a legend with the last values. It knows no metric's name.
+"""One chart as HTML: an SVG of the curves, axis labels, and a legend with the last values.
 
-The drawing is stretched to whatever room it gets (strokes keep their width), the labels are text beside it, so both
-stay sharp and readable from a phone to a wide screen.
+The drawing stretches to the available space with constant stroke widths; the labels are HTML text beside it.
 """
 
 from __future__ import annotations
@@ -10,13 +9,14 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
+from operator import itemgetter
 from typing import final
 
 from kitforge.report.metrics import Series
 from kitforge.report.number_format import number, tick_labels
 from kitforge.report.scales import Group, Scale, is_noisy, smooth, thin, value_scale
 
-# Runs are told apart by both colour and dash; the two counts share no factor, so that 40 runs all differ.
+# Runs differ by colour and dash; the counts are coprime, so 40 runs all look different.
 NUM_TONES, NUM_DASHES = 8, 5
 
 # Units of the drawing, not pixels.
@@ -29,7 +29,7 @@ _Pick = Callable[[Group], list[tuple[int, float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartLine:
-    """A series in a chart; `run` and `tone` are numbers from 0, points of an evaluation are drawn as dots."""
+    """A series of a chart. `run` and `tone` count from 0; points of an evaluation are drawn as dots."""
 
     label: str
     series: Series
@@ -40,7 +40,7 @@ class ChartLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartMark:
-    """An event to be shown at its step."""
+    """An event, drawn at its step."""
 
     step: int
     label: str
@@ -49,14 +49,14 @@ class ChartMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """What one chart shows."""
+    """The content of one chart."""
 
     title: str
     unit: str
     lines: tuple[ChartLine, ...]
     marks: tuple[ChartMark, ...] = ()
     is_wide: bool = False
-    axis: str = "step"  # what is counted from left to right
+    axis: str = "step"  # unit of the horizontal axis
     may_be_log: bool = False
 
 
@@ -66,8 +66,11 @@ def draw(chart: Chart, steps: Scale, key: str) -> str:
     scale = value_scale(values, may_be_log=chart.may_be_log)
     buckets = max(_FEWEST_BUCKETS, _BUCKETS // max(1, len({line.run for line in chart.lines})))
     drawn = [_LineRenderer(line, steps, scale, buckets) for line in chart.lines]
+    description = " ".join(_sentence(line, chart.axis) for line in chart.lines)
     unit = ", ".join(part for part in (chart.unit, "logarithmic" if scale.is_log else "") if part)
     note = f" <small>{escape(unit)}</small>" if unit else ""
+    rows = "".join(f"M0 {round((1 - scale.position(tick)) * _HEIGHT)}h{_WIDTH}" for tick in scale.ticks(5))
+    grid = f'<path class="grid" d="{rows}"/>'
     legend = "".join(line.legend(has_key=len(drawn) > 1 or line.line.is_evaluation) for line in drawn)
     return (
         f'<figure class="chart{" wide" if chart.is_wide else ""}" data-low="{steps.low}" data-high="{steps.high}" '
@@ -76,8 +79,8 @@ def draw(chart: Chart, steps: Scale, key: str) -> str:
         f'<div class="plot"><div class="y" aria-hidden="true">{_labels(scale, 5, "bottom")}</div><div class="area">'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-labelledby="{key}-t {key}-d">'
-        f'<title id="{key}-t">{escape(chart.title)}</title><desc id="{key}-d">{escape(_description(chart))}</desc>'
-        f"{_grid(scale)}{_marks(chart.marks, steps)}{''.join(line.paths() for line in drawn)}</svg>"
+        f'<title id="{key}-t">{escape(chart.title)}</title><desc id="{key}-d">{escape(description)}</desc>'
+        f"{grid}{_marks(chart.marks, steps)}{''.join(line.paths() for line in drawn)}</svg>"
         '<i class="cursor" hidden></i></div>'
         f'<div class="x" aria-hidden="true">{_labels(steps, 6, "left")}</div></div></figure>'
     )
@@ -85,7 +88,7 @@ def draw(chart: Chart, steps: Scale, key: str) -> str:
 
 @final
 class _LineRenderer:
-    """A line on its two scales."""
+    """Draws one line on its two scales."""
 
     def __init__(self, line: ChartLine, steps: Scale, scale: Scale, buckets: int) -> None:
         self.line, self.steps, self.scale = line, steps, scale
@@ -105,7 +108,7 @@ class _LineRenderer:
         shape = '<path class="dots" d="M11 4h0"/>' if line.is_evaluation else '<path class="trend" d="M1 4h20"/>'
         num_gaps = sum(not math.isfinite(value) for value in values)
         gaps = f' <em class="bad">{num_gaps:,} not finite</em>' if num_gaps else ""
-        # A lone curve needs no key; its title says what it is.
+        # A single curve needs no key: the title names it.
         swatch = f'<svg class="swatch" viewBox="0 0 22 8" aria-hidden="true">{shape}</svg>'
         name = f"{swatch}<span>{escape(line.label)}</span> " if has_key else ""
         return f"<li {self._attributes()}>{name}<b>{number(values[-1])}</b>{gaps}</li>"
@@ -130,7 +133,7 @@ class _LineRenderer:
         return [(index, self.line.series.values[index]) for index in group.kept]
 
     def _segments(self, pick: _Pick) -> list[list[_Point]]:
-        """The picked points on the screen, in pieces that are each drawn without a break."""
+        """The picked points in screen coordinates, one list per unbroken piece of the line."""
         segments: list[list[_Point]] = [[]]
         for group in self.groups:
             segments[-1].extend((self._x(index), self._y(value)) for index, value in pick(group))
@@ -139,7 +142,7 @@ class _LineRenderer:
         return [segment for segment in segments if segment]
 
     def _points(self) -> str:
-        """What the read-out shows: "step value" pairs, values already in people's writing."""
+        """The data of the tooltip: "step value" pairs with formatted values."""
         series = self.line.series
         shown = sorted({index for group in self.groups for index in (*group.kept, group.gap) if index is not None})
         return ";".join(f"{series.steps[index]} {number(series.values[index])}" for index in shown)
@@ -155,7 +158,7 @@ class _LineRenderer:
 
 
 def _path(segments: Iterable[list[_Point]]) -> str:
-    """Polylines; a piece of one point becomes a stroke of no length, which round caps turn into a dot."""
+    """Polylines. A single point becomes a stroke of zero length, which round caps draw as a dot."""
     return "".join(
         f"M{' '.join(f'{x} {y}' for x, y in segment)}" if len(segment) > 1 else f"M{segment[0][0]} {segment[0][1]}h0"
         for segment in segments
@@ -165,18 +168,13 @@ def _path(segments: Iterable[list[_Point]]) -> str:
 def _labels(scale: Scale, most: int, side: str) -> str:
     ticks = scale.ticks(most)
     if side == "left":
-        # Steps are whole; a short run would otherwise get ticks at halves.
+        # Steps are integers; a short run would otherwise get ticks at halves.
         ticks = [tick for tick in ticks if tick == int(tick) and scale.low <= tick <= scale.high]
     texts = [number(tick) for tick in ticks] if scale.is_log else tick_labels(ticks)
     return "".join(
         f'<span style="{side}:{scale.position(tick):.2%}">{text}</span>'
         for tick, text in zip(ticks, texts, strict=True)
     )
-
-
-def _grid(scale: Scale) -> str:
-    rows = "".join(f"M0 {round((1 - scale.position(tick)) * _HEIGHT)}h{_WIDTH}" for tick in scale.ticks(5))
-    return f'<path class="grid" d="{rows}"/>'
 
 
 def _marks(marks: Iterable[ChartMark], steps: Scale) -> str:
@@ -188,25 +186,17 @@ def _marks(marks: Iterable[ChartMark], steps: Scale) -> str:
     )
 
 
-def _description(chart: Chart) -> str:
-    """The curves in sentences, for who does not see them."""
-    return " ".join(_sentence(line, chart.axis) for line in chart.lines)
-
-
 def _sentence(line: ChartLine, axis: str) -> str:
+    """The curve in words, for screen readers."""
     points = line.series.finite()
     num_gaps = len(line.series.values) - len(points)
     gaps = f", {num_gaps:,} values not finite" if num_gaps else ""
     if not points:
         return f"{line.label}: no finite value{gaps}."
-    lowest, highest = min(points, key=_value), max(points, key=_value)
+    lowest, highest = min(points, key=itemgetter(1)), max(points, key=itemgetter(1))
     ends = " to ".join(f"{number(value)} at {axis} {step:,}" for step, value in (points[0], points[-1]))
     extremes = ", ".join(
         f"{word} {number(value)} at {axis} {step:,}"
         for word, (step, value) in (("lowest", lowest), ("highest", highest))
     )
     return f"{line.label}: from {ends}, {extremes}{gaps}."
-
-
-def _value(point: tuple[int, float]) -> float:
-    return point[1]

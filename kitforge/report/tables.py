@@ -1,7 +1,7 @@
-"""The panel about embedding tables: where their rows were found over time, what moved, and what other sizes would do.
+"""The embedding-table panel: lookups by tier, rows moved between tiers, and the hit rate by cache size.
 
-It reads tables.jsonl of a run: a line of kind "curve" (rows and hit rate of a device tier of that size, from a sample
-of the ids of the first steps), and lines of kind "tables" with counts since the line before.
+It reads tables.jsonl: a line of kind "curve" holds (rows, hit rate) of device tiers of several sizes, from a sample of
+the ids of the first steps; lines of kind "tables" hold counts since the line before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TABLES_FILE = "tables.jsonl"
 
 
 def tables(runs: Sequence[RunRecord], labels: Sequence[str]) -> Panel | None:
-    """The panel over those runs that have tables; None where none has."""
+    """The panel of the runs with embedding tables; None if there are none."""
     found = [(label, records) for run, label in zip(runs, labels, strict=True) if (records := _read(run.folder))]
     if not found:
         return None
@@ -45,7 +45,7 @@ def _run(label: str, records: list[dict[str, Any]], number: int) -> str:
 
 
 def _charts(name: str, counts: list[tuple[int, dict[str, Any]]], chart_id: str) -> str:
-    """Hit rates by tier, and rows moved by tier."""
+    """The charts of one table: lookups by tier, and rows moved to each tier."""
     steps = tuple(step for step, _ in counts)
     axis = step_scale(steps)
     totals = [max(sum(count["hits"].values()), 1) for _, count in counts]
@@ -88,7 +88,7 @@ def _curve(record: dict[str, Any], chart_id: str) -> str:
 
 
 def _read(folder: Path) -> list[dict[str, Any]]:
-    """The lines that can be read; a run that was killed may end in a torn one."""
+    """All lines; a torn last line of a killed run is left out."""
     try:
         lines = (folder / TABLES_FILE).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):

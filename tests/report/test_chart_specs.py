@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from kitforge.report.chart_specs import charts, is_bad
+from kitforge.report.chart_specs import groups, is_bad
 from kitforge.report.metrics import LoggedEvent, RunRecord, Series, read_run
+from kitforge.report.svg_chart import Chart
+
+
+def charts(runs: list[RunRecord], labels: list[str]) -> list[Chart]:
+    return [chart for _, drawn in groups(runs, labels) for chart in drawn]
 
 
 def run_of(train: dict[str, float], evaluation: dict[str, float], *events: str) -> RunRecord:
@@ -27,9 +32,19 @@ def test_an_evaluation_joins_the_training_metric_of_its_name() -> None:
     found = charts([run_of({"loss": 2.0, "auc": 0.5}, {"eval/loss": 3.0, "eval/ndcg": 0.1})], ["run"])
     lines = {chart.title: [(line.label, line.tone) for line in chart.lines] for chart in found}
     assert lines == {
-        "Loss": [("training", 0), ("evaluation", 1)],
+        "Loss": [("training", 0), ("validation", 1)],
         "AUC": [("training", 0)],
-        "NDCG": [("evaluation", 1)],
+        "NDCG": [("validation", 1)],
+    }
+
+
+def test_an_evaluation_of_a_policy_is_not_drawn_on_the_axis_of_its_training_loss() -> None:
+    found = charts([run_of({"loss": 2.0, "reward": 0.5}, {"eval/loss": 3.0, "eval/reward": 0.1})], ["run"])
+    lines = {chart.title: [line.label for line in chart.lines] for chart in found}
+    assert lines == {
+        "Reward": ["training", "validation"],
+        "Training loss": ["training"],
+        "Validation loss": ["validation"],
     }
 
 
@@ -37,7 +52,7 @@ def test_runs_side_by_side_have_their_own_colours_and_names() -> None:
     runs = [run_of({"loss": 2.0}, {"eval/loss": 3.0}), run_of({"loss": 2.0}, {})]
     (chart,) = charts(runs, ["one", "two"])
     found = [(line.label, line.run, line.tone) for line in chart.lines]
-    assert found == [("one", 0, 0), ("one (evaluation)", 0, 0), ("two", 1, 1)]
+    assert found == [("one", 0, 0), ("one (validation)", 0, 0), ("two", 1, 1)]
 
 
 def test_progress_is_no_curve() -> None:

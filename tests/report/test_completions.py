@@ -42,7 +42,7 @@ def test_the_latest_rounds_are_shown_and_the_first_of_their_answers(tmp_path: Pa
     panel = completions([read_run(write_run(tmp_path / "run", rounds))], ["run"])
     assert panel is not None
     assert [panel.html.count(f"answer {number} ") for number in rounds] == [0, 8, 8, 8]
-    assert panel.html.index("Round 11") < panel.html.index("Round 10") < panel.html.index("Round 9<")
+    assert panel.html.index("batch 11") < panel.html.index("batch 10") < panel.html.index("batch 9<")
 
 
 def test_texts_and_names_are_escaped_on_the_page(tmp_path: Path) -> None:

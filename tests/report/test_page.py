@@ -169,7 +169,7 @@ def test_what_is_left_out_is_said() -> None:
     events = tuple(LoggedEvent(step=step, name=f"event {step}", message="") for step in range(230))
     page = render([record(samples=sets, events=events)])
     assert "4 earlier steps are not shown here" in page
-    assert "1 more samples lie in samples/step_12.json" in page
+    assert "1 more samples: samples/step_12.json" in page
     assert "(1,000 more characters)" in page
     assert "30 earlier events are not shown here" in page
 

@@ -26,7 +26,7 @@ def figures(run: RunRecord) -> dict[str, Figure]:
 
 def test_the_headline_of_a_whole_run(write_run) -> None:
     found = figures(read_run(write_run(num_steps=600)))
-    assert list(found) == ["Loss", "Best evaluation loss", "Steps", "Tokens", "Time", "Throughput", "Peak memory"]
+    assert list(found) == ["Loss", "Best validation loss", "Steps", "Tokens", "Time", "Throughput", "Peak memory"]
     assert found["Steps"].text == "600"
     assert found["Steps"].detail == "1 skipped"
     assert found["Time"].text == "2 min 6 s"
@@ -40,13 +40,13 @@ def test_the_loss_goes_from_first_to_last(tmp_path) -> None:
 
 def test_the_best_evaluation_is_where_the_loss_was_lowest(tmp_path) -> None:
     lines = [{"kind": "eval", "step": step, "eval/loss": loss} for step, loss in ((10, 3.0), (20, 2.0), (30, 2.5))]
-    found = figures(run_of(tmp_path, *lines))["Best evaluation loss"]
+    found = figures(run_of(tmp_path, *lines))["Best validation loss"]
     assert (found.text, found.detail) == ("2", "at step 20")
 
 
 def test_the_best_accuracy_is_the_highest(tmp_path) -> None:
     lines = [{"kind": "eval", "step": step, "eval/auc": auc} for step, auc in ((10, 0.6), (20, 0.8), (30, 0.7))]
-    assert figures(run_of(tmp_path, *lines))["Best evaluation auc"].text == "0.8"
+    assert figures(run_of(tmp_path, *lines))["Best validation AUC"].text == "0.8"
 
 
 def test_the_clock_is_summed_over_resumes(tmp_path) -> None:
@@ -84,4 +84,9 @@ def test_which_way_is_better(name, way) -> None:
 
 def test_titles_are_written_for_people() -> None:
     assert title("grad_norm") == "Gradient norm"
+    assert [title(name) for name in ("approx_kl", "kl_coef", "completion/eos_rate")] == [
+        "Approx. KL",
+        "KL coefficient",
+        "Finished completions",
+    ]
     assert title("reward/chosen_mean") == "Reward / chosen mean"
