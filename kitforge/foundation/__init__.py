@@ -1,1 +1,1 @@
-"""The ground floor: errors, configuration, devices, seeds, files. It knows no word of any domain."""
+"""Domain-free basics: errors, configuration, devices, seeds, files, logging."""

@@ -1,4 +1,4 @@
-"""From a plain dict to a frozen dataclass, strictly: an unknown key, a wrong type or a wrong range is a ConfigError."""
+"""Strict conversion of plain dicts to frozen dataclasses. Unknown keys, wrong types and ranges raise ConfigError."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kitforge.foundation.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
-# Letters of a wrong value that are said back.
+# Error messages quote at most this many characters of a wrong value.
 _MOST_SHOWN = 100
 
-# Metadata of a field whose value is kept out of records and messages, and what stands there in its place.
+# Metadata of a field whose value is never recorded, and the text recorded instead.
 SECRET = {"secret": True}
 MASK = "***"
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """Build the dataclass `cls` from `values`; `path` is the option's name so far, for the messages.
+    """Build the dataclass `cls` from `values`; `path` is the dotted prefix of the option names in messages.
 
-    Raises ConfigError for an unknown key (the nearest one is named), a missing one, or a value of the wrong type.
+    Raises ConfigError for an unknown key (names the nearest one), a missing key, or a value of the wrong type.
     """
     hints = _hints(typing.cast(type, cls))
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
@@ -45,15 +45,19 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    """Resolved once, since that takes longer than all else."""
+    # Cached: resolving hints takes longer than the rest of the conversion.
     return typing.get_type_hints(cls)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """The plain dict of a dataclass, ready for YAML or JSON (tuples become lists, secrets are masked)."""
-    return {
-        field.name: _recorded(field, getattr(config, field.name)) for field in dataclasses.fields(config) if field.init
-    }
+    values = {}
+    for field in dataclasses.fields(config):
+        if field.init:
+            value = getattr(config, field.name)
+            is_masked = field.metadata.get("secret") and value is not None
+            values[field.name] = MASK if is_masked else _plain(value)
+    return values
 
 
 def to_yaml(values: Mapping[str, Any], indent: int = 0) -> str:
@@ -68,7 +72,7 @@ def to_yaml(values: Mapping[str, Any], indent: int = 0) -> str:
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
-    """`value` as the type `hint` asks for, or a ConfigError naming the option `path`."""
+    """`value` converted to the type `hint`. Raises ConfigError naming the option `path`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return _convert_union(args, value, path)
@@ -86,19 +90,19 @@ def convert(hint: Any, value: Any, path: str) -> Any:
 
 
 def check(condition: bool, path: str, got: object, expected: str, fix: str | None = None) -> None:
-    """Raise a ConfigError about the option `path` unless `condition` holds. For `__post_init__` of options."""
+    """Raise ConfigError for the option `path` unless `condition` holds. Used by `__post_init__` of options."""
     if not condition:
-        raise ConfigError(f"option {path!r} cannot be", got=got, expected=expected, fix=fix)
+        raise ConfigError(f"invalid value for option {path!r}", got=got, expected=expected, fix=fix)
 
 
 def check_counts(path: str, values: Mapping[str, int | None], largest: int = 2**31 - 1) -> None:
-    """Raise a ConfigError naming the first of the options below `path` that is neither None nor in 1 .. `largest`."""
+    """Raise ConfigError for the first option below `path` that is neither None nor in 1 .. `largest`."""
     for name, value in values.items():
         check(value is None or 1 <= value <= largest, f"{path}.{name}", value, f"a whole number from 1 to {largest}")
 
 
 def check_name(path: str, name: str, known: Any) -> None:
-    """Raise a ConfigError unless `name` is one of those of the Literal `known`."""
+    """Raise ConfigError unless `name` is one of the values of the Literal `known`."""
     names = typing.get_args(known)
     fix = None if name in names else nearest(str(name), names)
     check(name in names, path, name, f"one of {', '.join(names)}", fix)
@@ -141,14 +145,14 @@ def _convert_plain(hint: Any, value: Any, path: str) -> Any:
         return _number(value, path)
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    # A bool is an int to Python, but `batch_size=true` is a slip of the hand.
+    # A bool is an int in Python, but `batch_size=true` is a mistake.
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise _wrong(path, value, _type_text(hint))
 
 
 def _number(value: Any, path: str) -> float:
-    """YAML 1.1 reads 1e-3 as text, so text that is a number is taken as one."""
+    """A float, also from text: YAML 1.1 reads 1e-3 as text."""
     if isinstance(value, bool):
         raise _wrong(path, value, "a number")
     try:
@@ -158,13 +162,10 @@ def _number(value: Any, path: str) -> float:
 
 
 def _wrong(path: str, value: Any, expected: str, fix: str | None = None) -> ConfigError:
-    return ConfigError(f"option {path!r} has the wrong value", got=_short_text(value), expected=expected, fix=fix)
-
-
-def _short_text(value: Any) -> str:
-    """Enough of a value to know it by; a value that somebody sent may be as long as they like."""
+    """The error for a value of the wrong type. Long values are truncated."""
     text = repr(value[:_MOST_SHOWN] if isinstance(value, (str, bytes)) else value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    got = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return ConfigError(f"invalid value for option {path!r}", got=got, expected=expected, fix=fix)
 
 
 def _type_text(hint: Any) -> str:
@@ -177,10 +178,6 @@ def _type_text(hint: Any) -> str:
     if typing.get_origin(hint) in (list, tuple):
         return f"[{_type_text(args[0])}, ...]"
     return " or ".join(map(_type_text, args)) if args else getattr(hint, "__name__", str(hint))
-
-
-def _recorded(field: dataclasses.Field[Any], value: Any) -> Any:
-    return MASK if field.metadata.get("secret") and value is not None else _plain(value)
 
 
 def _plain(value: Any) -> Any:

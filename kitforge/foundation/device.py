@@ -1,4 +1,4 @@
-"""Where tensors live. The only file that names a vendor's own module; everyone else calls what stands here."""
+"""Devices: selection, memory, random state, CUDA graphs. The only file that calls torch.cuda or torch.npu."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ import torch
 from kitforge.foundation.errors import DeviceError
 
 KINDS = ("cpu", "cuda", "mps", "npu")
-# What carries tensors between the ranks of a kind of device.
+# The torch.distributed backend of each kind of device.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
 def available() -> list[str]:
-    """The kinds of device that this machine can run on, the best one last."""
+    """The available kinds of device, the best one last."""
+    # Huawei's adapter registers `torch.npu` when it is imported.
+    has_npu = hasattr(torch, "npu") and bool(torch.npu.is_available())
     kinds = ["cpu"]
     if torch.backends.mps.is_available():
         kinds.append("mps")
     if torch.cuda.is_available():
         kinds.append("cuda")
-    if _npu_available():
+    if has_npu:
         kinds.append("npu")
     return kinds
 
 
 def pick(name: str = "auto") -> torch.device:
-    """The device called `name`; "auto" is the best one here. Raises DeviceError when it is absent."""
+    """The device `name`; "auto" is the best available one. Raises DeviceError if it is absent."""
     kind = available()[-1] if name == "auto" else name
     if kind.split(":")[0] not in available():
         raise DeviceError(f"no {kind!r} device here", got=name, expected=" or ".join(["auto", *available()]))
@@ -39,12 +41,12 @@ def pick(name: str = "auto") -> torch.device:
 
 
 def count(kind: str) -> int:
-    """Devices of that kind here; a CPU is one, though any number of ranks may share it."""
+    """The number of devices of that kind; CPUs count as one."""
     return 1 if kind == "cpu" else int(torch.get_device_module(kind).device_count())
 
 
 def backend(kind: str) -> str:
-    """The name by which torch.distributed knows what connects such devices; raises DeviceError where nothing does."""
+    """The torch.distributed backend of a kind of device. Raises DeviceError if it has none."""
     if kind not in BACKENDS:
         raise DeviceError(
             f"several ranks cannot run on {kind}", got=kind, expected=" or ".join(BACKENDS), fix="device=cpu"
@@ -53,7 +55,7 @@ def backend(kind: str) -> str:
 
 
 def of_rank(name: str, local_rank: int, num_local: int) -> torch.device:
-    """The device of one of the `num_local` ranks of this machine. Raises DeviceError where there are too few."""
+    """The device of a local rank. Raises DeviceError if there are fewer devices than local ranks."""
     device = pick(name)
     backend(device.type)
     if device.type == "cpu":
@@ -73,29 +75,29 @@ def of_rank(name: str, local_rank: int, num_local: int) -> torch.device:
 
 
 def use(device: torch.device) -> None:
-    """Make it the one on which this process works unless it says otherwise."""
+    """Make `device` the default accelerator of this process."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until all queued work of the device is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def can_record(device: torch.device) -> bool:
-    """Whether the device can be given a recorded series of kernels at once."""
+    """Whether the device supports CUDA graphs."""
     return device.type == "cuda"
 
 
 def recorded(function: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
-    """A function that does again what `function` does, on the same memory and with the same result tensor, without the
-    cost of asking for each kernel; `function` itself where nothing can be recorded."""
-    # Tests say that a processor can record, so as to run all around the recording itself.
+    """A function that replays `function` as a CUDA graph, on the same memory and the same result tensor. Without CUDA
+    graphs, `function` itself."""
+    # Tests patch `can_record` to run the code around the capture on a CPU.
     if not can_record(device) or device.type != "cuda":
         return function
-    # Libraries set themselves up on their first calls, which cannot be recorded.
+    # Libraries initialise themselves on their first calls, which cannot be captured.
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -114,12 +116,12 @@ def recorded(function: Callable[[], torch.Tensor], device: torch.device) -> Call
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that the device has left; None where nobody counts them."""
+    """Free bytes of the device; None if unknown."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def describe(device: torch.device) -> str:
-    """A person's name of the device."""
+    """The name of the device for messages."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
@@ -128,7 +130,7 @@ def describe(device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes held so far: of the device, or of this process on CPU."""
+    """Peak memory in bytes: of the device, or of this process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -136,12 +138,12 @@ def peak_memory(device: torch.device) -> int:
 
 
 def host_memory(device: torch.device, *shape: int) -> torch.Tensor:
-    """fp32 memory of the host, its values unset: page-locked where `device` copies faster from such."""
+    """Uninitialised fp32 host memory, pinned if `device` is CUDA."""
     return torch.empty(shape, pin_memory=device.type == "cuda")
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of torch's own generators, for what draws from them (our own layers do not)."""
+    """The state of torch's global generators (our own layers do not use them)."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -149,15 +151,15 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_random_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Put back what `random_state` gave; a state of another kind of device is left out."""
+    """Restore the result of `random_state`; states of other kinds of device are ignored."""
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def set_deterministic(enabled: bool) -> None:
-    """Ask torch for bitwise repeatable kernels (always so on CPU; on CUDA they cost speed)."""
-    # Torch loads its compiler to note the answer there, for two seconds; what is off already need not be turned off.
+    """Select deterministic kernels (CPU kernels always are; on CUDA they cost speed)."""
+    # The call imports the compiler, which takes two seconds; skip it if nothing changes.
     if enabled or torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(enabled)
     torch.backends.cudnn.benchmark = not enabled
@@ -165,7 +167,7 @@ def set_deterministic(enabled: bool) -> None:
 
 @cache
 def has_native_matmul(dtype: torch.dtype, kind: str = "cpu") -> bool:
-    """Whether the device has matrix arithmetic in `dtype`, rather than an emulation that is slower than fp32."""
+    """Whether the device multiplies matrices in `dtype` natively. Emulation is slower than fp32."""
     if kind == "cuda":
         return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
     if kind != "cpu" or dtype not in (torch.bfloat16, torch.float16):
@@ -177,10 +179,10 @@ def has_native_matmul(dtype: torch.dtype, kind: str = "cpu") -> bool:
 
 @cache
 def keep_malloc_arenas() -> bool:
-    """Let the C allocator keep what is freed instead of handing it back to the system at once.
+    """Let the C allocator keep freed memory instead of returning it to the system.
 
-    On Linux a training step frees and asks for the same hundreds of megabytes again; handed back, each page is
-    zeroed and mapped anew. Returns whether the allocator took the advice (only glibc has these words).
+    A training step frees and allocates the same hundreds of megabytes again; returned pages are zeroed and mapped anew.
+    Returns whether the allocator accepted the setting (glibc on Linux only).
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -190,11 +192,6 @@ def keep_malloc_arenas() -> bool:
         return False
     trim_threshold, mmap_max = -1, -4
     return bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, 2**31 - 1))
-
-
-def _npu_available() -> bool:
-    """Huawei's adapter registers `torch.npu` when it is imported; without it there is no such device."""
-    return hasattr(torch, "npu") and bool(torch.npu.is_available())
 
 
 def _cpu_name() -> str:

@@ -1,4 +1,4 @@
-"""The words for number formats."""
+"""Names of floating-point formats and their torch dtypes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 Precision = Literal["fp32", "bf16", "fp16"]
-# As config.json spells what weights are stored in.
+# Spelled as in `torch_dtype` of config.json.
 ExportDtype = Literal["float32", "bfloat16", "float16"]
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

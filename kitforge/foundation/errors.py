@@ -1,14 +1,14 @@
-"""The errors that reach people. Every one says what was got, what was expected and what to do.
+"""Exceptions for users: the problem, what was got, what was expected, what to do.
 
 KitforgeError
-├── ConfigError        an option, preset, task or degree that cannot be
+├── ConfigError        an invalid option, preset, task or parallel degree
 ├── DataError          input that is missing, empty, unreadable or of the wrong shape
-├── ModelError         weights or an architecture that do not fit
-├── CheckpointError    a checkpoint that is damaged, foreign or cannot be written
-├── TrainingError      a run that cannot go on (a rollback limit, a task that yields nothing)
-│   └── PeerError      what a rank has to say of another's failure: a consequence, never the cause
-├── EngineError        an engine of inference that failed and cannot go on
-├── DeviceError        a device that is absent or cannot do what was asked
+├── ModelError         weights or an architecture that do not match
+├── CheckpointError    a checkpoint that is damaged, of another format or cannot be written
+├── TrainingError      a run that cannot continue (a rollback limit, a task without batches)
+│   └── PeerError      the failure of another rank, as this rank reports it; never the cause
+├── EngineError        a failed inference engine
+├── DeviceError        an absent device, or an operation that it does not support
 └── DependencyError    an optional package that is not installed
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 
 class KitforgeError(Exception):
-    """A problem told in up to four lines: the problem, got, expected, do."""
+    """A message of up to four lines: the problem, got, expected, do."""
 
     def __init__(self, problem: str, *, got: object = None, expected: object = None, fix: str | None = None) -> None:
         lines = [problem]
@@ -33,7 +33,7 @@ class KitforgeError(Exception):
 
 
 class ConfigError(KitforgeError):
-    """An option, preset, task or degree that cannot be."""
+    """An invalid option, preset, task or parallel degree."""
 
 
 class DataError(KitforgeError):
@@ -41,27 +41,27 @@ class DataError(KitforgeError):
 
 
 class ModelError(KitforgeError):
-    """Weights or an architecture that do not fit."""
+    """Weights or an architecture that do not match."""
 
 
 class CheckpointError(KitforgeError):
-    """A checkpoint that is damaged, foreign or cannot be written."""
+    """A checkpoint that is damaged, of another format or cannot be written."""
 
 
 class TrainingError(KitforgeError):
-    """A run that cannot go on."""
+    """A run that cannot continue."""
 
 
 class PeerError(TrainingError):
-    """What a rank has to say of another's failure: a consequence, never the cause."""
+    """The failure of another rank, as this rank reports it; never the cause."""
 
 
 class EngineError(KitforgeError):
-    """An engine of inference that failed and cannot go on."""
+    """A failed inference engine."""
 
 
 class DeviceError(KitforgeError):
-    """A device that is absent or cannot do what was asked."""
+    """An absent device, or an operation that it does not support."""
 
 
 class DependencyError(KitforgeError):
@@ -75,7 +75,7 @@ class DependencyError(KitforgeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The sentence that names the known word nearest to `name`, or lists all of them when none is near."""
+    """A hint: the known name closest to `name`, or the list of all names if none is close."""
     words = sorted(known)
     close = difflib.get_close_matches(name, words, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(words)}"

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their place, flushed to the disk, renamed into it."""
+"""Atomic files and folders: written to a draft, synced to disk, renamed into place. Locks and checksums."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from kitforge.foundation.errors import DataError
 
 @cache
 def machine_name() -> str:
-    """Eight hexadecimal digits for where process numbers mean what they mean here: this host, since it was started, and
-    this container of it."""
+    """Eight hexadecimal digits for the scope of process ids: the host, its boot, and the container."""
     facts = [socket.gethostname()]
     with suppress(OSError):
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -31,13 +30,13 @@ def machine_name() -> str:
 
 
 def process_name() -> str:
-    """A name that no other living process has, on whatever machine: for what this one leaves on a shared volume."""
+    """A name unique among running processes of all machines, for files on a shared volume."""
     return f"{machine_name()}-{os.getpid()}"
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file to write to; it appears at `path` complete when the block ends, or not at all."""
+    """A binary file to write to. It appears at `path` when the block succeeds, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{process_name()}.draft")
     try:
@@ -59,7 +58,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A draft folder to fill; it becomes `path` when the block ends, replacing what was there, or vanishes."""
+    """A draft folder to fill. It replaces `path` when the block succeeds, and is deleted otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{process_name()}.draft")
     shutil.rmtree(draft, ignore_errors=True)
@@ -71,7 +70,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             old = path.with_name(f".{path.name}.{process_name()}.old")
             os.replace(path, old)
             os.replace(draft, path)
-            # The new one is on the disk before the old one goes.
+            # The new folder is on disk before the old one is deleted.
             sync_folder(path.parent)
             shutil.rmtree(old)
         else:
@@ -83,7 +82,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def file_lock(folder: Path, log: logging.Logger, work: str) -> Iterator[None]:
-    """Among processes, the block runs in one at a time; `log` is told that another one is doing the `work`."""
+    """An exclusive lock among processes. If another one holds it, logs that it is doing the `work`."""
     with open(folder / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,7 +93,7 @@ def file_lock(folder: Path, log: logging.Logger, work: str) -> Iterator[None]:
 
 
 def missing_file_error(path: Path, words: Iterable[str] = ()) -> DataError:
-    """What to raise for a path where nothing lies: it names what lies nearest. `words` may be given instead of one."""
+    """The error for a path that does not exist. It names the closest file, or the closest of `words`."""
     name, folder = path.name, path.parent
     while not folder.is_dir():
         name, folder = folder.name, folder.parent

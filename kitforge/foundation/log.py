@@ -1,7 +1,6 @@
-"""Logging for machines and a console for people; no module of the package calls `print`.
+"""Loggers and sanitized consoles; no module of the package calls `print`.
 
-Whatever reaches a person through here is text: names, messages and files of strangers cannot move the cursor, set a
-title or clear the screen.
+Output is plain text: names, messages and file contents cannot send control codes to the terminal.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from rich.segment import Segment
 
 
 def sanitize(text: str) -> str:
-    """The text with U+FFFD for every letter that a terminal could obey: escapes, control codes of either set,
-    overrides of direction."""
+    """The text with U+FFFD in place of escapes, control codes and overrides of text direction."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class _Sanitized:
-    """Something to be printed, its text sanitized once it is laid out; colours and movements of rich itself stay."""
+    """A renderable whose text is sanitized after layout; the control codes of rich itself stay."""
 
     content: RenderableType
 
@@ -34,7 +32,7 @@ class _Sanitized:
 
 @final
 class _Sanitizer(RenderHook):
-    """What a console asks before it prints."""
+    """The render hook of a sanitizing console."""
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [_Sanitized(renderable) for renderable in renderables]
@@ -42,14 +40,14 @@ class _Sanitizer(RenderHook):
 
 @final
 class _SanitizingFormatter(logging.Formatter):
-    """Python's own format of a record, sanitized."""
+    """The default log format, sanitized."""
 
     def format(self, record: logging.LogRecord) -> str:
         return sanitize(super().format(record))
 
 
 def sanitizing_console(console: Console) -> Console:
-    """The console, which from now on sanitizes what it prints."""
+    """Make `console` sanitize its output, and return it."""
     console.push_render_hook(_Sanitizer())
     return console
 
@@ -64,6 +62,6 @@ def logger(name: str) -> logging.Logger:
 
 
 def log_to_terminal() -> None:
-    """Let the warnings of a command line, of any package, reach standard error sanitized."""
+    """Sanitize warnings of all packages that reach standard error."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_SanitizingFormatter())

@@ -1,4 +1,4 @@
-"""Shows how far long work has come: a bar on a terminal, a line every half minute elsewhere."""
+"""Progress of long work: a bar on a terminal, otherwise a line every half minute."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Item = TypeVar("Item")
 
 
 class Advance(Protocol):
-    """What long work calls as it advances."""
+    """Callback of long work."""
 
     def __call__(self, done: int, total: int | None = None, /) -> None:
-        """How much is done, and how much there is in all once that is known."""
+        """Report the amount done, and the total once it is known."""
 
 
 @contextmanager
 def show_progress(label: str, total: int | None = None, *, enabled: bool = True) -> Iterator[Advance]:
-    """A function to call as the work advances. Short work leaves no line, and the bar goes when the work ends."""
+    """A callback to report progress with. Short work prints no line; the bar disappears at the end."""
     if not enabled:
         yield lambda _done, _total=None: None
     elif console.is_terminal:
@@ -37,7 +37,7 @@ def show_progress(label: str, total: int | None = None, *, enabled: bool = True)
 
 
 def heartbeat(items: Iterable[Item], label: str, *, enabled: bool = True) -> Iterator[Item]:
-    """The items, with a line about their number every half minute off a terminal, where other bars may be drawn."""
+    """The items. Without a terminal, prints their number every half minute; on one, other bars may be drawn."""
     lines = _Lines(label, None) if enabled and not console.is_terminal else None
     for done, item in enumerate(items):
         if lines is not None:
@@ -47,7 +47,7 @@ def heartbeat(items: Iterable[Item], label: str, *, enabled: bool = True) -> Ite
 
 @final
 class _Lines:
-    """Lines in the place of a bar."""
+    """Progress as lines of text, at most one every half minute."""
 
     def __init__(self, label: str, total: int | None) -> None:
         self._label = label

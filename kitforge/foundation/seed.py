@@ -1,4 +1,4 @@
-"""Randomness as a pure function of names and numbers, so that it depends on no order of calls, ranks or threads."""
+"""Seeds as pure functions of names and numbers, independent of the order of calls, ranks and threads."""
 
 from __future__ import annotations
 

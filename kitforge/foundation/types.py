@@ -1,4 +1,4 @@
-"""The few types that every floor speaks."""
+"""Types shared by all layers: micro-batches, tensor regions, cursors, savable objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-# What one forward and backward consumes: names to tensors (first dim: samples) or plain values.
+# The input of one forward and backward: names to tensors (first dim: samples) or plain values.
 MicroBatch = Mapping[str, Any]
 # Sums over a micro-batch, or denominators of a step, by name.
 Sums = dict[str, Tensor]
@@ -17,7 +17,7 @@ Sums = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A box within a named global tensor: where it starts and how large it is, one number a dim."""
+    """A box within a named global tensor: offset and shape, one number per dimension."""
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -25,12 +25,12 @@ class Region:
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> Region:
-        """All of a tensor."""
+        """The region of a whole tensor."""
         return cls(global_shape=tuple(shape), offset=(0,) * len(shape), shape=tuple(shape))
 
     @property
     def is_full(self) -> bool:
-        """Whether it is all of the tensor."""
+        """Whether the region is the whole tensor."""
         return self.shape == self.global_shape
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -42,11 +42,11 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """How far a run has come. Data order is a pure function of it, so it is all that a resume needs."""
+    """The data position of a run. Data order is a pure function of it, so a resume needs nothing else."""
 
     step: int = 0  # optimizer steps tried, skipped ones included
     samples: int = 0  # samples consumed over all epochs
-    tokens: int = 0  # tokens consumed, or 0 where a task has none
+    tokens: int = 0  # tokens consumed; 0 for tasks without tokens
 
     def advance(self, *, samples: int, tokens: int) -> Cursor:
         """The cursor after one more step."""
@@ -55,7 +55,7 @@ class Cursor:
 
 @runtime_checkable
 class Savable(Protocol):
-    """What can be written as named tensors, streamed so that no second copy of the whole is held."""
+    """An object that is saved as a stream of named tensors, without a second copy of all of them."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor, in a fixed order."""

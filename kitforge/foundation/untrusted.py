@@ -1,6 +1,6 @@
-"""Readers of JSON and YAML that a stranger may have written: bounded, and every failure is a ValueError.
+"""Readers of untrusted JSON and YAML: bounded in size and depth; every failure is a ValueError.
 
-Knows no file, no option and no message for people; the caller says which file it was.
+The caller adds the name of the file to the message.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-# Nodes of a YAML document with every alias written out, and how deep they may lie in one another.
+# Limits of a YAML document: nodes with every alias expanded, and nesting depth.
 MAX_YAML_NODES = 100_000
 MAX_YAML_DEPTH = 100
 _FUNCTION = re.compile(r"[\w.]+:[\w.]+")
@@ -19,8 +19,8 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The value of a JSON document in UTF-8. Raises ValueError for what is not JSON, for nesting beyond Python's own
-    limit, and for half a surrogate pair, which no file and no tokenizer can hold."""
+    """The value of a JSON document in UTF-8. Raises ValueError for invalid JSON, for nesting beyond Python's limit, and
+    for a lone surrogate, which UTF-8 cannot encode."""
     text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
     try:
         value = json.loads(text)
@@ -43,26 +43,26 @@ def load_yaml(text: str) -> Any:
 
 
 def check_yaml(text: str) -> None:
-    """Raise ValueError for a document that is not YAML, or that is too large or too deep once its aliases are written
-    out: nine levels of nine aliases are 600 bytes and four hundred million nodes. Nothing is built."""
-    # The number of nodes written out when each open container began, with the anchor that names it.
+    """Raise ValueError for a document that is not YAML, or that is too large or too deep with its aliases expanded:
+    nine levels of nine aliases are 600 bytes and four hundred million nodes. Builds no values."""
+    # For each open container: the number of nodes before it, and its anchor.
     open_containers: list[tuple[int, str | None]] = []
-    sizes: dict[str, int] = {}
+    sizes: dict[str | None, int] = {}  # by anchor; None: nodes without one
     total = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
-                # The alias of a container that is still open would contain itself.
+                # An alias of an open container would contain itself.
                 total += sizes.get(event.anchor, MAX_YAML_NODES)
             elif isinstance(event, yaml.ScalarEvent):
                 total += 1
-                _close(sizes, event.anchor, 1)
+                sizes[event.anchor] = 1
             elif isinstance(event, yaml.CollectionStartEvent):
                 open_containers.append((total, event.anchor))
                 total += 1
             elif isinstance(event, yaml.CollectionEndEvent):
                 begin, anchor = open_containers.pop()
-                _close(sizes, anchor, total - begin)
+                sizes[anchor] = total - begin
             if total >= MAX_YAML_NODES or len(open_containers) > MAX_YAML_DEPTH:
                 raise ValueError(
                     f"it has {MAX_YAML_NODES} values or more with its aliases written out, or more than "
@@ -72,17 +72,12 @@ def check_yaml(text: str) -> None:
         raise _not_yaml(error) from None
 
 
-def _close(sizes: dict[str, int], anchor: str | None, size: int) -> None:
-    if anchor is not None:
-        sizes[anchor] = size
-
-
 def _not_yaml(error: yaml.YAMLError) -> ValueError:
     return ValueError(" ".join(str(error).split()))
 
 
 def names_function(value: object) -> bool:
-    """Whether a value is `package.module:function`, or holds one: code to run, which no file may name."""
+    """Whether a value is or contains `package.module:function`. A configuration file may not name code."""
     if isinstance(value, dict):
         return any(map(names_function, value.values()))
     if isinstance(value, (list, tuple)):

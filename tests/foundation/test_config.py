@@ -73,7 +73,7 @@ def test_a_whole_float_serves_as_a_whole_number() -> None:
 
 def test_check_raises_with_got_and_expected() -> None:
     check(True, "a", 1, "anything")
-    with pytest.raises(ConfigError, match=r"(?s)'a' cannot be.*got:\s+1.*expected:\s+more.*do:\s+add"):
+    with pytest.raises(ConfigError, match=r"(?s)invalid value for option 'a'.*got:\s+1.*expected:\s+more.*do:\s+add"):
         check(False, "a", 1, "more", "add")
 
 
