@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 
 from kitforge.core.parallel.config import ParallelConfig
-from kitforge.kits.recommender.metrics import ClickMetrics, build_ranking_metrics
-from kitforge.kits.recommender.pointwise_objective import all_reduce_click_metrics
-from kitforge.kits.recommender.two_tower_objective import all_reduce_ranking_metrics
+from kitforge.kits.recommender.metrics import (
+    CUTS,
+    ClickMetrics,
+    RankingMetrics,
+    all_reduce_click_metrics,
+    all_reduce_ranking_metrics,
+)
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Losses, TestRendezvous
 from tests.kits.recommender.runs import FAMILIES, in_folder, numbers, run
+from tests.kits.recommender.test_dataset import endless, online
 from tests.kits.recommender.test_negatives import trained
-from tests.kits.recommender.test_streaming_dataset import endless, online
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +97,7 @@ def measured(rank: int, num_ranks: int, exact_rows: int) -> tuple[dict[str, floa
     world = TestRendezvous(ParallelConfig(data=num_ranks)).init_process_group()
     bounds = [0, 123, 273, 423][:num_ranks] + [500]
     share = slice(bounds[rank], bounds[rank + 1])
-    metrics, places = ClickMetrics(is_grouped=True, exact_rows=exact_rows), build_ranking_metrics(7)
+    metrics, places = ClickMetrics(is_grouped=True, exact_rows=exact_rows), RankingMetrics(sorted({*CUTS, 7}))
     metrics.add(*(column[share] for column in clicks()))
     places.add(clicks()[2][share])
     return all_reduce_click_metrics(metrics, world), all_reduce_ranking_metrics(places, 0.0, world)

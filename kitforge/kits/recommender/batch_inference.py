@@ -1,6 +1,6 @@
-"""A file of rows to a file of predictions: a score a row, or the items found for it, in the order of the input.
+"""Batch inference: a file of rows to a file with scores or retrieved items, in input order.
 
-Rows pass in blocks, so memory does not grow with the file, and the output appears when it is complete.
+Rows are processed in blocks, so memory does not grow with the file. The output appears when it is complete.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Writer(Protocol):
 
 
 def check_target(target: Path, source: TableSource) -> None:
-    """Raise ConfigError for a file of another format, and for one that is read."""
+    """Raise ConfigError for an unknown format, and for an output that is also an input."""
     if target.suffix.lower() not in SUFFIXES:
         raise ConfigError("invalid value for option 'output'", got=target, expected=f"a file {', '.join(SUFFIXES)}")
     if target.exists() and any(path.exists() and path.samefile(target) for path, _, _ in source.stamps):
@@ -41,8 +41,8 @@ def check_target(target: Path, source: TableSource) -> None:
 
 
 def write_predictions(pipeline: RecommendationPipeline, source: TableSource, target: Path, progress: Advance) -> None:
-    """Write `target`, whole or not at all. Raises DataError by the policy on bad rows; those that are skipped have no
-    row in the output."""
+    """Write `target` atomically. Bad rows raise DataError or are skipped (data.on_bad_row); skipped rows are not in the
+    output."""
     options = pipeline.options.predict
     kept = source.names if options.columns is None else options.columns
     added = ("items", "scores") if pipeline.is_retrieval else ("score",)
@@ -69,7 +69,7 @@ def write_predictions(pipeline: RecommendationPipeline, source: TableSource, tar
 def _predicted(
     pipeline: RecommendationPipeline, source: TableSource, kept: tuple[str, ...], bad: BadRows
 ) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The kept columns of each block of rows, and what is predicted for them."""
+    """The kept columns of each block of rows, and the predictions."""
     arrow = pyarrow()
     encoder, wanted = pipeline.user_encoder() if pipeline.is_retrieval else (pipeline.encoder, None)
     layout = encoder.schema.layout(with_label=False)
@@ -95,10 +95,10 @@ def _good_rows(
     bad: BadRows,
     keep: Callable[[Any], None],
 ) -> Iterator[Columns]:
-    """The good rows of each chunk; `keep` is handed the kept columns of the same rows first. Columns of the layout that
-    are not read are empty."""
+    """The good rows of each chunk, after their kept columns are passed to `keep`. Columns of the layout that are not
+    read are empty."""
     arrow, (layout, columns) = pyarrow(), read
-    # Longer than every name of the source, so it is none of them.
+    # Longer than every column name, so it is unique.
     number = f"number of {' '.join(source.names)}"
     numbered = dataclasses.replace(layout, keys=(*layout.keys, KeyColumn(name=number, kind="integer")))
     for job in source.jobs(tuple(dict.fromkeys((*columns, *kept)))):
@@ -118,37 +118,25 @@ def _open_writer(suffix: str, file: IO[bytes], schema: Any) -> _Writer:
     if suffix == ".parquet":
         writer: _Writer = pyarrow("pyarrow.parquet").ParquetWriter(file, schema)
         return writer
-    return _CSVWriter(file, schema) if suffix == ".csv" else _JSONLinesWriter(file)
+    return _TextWriter(file, schema, is_csv=suffix == ".csv")
 
 
 @final
-class _JSONLinesWriter:
-    """An object a row."""
+class _TextWriter:
+    """Writes CSV, with lists as cells of JSON, or JSON lines."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def write_table(self, table: Any) -> None:
-        """Raises DataError for a value that JSON has no form for."""
-        for row in table.to_pylist():
-            self._file.write(_json(row).encode() + b"\n")
-
-    def close(self) -> None:
-        """Nothing is held back."""
-
-
-@final
-class _CSVWriter:
-    """Cells of text and numbers; a list is a cell of JSON."""
-
-    def __init__(self, file: IO[bytes], schema: Any) -> None:
+    def __init__(self, file: IO[bytes], schema: Any, *, is_csv: bool) -> None:
         types = pyarrow().types
         self._lists = [field.name for field in schema if types.is_nested(field.type)]
         self._file = file
+        self._is_csv = is_csv
         self._has_header = False
 
     def write_table(self, table: Any) -> None:
-        """Raises DataError for a list of values that JSON has no form for."""
+        """Raises DataError for a value that JSON cannot express."""
+        if not self._is_csv:
+            self._file.writelines(_json(row).encode() + b"\n" for row in table.to_pylist())
+            return
         arrow, reader = pyarrow(), pyarrow("pyarrow.csv")
         for name in self._lists:
             texts = [None if value is None else _json(value) for value in table.column(name).to_pylist()]
@@ -159,7 +147,7 @@ class _CSVWriter:
         self._has_header = True
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
 
 def _json(value: Any) -> str:

@@ -1,7 +1,6 @@
-"""The network that scores, or that makes users' vectors, as a program of torch.export: ids in, probabilities out.
+"""Exports the scoring network or the user tower by torch.export: ids in, probabilities or vectors out.
 
-Any program that has torch reads it, without this package: it is made of torch's own operations. Beside it lies a file
-of JSON, which says what each input holds and how values become ids.
+The program needs torch only. A JSON file beside it describes the inputs and how values become ids.
 
 Legend: B rows, d numbers, N ids of a bag in all rows, L places of a sequence.
 """
@@ -24,7 +23,7 @@ from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.files import atomic_file
 from kitforge.kits.recommender.batch import FeatureBatch
-from kitforge.kits.recommender.model import ReadOnlyTables, Recommender, sample_shape
+from kitforge.kits.recommender.model import MISSING_SUFFIX, ReadOnlyTables, Recommender, sample_shape
 from kitforge.kits.recommender.schema import FeatureSchema
 from kitforge.models.catalog import build_recommender
 from kitforge.models.sasrec.model import SASRec
@@ -35,8 +34,8 @@ FORMAT_VERSION = 1
 
 @final
 class ScoringProgram(nn.Module):
-    """`inputs` of `program_inputs` -> probabilities [B], or of two towers vectors of users [B, dim]. The rows of each
-    table are a weight, as if each had been looked up."""
+    """`program_inputs` -> probabilities [B]; for two towers, user vectors [B, dim]. All rows of each table are a
+    weight."""
 
     def __init__(self, model: Recommender, pooling: str, max_lengths: Mapping[str, int]) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class ScoringProgram(nn.Module):
 
     @property
     def features(self) -> list[str]:
-        """The features that have ids here."""
+        """The features with ids in this program."""
         return list(dict.fromkeys(feature for lookup in self._lookups for feature in lookup.features))
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -86,7 +85,7 @@ class ScoringProgram(nn.Module):
         if feature in self._bags:
             rows = self._rows(lookup, feature, inputs[f"bags.{feature}.ids"])
             lengths = inputs[f"bags.{feature}.lengths"]
-            # The row that the id at each place belongs to: as many bags have ended before it.
+            # The bag of each id: the number of bags that end before it.
             positions = torch.arange(rows.shape[0], device=rows.device)
             owners = torch.searchsorted(lengths.cumsum(0), positions, right=True)
             total = rows.new_zeros(lengths.shape[0], rows.shape[1]).index_add(0, owners, rows)
@@ -104,7 +103,7 @@ class ScoringProgram(nn.Module):
 
 
 def program_inputs(batch: FeatureBatch, features: list[str]) -> dict[str, Tensor]:
-    """What a program is called with for encoded rows: of the features that it uses."""
+    """The inputs of a program for encoded rows."""
     inputs = {"dense": batch.dense}
     for name in features:
         if name in batch.ids:
@@ -119,8 +118,8 @@ def program_inputs(batch: FeatureBatch, features: list[str]) -> dict[str, Tensor
 
 
 def export_program(model: Recommender, pooling: str, step: int, target: Path) -> None:
-    """Write the program to `target`, and how its inputs are encoded to the file of the same name and `.json`. Raises
-    ModelError for a network that cannot be exported, and ConfigError for a table without an end."""
+    """Write the program to `target`, and the description of its inputs to the same name with `.json`. Raises ModelError
+    for a network that cannot be exported, and ConfigError for an unbounded table."""
     check(target.suffix == ".pt2", "output", target, "a file .pt2")
     if isinstance(model.network, SASRec):
         raise ModelError("this family is not exported", got="sasrec", expected="a family that scores, or a two_tower")
@@ -140,12 +139,12 @@ def export_program(model: Recommender, pooling: str, step: int, target: Path) ->
 
 
 def _all_rows(table: nn.Module) -> Tensor:
-    """Every row [n, dim] of a table; one that training never saw as it began."""
+    """All rows [n, dim] of a table; rows that training never saw have their initial values."""
     assert isinstance(table, ServedTable)
     num_rows = table.options.num_embeddings
     if num_rows is None:
         raise ConfigError(
-            "a table of any 64-bit id has no end, so its rows cannot be weights of a program",
+            "an unbounded table cannot be exported: its ids are any 64-bit integers",
             got=f"encoding: exact, table {table.options.name}",
             expected="encoding hash or vocabulary",
             fix="train with another encoding, or serve the run: kitforge serve checkpoint=RUN",
@@ -154,7 +153,7 @@ def _all_rows(table: nn.Module) -> Tensor:
 
 
 def _example(model: Recommender, features: list[str]) -> dict[str, Tensor]:
-    """Inputs of three rows, by which the program is traced: no size is 0 or 1, which would be taken as fixed."""
+    """Example inputs for tracing. No size is 0 or 1, which torch.export would specialise."""
     schema, rows = model.encoder.schema, 3
     inputs = {"dense": torch.zeros(rows, model.encoder.num_dense)}
     for name in features:
@@ -187,18 +186,22 @@ def _description(model: Recommender, program: ScoringProgram, example: Mapping[s
         "step": step,
         "output": "user vectors [batch, dim]" if program._is_user else "probabilities [batch]",
         "inputs": [_input(name, tensor, model.encoder.schema) for name, tensor in example.items()],
-        # What kitforge's own Encoder reads them by: features.json of the run.
+        # The content of the run's features.json.
         "features": {"schema": to_dict(model.encoder.schema), "statistics": to_dict(statistics)},
     }
 
 
 def _input(name: str, tensor: Tensor, schema: FeatureSchema) -> dict[str, Any]:
-    """What one input of the program holds."""
+    """The description of one input."""
     kind, _, feature = name.partition(".")
     shape: list[Any] = ["batch", *tensor.shape[1:]]
     found: dict[str, Any] = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
     if kind == "dense":
-        return found | {"holds": [_number(each, schema) for each in sample_numbers(schema)]}
+        holds = []
+        for each, number in schema.numeric.items():
+            holds.append({"name": each, **dataclasses.asdict(number)})
+            holds += [{"name": f"{each}{MISSING_SUFFIX}"}] if number.indicator else []
+        return found | {"holds": holds}
     feature, _, part = (feature, "", "ids") if kind == "ids" else feature.rpartition(".")
     if part == "lengths":
         return found | {"feature": feature, "holds": "number of ids of each row"}
@@ -208,16 +211,3 @@ def _input(name: str, tensor: Tensor, schema: FeatureSchema) -> dict[str, Any]:
         **schema.bucketed, **schema.categorical, **schema.bags, **schema.sequences, **schema.crosses
     }  # fmt: skip
     return found | {"feature": feature, "holds": "ids", "encoding": to_dict(features[feature])}
-
-
-def sample_numbers(schema: FeatureSchema) -> list[str]:
-    """The numbers of the dense input in order."""
-    names = []
-    for name, feature in schema.numeric.items():
-        names += [name, f"{name} is missing"] if feature.indicator else [name]
-    return names
-
-
-def _number(name: str, schema: FeatureSchema) -> dict[str, Any]:
-    feature = schema.numeric.get(name)
-    return {"name": name} if feature is None else {"name": name, **dataclasses.asdict(feature)}

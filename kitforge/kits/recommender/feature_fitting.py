@@ -1,4 +1,4 @@
-"""One pass over the training rows, and a second where features are crossed: all that `FeatureStatistics` holds."""
+"""Computes `FeatureStatistics` in one pass over the training rows, and a second one if features are crossed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kitforge.kits.recommender.features import (
     CollisionStats,
     FeatureEncoder,
     FeatureStatistics,
-    HashEncoding,
+    IdEncoding,
     Moments,
     feature_tables,
     id_features,
@@ -28,15 +28,15 @@ from kitforge.kits.recommender.features import (
 from kitforge.kits.recommender.schema import BucketFeature, FeatureSchema, IdFeature, NumericFeature
 
 _CHUNK_ROWS = 65_536
-# Distinct values of a table that are counted one by one for the report; of more, a sample is. 16 bytes each.
+# Distinct values of a table that are counted exactly, 16 bytes each; above, a sample is counted.
 _COUNTED_VALUES = 2**20
-# Values that quantiles are taken of; of more rows, a sample is.
+# Values of a quantile estimate; above, a sample is used.
 _QUANTILE_VALUES = 2**20
 _SALT = 0x14057B7EF767814F
 
 
 def fit_features(schema: FeatureSchema, table: ColumnTable, training: RowSet) -> FeatureStatistics:
-    """The statistics of the training rows, and of no others."""
+    """The statistics of the training rows only."""
     if training.num_rows == 0:
         raise DataError("there is nothing to train on", got="no training rows", expected="at least one")
     passed = _Pass(schema)
@@ -64,7 +64,7 @@ def _chunks(table: ColumnTable, training: RowSet) -> Iterator[tuple[NDArray[np.i
 
 @final
 class _Pass:
-    """What is counted and summed of the rows so far."""
+    """Counts and sums of the rows so far."""
 
     def __init__(self, schema: FeatureSchema) -> None:
         self._schema = schema
@@ -82,7 +82,7 @@ class _Pass:
         self._num_positive = 0.0
 
     def add(self, rows: NDArray[np.int64], columns: NamedColumns) -> None:
-        """Some more rows, with the table's numbers of them."""
+        """Add rows with their row numbers in the table."""
         schema = self._schema
         self._num_rows += len(columns)
         if columns.labels is not None:
@@ -101,7 +101,7 @@ class _Pass:
             self._tallies[self._tables[name]].add(keys)
 
     def statistics(self, crossed: dict[str, CollisionStats] | None = None) -> FeatureStatistics:
-        """All that is known now."""
+        """The statistics of the rows so far."""
         words = {name: item for name, item in self._features.items() if item.encoding == "vocabulary"}
         hashed = {name: item for name, item in self._features.items() if item.encoding == "hash"}
         chosen = {name: self._tallies[name].by_frequency(item.min_count, item.max_size) for name, item in words.items()}
@@ -125,8 +125,8 @@ class _Pass:
 
 
 def _edges_of(values: NDArray[np.float64], num_ranges: int) -> NDArray[np.float64]:
-    """The lower edges of all ranges but the first. What fills a range by itself has one to itself, and does not take
-    the others' places: of a column that is mostly zero, the rest is told apart as finely as of any."""
+    """Quantile edges: the lower edges of all ranges but the first. A value frequent enough to fill a range has one of
+    its own; the remaining values share the other ranges evenly."""
     distinct, counts = np.unique(values, return_counts=True)
     alone, left = np.zeros(len(distinct), bool), num_ranges
     while (fills := ~alone & (counts * left > counts[~alone].sum())).any():
@@ -135,13 +135,13 @@ def _edges_of(values: NDArray[np.float64], num_ranges: int) -> NDArray[np.float6
     shared = np.repeat(distinct[~alone], counts[~alone])
     edges = np.quantile(shared, np.arange(1, left) / left, method="higher") if len(shared) else shared
     begins = np.concatenate([edges, distinct[alone], distinct[1:][alone[:-1]]])
-    # A range that begins at the smallest value would leave the one below it empty.
+    # An edge at the smallest value would leave an empty range below it.
     return np.unique(begins[begins > distinct[0]]) if len(distinct) else begins
 
 
 @final
 class _Moments:
-    """Mean and deviation, chunk by chunk (Chan, Golub and LeVeque 1979)."""
+    """Mean and standard deviation, chunk by chunk (Chan, Golub and LeVeque, 1979)."""
 
     def __init__(self, feature: NumericFeature) -> None:
         self._feature = feature
@@ -167,7 +167,7 @@ class _Moments:
 
 @final
 class _Sample:
-    """The values of all rows, or of the rows whose number's hash is divisible by a power of two."""
+    """A sample of values: all rows, or those with a row-number hash divisible by a power of two."""
 
     def __init__(self) -> None:
         self.values = np.zeros(0)
@@ -189,9 +189,9 @@ class _Sample:
 
 
 def _collision_stats(table: str, counter: FrequencyCounter, num_buckets: int) -> CollisionStats:
-    """Collisions, counted, or as many as chance makes of an estimated number of values."""
+    """Collisions: counted, or expected for an estimated number of values."""
     if counter.scale == 1:
-        _, sizes = np.unique(HashEncoding(table, num_buckets).ids(counter.keys), return_counts=True)
+        _, sizes = np.unique(IdEncoding(table, num_buckets=num_buckets).ids(counter.keys), return_counts=True)
         colliding = int(sizes[sizes > 1].sum())
         return CollisionStats(num_values=len(counter.keys), num_colliding=colliding, num_buckets=num_buckets)
     num_values = len(counter.keys) * counter.scale

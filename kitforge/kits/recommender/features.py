@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -25,92 +25,60 @@ from kitforge.kits.recommender.batch import FeatureBatch, IdBag, IdSequence
 from kitforge.kits.recommender.schema import BucketFeature, CrossFeature, FeatureSchema, IdFeature, NumericFeature
 
 FORMAT = 1
-# Tables that are named where values share buckets.
+# Tables that a message about collisions names.
 _MAX_TABLES = 4
 _FOLD = 0x9E3779B97F4A7C15
 MISSING, UNKNOWN = 0, 1
 
 
-class IdEncoding(Protocol):
-    """The ids of one embedding table."""
-
-    @property
-    def num_ids(self) -> int | None:
-        """One more than the largest id; None where any int64 may occur."""
-        ...
-
-    def ids(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The id of each key [n] that is there."""
-        ...
-
-    @property
-    def missing(self) -> int:
-        """The id of what is missing."""
-        ...
-
-
 @final
-class HashEncoding:
-    """So many buckets, salted by the table's name; bucket 0 is for what is missing alone."""
+class IdEncoding:
+    """Maps the 64-bit keys of one embedding table to ids.
 
-    def __init__(self, table: str, num_buckets: int) -> None:
-        self.num_ids: int | None = num_buckets
-        self.missing = MISSING
-        self._salt = key("ids", table)
-        self._modulus = np.uint64(num_buckets - 1)
+    `num_buckets`: hashed, salted by the table's name; bucket 0 is for missing values. `vocabulary`: the keys seen in
+    training have ids from 2 on by falling frequency, all others 1, missing values 0. Neither: the key itself; a missing
+    value has a key of its own.
+    """
 
-    def ids(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The id of each key [n] that is there."""
-        return (hash_array(keys.view(np.uint64), self._salt) % self._modulus).astype(np.int64) + 1
-
-
-@final
-class VocabularyEncoding:
-    """The keys seen in training, from id 2 on by falling frequency; 1 for every other."""
-
-    def __init__(self, keys: NDArray[np.int64]) -> None:
-        self.num_ids: int | None = len(keys) + 2
-        self.missing = MISSING
-        self._index = IdIndex(keys)
+    def __init__(
+        self, table: str, *, num_buckets: int | None = None, vocabulary: NDArray[np.int64] | None = None
+    ) -> None:
+        self._salt, self._num_buckets = key("ids", table), num_buckets
+        self._index = None if vocabulary is None else IdIndex(vocabulary)
+        # One more than the largest id; None: any int64.
+        self.num_ids = num_buckets if vocabulary is None else len(vocabulary) + 2
+        self.missing = key("missing", table) if self.num_ids is None else MISSING
 
     def ids(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The id of each key [n] that is there."""
-        positions = self._index.find(keys)
-        return np.where(positions < 0, UNKNOWN, positions + 2)
-
-
-@final
-class ExactEncoding:
-    """The key itself. What is missing has a key of its own, which no other is likely to have."""
-
-    def __init__(self, table: str) -> None:
-        self.num_ids: int | None = None
-        self.missing = key("missing", table)
-
-    def ids(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The id of each key [n] that is there."""
+        """The ids [n] of keys [n] of values that are present."""
+        if self._index is not None:
+            positions = self._index.find(keys)
+            return np.where(positions < 0, UNKNOWN, positions + 2)
+        if self._num_buckets is not None:
+            buckets = hash_array(keys.view(np.uint64), self._salt) % np.uint64(self._num_buckets - 1)
+            return buckets.astype(np.int64) + 1
         return keys.copy()
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Of a numeric feature over the training rows, after its logarithm."""
+    """Mean and standard deviation of a numeric feature over the training rows, after its logarithm."""
 
     mean: float
-    deviation: float  # 0 where all values are equal
+    deviation: float  # standard deviation; 0 if all values are equal
     num_missing: int
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollisionStats:
-    """How the distinct values of a hashed table share its buckets."""
+    """Hash collisions of a table: how many distinct values share a bucket."""
 
     num_values: int  # distinct ones
     num_colliding: int  # that share a bucket with another
     num_buckets: int
-    is_estimated: bool = False  # from a sample of the values, where there were too many to be counted
+    is_estimated: bool = False  # from a sample of the values, if there are too many to count
 
     def __str__(self) -> str:
         about = "about " if self.is_estimated else ""
@@ -120,7 +88,7 @@ class CollisionStats:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureStatistics:
-    """All of it, by feature or by table."""
+    """Statistics of the training rows that the encoder needs, by feature or by table. Stored as JSON."""
 
     num_rows: int
     moments: dict[str, Moments] = field(default_factory=dict)
@@ -131,7 +99,7 @@ class FeatureStatistics:
     positive_rate: float | None = None  # share of labels that are 1
 
     def collisions(self) -> str | None:
-        """The tables whose values share buckets, in words, those with the largest share of such values first."""
+        """A message about tables with hash collisions, the largest share of colliding values first."""
         crowded = [(name, each) for name, each in self.collision_stats.items() if each.num_colliding]
         crowded.sort(key=lambda item: -item[1].num_colliding / item[1].num_values)
         words = [f"{name} {each}" for name, each in crowded[:_MAX_TABLES]]
@@ -140,13 +108,13 @@ class FeatureStatistics:
 
 
 def save_features(path: Path, schema: FeatureSchema, statistics: FeatureStatistics) -> None:
-    """Write schema and statistics to one JSON file, whole or not at all."""
+    """Write schema and statistics to one JSON file, atomically."""
     content = {"format": FORMAT, "schema": to_dict(schema), "statistics": to_dict(statistics)}
     write_text(path, json.dumps(content, separators=(",", ":")))
 
 
 def load_features(path: Path) -> tuple[FeatureSchema, FeatureStatistics]:
-    """What `save_features` wrote. Raises DataError for anything else."""
+    """Read a file of `save_features`. Raises DataError for any other file."""
     try:
         content: Any = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -162,7 +130,7 @@ def load_features(path: Path) -> tuple[FeatureSchema, FeatureStatistics]:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSpec:
-    """An embedding table that the features ask for."""
+    """An embedding table of the features."""
 
     name: str
     num_ids: int | None  # None: any int64
@@ -172,13 +140,13 @@ class TableSpec:
 
 @final
 class FeatureEncoder:
-    """Turns columns into batches by a schema and the statistics of the training rows."""
+    """Encodes columns as batches of features, by a schema and the statistics of the training rows."""
 
     def __init__(self, schema: FeatureSchema, statistics: FeatureStatistics) -> None:
         self.schema = schema
         self.statistics = statistics
-        self._spaces = {
-            name: _space(name, item, statistics)
+        self._encodings = {
+            name: _encoding(name, item, statistics)
             for name, item in table_features(schema).items()
             if not isinstance(item, BucketFeature)
         }
@@ -199,7 +167,9 @@ class FeatureEncoder:
         return [
             TableSpec(
                 name=name,
-                num_ids=self._num_ranges(name) if isinstance(first, BucketFeature) else self._spaces[name].num_ids,
+                num_ids=len(self.statistics.edges[name]) + 2
+                if isinstance(first, BucketFeature)
+                else self._encodings[name].num_ids,
                 dim=first.dim,
                 features=tuple(feature for feature, table in self._tables.items() if table == name),
             )
@@ -207,19 +177,24 @@ class FeatureEncoder:
         ]
 
     def encode(self, read: NamedColumns) -> FeatureBatch:
-        """The features of rows, with labels where they were read."""
+        """The features of rows, with labels if they were read."""
         schema = self.schema
         ids = {name: self._bucketed(name, feature, read) for name, feature in schema.bucketed.items()}
-        for name, item in schema.categorical.items():
-            keys, absent = read.keys(item.column or name)
-            ids[name] = self._ids(name, keys, absent)
-        for name, keys in self._cross_keys(read, ids).items():
-            ids[name] = self._ids(name, keys, None)
+        for name, category in schema.categorical.items():
+            keys, absent = read.keys(category.column or name)
+            ids[name] = self.ids_of(name, keys, absent)
+        for name, keys in self.cross_keys(read, ids).items():
+            ids[name] = self.ids_of(name, keys)
+        bags = {}
+        for name, item in schema.bags.items():
+            lists = read.lists(item.column or name)
+            values = torch.from_numpy(self.ids_of(name, lists.values))
+            bags[name] = IdBag(ids=values, offsets=torch.from_numpy(np.array(lists.offsets)))
         groups = None if schema.group is None else read.keys(schema.group)[0]
         return FeatureBatch(
             dense=torch.from_numpy(self._dense(read)),
             ids={name: torch.from_numpy(values) for name, values in ids.items()},
-            bags={name: self._bag(name, read.lists(item.column or name)) for name, item in schema.bags.items()},
+            bags=bags,
             sequences={
                 name: self._sequence(name, read.lists(item.column or name), item.max_length)
                 for name, item in schema.sequences.items()
@@ -228,18 +203,23 @@ class FeatureEncoder:
             groups=None if groups is None else torch.from_numpy(np.ascontiguousarray(groups)),
         )
 
-    def ids_of(self, feature: str, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The ids [n] of keys [n] of a categorical feature, a bag or a sequence."""
-        return self._ids(feature, keys, None)
+    def ids_of(
+        self, feature: str, keys: NDArray[np.int64], absent: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.int64]:
+        """The ids [n] of keys [n] of a feature; `absent` [n] marks missing values."""
+        encoding = self._encodings[self._tables[feature]]
+        ids = encoding.ids(keys)
+        if absent is not None:
+            ids[absent] = encoding.missing
+        return ids
 
-    def cross_keys(self, read: NamedColumns) -> dict[str, NDArray[np.int64]]:
-        """The 64-bit keys [n] of every cross, before they become ids."""
-        ranges = {name: self._bucketed(name, feature, read) for name, feature in self.schema.bucketed.items()}
-        return self._cross_keys(read, ranges)
-
-    def _num_ranges(self, name: str) -> int:
-        """The ranges of a bucketed feature, and the id of what is missing."""
-        return len(self.statistics.edges[name]) + 2
+    def cross_keys(
+        self, read: NamedColumns, ranges: dict[str, NDArray[np.int64]] | None = None
+    ) -> dict[str, NDArray[np.int64]]:
+        """The 64-bit keys [n] of every cross, before they become ids. `ranges`: ids of the bucketed features."""
+        if ranges is None:
+            ranges = {name: self._bucketed(name, feature, read) for name, feature in self.schema.bucketed.items()}
+        return {name: self._crossed(cross, read, ranges) for name, cross in self.schema.crosses.items()}
 
     def _dense(self, read: NamedColumns) -> NDArray[np.float32]:
         dense = np.empty((len(read), self.num_dense), np.float32)
@@ -258,20 +238,10 @@ class FeatureEncoder:
         buckets = np.searchsorted(np.array(self.statistics.edges[name]), values, side="right") + 1
         return np.where(np.isnan(values), 0, buckets)
 
-    def _ids(self, name: str, keys: NDArray[np.int64], absent: NDArray[np.bool_] | None) -> NDArray[np.int64]:
-        space = self._spaces[self._tables[name]]
-        ids = space.ids(keys)
-        if absent is not None:
-            ids[absent] = space.missing
-        return ids
-
-    def _cross_keys(self, read: NamedColumns, ranges: dict[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
-        return {name: self._crossed(cross, read, ranges) for name, cross in self.schema.crosses.items()}
-
     def _crossed(
         self, cross: CrossFeature, read: NamedColumns, ranges: dict[str, NDArray[np.int64]]
     ) -> NDArray[np.int64]:
-        """One key for the values of several features, of their names and their order too."""
+        """One key per row from the values, names and order of several features."""
         state = np.full(len(read), key("cross", *cross.of), np.uint64)
         for part in cross.of:
             if part in self.schema.bucketed:
@@ -282,28 +252,24 @@ class FeatureEncoder:
             state = hash_array(state ^ hash_array(mixed, key("part", part)), _FOLD)
         return state.view(np.int64)
 
-    def _bag(self, name: str, lists: ListValues) -> IdBag:
-        ids = self._ids(name, lists.values, None)
-        return IdBag(ids=torch.from_numpy(ids), offsets=torch.from_numpy(np.array(lists.offsets)))
-
     def _sequence(self, name: str, lists: ListValues, max_length: int) -> IdSequence:
         lengths = np.minimum(lists.lengths, max_length)
         positions = np.arange(max_length)
         is_there = positions < lengths[:, None]
         ids = np.zeros(is_there.shape, np.int64)
         values = lists.values[(lists.offsets[1:, None] - lengths[:, None] + positions)[is_there]]
-        ids[is_there] = self._ids(name, values, None)
+        ids[is_there] = self.ids_of(name, values)
         return IdSequence(ids=torch.from_numpy(ids), lengths=torch.from_numpy(lengths))
 
 
 def transform(raw: NDArray[np.float64], feature: NumericFeature) -> NDArray[np.float64]:
-    """Values with zeros put in and the logarithm taken; what is to become the mean is still NaN."""
+    """Values with `missing=zero` and the logarithm applied. Missing values that become the mean are still NaN."""
     values = np.nan_to_num(raw, nan=0.0) if feature.missing == "zero" else raw
     return np.sign(values) * np.log1p(np.abs(values)) if feature.log else values
 
 
 def standardize(raw: NDArray[np.float64], feature: NumericFeature, moments: Moments) -> NDArray[np.float64]:
-    """What the model sees of a number."""
+    """The dense input of a numeric feature."""
     values = transform(raw, feature)
     if feature.missing == "mean":
         values = np.where(np.isnan(values), moments.mean, values)
@@ -319,13 +285,15 @@ def feature_tables(schema: FeatureSchema) -> dict[str, str]:
 def table_features(schema: FeatureSchema) -> dict[str, IdFeature | BucketFeature | CrossFeature]:
     """The first feature of every table, by the table's name. Features of one table must agree on its ids."""
     first: dict[str, IdFeature] = {}
+    settings = ("kind", "encoding", "num_buckets", "min_count", "max_size", "dim")
     for name, feature in id_features(schema):
         present = first.setdefault(feature.table or name, feature)
-        if _settings(present) != _settings(feature):
+        own, others = ({option: getattr(each, option) for option in settings} for each in (feature, present))
+        if own != others:
             raise ConfigError(
                 f"the features of table {feature.table or name!r} disagree",
-                got=f"{_settings(feature)} for {name!r}",
-                expected=str(_settings(present)),
+                got=f"{own} for {name!r}",
+                expected=str(others),
                 fix="give them one kind, encoding, size and dim",
             )
     clash = [name for name in (*schema.bucketed, *schema.crosses) if name in first]
@@ -340,15 +308,9 @@ def id_features(schema: FeatureSchema) -> Iterator[tuple[str, IdFeature]]:
     yield from schema.sequences.items()
 
 
-def _settings(feature: IdFeature) -> dict[str, object]:
-    """Whatever decides which ids a table has."""
-    names = ("kind", "encoding", "num_buckets", "min_count", "max_size", "dim")
-    return {name: getattr(feature, name) for name in names}
-
-
-def _space(table: str, feature: IdFeature | CrossFeature, statistics: FeatureStatistics) -> IdEncoding:
+def _encoding(table: str, feature: IdFeature | CrossFeature, statistics: FeatureStatistics) -> IdEncoding:
     if isinstance(feature, CrossFeature) or feature.encoding == "hash":
-        return HashEncoding(table, feature.num_buckets)
+        return IdEncoding(table, num_buckets=feature.num_buckets)
     if feature.encoding == "vocabulary":
-        return VocabularyEncoding(np.array(statistics.vocabularies[table], np.int64))
-    return ExactEncoding(table)
+        return IdEncoding(table, vocabulary=np.array(statistics.vocabularies[table], np.int64))
+    return IdEncoding(table)

@@ -15,16 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kitforge.core.parallel.world import World
 from kitforge.foundation.config import check
 
-# Rows whose scores are kept for the exact AUC, 8 bytes each and 1 for the label.
+# Rows whose scores are kept for the exact AUC: 8 bytes each, and 1 for the label.
 EXACT_ROWS = 20_000_000
 NUM_BINS = 2**20
-# A sum is counted in units of 2^-36, which rounds a row's share by less than 1e-11.
+# Sums are integers in units of 2^-36; rounding changes a row's term by less than 1e-11.
 _UNIT = 2.0**36
 _CHUNK_ROWS = 65_536
 CUTS = (1, 5, 10, 20)
-# Scores that are held at once, in float32 and in float64: of as many users as have so many with all items.
+# Scores of users with all items that are held at once, in float32 and in float64.
 _SCORES_AT_ONCE = 2**24
 Floats = NDArray[np.floating[Any]]
 
@@ -32,20 +33,20 @@ Floats = NDArray[np.floating[Any]]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedAuc:
-    """The mean of the groups' AUC, each weighted by its rows."""
+    """The mean AUC of the groups, weighted by their rows."""
 
     auc: float  # NaN where no group has both classes
-    num_groups: int  # that count
+    num_groups: int  # with both classes
     num_skipped: int  # of one class only
 
 
 def auc(scores: Floats, labels: Floats) -> float:
-    """The chance that a positive row scores higher than a negative one, ties counted half; NaN for one class only."""
+    """The probability that a positive row scores higher than a negative one; ties count half. NaN for one class."""
     return grouped_auc(scores, labels, np.zeros(len(scores), np.int64)).auc
 
 
 def grouped_auc(scores: Floats, labels: Floats, groups: NDArray[np.int64]) -> GroupedAuc:
-    """As DIN's authors define it (Zhou et al. 2018): groups of one class have no AUC and are left out, and counted."""
+    """Grouped AUC of DIN (Zhou et al., 2018). Groups of one class have no AUC; they are skipped and counted."""
     order = np.lexsort((scores, groups))
     scores, labels, groups = scores[order], labels[order].astype(np.int64), groups[order]
     is_first = np.append(True, groups[1:] != groups[:-1])[: len(groups)]
@@ -54,7 +55,7 @@ def grouped_auc(scores: Floats, labels: Floats, groups: NDArray[np.int64]) -> Gr
     firsts = np.flatnonzero(is_first)
     if len(firsts) == 0:
         return GroupedAuc(auc=float("nan"), num_groups=0, num_skipped=0)
-    # Twice the number of pairs that are in order: whole numbers, so nothing is rounded.
+    # Twice the number of ordered pairs: integers, so nothing is rounded.
     positives = np.add.reduceat(labels, ties)
     negatives = np.diff(np.append(ties, len(labels))) - positives
     group_of = np.searchsorted(firsts, ties, side="right") - 1
@@ -73,21 +74,21 @@ def grouped_auc(scores: Floats, labels: Floats, groups: NDArray[np.int64]) -> Gr
 
 
 def histogram_auc(positives: NDArray[np.int64], negatives: NDArray[np.int64]) -> tuple[float, float]:
-    """The AUC of rows counted by bins of rising score, and how far it can be from the exact one."""
+    """The AUC of a histogram over rising scores, and the bound of its error."""
     num_pairs = float(positives.sum()) * float(negatives.sum())
     if num_pairs == 0:
         return float("nan"), float("nan")
     positives, negatives = positives.astype(np.float64), negatives.astype(np.float64)
     within = positives * negatives
-    # Pairs within a bin count half; in truth each counts somewhere from nothing to one.
+    # Pairs within a bin count half; the exact count of each is between 0 and 1.
     right = (positives * (np.cumsum(negatives) - negatives)).sum() + within.sum() / 2
     return float(right / num_pairs), float(within.sum() / 2 / num_pairs)
 
 
 @final
 class ClickMetrics:
-    """Metrics of predicted clicks. Up to `exact_rows` rows the AUC is exact; beyond, of scores put into 2^20 bins by
-    their probability, with the bound of its error beside it."""
+    """Metrics of click prediction. The AUC is exact up to `exact_rows` rows; above, scores are counted in 2^20 bins of
+    probability and `auc_error` bounds the error."""
 
     def __init__(self, *, is_grouped: bool = False, exact_rows: int = EXACT_ROWS) -> None:
         self._is_grouped = is_grouped
@@ -99,11 +100,11 @@ class ClickMetrics:
         self._bins: NDArray[np.int64] | None = None  # [2, NUM_BINS]: negatives and positives
 
     def empty(self) -> ClickMetrics:
-        """The same, of nothing yet."""
+        """Metrics of the same kind without any rows."""
         return ClickMetrics(is_grouped=self._is_grouped, exact_rows=self._exact_rows)
 
     def add(self, logits: Floats, labels: Floats, groups: NDArray[np.int64] | None = None) -> None:
-        """Count rows: log odds [n] as the model gives them, labels [n] of 0 and 1, group keys [n]."""
+        """Count rows: logits [n], labels [n] of 0 and 1, group keys [n]."""
         if len(logits) != len(labels) or (self._is_grouped and groups is None):
             raise ValueError("a logit, a label and, where groups were asked for, a group for each row")
         logits = logits.astype(np.float64)
@@ -119,10 +120,10 @@ class ClickMetrics:
             self._labels.append(is_positive)
         if groups is not None and self._is_grouped:
             self._groups.append(groups.astype(np.int64))
-        self._bound()
+        self._limit_memory()
 
     def state(self) -> dict[str, Any]:
-        """Whole numbers and arrays, for `merge` of another rank's metrics."""
+        """The state as integers and arrays, for `merge` on another rank."""
         return {
             "sums": dict(self._sums),
             "scores": np.concatenate(self._scores or [np.zeros(0)]),
@@ -132,11 +133,11 @@ class ClickMetrics:
         }
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Count the rows of another one's state as well."""
+        """Add the rows of another state."""
         for name, value in state["sums"].items():
             self._sums[name] += value
         if state["bins"] is not None:
-            self._begin_bins()
+            self._limit_memory(has_bins=True)
             assert self._bins is not None
             self._bins += state["bins"]
         elif self._bins is not None:
@@ -145,18 +146,19 @@ class ClickMetrics:
             self._scores.append(state["scores"])
             self._labels.append(state["labels"])
             self._groups.append(state["groups"])
-        self._bound()
+        self._limit_memory()
 
     def result(self) -> dict[str, float]:
         """log_loss in nats, normalized_entropy, calibration (predicted clicks over real ones) and auc by name.
 
-        auc_error is there where the AUC is not exact; grouped_auc and groups_skipped where groups were asked for. NaN
-        is what has nothing to divide by, and all of them when a logit was not finite.
+        auc_error: only if the AUC is not exact. grouped_auc and groups_skipped: only with groups. A metric without a
+        denominator is NaN; a non-finite logit makes all of them NaN.
         """
         sums = {name: value / _UNIT for name, value in self._sums.items() if name in ("predicted", "log_loss")}
         num_rows, num_positive = self._sums["rows"], self._sums["positives"]
         loss = sums["log_loss"] / num_rows if num_rows else math.nan
-        entropy = _entropy(num_positive / num_rows) if num_rows else math.nan
+        rate = num_positive / num_rows if num_rows else math.nan
+        entropy = sum(-each * math.log(each) for each in (rate, 1 - rate) if each > 0) if num_rows else math.nan
         result = {
             "log_loss": loss,
             "normalized_entropy": loss / entropy if entropy > 0 else math.nan,
@@ -179,13 +181,10 @@ class ClickMetrics:
         # log(1 + exp(-z)) of a positive and log(1 + exp(z)) of a negative row, without overflow.
         self._sums["log_loss"] += _units(np.logaddexp(0, np.where(is_positive, -logits, logits)))
 
-    def _bound(self) -> None:
-        if self._bins is None and self._sums["rows"] > self._exact_rows:
-            self._begin_bins()
-
-    def _begin_bins(self) -> None:
-        """From now on scores are counted instead of kept, but for the groups."""
-        if self._bins is None:
+    def _limit_memory(self, *, has_bins: bool = False) -> None:
+        """Above `exact_rows` rows, or to merge with bins: count scores in bins instead of keeping them, but for
+        groups."""
+        if self._bins is None and (has_bins or self._sums["rows"] > self._exact_rows):
             state = self.state()
             self._bins = np.zeros((2, NUM_BINS), np.int64)
             _count(self._bins, state["scores"], state["labels"])
@@ -194,7 +193,7 @@ class ClickMetrics:
 
 
 def _probabilities(logits: Floats) -> Floats:
-    # exp of what is not positive never overflows.
+    # exp of a non-positive number never overflows.
     small = np.exp(-np.abs(logits))
     return np.where(logits >= 0, 1 / (1 + small), small / (1 + small))
 
@@ -209,19 +208,17 @@ def _count(counts: NDArray[np.int64], logits: Floats, is_positive: NDArray[np.bo
     np.add.at(counts, (is_positive.astype(np.int64), bins), 1)
 
 
-def _entropy(rate: float) -> float:
-    return sum(-probability * math.log(probability) for probability in (rate, 1 - rate) if probability > 0)
-
-
 def rank_users(
     scores_of: Callable[[slice], Tensor],
     targets: NDArray[np.int64],
     num_items: int,
     seen: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.int64], float]:
-    """The ranks of the targets [n], and the sum of the cross entropies over all items. `scores_of` gives the scores
-    [users, num_items] of some of the n users; they are asked for in blocks, so that memory does not grow with n. Items
-    at places `seen` [n, L] (-1 for none) stand behind all others, but for the target itself; the loss is over all."""
+    """The ranks of the targets [n], and the sum of the cross entropies over all items.
+
+    `scores_of` computes the scores [users, num_items] of a block of users, so memory does not grow with n. Items at
+    indices `seen` [n, L] (-1: none) rank last, except the target; the loss is over all items.
+    """
     size, total = max(_SCORES_AT_ONCE // max(num_items, 1), 1), 0.0
     ranks = [np.zeros(0, np.int64)]
     for start in range(0, len(targets), size):
@@ -236,8 +233,8 @@ def rank_users(
 
 
 def target_ranks(scores: Floats, targets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many other candidates of scores [n, candidates] stand before the target [n] (a column). A tie is lost:
-    who scores everything alike has found nothing. A candidate that is not asked for has the score -inf."""
+    """The number of other candidates of scores [n, candidates] that rank before the target column [n]. Ties count
+    against the target, so constant scores find nothing. Excluded candidates have the score -inf."""
     wanted = np.take_along_axis(scores, targets[:, None], axis=1)
     ranks: NDArray[np.int64] = (scores >= wanted).sum(axis=1) - 1
     return ranks
@@ -246,8 +243,8 @@ def target_ranks(scores: Floats, targets: NDArray[np.int64]) -> NDArray[np.int64
 def ranks_without(
     ranks: NDArray[np.int64], targets: NDArray[np.int64], seen: NDArray[np.int64] | None
 ) -> NDArray[np.int64]:
-    """The ranks of the targets [n] in one order of all items, given by the `ranks` [I] of these; without the items at
-    places `seen` [n, L] (-1 for none) that stand before the target."""
+    """The ranks of the targets [n] in a fixed order of all items (`ranks` [I]), not counting items at indices `seen`
+    [n, L] (-1: none) that rank before the target."""
     ranked = ranks[targets]
     if seen is None or not seen.shape[1]:
         return ranked
@@ -257,39 +254,33 @@ def ranks_without(
     return without
 
 
-def build_ranking_metrics(top: int) -> RankingMetrics:
-    """Those that are always told, and those of one k."""
-    return RankingMetrics(sorted({*CUTS, top}))
-
-
 @final
 class RankingMetrics:
-    """Counts of targets by their rank, which add up exactly."""
+    """Counts of targets by rank, which add up exactly over ranks."""
 
     def __init__(self, cuts: Sequence[int] = CUTS) -> None:
         for cut in cuts:
             check(cut >= 1, "cuts", cut, "at least 1")
         self._cuts = tuple(cuts)
         self.counts = np.zeros(0, np.int64)  # [ranks]
-        self.num_cold = 0  # targets that training has never seen
+        self.num_cold = 0  # targets that training never saw: misses
 
     def empty(self) -> RankingMetrics:
-        """The same, of nothing yet."""
+        """Metrics of the same kind without any rows."""
         return RankingMetrics(self._cuts)
 
     def add(self, ranks: NDArray[np.int64]) -> None:
-        """Count targets by rank [n], 0 for the first place."""
+        """Count targets by rank [n], 0 for the first."""
         self.merge(np.bincount(ranks, minlength=1))
 
     def merge(self, counts: NDArray[np.int64], num_cold: int = 0) -> None:
-        """Count the targets of another one's counts as well."""
+        """Add the counts of another process."""
         self.num_cold += num_cold
         size = max(len(self.counts), len(counts))
         self.counts = np.pad(self.counts, (0, size - len(self.counts))) + np.pad(counts, (0, size - len(counts)))
 
     def result(self) -> dict[str, float]:
-        """hr@k, ndcg@k (one wanted item: 1 / log2(place + 1) within k), mrr and the share of targets that are cold, by
-        name; NaN without targets."""
+        """hr@k, ndcg@k (one relevant item: 1 / log2(rank + 1) within k), mrr and cold_share; NaN without targets."""
         total = int(self.counts.sum()) + self.num_cold
         positions = np.arange(1, len(self.counts) + 1)
         discounts = self.counts / np.log2(positions + 1)
@@ -299,3 +290,20 @@ class RankingMetrics:
             result[f"hr@{cut}"] = float(self.counts[:cut].sum()) / total if total else float("nan")
             result[f"ndcg@{cut}"] = float(discounts[:cut].sum()) / total if total else float("nan")
         return result
+
+
+def all_reduce_ranking_metrics(metrics: RankingMetrics, loss: float, world: World) -> dict[str, float]:
+    """The metrics over the targets of all ranks, the same on each."""
+    merged, total = metrics.empty(), 0.0
+    for counts, num_cold, rank_loss in world.all_gather_object((metrics.counts, metrics.num_cold, loss)):
+        merged.merge(counts, num_cold)
+        total += rank_loss
+    return {"loss": total / max(int(merged.counts.sum()), 1), **merged.result()}
+
+
+def all_reduce_click_metrics(metrics: ClickMetrics, world: World) -> dict[str, float]:
+    """The metrics over the rows of all ranks, the same on each."""
+    merged = metrics.empty()
+    for state in world.all_gather_object(metrics.state()):
+        merged.merge(state)
+    return merged.result()

@@ -1,4 +1,8 @@
-"""The recommender: a network over embedding tables, and the lookups that a batch of features needs."""
+"""The recommender: embedding requests of a batch, tables, and the network over their vectors.
+
+Features with a bounded number of ids share one table per width, each with a range of rows; a feature of any 64-bit ids
+has its own. So most batches need one call for the wide part and one for the deep part.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from kitforge.kits.recommender.features import FeatureEncoder, FeatureStatistics
 from kitforge.kits.recommender.item_catalog import ItemCatalog
 from kitforge.models.catalog import build_recommender
 
-# Of the number that says where another one is missing.
+# Suffix of the indicator of missing values.
 MISSING_SUFFIX = " is missing"
 # ids [N, n], or flat ids and offsets [B + 1].
 EmbeddingRequest = Tensor | tuple[Tensor, Tensor]
@@ -34,7 +38,7 @@ EmbeddingRequest = Tensor | tuple[Tensor, Tensor]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackedTable:
-    """A table of embeddings, and where in it the ids of each table of the features begin."""
+    """An embedding table, and the first row of each feature table stacked in it."""
 
     name: str
     kind: TableKind
@@ -46,7 +50,7 @@ class StackedTable:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TableCall:
-    """One call: some features of a lookup that lie in one table and come in one way."""
+    """One embedding call: features of one lookup in one table with the same input form."""
 
     key: str
     table: StackedTable
@@ -56,7 +60,7 @@ class _TableCall:
 
 @final
 class EmbeddingRequestPlan:
-    """All calls of one forward pass. `features` names the table of every call, as EmbeddingCollection has it."""
+    """The embedding calls of one forward pass. `features` maps each call to its table, as EmbeddingCollection does."""
 
     def __init__(
         self, lookups: Sequence[EmbeddingLookup], specs: Sequence[TableSpec], shape: SampleShape, bags: Sequence[str]
@@ -72,22 +76,18 @@ class EmbeddingRequestPlan:
         self._parts = {lookup.name: self._parts_of(lookup) for lookup in lookups}
         self.features = {part.key: part.table.name for parts in self._parts.values() for part in parts}
 
-    def sequences(self) -> list[EmbeddingLookup]:
-        """The lookups of sequences."""
-        return [lookup for lookup in self.lookups if lookup.pooling == "sequence"]
-
     def histories_of(self, item: str, features: Collection[str]) -> tuple[str, ...]:
-        """Those of the features that are sequences of such items."""
+        """The features that are sequences over the table of the feature `item`."""
         table = self._shape.table_of(item)
         return tuple(name for name in self._shape.sequences if name in features and self._shape.table_of(name) == table)
 
     def table_of(self, lookup: EmbeddingLookup, feature: str) -> tuple[str, int]:
-        """The table that a feature's rows of a lookup lie in, and where in it the feature's ids begin."""
+        """The table of a feature in a lookup, and the row of the feature's first id."""
         table = self._table(lookup, feature)
         return table.name, table.starts[self._shape.table_of(feature)]
 
     def requests(self, batch: FeatureBatch, lookups: Collection[str] | None = None) -> dict[str, EmbeddingRequest]:
-        """What each call is called with, for the lookups that are named or for all."""
+        """The input of each call; `lookups` selects lookups by name (default: all)."""
         return {
             part.key: _request(part, lookup, batch, is_bag=part.features[0] in self._bags)
             for lookup in self.lookups
@@ -96,18 +96,18 @@ class EmbeddingRequestPlan:
         }
 
     def request_of(self, lookup: str, feature: str, ids: Tensor) -> dict[str, EmbeddingRequest]:
-        """The request for single ids [n] of a feature, by the call that the lookup makes for it."""
+        """The request for single ids [n] of a feature in a lookup."""
         part = next(part for part in self._parts[lookup] if feature in part.features)
         return {part.key: (ids + part.starts[part.features.index(feature)]).unsqueeze(1)}
 
     def vectors(self, outputs: Mapping[str, Tensor], lengths: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The vectors by lookup, out of what the calls gave; for a sequence its lengths as well. Lookups that were not
-        made are left out."""
+        """The vectors by lookup, from the outputs of the calls; sequences come with `NAME.lengths`. Lookups without
+        outputs are left out."""
         vectors = {}
         for lookup in (each for each in self.lookups if self._parts[each.name][0].key in outputs):
             parts = [
                 _mean_of(outputs[part.key], lengths[part.features[0]])
-                if self._is_pooled(part, lookup)
+                if lookup.pooling != "sequence" and part.features[0] in self._shape.sequences
                 else outputs[part.key]
                 for part in self._parts[lookup.name]
             ]
@@ -131,7 +131,7 @@ class EmbeddingRequestPlan:
         return torch.cat(shaped, dim=1)[:, [order.index(feature) for feature in lookup.features]]
 
     def _stack_tables(self, kind: TableKind, dim: int) -> list[StackedTable]:
-        """The tables for rows of that kind and width."""
+        """The tables of one kind and width."""
         wanted = [each for each in self.lookups if (each.kind, each.dim) == (kind, dim)]
         names = dict.fromkeys(self._shape.table_of(feature) for lookup in wanted for feature in lookup.features)
         specs = [self._specs[name] for name in names]
@@ -150,7 +150,7 @@ class EmbeddingRequestPlan:
         return shared + alone
 
     def _parts_of(self, lookup: EmbeddingLookup) -> list[_TableCall]:
-        """Single ids of one table go together; a bag is a call of its own."""
+        """The calls of a lookup: single ids of one table share a call; each bag and each sequence has its own."""
         together: dict[tuple[str, str], list[str]] = {}
         for feature in lookup.features:
             own = feature if feature in self._bags or feature in self._shape.sequences else ""
@@ -164,10 +164,6 @@ class EmbeddingRequestPlan:
             )
             for (table, own), features in together.items()
         ]
-
-    def _is_pooled(self, part: _TableCall, lookup: EmbeddingLookup) -> bool:
-        """Whether it is a sequence for whose order the lookup has no place."""
-        return lookup.pooling != "sequence" and part.features[0] in self._shape.sequences
 
     def _table(self, lookup: EmbeddingLookup, feature: str) -> StackedTable:
         name = self._shape.table_of(feature)
@@ -191,7 +187,7 @@ def _request(part: _TableCall, lookup: EmbeddingLookup, batch: FeatureBatch, *, 
 
 
 def _mean_of(rows: Tensor, lengths: Tensor) -> Tensor:
-    """The means [B, dim] of rows [sum of lengths, dim] that belong together; zero where there are none."""
+    """The means [B, dim] of consecutive rows [sum of lengths, dim]; zero for a length of zero."""
     lengths = lengths.to(rows.device)
     owners = torch.repeat_interleave(torch.arange(len(lengths), device=rows.device), lengths)
     total = rows.new_zeros(len(lengths), rows.shape[1]).index_add(0, owners, rows)
@@ -199,7 +195,7 @@ def _mean_of(rows: Tensor, lengths: Tensor) -> Tensor:
 
 
 def pad_sequences(rows: Tensor, lengths: Tensor, length: int | None = None) -> Tensor:
-    """rows [sum of lengths, dim] as [B, length, dim], zeros behind each of `lengths`; None: the longest of them."""
+    """Rows [sum of lengths, dim] padded with zeros to [B, length, dim]; None: the longest of `lengths`."""
     if length is None:
         length = int(lengths.max()) if len(lengths) else 0
     positions = (torch.arange(length, device=rows.device) < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
@@ -209,9 +205,9 @@ def pad_sequences(rows: Tensor, lengths: Tensor, length: int | None = None) -> T
 
 @final
 class Recommender(nn.Module):
-    """A network over its tables, which hold rows wherever they live: rows are no parameters.
+    """A network over its embedding tables. Rows are not parameters.
 
-    All use of the network passes through `model(compute)`, since until then its weights may lie cut on many ranks.
+    All use of the network passes through `model(compute)`: FSDP gathers the weights there.
     """
 
     def __init__(
@@ -223,26 +219,26 @@ class Recommender(nn.Module):
         self.requests = build_request_plan(config, encoder)
         self.network = build_recommender(config, sample_shape(encoder), select(level))
         self.tables = tables
-        self.item_catalog: ItemCatalog | None = None  # the items that can be found, for families that find some
-        self.checkpoint_folder: Path | None = None  # the step that it was opened from, where it only reads
+        self.item_catalog: ItemCatalog | None = None  # the items of retrieval families
+        self.checkpoint_folder: Path | None = None  # the step of a read-only model
 
     def forward(self, compute: Callable[[], Tensor]) -> Tensor:
-        """What `compute` gives, in memory of its own: `fully_shard` warns of a module that returns a view."""
+        """The result of `compute`, cloned: `fully_shard` warns of a module that returns a view."""
         return compute().clone()
 
     def logits(self, inputs: Mapping[str, Any], noise: SampleDropout | None = None) -> Tensor:
-        """Logits [B] of the inputs that `inputs_of` makes of samples, for families that score."""
+        """Logits [B] of `inputs_of` samples, for families that score rows."""
         output: Tensor = self.network(inputs["dense"], self.vectors(inputs), noise)
         return output
 
     def vectors(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The vectors of all lookups that the inputs ask for."""
+        """The vectors of all lookups in the inputs."""
         return self.requests.vectors(self.tables(inputs["requests"]), inputs["lengths"])
 
 
 @final
 class ReadOnlyTables(nn.Module):
-    """Tables that are only read, by name, looked up as a collection of those that train is."""
+    """Read-only tables by name, with the interface of EmbeddingCollection."""
 
     def __init__(self, tables: Mapping[str, nn.Module], features: Mapping[str, str]) -> None:
         super().__init__()
@@ -260,14 +256,14 @@ class ReadOnlyTables(nn.Module):
 def inputs_of(
     batch: FeatureBatch, plan: EmbeddingRequestPlan, lookups: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """What a network is called with for these samples; of its lookups those that are named, or all."""
+    """The inputs of the network for a batch; `lookups` selects lookups by name (default: all)."""
     requests = plan.requests(batch, lookups)
     lengths = {name: sequence.lengths for name, sequence in batch.sequences.items()}
     return {"dense": batch.dense, "lengths": lengths, "requests": requests}
 
 
 def sample_shape(encoder: FeatureEncoder) -> SampleShape:
-    """What a network is told about the features of a schema."""
+    """The features of a schema, as the network's constructor needs them."""
     schema = encoder.schema
     numeric = []
     for name, feature in schema.numeric.items():
@@ -284,7 +280,7 @@ def sample_shape(encoder: FeatureEncoder) -> SampleShape:
 
 
 def build_request_plan(config: RecommenderConfig, encoder: FeatureEncoder) -> EmbeddingRequestPlan:
-    """Which tables a network needs over these features, and how they are called."""
+    """The tables of a network over these features, and its embedding calls."""
     shape = sample_shape(encoder)
     return EmbeddingRequestPlan(config.lookups(shape), encoder.tables(), shape, tuple(encoder.schema.bags))
 
@@ -297,14 +293,14 @@ def build_tables(
     world: World,
     shardings: Mapping[str, TableSharding],
 ) -> EmbeddingCollection:
-    """The tables of a plan, without rows: those come into being when they are first asked for. `spreads` says how each
-    is spread over several ranks."""
+    """The tables of a plan, without rows: rows are created at their first lookup. `shardings`: the sharding of each
+    table over several ranks."""
     tables = {
         name: CachedEmbedding(
             table.num_rows,
             table.dim,
             name=name,
-            # What a wide part wants is a sum over all features.
+            # The wide part sums over all features.
             mode="sum" if table.kind == "wide" else options.pooling,
             optimizer=options.optimizer_of(table.kind),
             seed=seed,
@@ -328,8 +324,8 @@ def build_tables(
 
 @torch.no_grad()
 def init_weights(network: nn.Module, seed: int) -> None:
-    """Fill all parameters with a pure function of (seed, name): matrices with Glorot's normal numbers (2010), biases
-    with zeros, norms with ones. A wide part's weights of numbers are zeros, as its weights of ids are."""
+    """Initialise all parameters as a pure function of (seed, name): matrices with Glorot normal (2010), biases with
+    zeros, norms with ones, the linear weights of the wide part with zeros."""
     for name, parameter in network.named_parameters():
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -343,8 +339,8 @@ def init_weights(network: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def init_output_bias(network: nn.Module, logit: str, statistics: FeatureStatistics) -> None:
-    """Set the last bias of the module `logit` to the log-odds of the positive labels among the training rows, so that
-    no weight has to learn the rate. A half of a row of each label is added, which keeps the log-odds finite."""
+    """Set the last bias of the module `logit` to the log-odds of the positive rate of the training rows. Half a row of
+    each label is added to keep it finite."""
     if statistics.positive_rate is None:
         return
     positive = statistics.positive_rate * statistics.num_rows

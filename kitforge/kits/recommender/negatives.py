@@ -1,4 +1,4 @@
-"""Negative sampling for rankers: beside every row, which is a positive, items that its user has not taken."""
+"""Negative sampling for rankers: every row is a positive; negatives are items that its user has not taken."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kitforge.kits.recommender.schema import FeatureSchema
 _log = logger(__name__)
 
 _CHUNK_ROWS = 65_536
-# Draws until the items that a user has not taken are listed, and one of them is drawn.
+# Rejection-sampling attempts; afterwards the items that the user has not taken are listed and one is drawn.
 _TRIES = 32
 
 Ints = NDArray[np.int64]
@@ -34,7 +34,7 @@ Ints = NDArray[np.int64]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClickRows:
-    """Rows of labels 0 and 1. Sample i has the rows starts[i] .. starts[i + 1] - 1, the first of which is its own."""
+    """Rows with labels 0 and 1. Sample i has the rows starts[i] .. starts[i + 1] - 1; the first is the positive."""
 
     batch: FeatureBatch
     starts: Tensor  # int64 [B + 1]
@@ -44,37 +44,31 @@ class ClickRows:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemPool:
-    """Items that are drawn from, each once, and which of them users have taken."""
+    """The candidate items, each once, and the known (user, item) pairs."""
 
     keys: Ints  # [I]
-    sums: Ints  # [I]: how often this item or one before it was taken
+    sums: Ints  # [I]: cumulative counts of the items
     columns: NamedColumns  # [I]: the item's columns, from the first row that has it
     taken: Ints  # hashes of user and item, ascending
 
     def draw(self, numbers: NDArray[np.uint64], *, by_popularity: bool) -> Ints:
-        """A place [n] for each random number."""
+        """Indices [n] of items, one per random number."""
         if not by_popularity:
             return (numbers % np.uint64(len(self.keys))).astype(np.int64)
         ticks = (numbers % np.uint64(self.sums[-1])).astype(np.int64)
         return np.searchsorted(self.sums, ticks, side="right")
 
-    def only(self, positions: Ints) -> ItemPool:
-        """Of some items alone."""
-        counts = np.diff(self.sums, prepend=0)[positions]
-        return replace(self, keys=self.keys[positions], sums=np.cumsum(counts))
-
 
 @final
 class NegativeSampler:
-    """Draws items for rows that are all positive. What is drawn is a pure function of seed, step and place in the step.
+    """Draws negative items for positive rows, as a pure function of seed, step and position in the step.
 
-    The items and what is known as taken come from `rows`, those that are trained on. A stream has none (None): there,
-    each step draws among its own items.
+    Candidates and known pairs come from the training `rows`. Without rows (a stream), steps draw from their own items.
     """
 
     def __init__(self, options: NegativeOptions, schema: FeatureSchema, seed: int, rows: ClickDataset | None) -> None:
         self._options, self._seed = options, seed
-        self.rows_of_sample = 1 + options.num_negatives  # the most that a sample has, with its own
+        self.rows_of_sample = 1 + options.num_negatives  # at most, with the positive
         expected = "0 where rows have labels of their own"
         fix = "leave data.schema.label out where all rows are positives"
         check(schema.label is None, "data.negatives.num_negatives", options.num_negatives, expected, fix)
@@ -94,7 +88,7 @@ class NegativeSampler:
         check(not unknown, "data.negatives.item_features", unknown, f"features: {', '.join(features)}")
         self._item, self._user = schema.source_column(item), schema.group
         self._columns = tuple(schema.source_column(name) for name in (item, *options.item_features))
-        # Histories of events hold nothing that other events do not tell.
+        # Histories made of events repeat pairs that the events already hold.
         tables = feature_tables(schema) if schema.events is None else {}
         self._histories = [
             schema.source_column(name) for name in schema.sequences if name in tables and tables[name] == tables[item]
@@ -104,7 +98,7 @@ class NegativeSampler:
         self._has_warned = False
 
     def training_rows(self, rows: ClickDataset, indices: Ints, own: slice, step: int) -> ClickRows:
-        """The samples of a step at the places `own` of `indices`, with negatives of their own."""
+        """The samples `indices[own]` of a step, with their negatives."""
         pool = self._pool
         if pool is None:
             columns = rows.columns(indices)
@@ -113,8 +107,8 @@ class NegativeSampler:
         return self._drawn(rows, indices[own], pool, numbers, ("negatives", step))
 
     def evaluation_rows(self, rows: ClickDataset, indices: Ints) -> ClickRows:
-        """Samples that are evaluated on. Their negatives are the same at every evaluation; no item that the user is
-        known to have taken, in training or in these rows, is among them."""
+        """Evaluation samples. Their negatives are the same at every evaluation and exclude items that the user took in
+        training or in these rows."""
         if self._evaluated is None or self._evaluated[0] is not rows:
             pool = self._pool_of(rows)
             if self._pool is not None:
@@ -143,7 +137,7 @@ class NegativeSampler:
         )
 
     def _draw_positions(self, own: NamedColumns, pool: ItemPool, draws: NDArray[np.uint64]) -> Ints:
-        """A place in the pool for each draw [B * num_negatives]; -1 where there is no item that can be drawn."""
+        """The index in the pool of each draw [B * num_negatives]; -1 if no item can be drawn."""
         sample = np.repeat(np.arange(len(own)), self._options.num_negatives)
         items, _ = own.keys(self._item)
         users = None if self._user is None else own.keys(self._user)[0]
@@ -170,14 +164,16 @@ class NegativeSampler:
         for draw in waiting:
             left = np.flatnonzero(~may_not(np.full(len(pool.keys), draw), pool.keys))
             if len(left):
-                positions[draw] = left[pool.only(left).draw(draws[draw : draw + 1], by_popularity=by_popularity)[0]]
+                counts = np.diff(pool.sums, prepend=0)[left]
+                rest = replace(pool, keys=pool.keys[left], sums=np.cumsum(counts))
+                positions[draw] = left[rest.draw(draws[draw : draw + 1], by_popularity=by_popularity)[0]]
         if (num_without := int((positions < 0).sum())) and not self._has_warned:
             self._has_warned = True
             _log.warning("%s negatives of a batch are left out: their users have taken all other items", num_without)
         return positions
 
     def _pool_of(self, rows: ClickDataset) -> ItemPool:
-        """Of all these rows, 65,536 at a time; 8 bytes for every user and item that met."""
+        """The pool of all these rows, in chunks; 8 bytes for each pair of user and item."""
         keys, firsts, counts = (np.zeros(0, np.int64) for _ in range(3))
         pairs = [keys]
         for start in range(0, rows.num_rows, _CHUNK_ROWS):
@@ -194,7 +190,7 @@ class NegativeSampler:
         return ItemPool(keys=keys, sums=np.cumsum(counts), columns=chosen, taken=np.unique(pairs))
 
     def _counted(self, columns: NamedColumns) -> tuple[Ints, Ints, Ints]:
-        """The items of rows, the first row of each, and how often each is there."""
+        """The distinct items of rows, the first row of each, and their counts."""
         keys, absent = columns.keys(self._item)
         there = np.flatnonzero(~absent)
         found, firsts, counts = np.unique(keys[there], return_index=True, return_counts=True)
@@ -215,7 +211,7 @@ class NegativeSampler:
 
 
 def with_user(schema: FeatureSchema) -> FeatureSchema:
-    """The same, where rows are events, with the user's column as the group: negatives need to know who took what."""
+    """The schema with the user column of events as the group: negatives exclude items by user."""
     if schema.group is not None or schema.events is None:
         return schema
     user = schema.events.user

@@ -1,36 +1,47 @@
-"""What a family is trained for and measured by. The task owns order, shares and steps; an objective owns the loss."""
+"""Training objectives: the loss of a family and its evaluation metrics. The task owns data order and steps."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.parallel.world import World
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch
+from kitforge.kits.recommender.config import RetrievalOptions
 from kitforge.kits.recommender.dataset import ClickDataset
+from kitforge.kits.recommender.item_catalog import ItemCatalog
+from kitforge.kits.recommender.metrics import (
+    CUTS,
+    RankingMetrics,
+    all_reduce_ranking_metrics,
+    rank_users,
+    ranks_without,
+)
 from kitforge.kits.recommender.model import Recommender
 
 Batch = TypeVar("Batch")
 
 
 class Objective(ABC, Generic[Batch]):
-    """A loss that is a sum over samples, and metrics that do not depend on how rows are batched."""
+    """A loss summed over samples, and metrics that do not depend on the batch size."""
 
-    metric_for_best: str  # the metric whose largest value is the best
+    metric_for_best: str  # higher is better
 
     @abstractmethod
     def read(self, rows: ClickDataset, indices: NDArray[np.int64], own: slice, step: int) -> Batch:
-        """The samples of a step that are this rank's: those at the places `own` of `indices`."""
+        """This rank's samples of a step: `indices[own]`."""
 
     @abstractmethod
     def micro_batch(self, batch: Batch, start: int, stop: int) -> Mapping[str, Any]:
-        """Samples start .. stop - 1 of a batch as a micro-batch. `calls` are the requests of its forward passes."""
+        """Samples start .. stop - 1 of a batch as a micro-batch. `calls` holds its embedding requests in order."""
 
     @abstractmethod
     def loss(self, model: Recommender, micro_batch: MicroBatch) -> Sums:
@@ -38,26 +49,72 @@ class Objective(ABC, Generic[Batch]):
 
     @abstractmethod
     def count(self, micro_batch: MicroBatch) -> int:
-        """How many losses the sum is of."""
+        """The number of losses in the sum: the denominator of the mean."""
 
     @abstractmethod
     def evaluate(
         self, model: Recommender, rows: ClickDataset, batches: Iterable[NDArray[np.int64]], world: World
     ) -> dict[str, float]:
-        """Metrics by name over this rank's batches of rows and those of all others, "loss" among them."""
+        """Metrics by name over the evaluation batches of all ranks, "loss" among them."""
 
 
 class RetrievalObjective(Objective[Batch]):
-    """An objective of a family that finds items: vectors of users and items whose products say what goes together."""
+    """Objective of a retrieval family: user and item vectors, compared by inner product."""
 
-    item_feature: str  # whose values are the items
-    user_features: tuple[str, ...]  # what a user's vector is made of
+    item_feature: str  # the feature whose values are the items
+    user_features: tuple[str, ...]  # inputs of the user vectors
     histories: tuple[str, ...]  # sequences of items that a user has taken
+    num_held_out = 0  # last items of each history that are evaluated and never trained on
+
+    def __init__(self, catalogue: ItemCatalog, retrieval: RetrievalOptions, seed: int) -> None:
+        self._catalogue = catalogue
+        self._excludes_seen = retrieval.exclude_seen
+        self._top = retrieval.top_k
+        self._seed = seed
+        self.metric_for_best = f"eval/hr@{self._top}"
 
     @abstractmethod
     def item_vectors(self, model: Recommender) -> Tensor:
-        """The vectors [I, dim] of the catalogue's items, in its order."""
+        """Vectors [I, dim] of all items, in the order of the catalogue."""
 
     @abstractmethod
     def user_vectors(self, model: Recommender, batch: FeatureBatch) -> Tensor:
-        """The vectors [B, dim] of the users of a batch."""
+        """Vectors [B, dim] of the users of a batch."""
+
+    @abstractmethod
+    def evaluation_queries(self, model: Recommender, batch: FeatureBatch) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
+        """User vectors [B, dim], ids [B] of the items to retrieve, and which rows have one [B]."""
+
+    @abstractmethod
+    def scores(self, model: Recommender, users: Tensor, items: Tensor) -> Tensor:
+        """Scores [n, I] of user vectors [n, dim] with item vectors [I, dim]."""
+
+    def evaluate(
+        self, model: Recommender, rows: ClickDataset, batches: Iterable[NDArray[np.int64]], world: World
+    ) -> dict[str, float]:
+        """hr@k, ndcg@k and mrr of the wanted item among all items of the training rows; cold_share, the share of wanted
+        items that training never saw (misses); the hr@k of a popularity ranking; the loss over the other items."""
+        items = model(lambda: self.item_vectors(model))
+        cuts = sorted({*CUTS, self._top})
+        metrics, popular, total = RankingMetrics(cuts), RankingMetrics(cuts), 0.0
+        popularity = self._catalogue.popularity_ranks()
+        for indices in batches:
+            batch = rows.batch(indices)
+            users, wanted, wants = self.evaluation_queries(model, batch)
+            item_indices = self._catalogue.indices_of(wanted)
+            asks = wants & (item_indices >= 0)
+            asking, targets = users[torch.from_numpy(asks)], item_indices[asks]
+            seen = None
+            if self._excludes_seen:
+                seen = self._catalogue.history_indices(batch, self.histories, self.num_held_out)[asks]
+            scores_of = partial(self._block_scores, model, asking, items)
+            ranks, loss = rank_users(scores_of, targets, len(items), seen)
+            total += loss
+            for counted, counted_ranks in ((metrics, ranks), (popular, ranks_without(popularity, targets, seen))):
+                counted.add(counted_ranks)
+                counted.num_cold += int((wants & (item_indices < 0)).sum())
+        baseline = {f"popularity_hr@{self._top}": all_reduce_ranking_metrics(popular, 0.0, world)[f"hr@{self._top}"]}
+        return all_reduce_ranking_metrics(metrics, total, world) | baseline
+
+    def _block_scores(self, model: Recommender, users: Tensor, items: Tensor, block: slice) -> Tensor:
+        return self.scores(model, users[block], items)

@@ -1,4 +1,4 @@
-"""Clicks: how likely is one? Log loss, and the metrics of clicks."""
+"""Click prediction: binary cross-entropy of single rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kitforge.foundation.errors import DataError
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.dataset import ClickDataset
-from kitforge.kits.recommender.metrics import ClickMetrics
+from kitforge.kits.recommender.metrics import ClickMetrics, all_reduce_click_metrics
 from kitforge.kits.recommender.model import EmbeddingRequestPlan, Recommender, inputs_of
 from kitforge.kits.recommender.negatives import ClickRows, NegativeSampler
 from kitforge.kits.recommender.objective import Objective
@@ -25,7 +25,7 @@ from kitforge.kits.recommender.objective import Objective
 
 @final
 class PointwiseObjective(Objective[ClickRows]):
-    """The cross entropy of labels 0 and 1: those of the rows, or 1 for all of them and 0 for the negatives drawn."""
+    """Binary cross-entropy. With negative sampling, all rows have label 1 and the drawn negatives 0."""
 
     metric_for_best = "eval/auc"
 
@@ -71,8 +71,8 @@ class PointwiseObjective(Objective[ClickRows]):
     def evaluate(
         self, model: Recommender, rows: ClickDataset, batches: Iterable[NDArray[np.int64]], world: World
     ) -> dict[str, float]:
-        """loss in nats a sample, auc, normalized_entropy, calibration; grouped_auc where a group key is named; where a
-        log is made up best_auc, that of the true chances."""
+        """loss in nats per sample, auc, normalized_entropy, calibration; grouped_auc with a group column; best_auc of
+        the true probabilities for synthetic logs."""
         is_grouped = rows.encoder.schema.group is not None
         metrics, truth = ClickMetrics(is_grouped=is_grouped), ClickMetrics()
         for indices in batches:
@@ -92,16 +92,8 @@ class PointwiseObjective(Objective[ClickRows]):
         return {"loss": values.pop("log_loss"), **values, **best}
 
 
-def all_reduce_click_metrics(metrics: ClickMetrics, world: World) -> dict[str, float]:
-    """The metrics of all ranks' rows, the same on each."""
-    merged = metrics.empty()
-    for state in world.all_gather_object(metrics.state()):
-        merged.merge(state)
-    return merged.result()
-
-
 def labels_of(batch: FeatureBatch) -> Tensor:
-    """The labels [B]; raises DataError where the rows have none."""
+    """The labels [B]. Raises DataError if the rows have none."""
     if batch.labels is None:
         raise DataError("these rows have no label", expected="a column of 0 and 1", fix="name it in data.schema, label")
     return batch.labels

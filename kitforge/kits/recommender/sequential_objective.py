@@ -1,11 +1,13 @@
-"""The next item of a sequence, out of items drawn for the step: the same for all its samples, however it is split."""
+"""Sequential recommendation: next-item prediction with a sampled softmax.
+
+The negatives are drawn once per step, so the loss does not depend on micro-batches or ranks.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -15,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from kitforge.core.nn.context import DropoutKey
-from kitforge.core.parallel.world import World
 from kitforge.data.splitmix64 import hash_array
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.types import MicroBatch, Sums
@@ -23,33 +24,34 @@ from kitforge.kits.recommender.batch import FeatureBatch, IdSequence
 from kitforge.kits.recommender.config import RetrievalOptions
 from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.item_catalog import ItemCatalog
-from kitforge.kits.recommender.metrics import build_ranking_metrics, rank_users, ranks_without
 from kitforge.kits.recommender.model import EmbeddingRequestPlan, Recommender, pad_sequences
 from kitforge.kits.recommender.objective import RetrievalObjective
-from kitforge.kits.recommender.two_tower_objective import ITEM_BATCH, all_reduce_ranking_metrics
+from kitforge.kits.recommender.two_tower_objective import ITEM_BATCH
 from kitforge.models.sasrec.model import SASRec
 
 LOOKUP = "items"
-# The numbers of samples fill the bits below that of a window, so that each has dropout of its own.
+# Dropout keys: the window number stands above the bits of the sample number.
 _WINDOW_BITS = 40
-# The last item of every sequence is never trained on: evaluation asks for it.
+# The last item of every sequence is held out for evaluation.
 NUM_HELD_OUT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceBatch:
-    """The sequences of a rank's share of a step, cut into windows that the network can read, and the items that all of
-    the step are told apart from. Sample i has the windows starts[i] .. starts[i + 1] - 1."""
+    """This rank's sequences of a step, cut into windows of the network's length, and the step's negatives. Sample i has
+    the windows starts[i] .. starts[i + 1] - 1."""
 
     windows: IdSequence
     starts: Tensor  # int64 [B + 1]
-    positions: Tensor  # int64 [windows]: which of its sample's windows each is
+    positions: Tensor  # int64 [windows]: number of the window within its sample
     negatives: Tensor  # int64 [K]
 
 
 @final
 class SampledSoftmax(RetrievalObjective[SequenceBatch]):
-    """Softmax over the next item and K that are drawn, which stand for all others (Jean et al., 2015)."""
+    """Sampled softmax over the next item and K uniform negatives (Jean et al., 2015)."""
+
+    num_held_out = NUM_HELD_OUT
 
     def __init__(
         self,
@@ -60,23 +62,19 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         retrieval: RetrievalOptions,
         seed: int,
     ) -> None:
+        super().__init__(catalogue, retrieval, seed)
         self._feature = self.item_feature = feature
         self._window = window
         self.user_features = self.histories = (feature,)
         self._plan = plan
-        self._catalogue = catalogue
         self._num_negatives = min(retrieval.num_negatives, len(catalogue))
-        self._seed = seed
-        self._top = retrieval.top_k
-        self._excludes_seen = retrieval.exclude_seen
-        self.metric_for_best = f"eval/hr@{self._top}"
 
     def read(self, rows: ClickDataset, indices: NDArray[np.int64], own: slice, step: int) -> SequenceBatch:
         """See `Objective`."""
         generator = seeds.generator(self._seed, "negatives", step)
         drawn = torch.randint(len(self._catalogue), (self._num_negatives,), generator=generator).numpy()
         sequences = rows.batch(indices[own]).sequences[self._feature]
-        # Other cuts at each step, so that no item has always the shortest history.
+        # The cuts vary by step, so that no item always has the shortest history.
         numbers = np.arange(own.start, own.start + len(sequences.lengths)).astype(np.uint64)
         cuts = hash_array(numbers, seeds.key(self._seed, "windows", step)) % np.uint64(self._window)
         windows, owners = cut(sequences, self._window, cuts.astype(np.int64))
@@ -90,7 +88,7 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         starts = batch.starts[start : stop + 1]
         first, last = int(starts[0]), int(starts[-1])
         ids, lengths = batch.windows.ids[first:last], batch.windows.lengths[first:last]
-        items, negatives = self._request(ids, lengths), self._ids_request(batch.negatives)
+        items, negatives = self._request(ids, lengths), self._request(batch.negatives)
         return {
             "owners": torch.repeat_interleave(torch.arange(stop - start), starts.diff()),
             "positions": batch.positions[first:last],
@@ -114,39 +112,21 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         """See `Objective`."""
         return int((micro_batch["lengths"] - 1).clamp(min=0).sum())
 
-    def evaluate(
-        self, model: Recommender, rows: ClickDataset, batches: Iterable[NDArray[np.int64]], world: World
-    ) -> dict[str, float]:
-        """hr@k, ndcg@k and mrr of the last item of every sequence among all items, the share of last items that are not
-        among them (misses all), popularity's hr@k, and the loss over the others."""
-        items = model(lambda: self.item_vectors(model))
-        metrics, popular, total = build_ranking_metrics(self._top), build_ranking_metrics(self._top), 0.0
-        popularity = self._catalogue.popularity_ranks()
-        for indices in batches:
-            batch = rows.batch(indices)
-            sequences = batch.sequences[self._feature]
-            lengths = (sequences.lengths - NUM_HELD_OUT).clamp(min=0)
-            histories = sequences.ids[:, :-NUM_HELD_OUT]
-            states = model(lambda ids=histories, lengths=lengths: self.states(model, ids, lengths))
-            last = sequences.ids.gather(1, (sequences.lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-            item_indices = self._catalogue.indices_of(last)
-            wants = lengths.numpy() > 0
-            asks = wants & (item_indices >= 0)
-            asking, targets = states[torch.from_numpy(asks)], item_indices[asks]
-            seen = None
-            if self._excludes_seen:
-                seen = self._catalogue.history_indices(batch, self.histories, NUM_HELD_OUT)[asks]
-            ranks, loss = rank_users(partial(_block_scores, asking, items), targets, len(items), seen)
-            total += loss
-            for counted, counted_ranks in ((metrics, ranks), (popular, ranks_without(popularity, targets, seen))):
-                counted.add(counted_ranks)
-                counted.num_cold += int((wants & (item_indices < 0)).sum())
-        baseline = {f"popularity_hr@{self._top}": all_reduce_ranking_metrics(popular, 0.0, world)[f"hr@{self._top}"]}
-        return all_reduce_ranking_metrics(metrics, total, world) | baseline
+    def evaluation_queries(self, model: Recommender, batch: FeatureBatch) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
+        """See `RetrievalObjective`. The last item of every sequence is retrieved from the items before it."""
+        sequences = batch.sequences[self._feature]
+        lengths = (sequences.lengths - NUM_HELD_OUT).clamp(min=0)
+        states = model(lambda: self.states(model, sequences.ids[:, :-NUM_HELD_OUT], lengths))
+        last = sequences.ids.gather(1, (sequences.lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+        return states, last, lengths.numpy() > 0
+
+    def scores(self, model: Recommender, users: Tensor, items: Tensor) -> Tensor:
+        """See `RetrievalObjective`."""
+        return users @ items.t()
 
     def states(self, model: Recommender, ids: Tensor, lengths: Tensor) -> Tensor:
-        """What stands at the end of histories ids [B, L] of these lengths [B], to be compared with items: [B, dim]. Of
-        longer histories than the network reads, the last items count."""
+        """The last hidden state [B, dim] of histories: ids [B, L], lengths [B]. Histories longer than the window keep
+        their last items."""
         network = network_of(model)
         width = min(self._window, ids.shape[1])
         starts = (lengths - self._window).clamp(min=0).unsqueeze(1)
@@ -156,29 +136,29 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         return network.last(network(vectors, lengths), lengths.clamp(min=1))
 
     def user_vectors(self, model: Recommender, batch: FeatureBatch) -> Tensor:
-        """See `RetrievalObjective`; nothing of a history is held out."""
+        """See `RetrievalObjective`. Reads the whole history."""
         sequence = batch.sequences[self._feature]
         return self.states(model, sequence.ids, sequence.lengths)
 
     def item_vectors(self, model: Recommender) -> Tensor:
         """See `RetrievalObjective`."""
         ids = torch.from_numpy(self._catalogue.ids)
-        return torch.cat([self._rows(model, self._ids_request(part)) for part in torch.split(ids, ITEM_BATCH)])
+        return torch.cat([self._rows(model, self._request(part)) for part in torch.split(ids, ITEM_BATCH)])
 
     def _loss(self, model: Recommender, micro_batch: MicroBatch, noise: DropoutKey | None) -> Tensor:
         ids, lengths = micro_batch["ids"], micro_batch["lengths"]
-        # As long for every micro-batch, as noise is drawn for the whole of it.
+        # One length for all micro-batches: dropout noise is drawn for the whole of it.
         vectors = pad_sequences(self._rows(model, micro_batch["items"]), lengths, ids.shape[1])
         negatives = self._rows(model, micro_batch["negatives"])
         before = (lengths - 1).clamp(min=0)
         asks = torch.arange(vectors.shape[1] - 1) < before.unsqueeze(1)
         if not bool(asks.any()):
-            # Nothing is asked, and yet all ranks and all weights take part.
+            # No targets here, but all ranks and all weights must take part in backward.
             unused = sum((weight.sum() for weight in model.network.parameters()), vectors.sum() + negatives.sum())
             return unused * 0.0
         states = network_of(model)(vectors[:, :-1], before, noise)[asks]
         wanted = (states * vectors[:, 1:][asks]).sum(1, keepdim=True)
-        # The K are drawn from all I items, and the wanted one is left out where it is drawn: each stands for I / K.
+        # Each of the K negatives stands for I / K items; a drawn target is masked out.
         others = states @ negatives.t() + math.log(len(self._catalogue) / len(negatives))
         is_wanted = ids[:, 1:][asks].unsqueeze(1) == micro_batch["negative_ids"]
         others = others.masked_fill(is_wanted.to(others.device), -math.inf)
@@ -190,17 +170,19 @@ class SampledSoftmax(RetrievalObjective[SequenceBatch]):
         result: Tensor = rows
         return result
 
-    def _request(self, ids: Tensor, lengths: Tensor) -> dict[str, Any]:
-        return self._ids_request(ids[torch.arange(ids.shape[1]) < lengths.unsqueeze(1)])
-
-    def _ids_request(self, ids: Tensor) -> dict[str, Any]:
+    def _request(self, ids: Tensor, lengths: Tensor | None = None) -> dict[str, Any]:
+        """The lookup of item ids [n], or of sequences [B, L] without their padding."""
+        if lengths is not None:
+            ids = ids[torch.arange(ids.shape[1]) < lengths.unsqueeze(1)]
         return self._plan.request_of(LOOKUP, self._feature, ids)
 
 
 def cut(sequences: IdSequence, window: int, cuts: NDArray[np.int64]) -> tuple[IdSequence, Tensor]:
-    """Windows of sequences [B, L] without the items that are held out, and whose each is. A window has at most
-    `window` + 1 items and begins with the last one of the window before it, so that each item but the first of a
-    sequence is asked for once. Sequences of more items are cut first behind so many (`cuts` [B], below `window`)."""
+    """Windows of sequences [B, L] without held-out items, and the sequence of each window.
+
+    A window has at most `window` + 1 items and begins with the last item of the window before, so each item but the
+    first of a sequence is a target once. The first window of longer sequences ends after `cuts` [B] (below `window`).
+    """
     num_items = (sequences.lengths.numpy() - NUM_HELD_OUT).clip(min=0)
     asked = (num_items - 1).clip(min=0)
     cuts = np.where(asked > window, cuts, 0)
@@ -208,7 +190,7 @@ def cut(sequences: IdSequence, window: int, cuts: NDArray[np.int64]) -> tuple[Id
     num_windows = np.maximum(-(-(asked - cuts) // window), 1) + np.where(has_cut, 1, 0)
     owners = np.repeat(np.arange(len(num_items)), num_windows)
     positions = np.arange(len(owners)) - np.repeat(np.cumsum(num_windows) - num_windows, num_windows)
-    # Where a window ends if the sequence does not end before.
+    # The end of each window, unless the sequence ends before.
     ends = np.where(has_cut[owners], cuts[owners] + positions * window, (positions + 1) * window)
     begins = np.where(positions > 0, ends - window, 0)
     lengths = np.minimum(np.minimum(ends, asked[owners]) + 1 - begins, num_items[owners])
@@ -219,12 +201,8 @@ def cut(sequences: IdSequence, window: int, cuts: NDArray[np.int64]) -> tuple[Id
     return IdSequence(ids=torch.from_numpy(ids), lengths=torch.from_numpy(lengths)), torch.from_numpy(owners)
 
 
-def _block_scores(states: Tensor, items: Tensor, block: slice) -> Tensor:
-    return states[block] @ items.t()
-
-
 def network_of(model: Recommender) -> SASRec:
-    """The network of a model that looks at sequences."""
+    """The SASRec network of a model."""
     network = model.network
     assert isinstance(network, SASRec)
     return network

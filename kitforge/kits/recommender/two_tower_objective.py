@@ -1,15 +1,14 @@
-"""Matching by two towers: of all items of a batch, which one did the user take?
+"""Two-tower retrieval with an in-batch softmax.
 
-The batch is that of the whole step, however it is split: every micro-batch and every rank compares its users with the
-same items, so that k micro-batches are one batch and N ranks are one.
+The negatives are the items of the whole step: every micro-batch and every rank compares its users with the same items,
+so the loss does not depend on micro-batches or ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -18,25 +17,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitforge.core.nn.dropout import SampleDropout
-from kitforge.core.parallel.world import World
 from kitforge.foundation.config import check
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.config import RetrievalOptions
 from kitforge.kits.recommender.dataset import ClickDataset
 from kitforge.kits.recommender.item_catalog import ItemCatalog
-from kitforge.kits.recommender.metrics import RankingMetrics, build_ranking_metrics, rank_users, ranks_without
 from kitforge.kits.recommender.model import EmbeddingRequestPlan, Recommender, inputs_of
 from kitforge.kits.recommender.objective import RetrievalObjective
 from kitforge.models.two_tower.model import TwoTower, TwoTowerConfig
 
-# Items whose vectors are made at once.
+# Items per forward pass of the item tower.
 ITEM_BATCH = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCandidates:
-    """The samples of a whole step, and which of them are this rank's users."""
+    """The samples of a whole step; this rank's users begin at `first`."""
 
     batch: FeatureBatch
     first: int
@@ -45,8 +42,8 @@ class StepCandidates:
 
 @final
 class InBatchSoftmax(RetrievalObjective[StepCandidates]):
-    """Softmax over the items of the batch, corrected by how often each is sampled (Yi et al., 2019). Rows whose label
-    is 0 are items, and no users."""
+    """In-batch softmax with the logQ correction for sampling frequency (Yi et al., 2019). Rows with label 0 contribute
+    their items as negatives, and no users."""
 
     def __init__(
         self,
@@ -56,9 +53,14 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
         retrieval: RetrievalOptions,
         seed: int,
     ) -> None:
+        super().__init__(catalogue, retrieval, seed)
         self._item = self.item_feature = config.item[0]
         self.user_features = config.user
-        sequences = [name for name in config.item if any(name in each.features for each in plan.sequences())]
+        sequences = [
+            name
+            for name in config.item
+            if any(name in each.features for each in plan.lookups if each.pooling == "sequence")
+        ]
         check(not sequences, "model.item", sequences, "features of one value or a bag: an item has no history")
         sides = {side: set(getattr(config, side)) | {side} for side in ("user", "item")}
         self._lookups = {
@@ -73,11 +75,6 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
             "data.schema.events with `history: NAME` makes one; give it and the item one `table`",
         )
         self._plan = plan
-        self._catalogue = catalogue
-        self._seed = seed
-        self._top = retrieval.top_k
-        self._excludes_seen = retrieval.exclude_seen
-        self.metric_for_best = f"eval/hr@{self._top}"
 
     def read(self, rows: ClickDataset, indices: NDArray[np.int64], own: slice, step: int) -> StepCandidates:
         """See `Objective`."""
@@ -125,33 +122,15 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
         """See `Objective`."""
         return int(micro_batch["weights"].sum())
 
-    def evaluate(
-        self, model: Recommender, rows: ClickDataset, batches: Iterable[NDArray[np.int64]], world: World
-    ) -> dict[str, float]:
-        """hr@k, ndcg@k and mrr of the item among all items of the training rows, the share of items that are not among
-        them (misses all), popularity's hr@k, and the loss over the others."""
-        items = model(lambda: self.item_vectors(model))
-        metrics, popular, total = build_ranking_metrics(self._top), build_ranking_metrics(self._top), 0.0
-        popularity = self._catalogue.popularity_ranks()
-        for indices in batches:
-            batch = rows.batch(indices)
-            users = model(lambda batch=batch: self.user_vectors(model, batch))
-            item_indices = self._catalogue.indices_of(batch.ids[self._item])
-            # A row without a click looks for no item; one that was never seen in training cannot be found.
-            wants = np.ones(len(batch), bool) if batch.labels is None else batch.labels.numpy() > 0
-            asks = wants & (item_indices >= 0)
-            asking, targets = users[torch.from_numpy(asks)], item_indices[asks]
-            scores_of = partial(_block_scores, network_of(model), asking, items)
-            seen = None
-            if self._excludes_seen:
-                seen = self._catalogue.history_indices(batch, self.histories)[asks]
-            ranks, loss = rank_users(scores_of, targets, len(items), seen)
-            total += loss
-            for counted, counted_ranks in ((metrics, ranks), (popular, ranks_without(popularity, targets, seen))):
-                counted.add(counted_ranks)
-                counted.num_cold += int((wants & (item_indices < 0)).sum())
-        baseline = {f"popularity_hr@{self._top}": all_reduce_ranking_metrics(popular, 0.0, world)[f"hr@{self._top}"]}
-        return all_reduce_ranking_metrics(metrics, total, world) | baseline
+    def evaluation_queries(self, model: Recommender, batch: FeatureBatch) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
+        """See `RetrievalObjective`. Rows without a click are no queries."""
+        users = model(lambda: self.user_vectors(model, batch))
+        wants = np.ones(len(batch), bool) if batch.labels is None else batch.labels.numpy() > 0
+        return users, batch.ids[self._item], wants
+
+    def scores(self, model: Recommender, users: Tensor, items: Tensor) -> Tensor:
+        """See `RetrievalObjective`."""
+        return network_of(model).scores(users, items)
 
     def user_vectors(self, model: Recommender, batch: FeatureBatch) -> Tensor:
         """See `RetrievalObjective`."""
@@ -167,27 +146,23 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
         return torch.cat(vectors)
 
 
-def _block_scores(network: TwoTower, users: Tensor, items: Tensor, block: slice) -> Tensor:
-    return network.scores(users[block], items)
-
-
 def network_of(model: Recommender) -> TwoTower:
-    """The towers of a model that has two."""
+    """The two towers of a model."""
     network = model.network
     assert isinstance(network, TwoTower)
     return network
 
 
 def side_vectors(model: Recommender, side: str, inputs: Mapping[str, Any], noise: SampleDropout | None) -> Tensor:
-    """The vectors [B, dim] of the users or of the items of samples."""
+    """User or item vectors [B, dim] of samples."""
     tower = getattr(model.network, side)
     vectors: Tensor = tower(inputs["dense"], model.vectors(inputs), noise)
     return vectors
 
 
 def in_batch_loss(scores: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
-    """The loss [b] of scores [b, B] of users with the items of the whole batch. An item that happens to be the user's
-    own in another row is no wrong answer."""
+    """The loss [b] of scores [b, B] of users with the items of the whole batch. Accidental hits, other rows with the
+    user's own item, are masked out."""
     targets, ids = micro_batch["targets"].to(scores.device), micro_batch["ids"].to(scores.device)
     corrected = scores - micro_batch["log_frequencies"].to(scores.device, scores.dtype)
     is_same = ids[targets].unsqueeze(1) == ids
@@ -196,12 +171,3 @@ def in_batch_loss(scores: Tensor, micro_batch: Mapping[str, Any]) -> Tensor:
     losses = torch.nn.functional.cross_entropy(corrected, targets, reduction="none")
     weighted: Tensor = losses * micro_batch["weights"].to(scores.device)
     return weighted
-
-
-def all_reduce_ranking_metrics(metrics: RankingMetrics, loss: float, world: World) -> dict[str, float]:
-    """The metrics of all ranks' rows, the same on each."""
-    merged, total = metrics.empty(), 0.0
-    for counts, num_cold, rank_loss in world.all_gather_object((metrics.counts, metrics.num_cold, loss)):
-        merged.merge(counts, num_cold)
-        total += rank_loss
-    return {"loss": total / max(int(merged.counts.sum()), 1), **merged.result()}

@@ -16,7 +16,7 @@ from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.kits.recommender import metrics as recommender_metrics
 from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.data import load_dataset
-from kitforge.kits.recommender.metrics import build_ranking_metrics, rank_users, ranks_without, target_ranks
+from kitforge.kits.recommender.metrics import RankingMetrics, rank_users, ranks_without, target_ranks
 from kitforge.kits.recommender.pipeline import build_index, index_recall, set_search
 from kitforge.trainer.run_folder import train
 from tests.kits.recommender.runs import ready
@@ -102,7 +102,7 @@ def test_users_are_ranked_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(ranks, target_ranks(scores.double().numpy(), targets))
     expected = torch.nn.functional.cross_entropy(scores.double(), torch.from_numpy(targets), reduction="sum")
     assert loss == pytest.approx(float(expected), rel=1e-12)
-    metrics = build_ranking_metrics(10)
+    metrics = RankingMetrics()
     metrics.add(ranks)
     metrics.merge(np.zeros(0, np.int64), num_cold=37)
     assert metrics.result()["cold_share"] == 0.5

@@ -1,4 +1,4 @@
-"""Rows in the body of a request: read by the features of the run, and described by them."""
+"""Request bodies with rows: validation, conversion to features, and their JSON Schema."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _TYPES = {"integer": ["integer", "null"], "text": ["string", "integer", "null"]}
 
 @final
 class RowReader:
-    """From the rows of a body to features. Rows need the columns `wanted`, all other columns of the schema are empty;
-    `ignored` are columns of the training rows that may come and are not read."""
+    """Converts the rows of a body to features. Rows need the columns `wanted`; other columns of the schema are empty.
+    `ignored` columns may be present and are not read."""
 
     def __init__(
         self, encoder: FeatureEncoder, wanted: Collection[str], ignored: Collection[str], max_rows: int
@@ -95,7 +95,13 @@ class RowReader:
             if name not in self._known:
                 shown = truncate(name)
                 got, do = f"a column {shown!r}", nearest(shown, self._known)
-                raise _refused(f"rows[{number}]", f"rows[{number}] has an unknown column", got, self._words(), do)
+                raise _refused(
+                    f"rows[{number}]",
+                    f"rows[{number}] has an unknown column",
+                    got,
+                    f"columns {', '.join(self._wanted)}",
+                    do,
+                )
         for name in self._wanted:
             if name not in row:
                 got = truncate(", ".join(row)) or "no columns"
@@ -108,7 +114,7 @@ class RowReader:
             if isinstance(value, (list, dict)):
                 raise invalid_value(location, value, "one value")
             return
-        # A text is cut at the column's separator; a list of several kinds would be taken for a text.
+        # A text is split at the column's separator; a list of mixed types would be read as text.
         kinds = {type(each) for each in value} if isinstance(value, list) else set()
         if isinstance(value, (dict, bool, int, float)) or len(kinds) > 1 or not kinds <= {int, str}:
             raise invalid_value(location, value, "a list of whole numbers or a list of texts")
@@ -123,9 +129,6 @@ class RowReader:
         column_of = {column.name: column for column in self._layout.keys}
         types = _TYPES[column_of[name].kind]
         return {"type": types[:-1] if column_of[name].is_required else types}
-
-    def _words(self) -> str:
-        return f"columns {', '.join(self._wanted)}"
 
 
 def fields_of(body: bytes, known: Sequence[str]) -> dict[str, Any]:
