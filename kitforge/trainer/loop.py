@@ -1,4 +1,4 @@
-"""The training loop. A step is: accumulate, agree whether it is finite, clip, update, tell the callbacks."""
+"""The training loop. A step: accumulate gradients, check that they are finite, clip, update, call the callbacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kitforge.trainer.signals import interrupt_signals
 from kitforge.trainer.state import TrainingState
 from kitforge.trainer.task import RunResult, Task
 
-# A run that was given no length ends while its owner is still watching, and says so.
+# Steps of a run without trainer.max_steps and trainer.epochs.
 DEFAULT_MAX_STEPS = 300
 _log = logger(__name__)
 
@@ -91,8 +91,8 @@ class Loop:
         return self._interrupted
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Become the run that the checkpoint was saved by; `train` then goes on from there. Raises ConfigError for
-        changes that make an exact continuation impossible."""
+        """Continue from a checkpoint in `train`. Raises ConfigError for changed options that make an exact continuation
+        impossible."""
         changes = check_changes(checkpoint.state["config"], self._config, allowed=self.options.allow_config_changes)
         self.task.load_state(checkpoint.state["task"])
         self.state.load_checkpoint(checkpoint)
@@ -102,7 +102,8 @@ class Loop:
         self._config_changes = changes
 
     def train(self) -> dict[str, float]:
-        """Train to the end and return the last metrics. Ctrl-C ends the run after the step, saved and reported."""
+        """Train to the end and return the last metrics. Ctrl-C ends the run after the current step, with a
+        checkpoint."""
         metrics: dict[str, float] = {}
         self._emit("start")
         if self._resumed_from is not None:
@@ -110,9 +111,7 @@ class Loop:
         for change in self._config_changes:
             self.log_event("changed", change)
         if self.options.max_steps is None and self.options.epochs is None:
-            self.log_event(
-                "length", f"{self.max_steps} steps, as none was given; trainer.epochs=1 goes through the data once"
-            )
+            self.log_event("length", f"{self.max_steps} steps by default; trainer.epochs=1 is one pass over the data")
         if (summary := self._run_options.summary) is not None:
             self.log_event("batches", summary)
         still_here = iter(self.callbacks)
@@ -124,7 +123,7 @@ class Loop:
                 for callback in still_here:
                     callback.on_event(Event(kind="end"), self)
             except BaseException as error:
-                # Before anything else, for the other ranks are waiting for this one by now.
+                # First, as the other ranks wait for this one.
                 self.world.publish_failure(error)
                 self._notify_failure(still_here)
                 raise
@@ -133,7 +132,7 @@ class Loop:
         return metrics
 
     def evaluate(self) -> dict[str, float]:
-        """The task's metrics of the evaluation set."""
+        """Metrics of the evaluation set."""
         self.model.eval()
         try:
             with torch.no_grad(), autocast(self.world.device, self._run_options.precision):
@@ -147,16 +146,16 @@ class Loop:
         self.stop_reason = reason
 
     def log_event(self, event: str, message: str) -> None:
-        """Tell all callbacks that something happened."""
+        """Send an event to all callbacks."""
         record = {"kind": "event", "step": self.state.cursor.step, "event": event, "message": message}
         self._emit("note", record)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Hand a table of texts and numbers to whatever tracks the run."""
+        """Send a table to all callbacks, for experiment trackers."""
         self._emit("table", {"name": name, "columns": list(columns), "rows": [list(row) for row in rows]})
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """The whole of state.json."""
+        """The content of state.json."""
         return {
             "training": self.state.state_dict(),
             "task": self.task.state(),
@@ -167,8 +166,8 @@ class Loop:
     def _run(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
         self.model.train()
-        # What stays for the whole run is laid down first: made after the first backward pass, it would break up the
-        # free memory that the next steps' activations need in large pieces.
+        # Optimizer state is allocated before the first backward pass; later it would fragment the memory that the
+        # activations of the next steps need.
         self.state.optimizer.init_state()
         has_ended = self.state.cursor.step >= self.max_steps or self.stop_reason is not None
         steps = iter(()) if has_ended else self.task.steps(self.model, self.state.cursor)
@@ -184,14 +183,14 @@ class Loop:
             self.state.is_consistent = True
             self._emit("step")
             number = self.state.cursor.step
-            # An interrupted window is not logged: the resumed run fills it and logs it whole.
+            # A log interval that is interrupted is logged by the resumed run.
             last = number >= self.max_steps or (self.stop_reason is not None and not self._interrupted)
             if number % self.options.log_every == 0 or last:
                 metrics |= self._log()
             if not math.isfinite(record["grad_norm"]):
                 self._handle_skip(record["grad_norm"])
             elif record["skip"] is not None:
-                self.log_event("skip", f"{record['skip']} in step {number}: weights left as they were")
+                self.log_event("skip", f"{record['skip']} in step {number}: weights unchanged")
             if _is_due(self.options.eval_every, number):
                 metrics |= self._evaluate()
             if last or self.stop_reason is not None:
@@ -199,7 +198,7 @@ class Loop:
             self._checkpoint(_is_due(self.options.checkpoint_every, number))
             started = time.perf_counter()
         if self.state.cursor.step == 0:
-            raise TrainingError("the task gave no step", expected="at least one", fix="check its data and cursor")
+            raise TrainingError("the task yielded no step", expected="at least one", fix="check its data and cursor")
         if self.state.log_accumulator and not self._interrupted:
             metrics |= self._log()
         return metrics | self._finish(has_ended)
@@ -209,28 +208,29 @@ class Loop:
             self._emit("checkpoint")
 
     def _finish(self, has_ended: bool) -> dict[str, float]:
-        """The last evaluation, unless there was one at this step, and a word on why the run ends."""
+        """The last evaluation, unless this step has one, and the event that says why the run ends."""
         metrics: dict[str, float] = {}
         if self._interrupted:
-            self.log_event("interrupt", f"stopped after step {self.state.cursor.step}; resume=auto goes on from here")
+            self.log_event("interrupt", f"stopped after step {self.state.cursor.step}; resume=auto continues from here")
         elif self.state.last_eval_step != self.state.cursor.step:
             metrics = self._evaluate()
         elif has_ended:
-            # A finished run that is resumed has nothing to add to its files.
+            # A resumed run that was already finished adds nothing to its files.
             metrics = self.evaluate()
         if self.stop_reason is not None and not self._interrupted:
             self.log_event("stop", self.stop_reason)
         return metrics
 
     def _step(self, step: Sequence[MicroBatch]) -> dict[str, Any]:
-        """One step of the weights, or a skip. Returns sums, counts, and what was done."""
+        """One optimizer step, or a skip. Returns sums, counts, gradient norms and learning rates."""
         state = self.state
         if not step:
             self._agree_to_stop()
             state.skipped += 1
             state.cursor = state.cursor.advance(samples=0, tokens=0)
             return {"sums": {}, "counts": {}, "grad_norm": 0.0, "skip": None, "last": {}}
-        # Known on all ranks before the first forward pass, so that every micro-batch divides by the whole batch.
+        # Known to all ranks before the first forward pass: every micro-batch is divided by the count of the whole
+        # batch.
         counts = self.world.sum(self.task.count(step))
         sums = self.world.sum(self._accumulate(step, counts))
         self._agree_to_stop()
@@ -268,10 +268,10 @@ class Loop:
 
     def _handle_skip(self, norm: float) -> None:
         state = self.state
-        self.log_event("skip", f"gradient norm {norm} at step {state.cursor.step}: weights left as they were")
+        self.log_event("skip", f"gradient norm {norm} at step {state.cursor.step}: weights unchanged")
         if state.consecutive_skips < self.options.max_consecutive_skips:
             return
-        problem = f"{state.consecutive_skips} steps in a row had gradients that are not finite"
+        problem = f"{state.consecutive_skips} consecutive steps had non-finite gradients"
         if not self.options.rollback or state.rollbacks == self.options.max_rollbacks:
             way = "raise trainer.max_rollbacks" if self.options.rollback else "set trainer.rollback=true"
             fix = f"lower optimizer.learning_rate, use precision=bf16, or {way}"
@@ -284,14 +284,14 @@ class Loop:
             else newest(root, on_damaged=lambda error: self.log_event("damaged", str(error)), world=self.world)
         )
         if found is None:
-            raise TrainingError(problem, got="no checkpoint to go back to", fix="set trainer.checkpoint_every")
+            raise TrainingError(problem, got="no checkpoint to roll back to", fix="set trainer.checkpoint_every")
         state.load_weights(found)
         state.consecutive_skips = 0
         state.rollbacks += 1
-        self.log_event("rollback", f"weights of step {found.step}; the data go on")
+        self.log_event("rollback", f"weights of step {found.step}; the data position is kept")
 
     def _accumulate_metrics(self, record: dict[str, Any], elapsed: float) -> None:
-        """Add the step to the sums since the last log line."""
+        """Add the step to the sums of the current log interval."""
         window = self.state.log_accumulator
         for name, value in record["sums"].items():
             count = record["counts"].get(name, record["counts"]["loss"])
@@ -306,9 +306,9 @@ class Loop:
             window[f"last/{name}"] = value
 
     def _log(self) -> dict[str, float]:
-        """Emit a line of means over the window, then empty it."""
+        """Log the means over the current interval and start a new one."""
         state, window = self.state, self.state.log_accumulator
-        # What nothing was counted for since the last line has no mean.
+        # A metric without a count in this interval has no mean.
         names = [name.removesuffix("/count") for name, value in window.items() if name.endswith("/count") and value]
         means = {name: window[name] / window[f"{name}/count"] for name in names}
         seconds = max(window["time/seconds"], 1e-9)
@@ -339,7 +339,9 @@ class Loop:
         state, monitor = self.state, self.options.metric_for_best
         if monitor is None or monitor not in metrics:
             raise ConfigError(
-                "the monitored metric does not exist", got=monitor, expected=f"one of {', '.join(sorted(metrics))}"
+                "trainer.metric_for_best is not a metric of the evaluation",
+                got=monitor,
+                expected=f"one of {', '.join(sorted(metrics))}",
             )
         sign = 1 if self.options.metric_for_best_mode == "min" else -1
         if math.isfinite(metrics[monitor]) and (
@@ -353,7 +355,7 @@ class Loop:
         return metrics
 
     def _restore_best(self) -> None:
-        """After early stopping the weights of the best evaluation are the result."""
+        """Load the weights of the best evaluation after early stopping."""
         best = self.state.result_step
         if best not in (None, self.state.cursor.step) and self.folder is not None and not self._interrupted:
             assert best is not None
@@ -365,12 +367,12 @@ class Loop:
             callback.on_event(event, self)
 
     def _notify_failure(self, callbacks: Iterator[Callback]) -> None:
-        """Those callbacks hear of the end that have not yet. The error that ended the run is the one to raise, so what
-        fails here is told in the log."""
+        """Send the end event to the callbacks that have not received it. Their own errors are logged, as the error that
+        ended the run is the one to raise."""
         for callback in callbacks:
             try:
                 callback.on_event(Event(kind="end", is_clean=False), self)
-            except Exception as error:  # noqa: BLE001 (no report is to be lost to a full disk)
+            except Exception as error:  # noqa: BLE001 (every callback gets its end event)
                 _log.error("%s, when the run failed: %s", type(callback).__name__, describe_error(error))
 
     def _interrupt(self) -> None:
@@ -379,20 +381,20 @@ class Loop:
             self._agree_to_stop()
 
     def _agree_to_stop(self) -> None:
-        """A signal reaches ranks at different moments; they end after the same step."""
+        """Signals reach ranks at different times; all ranks end after the same step."""
         if self.world.any(self._stop_requested):
             self._interrupted = True
             self.stop("interrupted")
 
 
 def _seed_per_replica(seed: int, world: World) -> None:
-    """All ranks build from one seed; from then on those with different samples draw different noise."""
+    """All ranks initialise from one seed; afterwards each data-parallel replica has its own random stream."""
     if world.replica > 0:
         torch.manual_seed(seeds.key(seed, "replica", world.replica))
 
 
 def _with_best_metric(options: TrainerOptions, task: Task) -> TrainerOptions:
-    """With the task's own metric as the one that says what is best, unless another one is named."""
+    """The options with the task's metric_for_best, unless another one is chosen."""
     own = task.metric_for_best()
     name = own.name if options.metric_for_best is None else options.metric_for_best
     mode = options.metric_for_best_mode or (own.mode if name == own.name else "min")
@@ -400,13 +402,15 @@ def _with_best_metric(options: TrainerOptions, task: Task) -> TrainerOptions:
 
 
 def _max_steps(task: Task, options: RunOptions) -> int:
-    """Steps of the run: as many as were asked for, or at most 300 where nothing was said."""
+    """Steps of the run: by max_steps, by epochs, or at most 300."""
     given, epochs = options.trainer.max_steps, options.trainer.epochs
     if given is not None and epochs is None:
         return given
     steps = task.num_steps(1.0 if epochs is None else epochs)
     if steps is None and given is None:
-        raise ConfigError("how long to train is not known", got="trainer.max_steps=null", expected="a number of steps")
+        raise ConfigError(
+            "the length of the training is unknown", got="trainer.max_steps=null", expected="a number of steps"
+        )
     limit = DEFAULT_MAX_STEPS if epochs is None else None
     return min(value for value in (steps, given, limit) if value is not None)
 

@@ -19,8 +19,8 @@ def weighted_means(
     counts: Callable[[Batch], Sums],
     all_reduce: Callable[[Mapping[str, Tensor]], Sums] = dict,
 ) -> dict[str, float]:
-    """`sum of sums / sum of counts` by name, in float64; a sum without a count of its own is divided by "loss"'s.
-    `over_ranks` adds up what each rank has found in its share of the batches."""
+    """Sum of sums / sum of counts by name, in float64; a sum without a count of its own is divided by the count of
+    "loss". `all_reduce` sums over ranks."""
     totals: dict[str, float] = {}
     divisors: dict[str, float] = {}
     for batch in batches:

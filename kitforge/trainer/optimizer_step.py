@@ -1,4 +1,4 @@
-"""What a step does with gradients that are complete: agree whether they are finite, clip, move the weights or skip."""
+"""The optimizer step: check that gradients are finite, clip by norm, update parameters and table rows, or skip."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from kitforge.trainer.state import TrainingState
 def optimizer_step(
     state: TrainingState, lr_scale: float, learning_rate: float, max_grad_norm: float, *, is_skipped: bool = False
 ) -> dict[str, float]:
-    """Move parameters and table rows at `rate` times their learning rates, and return `grad_norm`, the norm of all
+    """Update parameters and table rows with `lr_scale` times their learning rates. Returns `grad_norm`, the norm of all
     gradients, and `grad_norm/PART` for each of several parts.
 
-    The norm of each part, or of all where there is one, is scaled down to `largest_norm` (0: any) or to the part's own
-    bound. A norm that is not finite, which all ranks see alike, leaves everything as it was, and so does a step that
-    `is_skipped`, for example because nothing was counted: moments and weight decay would move the weights otherwise.
-    The gradients are gone afterwards.
+    Gradients are clipped to `max_grad_norm` (0: no clipping), each part to its own bound if it has one. With a
+    non-finite norm, which all ranks see alike, or with `is_skipped`, nothing changes: neither weights nor moments.
+    Gradients are cleared in both cases.
     """
     tables = state.parallel.tables
     if state.scaler.scale != 1.0:
@@ -44,7 +43,7 @@ def optimizer_step(
         for table in tables:
             table.clear_gradients()
         state.skipped += 1
-        # Steps without anything to learn from, or that a task leaves out, are no sign of divergence.
+        # Steps that the task skips are no sign of divergence.
         state.consecutive_skips += not is_finite
     state.optimizer.zero_grad()
     state.scaler.update(is_finite)
@@ -52,7 +51,7 @@ def optimizer_step(
 
 
 def drop_gradients(state: TrainingState, parts: Collection[str]) -> None:
-    """Forget the gradients of these parts, once all ranks have summed them up, so that `update` leaves them alone."""
+    """Drop the reduced gradients of these parts, so that `optimizer_step` does not update them."""
     for group in state.groups:
         if group.part in parts:
             for parameter in group.parameters:
@@ -60,7 +59,7 @@ def drop_gradients(state: TrainingState, parts: Collection[str]) -> None:
 
 
 def _parts(state: TrainingState) -> dict[str, tuple[set[str], float | None]]:
-    """The names of each part's parameters and the bound of its norm; nothing where all are of one part."""
+    """Parameter names and maximal gradient norm of each part; empty if there is one part only."""
     found: dict[str, tuple[set[str], float | None]] = {}
     for group in state.groups:
         names, _ = found.setdefault(group.part, (set(), group.max_grad_norm))
@@ -69,7 +68,7 @@ def _parts(state: TrainingState) -> dict[str, tuple[set[str], float | None]]:
 
 
 def _scale_gradients(state: TrainingState, factor: float, names: Collection[str] | None = None) -> None:
-    """All gradients, or those of the parameters of these names."""
+    """Scale all gradients, or those of the named parameters, in place."""
     chosen = state.parallel.parameters() if names is not None else {}
     parameters = state.optimizer.parameters() if names is None else (chosen[name] for name in names)
     torch._foreach_mul_([each.grad for each in parameters if each.grad is not None], factor)

@@ -1,4 +1,4 @@
-"""The options of a run that every kit shares."""
+"""The options of a run shared by all kits."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from kitforge.foundation.dtype import ExportDtype, Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerOptions:
-    """How long to train, how often to look, and when to stop."""
+    """Length, logging, evaluation, checkpoints and stopping."""
 
-    max_steps: int | None = None  # optimizer steps, skipped ones included; None: from epochs
-    epochs: float | None = None  # passes over the data; None: from max_steps
-    micro_batch_size: int | None = None  # samples of one forward pass; None: the whole batch
-    max_grad_norm: float = 1.0  # largest global norm of the gradients, of a policy without its critic's; 0: no clipping
-    activation_checkpointing: bool = (
-        False  # keep no activations within a block, compute them again in the backward pass
+    max_steps: int | None = None  # optimizer steps, including skipped ones; None: by epochs
+    epochs: float | None = None  # passes over the data; None: by max_steps
+    micro_batch_size: int | None = (
+        None  # samples of a forward pass (gradient accumulation); None: the whole batch of a replica
     )
+    max_grad_norm: float = 1.0  # gradient clipping by global norm (a critic has its own); 0: no clipping
+    activation_checkpointing: bool = False  # recompute the activations of each block in the backward pass
     log_every: int = 1
-    eval_every: int | None = None  # steps; None: at the end only
-    eval_first: bool = False  # also before the first step
+    eval_every: int | None = None  # steps; None: only at the end
+    eval_first: bool = False  # evaluate before the first step too
     eval_batches: int | None = None  # None: the whole evaluation set
-    checkpoint_every: int | None = None  # steps; None: at the end only
-    save_total_limit: int = 3  # the last ones; the best is kept besides, and what these build on
-    incremental_checkpoints: int = 0  # after each whole one, so many that hold only those rows of tables that changed
-    # Which metric says what is best; None: the task's own, which is eval/loss, a policy's eval/reward, eval/auc of
-    # recommenders that score rows, or eval/hr@k of those that find items.
+    checkpoint_every: int | None = None  # steps; None: only at the end
+    save_total_limit: int = 3  # checkpoints to keep; the best one and the parents of incremental ones are kept too
+    incremental_checkpoints: int = 0  # incremental checkpoints (changed embedding rows only) between two full ones
+    # Metric that selects the best checkpoint; None: the task's: eval/loss, eval/reward of policies, eval/auc of ranking
+    # models, eval/hr@k of retrieval models.
     metric_for_best: str | None = None
-    metric_for_best_mode: Literal["min", "max"] | None = None  # None: that of the task's own metric, min for any other
-    early_stopping: int | None = None  # evaluations without a new best before the run stops; None: never
-    max_consecutive_skips: int = 25  # non-finite steps in a row before the run gives up or rolls back
-    rollback: bool = False  # go back to the last checkpoint's weights instead of giving up
-    max_rollbacks: int = 10  # in the whole run, before it gives up all the same
-    allow_config_changes: bool = False  # resume although changed options make an exact continuation impossible
-    allow_data_changes: bool = False  # resume although the data are others than those that the run began with
+    metric_for_best_mode: Literal["min", "max"] | None = None  # None: the task's for its own metric, else min
+    early_stopping: int | None = None  # patience: evaluations without a new best before the run stops; None: never
+    max_consecutive_skips: int = 25  # consecutive non-finite steps before the run fails or rolls back
+    rollback: bool = False  # load the weights of the last checkpoint instead of failing
+    max_rollbacks: int = 10  # per run
+    allow_config_changes: bool = False  # resume with changed options, although the continuation is not exact
+    allow_data_changes: bool = False  # resume with other data than those of the run
     progress: bool = True
-    profile: bool = False  # trace steps 3 to 5 and write profile/
-    wandb: str | None = None  # project to log to; works offline with WANDB_MODE=offline
+    profile: bool = False  # profile steps 3 to 5 with torch.profiler into profile/
+    wandb: str | None = None  # Weights & Biases project; WANDB_MODE=offline works
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "micro_batch_size", "log_every", "eval_every", "checkpoint_every"):
@@ -68,14 +68,14 @@ class TrainerOptions:
         check(self.max_grad_norm >= 0, "trainer.max_grad_norm", self.max_grad_norm, "a number of at least 0")
         if self.early_stopping is not None:
             regular = self.eval_every is not None
-            check(regular, "trainer.early_stopping", self.early_stopping, "trainer.eval_every beside it")
+            check(regular, "trainer.early_stopping", self.early_stopping, "a value only with trainer.eval_every")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """The options at the top level of every task; a kit's own options extend them."""
+    """Top-level options of every task; kits extend them."""
 
-    # Sections that count only once the run is trained. Not a field.
+    # Sections that only inference reads. Not a field.
     INFERENCE_ONLY_SECTIONS = tuple[str, ...]()
 
     task: str = "custom"
@@ -86,7 +86,7 @@ class RunOptions:
     precision: Precision = "fp32"
     compile_level: CompileLevel = "O1"
     deterministic: bool = False
-    dtype: ExportDtype | None = None  # of the weights that `export` writes; None: what they were published in
+    dtype: ExportDtype | None = None  # of exported weights; None: as published
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -94,10 +94,10 @@ class RunOptions:
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the run: those that train and, where a kit knows others, those beside them."""
+        """Processes of the run: ranks that train, and further ones of a kit."""
         return self.parallel.world_size
 
     @property
     def summary(self) -> str | None:
-        """What several options come to together, in a line to show; None where each speaks for itself."""
+        """One line about what several options result in together; None: no line."""
         return None

@@ -1,4 +1,4 @@
-"""Where a run goes on from, and whether the options it goes on with are still those it began with."""
+"""Resume: the checkpoint to continue from, and the check that options have not changed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kitforge.core.parallel.world import ALONE, World
 from kitforge.foundation.device import pick
 from kitforge.foundation.errors import CheckpointError, ConfigError
 
-# Options, by how their names begin, that change how a run is watched, where it runs or how far it goes, never what a
-# step computes beyond the last digits.
+# Prefixes of options that may change on resume: they affect logging, placement and length, never what a step computes
+# beyond rounding.
 RESUMABLE_OPTIONS = (
     "output",
     "resume",
@@ -47,14 +47,14 @@ RESUMABLE_OPTIONS = (
     "trainer.profile",
     "trainer.wandb",
     "rollout.keep_rollout_files",
-    # Where the data lie; what they hold is compared by their content.
+    # Data paths; contents are compared by fingerprint.
     "data.train",
     "data.eval",
     "data.cache",
     "data.tasks",
     "data.prefetch",
     "data.num_workers",
-    # Where rows live, and when they get there.
+    # Placement and prefetching of table rows.
     "cache.device_rows",
     "cache.host_rows",
     "cache.path",
@@ -64,7 +64,7 @@ RESUMABLE_OPTIONS = (
     "cache.prefetch_batches",
     "cache.policy.",
     "cache.fail_on_overflow",
-    # Numbers differ in their last digits under another layout, but position, noise and order do not.
+    # Another layout changes rounding, but neither data position, random streams nor order.
     "parallel.",
     "role_ranks.",
 )
@@ -73,8 +73,8 @@ RESUMABLE_OPTIONS = (
 def find_resume_checkpoint(
     resume: str | Path | None, folder: Path | None, log_event: Callable[[str, str], None], world: World = ALONE
 ) -> Checkpoint | None:
-    """The checkpoint that `resume` means: None for a fresh run, "auto" for the newest good one of `folder`, else a
-    run folder or a step folder. A damaged checkpoint is named through `note` and the one before it is used."""
+    """The checkpoint of the option `resume`: null for a new run, "auto" for the newest valid one of `folder`, else a
+    run folder or a step folder. A damaged checkpoint is reported with `log_event`, and the one before it is used."""
     root = None if folder is None else folder / "checkpoints"
     if resume is None:
         if root is not None and steps(root):
@@ -98,7 +98,8 @@ def find_resume_checkpoint(
 
 
 def _check_same_history(found: Checkpoint, root: Path) -> None:
-    """Checkpoints that the resumed run did not come from would be taken for its own by the next resume=auto."""
+    """Refuse checkpoints in `root` that are not ancestors of this one: the next resume=auto would continue from
+    them."""
     is_own = found.folder.resolve().parent == root.resolve()
     strangers = [step for step in steps(root) if not is_own or step > found.step]
     if strangers:
@@ -120,8 +121,8 @@ def _open_named(path: Path, log_event: Callable[[str, str], None], world: World)
 
 
 def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed: bool) -> list[str]:
-    """What changed between two nested configurations, as lines to show; that a run is resumed is said elsewhere. Raises
-    ConfigError when a change makes an exact continuation impossible, unless it is allowed."""
+    """The changed options of two nested configurations, one line each. Raises ConfigError if a change makes an exact
+    continuation impossible and is not allowed."""
     old, new = _flatten(before), _flatten(now)
     changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     lines = [f"{name}: {old.get(name)!r} -> {new.get(name)!r}" for name in changed]
@@ -130,16 +131,16 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, allowed:
     breaking = [line for name, line in zip(changed, lines, strict=True) if not name.startswith(harmless)]
     if breaking and not allowed:
         raise ConfigError(
-            "the options differ from those the run was started with, so it cannot go on exactly",
+            "the options differ from those of the run, so that it cannot continue exactly",
             got="; ".join(breaking),
             expected="the same options",
-            fix="put them back, or add trainer.allow_config_changes=true to go on all the same",
+            fix="restore them, or add trainer.allow_config_changes=true to continue anyway",
         )
     return [line for name, line in zip(changed, lines, strict=True) if name != "resume"]
 
 
 def device_type_of(device: object) -> str:
-    """The kind of device that an option names: the first of "cuda:1", and what "auto" finds here."""
+    """The device type of an option: "cuda" for "cuda:1"; "auto" is resolved on this machine."""
     name = str(device)
     return pick().type if name == "auto" else name.partition(":")[0]
 

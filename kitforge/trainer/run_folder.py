@@ -1,4 +1,4 @@
-"""A run: a folder, the loop, and the callbacks that every run has."""
+"""The run folder, the loop of a run with its default callbacks, and training in that folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kitforge.trainer.task import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a finished run leaves behind; accepted wherever a model is."""
+    """A finished run; accepted wherever a model is."""
 
     folder: Path
     model: nn.Module
@@ -45,20 +45,20 @@ class Run:
 
 
 def default_folder(options: RunOptions, model_name: str) -> Path:
-    """The folder that the options name, or a new one below runs/."""
+    """`output_dir`, or a new folder below runs/."""
     if options.output_dir is None and options.resume == "auto":
-        raise ConfigError("resume=auto goes on in a folder", got="output_dir=null", fix="add output_dir=runs/latest")
+        raise ConfigError("resume=auto needs a run folder", got="output_dir=null", fix="add output_dir=runs/latest")
     if options.output_dir is None:
         return _new_folder("-".join(dict.fromkeys((time.strftime("%Y%m%d-%H%M%S"), options.task, model_name))))
     folder = Path(options.output_dir)
     for path in (folder, *folder.parents):
         check(path.is_dir() or not path.exists(), "output_dir", options.output_dir, f"folders; {path} is a file")
-    # The run behind runs/latest, since the link itself is about to point to this run.
+    # The target of runs/latest, as the link will point to this run.
     return Path(os.path.relpath(folder.resolve())) if folder.is_symlink() else folder
 
 
 def _new_folder(name: str) -> Path:
-    """Two runs may start within the same second."""
+    """A folder that does not exist yet: two runs may start within one second."""
     folders = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
     return next(folder for folder in folders if not folder.exists())
 
@@ -72,20 +72,20 @@ def make_loop(
     config: Mapping[str, Any],
     callbacks: Sequence[Callback],
 ) -> Loop:
-    """The loop of a run with its standing callbacks; those handed in are told first."""
+    """The loop of a run with `callbacks`, then the default ones."""
     standing = _default_callbacks(options, folder, dict(config), world)
     return Loop(task, options, world, folder=folder, callbacks=[*callbacks, *standing], config=config)
 
 
 def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> dict[str, float]:
-    """Train in `folder`, from where `options.resume` says."""
+    """Train in `folder`, from the checkpoint that `options.resume` names, if any."""
     found = find_resume_checkpoint(
         options.resume,
         folder,
         lambda event, message: console.print(f"{event}: {message}", markup=False),
         loop.world,
     )
-    # Whatever is refused is refused before a file of the run is touched, on any rank.
+    # Refusals come before any rank touches a file of the run.
     if found is not None:
         loop.resume(found)
     loop.world.all_gather_object(None)
@@ -98,7 +98,7 @@ def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> di
     try:
         return loop.train()
     except KitforgeError:
-        # What fails on its data before the first step leaves nothing to look at or to go on from.
+        # A run that fails before its first step leaves no folder.
         if made and loop.state.cursor.step == 0:
             _link_latest(folder, before)
             shutil.rmtree(made[-1], ignore_errors=True)
@@ -106,8 +106,8 @@ def train(loop: Loop, options: RunOptions, folder: Path, config_text: str) -> di
 
 
 def _default_callbacks(options: RunOptions, folder: Path, config: dict[str, Any], world: World) -> list[Callback]:
-    """In the order in which they must hear of an event: what decides, what writes, what saves, what draws. One rank
-    writes and speaks; all of them decide, and save what they hold."""
+    """The default callbacks, in the order in which they handle an event: decisions, metrics, checkpoints, displays. All
+    ranks decide and save their shards; rank 0 writes and displays."""
     trainer = options.trainer
     chosen: list[Callback] = []
     if options.schedule.name == "plateau":
@@ -137,7 +137,7 @@ def _default_callbacks(options: RunOptions, folder: Path, config: dict[str, Any]
 
 
 def _latest_target(folder: Path) -> str | None:
-    """Where `latest` beside the run points to."""
+    """The target of the link `latest` next to the run."""
     try:
         return os.readlink(folder.parent / "latest")
     except OSError:
@@ -145,7 +145,7 @@ def _latest_target(folder: Path) -> str | None:
 
 
 def _link_latest(folder: Path, target: str | None) -> None:
-    """Let `latest` beside the run point to a run, or to none; where links cannot be made there is none."""
+    """Set or remove the link `latest` next to the run; file systems without links have none."""
     link = folder.parent / "latest"
     draft = folder.parent / f".latest.{os.getpid()}"
     try:

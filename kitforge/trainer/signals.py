@@ -1,4 +1,4 @@
-"""Wishes to end a run that come from outside: Ctrl-C, and what a cluster sends."""
+"""SIGINT and SIGTERM end a run after its current step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# Signals that follow one another faster than a person repeats a wish.
+# Signals within this time count as one request.
 SAME_REQUEST_SECONDS = 0.5
 
 
 @contextmanager
 def interrupt_signals(interrupt: Callable[[], None]) -> Iterator[None]:
-    """Within the block SIGINT and SIGTERM call `interrupt`; a second one ends the process at once.
+    """Within the block SIGINT and SIGTERM call `interrupt`; a second signal ends the process at once.
 
-    One request may come twice, from a terminal or a cluster and again from what started the ranks.
+    One request may arrive twice: from the terminal or the cluster, and from the launcher of the ranks.
     """
     asked: list[float] = []
 
@@ -33,7 +33,7 @@ def interrupt_signals(interrupt: Callable[[], None]) -> Iterator[None]:
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, handle)
     except ValueError:
-        # Only the main thread may set handlers; a run inside another thread is stopped by its owner.
+        # Only the main thread may set signal handlers.
         before.clear()
     try:
         yield

@@ -1,4 +1,4 @@
-"""All that changes while a run goes on, and how it becomes a checkpoint and back."""
+"""The training state: what changes during a run, and how it is saved to and loaded from checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kitforge.foundation import seed as seeds
 from kitforge.foundation.types import Cursor
 from kitforge.trainer.precision import GradScaler
 
-# Fields that go into a checkpoint as they are.
+# Fields saved unchanged in checkpoints.
 SAVED_FIELDS = (
     "updates",
     "skipped",
@@ -41,10 +41,10 @@ SAVED_FIELDS = (
 
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
-    """The moving parts of a run."""
+    """Model, optimizer, counters and random state of a run."""
 
     model: nn.Module
-    parallel: ParallelModel  # the model's place among the ranks
+    parallel: ParallelModel  # the sharded model
     optimizer: Optimizer
     scaler: GradScaler
     plateau: Plateau
@@ -54,25 +54,25 @@ class TrainingState:
     updates: int = 0  # steps that changed the weights; the schedule counts these
     skipped: int = 0  # steps whose gradients were not finite, or in which nothing was counted
     consecutive_skips: int = 0
-    rollbacks: int = 0  # how often the run went back to the weights of a checkpoint
-    best_value: float | None = None  # of the monitored metric
+    rollbacks: int = 0  # times that the run went back to the weights of a checkpoint
+    best_value: float | None = None  # of trainer.metric_for_best
     best_step: int | None = None
     last_eval_step: int | None = None  # the step of the last evaluation
     is_consistent: bool = True  # False within a step, when weights and cursor may not belong together
-    result_step: int | None = None  # whose weights are the run's result; None: the last step's
+    result_step: int | None = None  # the step whose weights are the result; None: the last one
     seconds: float = 0.0  # of training, over all sessions
     log_accumulator: dict[str, float] = field(default_factory=dict)  # sums and counts since the last log line
 
     def model_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's pieces of the parameters, and persistent buffers, by name."""
+        """This rank's shards of the parameters, and persistent buffers, by name."""
         return self.parallel.tensors()
 
     def tables(self) -> dict[str, RowTable]:
-        """The model's tables of rows, by name."""
+        """The embedding tables, by name."""
         return tables_of(self.parallel.tables)
 
     def layouts(self) -> dict[str, Layout]:
-        """How the tensors of model and optimizer that are cut are cut."""
+        """Layouts of the sharded tensors of model and optimizer."""
         return state_layouts(self.parallel.layouts, dict(self.optimizer.tensors()))
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class TrainingState:
         }
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Become what the checkpoint holds, bit for bit."""
+        """Restore the checkpoint, bit for bit."""
         self.load_weights(checkpoint)
         plain = checkpoint.state["training"]
         self.cursor = Cursor(**plain["cursor"])
@@ -97,7 +97,7 @@ class TrainingState:
         self._set_random_state(plain["random"])
 
     def _random_states(self) -> list[dict[str, str]]:
-        """That of each replica, whose ranks compute on the same samples and draw alike."""
+        """The random state of each replica; its ranks share one."""
         own = {name: _to_text(value) for name, value in devices.random_state(self.world.device).items()}
         found: dict[int, dict[str, str]] = {}
         for replica, states in self.world.all_gather_object((self.world.replica, own)):
@@ -105,8 +105,8 @@ class TrainingState:
         return [found[replica] for replica in range(len(found))]
 
     def _set_random_state(self, stored: Sequence[Mapping[str, str]]) -> None:
-        """Go on with the noise of this rank's replica. Replicas that were not there before begin with noise of their
-        own, which no other replica has."""
+        """Restore the random state of this rank's replica. Replicas that the checkpoint does not have get streams of
+        their own."""
         replica = self.world.replica
         states = stored[replica % len(stored)]
         devices.set_random_state({name: _from_text(text) for name, text in states.items()}, self.world.device)
@@ -114,7 +114,7 @@ class TrainingState:
             torch.manual_seed(seeds.key(states["cpu"], "replica", replica))
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
-        """Take weights, tables, optimizer, scale and plateau from the checkpoint; the place in the data stays."""
+        """Load weights, tables, optimizer, loss scale and plateau; the data position stays."""
         self.optimizer.init_state()
         regions = {name: self.parallel.region_of(layout) for name, layout in self.layouts().items()}
         load_tensors(dict(self.model_tensors()), checkpoint.model(regions), what="model")

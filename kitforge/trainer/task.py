@@ -1,4 +1,4 @@
-"""What a run is about: the loop asks a task, never a model."""
+"""The interface of a task: the loop knows a `Task`, never a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kitforge.trainer.options import RunOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What came of a run, or of an evaluation."""
+    """The result of a run or an evaluation."""
 
     metrics: dict[str, float]
     was_interrupted: bool = False
@@ -27,17 +27,17 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestMetric:
-    """Which metric of an evaluation says what is best, and whether that is its smallest or its largest value."""
+    """The metric that selects the best evaluation, and whether lower or higher is better."""
 
     name: str
     mode: Literal["min", "max"]
 
 
 class Task(ABC):
-    """A network, its data and its loss. Three methods are needed; the others have defaults that a task may replace.
+    """A network, its data and its loss. Three methods are abstract; the others have defaults.
 
-    All that the loop divides is handed to it as sums: `loss` gives sums over a micro-batch, `count` the denominators
-    of a whole step, known before its first forward pass. So k micro-batches equal one batch exactly.
+    The loop divides sums by counts: `loss` returns sums over a micro-batch, `count` the denominators of a whole step,
+    known before its first forward pass. So k micro-batches equal one batch exactly.
     """
 
     @abstractmethod
@@ -46,26 +46,26 @@ class Task(ABC):
 
     @abstractmethod
     def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of each step from `cursor` on, on any device. Ends when the data do. A step without any, on
-        all ranks, is counted and moves nothing."""
+        """The micro-batches of each step from `cursor` on, on any device, until the data end. A step without
+        micro-batches (on all ranks) is counted as skipped."""
 
     @abstractmethod
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """Sums over the micro-batch: "loss", which is differentiated, and any further metrics by name."""
+        """Sums over the micro-batch: "loss", which is differentiated, and further metrics by name."""
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
-        """Denominators of the step. "loss" divides every sum without one of its own; "samples" and "tokens" move the
-        cursor; "input_tokens", where more is read than learnt, is what throughput is about. Default: the loss is a mean
-        over the samples, the first dim of the first tensor of a micro-batch."""
+        """Denominators of the step by name. "loss" is also that of sums without their own; "samples" and "tokens"
+        advance the cursor; "input_tokens" counts throughput if it exceeds "tokens". Default: a mean over the samples,
+        the first dim of the first tensor of a micro-batch."""
         samples = sum(len(next(iter(micro_batch.values()))) for micro_batch in step)
         return {"loss": torch.tensor(samples), "samples": torch.tensor(samples)}
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        """Which parameters decay. Default: those with two dims or more."""
+        """Parameter groups of the optimizer. Default: parameters with two dims or more have weight decay."""
         return decay_groups(model.named_parameters(), weight_decay=weight_decay)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Metrics of the evaluation set by name, that of `metric_for_best` among them. Default: none."""
+        """Metrics of the evaluation set by name, including `metric_for_best`. Default: none."""
         return {}
 
     def metric_for_best(self) -> BestMetric:
@@ -73,37 +73,35 @@ class Task(ABC):
         return BestMetric(name="eval/loss", mode="min")
 
     def progress_metrics(self) -> tuple[str, ...]:
-        """The metrics of a step that people follow while it trains, as far as it has them. Default: the loss."""
+        """Metrics of the progress line, as far as a step has them. Default: the loss."""
         return ("loss",)
 
     def skip_reason(self, sums: Sums, counts: Sums) -> str | None:
-        """Why this step must not move the weights; None: it may. `sums` and `counts` are those of all ranks, which then
-        decide alike. Default: it always may."""
+        """Why this step must not update the weights; None: it updates them. `sums` and `counts` are over all ranks,
+        which therefore decide alike. Default: None."""
         return None
 
     def num_steps(self, epochs: float) -> int | None:
-        """Steps in that many passes over the data; None where the task cannot know."""
+        """Steps in that many passes over the data; None if unknown."""
         return None
 
     def frozen_parts(self, step: Sequence[MicroBatch]) -> Collection[str]:
-        """Parts of the parameter groups that this step leaves as they are, moments and weight decay included. Default:
-        none."""
+        """Parts of the parameter groups that this step does not update. Default: none."""
         return ()
 
     def needs_checkpoint(self, step: int, max_steps: int) -> bool:
-        """Whether a checkpoint is due after that many steps, none or more, whatever the options say of their number.
-        Default: no."""
+        """Whether a checkpoint is due after that many steps, besides those of trainer.checkpoint_every. Default: no."""
         return False
 
     def on_run_end(self, ending: RunResult) -> None:
-        """The run is over, and ended as runs should. Default: nothing is to be done."""
+        """Called after a run that did not fail. Default: nothing."""
 
     def state(self) -> dict[str, Any]:
-        """What a resume needs besides the cursor, ready for JSON."""
+        """State for a checkpoint besides the cursor, as JSON values and tensors."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `state` gave."""
+        """Restore `state`."""
 
 
 def batch_schedule(

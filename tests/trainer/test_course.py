@@ -195,7 +195,7 @@ def test_a_task_without_a_step_is_refused(tmp_path: Path) -> None:
         def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
             return iter(())
 
-    with pytest.raises(TrainingError, match="gave no step"):
+    with pytest.raises(TrainingError, match="yielded no step"):
         train(tmp_path, Empty())
 
 

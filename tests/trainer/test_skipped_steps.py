@@ -54,7 +54,7 @@ def test_a_number_that_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
 
 
 def test_too_many_skips_in_a_row_end_the_run(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="2 steps in a row.*not finite"):
+    with pytest.raises(TrainingError, match="2 consecutive steps.*non-finite"):
         recorded(tmp_path, 2, 4, 5, max_consecutive_skips=2)
 
 
@@ -93,7 +93,7 @@ def test_rollbacks_are_counted_over_all_sessions_and_come_to_an_end(tmp_path: Pa
 
 
 def test_a_rollback_needs_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="no checkpoint to go back to"):
+    with pytest.raises(TrainingError, match="no checkpoint to roll back to"):
         recorded(tmp_path, 1, 2, max_consecutive_skips=2, rollback=True, checkpoint_every=None)
 
 

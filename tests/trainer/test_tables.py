@@ -139,7 +139,7 @@ def test_a_rollback_takes_tables_back_and_what_follows_is_whole(tmp_path: Path) 
     loop.callbacks.insert(0, Poison(5))
     clicks.train(loop, options, tmp_path / "run", "")
     root = tmp_path / "run" / "checkpoints"
-    assert tiny.events(tmp_path / "run", "rollback") == ["weights of step 4; the data go on"]
+    assert tiny.events(tmp_path / "run", "rollback") == ["weights of step 4; the data position is kept"]
     bases = {step: clicks.open_checkpoint(root / f"step_{step}").manifest.parent for step in steps(root)}
     assert {step: base and base.step for step, base in bases.items()} == {2: None, 4: 2, 8: None, 10: 8, 12: 10}
     ids, rows = loop.model.table.begin_snapshot().chunks_by_part["rows"]

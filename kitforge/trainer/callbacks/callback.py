@@ -1,4 +1,4 @@
-"""What a callback is: one method that hears of every event, and a state if it has one."""
+"""The interface of callbacks: one method for all events, and an optional state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ EventKind = Literal["start", "step", "log", "evaluate", "checkpoint", "rollback"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened.
+    """An event of the loop.
 
     start: before the first step. step: after every step. log, evaluate: `record` is a line of metrics.jsonl.
-    checkpoint: one is due now. rollback: the newest one is about to be read, so it must be on the disk.
-    table: `record` has `name`, `columns` and `rows` for people to read, which no file of the run needs.
+    checkpoint: a checkpoint is due. rollback: the newest checkpoint is about to be read, so it must be on disk.
+    table: `record` has `name`, `columns` and `rows`, for experiment trackers.
     note: `record` has `event` and `message` (skip, resume, rollback, interrupt, ...). end: after the last step, also
-    after an interruption or a failure; `is_clean` is False after a failure, when no other rank is there any more to
-    exchange anything with, and what a callback holds of this process is to be let go.
+    after an interruption or a failure. After a failure `is_clean` is False: no collective is possible any more, and
+    callbacks release the resources of this process.
     """
 
     kind: EventKind
@@ -35,7 +35,7 @@ class Event:
 
 
 class RunContext(Protocol):
-    """What a callback may see of the loop, and ask of it. Every rank has its own; rank 0 writes for people."""
+    """The part of the loop that callbacks may use. Every rank has callbacks; rank 0 writes files and displays."""
 
     model: nn.Module
     world: World
@@ -51,34 +51,34 @@ class RunContext(Protocol):
         ...
 
     def log_event(self, event: str, message: str) -> None:
-        """Tell all callbacks that something happened."""
+        """Send an event to all callbacks."""
         ...
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Hand a table of texts and numbers to whatever tracks the run."""
+        """Send a table to all callbacks, for experiment trackers."""
         ...
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """The whole of state.json."""
+        """The content of state.json."""
         ...
 
 
 def can_save_at_end(event: Event, run: RunContext) -> bool:
-    """Whether the run ends now, after a whole step, and all ranks are there to save what they hold together. One
-    process saves after a failure as well."""
+    """Whether this is the end of the run, after a whole step, with all ranks present. A single process may save after a
+    failure too."""
     return event.kind == "end" and run.state.is_consistent and (event.is_clean or run.world.all_ranks is None)
 
 
 class Callback(ABC):
-    """Hears every event, in the order in which the callbacks were given."""
+    """Receives every event, in the order of the callbacks."""
 
     @abstractmethod
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Act on the event, or let it pass."""
+        """Handle the event."""
 
     def state(self) -> dict[str, Any]:
-        """What a resume needs, ready for JSON."""
+        """State for a checkpoint, as JSON values."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `state` gave."""
+        """Restore `state`."""

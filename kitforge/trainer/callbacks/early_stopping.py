@@ -1,4 +1,4 @@
-"""Stops a run that no longer gets better; the loop then goes back to the best weights."""
+"""Early stopping; the loop then restores the best weights."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 @final
 class EarlyStopping(Callback):
-    """Stops after `patience` evaluations in a row that brought no new best."""
+    """Stops after `patience` consecutive evaluations without a new best."""
 
     def __init__(self, patience: int) -> None:
         self.patience = patience
         self._num_without_improvement = 0
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Count evaluations since the best one. A run that had stopped before it was resumed stops again."""
+        """Count evaluations since the best one. A stopped run that is resumed stops again."""
         if event.kind not in ("start", "evaluate"):
             return
         if event.kind == "evaluate":
@@ -31,9 +31,9 @@ class EarlyStopping(Callback):
             run.stop(f"early stopping after {self._num_without_improvement} evaluations without a new best: {best}")
 
     def state(self) -> dict[str, Any]:
-        """How long it has waited."""
+        """Evaluations since the best one."""
         return {"num_without_improvement": self._num_without_improvement}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `state` gave."""
+        """Restore `state`."""
         self._num_without_improvement = state["num_without_improvement"]

@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl: one JSON object a line, flushed at once, cut back to the checkpoint when a run resumes."""
+"""Writes metrics.jsonl: one JSON object per line, flushed at once, truncated to the checkpoint on resume."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MetricsFile(Callback):
         self.path = path
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Write the event's record, if it has one."""
+        """Append the record of the event, if it has one."""
         if event.kind == "start":
             is_fresh = run.state.cursor.step == 0 and run.state.last_eval_step is None
             _truncate_after(self.path, -1 if is_fresh else run.state.cursor.step)
@@ -31,7 +31,7 @@ class MetricsFile(Callback):
 
 
 def _truncate_after(path: Path, step: int) -> None:
-    """Drop what was written after `step`, and a line that a kill cut short."""
+    """Drop the lines after `step`, and an incomplete last line."""
     if not path.exists():
         return
     kept = []
@@ -46,5 +46,5 @@ def _truncate_after(path: Path, step: int) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no word for infinity; None stands for it, never a zero."""
+    """JSON has no infinity and no NaN; both become null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Feeds the monitored metric to the plateau schedule, which lowers the learning rate when it stalls."""
+"""Feeds trainer.metric_for_best to the plateau schedule, which reduces the learning rate when it stalls."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 @final
 class PlateauCallback(Callback):
-    """For `schedule.name=plateau`. The factor itself lives in the training state, so that a resume finds it."""
+    """For `schedule.name=plateau`. The factor is part of the training state."""
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Observe an evaluation."""
+        """Pass an evaluation to the schedule."""
         if event.kind != "evaluate" or run.options.metric_for_best not in event.record:
             return
         value = event.record[run.options.metric_for_best]

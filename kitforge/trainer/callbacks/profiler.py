@@ -1,4 +1,4 @@
-"""Traces a few early steps with torch's profiler: a trace to open in a browser and a table of the ten dearest ops."""
+"""Profiles a few early steps with torch.profiler: a Chrome trace and a table of the ten most expensive ops."""
 
 from __future__ import annotations
 

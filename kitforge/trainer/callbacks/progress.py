@@ -1,4 +1,4 @@
-"""Shows a run while it goes on: one live line on a terminal, a line every few seconds elsewhere."""
+"""Progress display: a live line on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @final
 class ProgressDisplay(Callback):
-    """A bar with the task's `progress_metrics`, learning rate and throughput, and above it notes and evaluations."""
+    """A progress bar with `progress_metrics`, learning rate and throughput; events and evaluations above it."""
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
@@ -25,7 +25,7 @@ class ProgressDisplay(Callback):
         self._last_line = 0.0
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Draw what the event says."""
+        """Display the event."""
         if event.kind == "start" and console.is_terminal:
             self._start(run)
         elif event.kind == "log":
@@ -67,9 +67,9 @@ class ProgressDisplay(Callback):
 
 
 def _throughput(record: Mapping[str, Any]) -> str:
-    """Tokens or samples a second: all that are read, with those that are learnt beside where these are fewer."""
+    """Tokens or samples per second; trained tokens in parentheses if fewer than the input tokens."""
     rates = {name: record.get(f"time/{name}_per_second", 0.0) for name in ("input_tokens", "tokens", "samples")}
     if rates["input_tokens"]:
-        trained = f" ({rates['tokens']:,.0f} learnt)" if rates["tokens"] else ""
+        trained = f" ({rates['tokens']:,.0f} trained)" if rates["tokens"] else ""
         return f"{rates['input_tokens']:,.0f} tokens/s{trained}"
     return f"{rates['tokens']:,.0f} tokens/s" if rates["tokens"] else f"{rates['samples']:,.0f} samples/s"

@@ -1,4 +1,4 @@
-"""Writes report.html when a run ends, however it ends."""
+"""Writes report.html at the end of a run, also after a failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 @final
 class ReportPage(Callback):
-    """Give it after the metrics file, so that the last line is on the page."""
+    """It comes after the metrics file, whose last line it shows."""
 
     def on_event(self, event: Event, run: RunContext) -> None:
         """Write the page at the end."""

@@ -1,4 +1,4 @@
-"""Sends metrics to Weights & Biases; with WANDB_MODE=offline nothing leaves the machine."""
+"""Logs metrics to Weights & Biases; with WANDB_MODE=offline nothing leaves the machine."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_a_stream_without_a_schema_or_with_a_vocabulary_is_refused(tmp_path: Pat
 
 
 def test_a_stream_needs_a_number_of_steps(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="how long to train is not known"):
+    with pytest.raises(ConfigError, match="the length of the training is unknown"):
         online(tmp_path, endless(), **{"trainer.max_steps": None})
 
 
