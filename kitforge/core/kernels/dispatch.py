@@ -111,7 +111,7 @@ class Implementation:
 
 
 _numba = functools.partial(Implementation, device="cpu", package="numba")
-# By operation and name, in order of preference. What accepts none of them runs the reference.
+# By operation and name, in order of preference. The reference takes the calls that none of them accepts.
 IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "linear": {
         "numba": _numba(path="numba.linear", accepts=fast_path.accepts_linear),
@@ -242,8 +242,8 @@ def implementation(operation: str, name: str, device: str = "cpu") -> Any:
 
 @final
 class _WithFallback:
-    """What `load` gives, loaded by the first call, for the calls that the implementation accepts, and `otherwise` for
-    the others; after a failure the reference."""
+    """Calls the implementation, loaded by the first call, with the arguments that it accepts, and `otherwise` with
+    others. After a failure the reference replaces the implementation."""
 
     def __init__(
         self, operation: str, name: str, load: Callable[[], Any], reference: Callable[..., Any], otherwise: Any = None
@@ -270,7 +270,7 @@ class _WithFallback:
             return result
 
     def __getstate__(self) -> dict[str, Any]:
-        """A model that is saved or copied whole loads its implementations anew."""
+        """A pickled or copied model loads its implementations again."""
         return {**self.__dict__, "_function": None}
 
 

@@ -22,7 +22,6 @@ from kitforge.core.kernels.sparse_update.reference import (
     UPDATES,
     VISITS,
     Powers,
-    SparseUpdate,
     integer_view,
 )
 from kitforge.foundation.config import check, check_name
@@ -174,7 +173,8 @@ class RowOptimizer:
         Raises ModelError, before any update, for a slot out of range, and with adam for a row that is not caught up to
         the previous step.
         """
-        config, kernels, decay = self.config, self._rules(slab), self.config.touched_weight_decay
+        config, decay = self.config, self.config.touched_weight_decay
+        kernels = (self._kernels or select_table(slab.device.type)).sparse_update
         check_indices(slots, len(slab), "slots of the slab")
         if self.moves_untouched_rows:
             num_behind = int((integer_view(slab)[slots, LAST_STEP] != step - 1).sum())
@@ -215,10 +215,8 @@ class RowOptimizer:
             )
         check_indices(slots, len(slab), "slots of the slab")
         dim = (slab.shape[1] - NUM_COUNTERS - 1) // 3
-        self._rules(slab).catch_up(slab, slots, dim, step, rates, eps=self.config.eps, powers=self._powers)
-
-    def _rules(self, slab: Tensor) -> SparseUpdate:
-        return (self._kernels or select_table(slab.device.type)).sparse_update
+        kernels = (self._kernels or select_table(slab.device.type)).sparse_update
+        kernels.catch_up(slab, slots, dim, step, rates, eps=self.config.eps, powers=self._powers)
 
 
 def build_row_optimizer(config: SparseOptimizerConfig, kernels: TableKernels | None = None) -> RowOptimizer:

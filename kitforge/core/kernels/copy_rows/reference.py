@@ -11,7 +11,7 @@ from kitforge.foundation.errors import ModelError
 
 
 class CopyRowsKernel(Protocol):
-    """Row i of `source` [rows, width], or row `at[i]`, becomes row i of `target`, or row `to[i]`; `to` are distinct.
+    """Copy row i of `source` [rows, width], or row `at[i]`, to row i of `target`, or row `to[i]`; `to` are distinct.
 
     Raises ModelError for an index out of range.
     """

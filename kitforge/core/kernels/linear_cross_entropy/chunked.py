@@ -19,17 +19,17 @@ from torch.autograd.function import once_differentiable
 
 from kitforge.core.kernels.mixed_precision import product_operands
 
-# Bytes of logits held at once: large enough for full speed of the products, small enough to stay near the caches.
+# Bytes of logits of one chunk: enough for full speed of the products, few enough for the CPU caches.
 CHUNK_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyShard:
-    """Says that `weight` is only a part of a vocabulary, and how to reach the parts that others hold."""
+    """Marks `weight` as a vocabulary-parallel shard, with the collective that gathers the results of all shards."""
 
-    first: int  # the vocabulary's number of the first row
-    max_rows: int  # the rows of the largest part, so that all holders exchange as often
-    gather: Callable[[Tensor], Tensor]  # a tensor to the tensors of all holders, stacked in a new first dim
+    first: int  # the vocabulary index of the first row
+    max_rows: int  # rows of the largest shard, so that all ranks make as many exchanges
+    gather: Callable[[Tensor], Tensor]  # all-gathers a tensor, stacked in a new first dim
 
 
 def linear_cross_entropy(
