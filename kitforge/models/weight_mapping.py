@@ -11,7 +11,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from kitforge.core.nn.decoder import FamilyConfig
+from kitforge.core.nn.decoder import MAX_LAYERS, FamilyConfig
+from kitforge.core.nn.rotary import RopeScaling
+from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ModelError
 
 # Names of an untied head in Hugging Face checkpoints.
@@ -193,6 +195,43 @@ def _by_theirs(mappings: Sequence[TensorMapping]) -> dict[str, list[TensorMappin
     for mapping in mappings:
         groups.setdefault(mapping.theirs, []).append(mapping)
     return {name: sorted(members, key=lambda mapping: mapping.start) for name, members in groups.items()}
+
+
+def read_shared_keys(config: ConfigFile) -> dict[str, Any]:
+    """The options that LLaMA, Mistral, Qwen and GLM store under the same keys of config.json."""
+    rope = read_rope(config)
+    scaling = rope.get("scaling")
+    return {
+        "vocab_size": config.count("vocab_size"),
+        "dim": config.count("hidden_size"),
+        "num_layers": config.count("num_hidden_layers", largest=MAX_LAYERS),
+        "num_heads": config.count("num_attention_heads"),
+        "mlp_dim": config.count("intermediate_size"),
+        "rope_theta": rope.get("theta", 10000.0),
+        "rope_scaling": None if scaling is None else from_dict(RopeScaling, scaling, "rope_scaling"),
+        "tie_embeddings": config.flag("tie_word_embeddings", False),
+        "attention_dropout": config.number("attention_dropout", 0.0, below=1.0),
+    }
+
+
+def write_shared_keys(config: Any, rotary_fraction: float | None = None) -> dict[str, Any]:
+    """The keys of config.json that LLaMA, Mistral, Qwen and GLM share."""
+    scaling = None if config.rope_scaling is None else to_dict(config.rope_scaling)
+    return {
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads or config.num_heads,
+        "head_dim": config.head_dim or config.dim // config.num_heads,
+        "intermediate_size": config.mlp_dim,
+        "max_position_embeddings": config.max_length,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": write_rope(config.rope_theta, rotary_fraction, scaling),
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_dropout": config.attention_dropout,
+    }
 
 
 def read_rope(config: ConfigFile) -> dict[str, Any]:

@@ -7,8 +7,6 @@ from functools import partial
 from typing import Any
 
 from kitforge.core.nn.decoder import MAX_LAYERS
-from kitforge.core.nn.rotary import RopeScaling
-from kitforge.foundation.config import from_dict, to_dict
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.weight_mapping import (
     ConfigFile,
@@ -16,8 +14,9 @@ from kitforge.models.weight_mapping import (
     TensorMapping,
     decoder_mappings,
     read_rope,
+    read_shared_keys,
     require,
-    write_rope,
+    write_shared_keys,
 )
 
 
@@ -29,25 +28,15 @@ def read_config(config: Mapping[str, Any]) -> GLMConfig:
 
 def _read_glm(config: ConfigFile) -> GLMConfig:
     require(config, {"hidden_act": "silu"}, "GLM")
-    rope = read_rope(config)
-    scaling = rope.get("scaling")
     return GLMConfig(
-        vocab_size=config.count("vocab_size"),
-        dim=config.count("hidden_size"),
-        num_layers=config.count("num_hidden_layers", largest=MAX_LAYERS),
-        num_heads=config.count("num_attention_heads"),
+        **read_shared_keys(config),
         num_kv_heads=config.count("num_key_value_heads"),
         head_dim=config.optional_count("head_dim", 128),
-        mlp_dim=config.count("intermediate_size"),
         max_length=config.count("max_position_embeddings", 131072),
         norm_eps=config.number("rms_norm_eps", 1.5625e-07, below=1.0),
-        rope_theta=rope.get("theta", 10000.0),
-        rope_scaling=None if scaling is None else from_dict(RopeScaling, scaling, "rope_scaling"),
-        rotary_fraction=rope.get("fraction", 0.5),
+        rotary_fraction=read_rope(config).get("fraction", 0.5),
         qkv_bias=config.flag("attention_bias", True),
         sandwich_norms=config["model_type"] == "glm4",
-        tie_embeddings=config.flag("tie_word_embeddings", False),
-        attention_dropout=config.number("attention_dropout", 0.0, below=1.0),
     )
 
 
@@ -76,25 +65,11 @@ def _read_chatglm(config: ConfigFile) -> GLMConfig:
 
 def write_config(config: GLMConfig) -> dict[str, Any]:
     """The values of config.json."""
-    kind = "glm4" if config.sandwich_norms else "glm"
-    scaling = None if config.rope_scaling is None else to_dict(config.rope_scaling)
-    return {
-        "architectures": ["Glm4ForCausalLM" if config.sandwich_norms else "GlmForCausalLM"],
+    kind, name = ("glm4", "Glm4ForCausalLM") if config.sandwich_norms else ("glm", "GlmForCausalLM")
+    return write_shared_keys(config, config.rotary_fraction) | {
+        "architectures": [name],
         "model_type": kind,
-        "hidden_act": "silu",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim or config.dim // config.num_heads,
-        "intermediate_size": config.mlp_dim,
-        "max_position_embeddings": config.max_length,
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": write_rope(config.rope_theta, config.rotary_fraction, scaling),
         "attention_bias": config.qkv_bias,
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_dropout": config.attention_dropout,
         "pad_token_id": None,
         "eos_token_id": None,
     }

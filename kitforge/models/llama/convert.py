@@ -7,8 +7,6 @@ from functools import partial
 from typing import Any
 
 from kitforge.core.nn.decoder import MAX_LAYERS
-from kitforge.core.nn.rotary import RopeScaling
-from kitforge.foundation.config import from_dict, to_dict
 from kitforge.foundation.errors import ModelError
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.weight_mapping import (
@@ -16,9 +14,9 @@ from kitforge.models.weight_mapping import (
     Converter,
     TensorMapping,
     decoder_mappings,
-    read_rope,
+    read_shared_keys,
     require,
-    write_rope,
+    write_shared_keys,
 )
 
 
@@ -27,28 +25,18 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     config = ConfigFile(config)
     require(config, {"hidden_act": "silu", "dual_chunk_attention_config": None}, "LLaMA")
     kind = config["model_type"]
-    rope = read_rope(config)
-    scaling = rope.get("scaling")
     bias = config.flag("attention_bias", kind == "qwen2")
     return LlamaConfig(
-        vocab_size=config.count("vocab_size"),
-        dim=config.count("hidden_size"),
-        num_layers=config.count("num_hidden_layers", largest=MAX_LAYERS),
-        num_heads=config.count("num_attention_heads"),
+        **read_shared_keys(config),
         num_kv_heads=config.optional_count("num_key_value_heads"),
         head_dim=config.optional_count("head_dim") or (128 if kind == "qwen3" else None),
-        mlp_dim=config.count("intermediate_size"),
         max_length=config.count("max_position_embeddings", 2048),
         norm_eps=config.number("rms_norm_eps", 1e-6, below=1.0),
-        rope_theta=rope.get("theta", 10000.0),
-        rope_scaling=None if scaling is None else from_dict(RopeScaling, scaling, "rope_scaling"),
-        tie_embeddings=config.flag("tie_word_embeddings", False),
         qkv_bias=bias,
         out_bias=bias and kind != "qwen2",
         mlp_bias=config.flag("mlp_bias", False),
         qk_norm=kind == "qwen3",
         **_window(config, kind),
-        attention_dropout=config.number("attention_dropout", 0.0, below=1.0),
     )
 
 
@@ -95,24 +83,7 @@ def write_config(config: LlamaConfig) -> dict[str, Any]:
     """The values of config.json."""
     kind = model_type(config)
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    scaling = None if config.rope_scaling is None else to_dict(config.rope_scaling)
-    written: dict[str, Any] = {
-        "architectures": [f"{names[kind]}ForCausalLM"],
-        "model_type": kind,
-        "hidden_act": "silu",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads or config.num_heads,
-        "head_dim": config.head_dim or config.dim // config.num_heads,
-        "intermediate_size": config.mlp_dim,
-        "max_position_embeddings": config.max_length,
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": write_rope(config.rope_theta, None, scaling),
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_dropout": config.attention_dropout,
-    }
+    written = {"architectures": [f"{names[kind]}ForCausalLM"], "model_type": kind} | write_shared_keys(config)
     if kind == "mistral":
         return written | {"sliding_window": config.sliding_window}
     if kind.startswith("qwen"):
