@@ -7,7 +7,7 @@ another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast, final
 
 import torch
@@ -100,43 +100,24 @@ class TreeAttention:
         return spec.kernel(query, key, value, mask=self._masks[spec.window], causal=False, scale=spec.scale)
 
 
-@dataclass(slots=True)
-class _PackedRow:
-    """The tokens of a pass, each with its tree, branch and position."""
-
-    tokens: list[int] = field(default_factory=list)
-    trees: list[int] = field(default_factory=list)
-    branches: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-
-    def add(self, tokens: Sequence[int], tree: int, branch: int, start: int) -> range:
-        """Append tokens; returns their indices in the row."""
-        first = len(self.tokens)
-        self.tokens += tokens
-        self.trees += [tree] * len(tokens)
-        self.branches += [branch] * len(tokens)
-        self.positions += range(start, start + len(tokens))
-        return range(first, len(self.tokens))
-
-
 def _score_batch(network: CausalLM, trees: Sequence[ChoiceBatch]) -> list[list[ChoiceScore]]:
-    row = _PackedRow()
+    packed: list[tuple[int, int, int, int]] = []  # token, tree, branch and position
     rows: list[int] = []
     targets: list[int] = []
     sizes: list[int] = []
     for number, tree in enumerate(trees):
-        prefix = row.add(tree.prefix, number, 0, 0)
+        packed += [(token, number, 0, position) for position, token in enumerate(tree.prefix)]
+        end, last = len(tree.prefix), len(packed) - 1
         for branch, tokens in enumerate(tree.continuations, 1):
             # The prefix predicts the first token of a branch, and each token the next one.
-            rows += [prefix[-1], *row.add(tokens[:-1], number, branch, len(prefix))]
+            rows += [last, *range(len(packed), len(packed) + len(tokens) - 1)]
+            packed += [(token, number, branch, position) for position, token in enumerate(tokens[:-1], end)]
             targets += tokens
             sizes.append(len(tokens))
-    device = network.head_weight.device
-    trees_of, branches, positions = (
-        torch.tensor(values, device=device) for values in (row.trees, row.branches, row.positions)
-    )
+    columns = torch.tensor(packed, device=network.head_weight.device).t().contiguous()
+    row, trees_of, branches, positions = columns
     context = Context(positions=positions.unsqueeze(0), attend=TreeAttention(trees_of, branches, positions))
-    hidden = network.hidden(torch.tensor([row.tokens], device=device), context)[0]
+    hidden = network.hidden(row.unsqueeze(0), context)[0]
     scores = iter(_scores(network, hidden[rows], targets, sizes))
     return [[next(scores) for _ in tree.continuations] for tree in trees]
 
