@@ -13,7 +13,7 @@ from torch.nn import functional
 from kitforge.composition import preset_values
 from kitforge.core.kernels.dispatch import REFERENCE
 from kitforge.core.nn.cross_network import CrossNetwork, dot_interaction
-from kitforge.core.nn.dropout import SampleDropout
+from kitforge.core.nn.dropout import SampleDropout, sample_dropout
 from kitforge.core.nn.embedding_spec import SampleShape
 from kitforge.core.nn.mlp_tower import MLPTower
 from kitforge.foundation.errors import ConfigError
@@ -190,12 +190,15 @@ def test_towers_need_the_features_of_either_side() -> None:
 
 def test_noise_depends_on_the_sample_alone() -> None:
     samples = torch.arange(250, 262)
-    whole = SampleDropout(seed=3, step=7, samples=samples).mask("tower.0", 8, 0.5)
-    part = SampleDropout(seed=3, step=7, samples=samples[4:9]).mask("tower.0", 8, 0.5)
-    assert torch.equal(part, whole[4:9])
-    other = SampleDropout(seed=3, step=8, samples=samples).mask("tower.0", 8, 0.5)
-    assert not torch.equal(other, whole)
-    assert set(whole.unique().tolist()) == {False, True}
+
+    def masked(step: int, samples: torch.Tensor) -> torch.Tensor:
+        noise = SampleDropout(seed=3, step=step, samples=samples)
+        return sample_dropout(torch.ones(len(samples), 8), 0.5, "tower.0", noise)
+
+    whole = masked(7, samples)
+    assert torch.equal(masked(7, samples[4:9]), whole[4:9])
+    assert not torch.equal(masked(8, samples), whole)
+    assert set(whole.unique().tolist()) == {0.0, 2.0}
 
 
 def test_every_preset_is_built_on_meta() -> None:
