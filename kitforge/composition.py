@@ -1,6 +1,6 @@
-"""From presets and overrides to one plain dict. Hydra begins and ends in this file.
+"""Composes presets and overrides into one plain dict. Hydra is used in this file only.
 
-The options that exist are those of the task's dataclass; nothing is built here.
+The options dataclass of the task defines which options exist.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from kitforge.peer_names import PEER_NAMES
 
 CONFIGS = Path(__file__).parent / "configs"
 OWN_CONFIGS = Path("configs")
-# The options that a folder means in the place of a preset.
+# Groups whose value may be a folder, and the option that the folder sets.
 FOLDER_OPTIONS = {"model": "checkpoint", "tokenizer": "tokenizer.name"}
-# Groups of which no preset need be chosen.
+# Groups without a default preset.
 OPTIONAL_GROUPS = ("data", "recipe")
-# Options that may name a function, which a file may not.
+# Options that may name a function on the command line; a YAML file may not.
 CODE_OPTIONS = ("reward",)
-# Options whose value is text for the model, in which neither a comma nor `${` means anything.
+# Options with free text: commas and `${` have no special meaning.
 TEXT_OPTIONS = ("prompt",)
-# Options that may be typed without their section where exactly one that the verb reads has this name.
+# Options that may be given without their section, if exactly one option of the verb has this name.
 SHORT_NAMES = ("max_new_tokens", "temperature", "top_p", "num_generations")
 FIELD = re.compile(r"^((?:    # .*\n)*)    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
 
 def presets(group: str = "model") -> dict[str, Path]:
-    """The YAML files of a group by name: the shipped ones and those of ./configs."""
+    """The presets of a group: shipped YAML files and those of ./configs."""
     shipped = {path.stem: path for path in sorted((CONFIGS / group).glob("*.yaml"))}
     own = {path.stem: path for path in sorted((OWN_CONFIGS / group).glob("*.yaml"))}
     for name in shipped.keys() & own.keys():
@@ -63,7 +63,7 @@ def preset_values(group: str = "model") -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composition:
-    """The plain configuration of a task, and what its network is called: a preset, or the folder it comes from."""
+    """The composed options of a task, and the name of the model: its preset or its folder."""
 
     values: dict[str, Any]
     model_name: str
@@ -71,10 +71,10 @@ class Composition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FineTuning:
-    """What changes where a run starts from weights."""
+    """Changes to the configuration of a run that starts from weights."""
 
-    optimizer: str  # the preset in place of the task's; the one for adapters has `_lora` behind its name
-    has_network: bool  # handed over, as no checkpoint is named
+    optimizer: str  # the optimizer preset to use; its LoRA variant ends in `_lora`
+    has_network: bool  # the model is an object, not a checkpoint
 
 
 def compose(
@@ -84,9 +84,9 @@ def compose(
     ignored_sections: Sequence[str] = (),
     fine_tuning: FineTuning | None = None,
 ) -> Composition:
-    """Presets chosen by name, then single values over them. A choice is named `optimizer`, `optimizer.learning_rate`
-    or, as a nested mapping, both. Raises ConfigError, which names the nearest thing for one that is not known; options
-    in the sections `unread`, which the verb has no use for, are named last."""
+    """Compose presets, then single values over them. A choice is `optimizer` (a preset), `optimizer.learning_rate` (a
+    value) or a nested mapping. Raises ConfigError with the nearest name for unknown choices; options in
+    `ignored_sections` are suggested last."""
     named, typed = _split_choices(choices)
     single = _full_names(typed, options, ignored_sections)
     texts = {name: single.pop(name) for name in TEXT_OPTIONS if name in single}
@@ -113,24 +113,24 @@ def compose(
 def _composed(
     task: str, named: Mapping[str, str], single: Mapping[str, Any], option_sections: Collection[str]
 ) -> tuple[dict[str, Any], str]:
-    """The presets with single values over them, and the name of the model's preset."""
+    """The composed options, and the name of the model preset."""
     has_preset = task in presets("task")
     config, preset = _compose_presets({"task": task, **named} if has_preset else named)
     _refuse_functions(config)
     if not has_preset:
-        # A task of an installed kit: the groups that its options have.
+        # A task of an installed kit: only the groups among its options.
         for name in named.keys() - option_sections - {"recipe"}:
             raise ConfigError(f"task {task!r} has no option {name!r}", got=f"{name}={named[name]}", fix="leave it out")
         for section in [each for each in config if each not in option_sections]:
             del config[section]
         preset = preset if "model" in option_sections else task
-    # What was asked for counts, whatever task a recipe was made for.
+    # The requested task overrides that of a recipe.
     return to_plain_dict(OmegaConf.merge(config, nested(single), {"task": task})), preset
 
 
 def _follow_learning_rate(values: dict[str, Any], preset: Mapping[str, Any]) -> None:
-    """Where another rate was asked for than the preset's, what the preset says of further ones, as of a critic's, no
-    longer belongs to it."""
+    """If the learning rate differs from the preset's, drop the preset's further rates (such as the critic's), which
+    belong to it."""
     further = [name for name in preset if name != "optimizer" and "optimizer" in preset]
     for name in further:
         is_own = values[name]["learning_rate"] == preset[name]["learning_rate"]
@@ -139,13 +139,13 @@ def _follow_learning_rate(values: dict[str, Any], preset: Mapping[str, Any]) -> 
 
 
 def _chooses_optimizer(recipe: str | None) -> bool:
-    """Whether a recipe names a preset of optimizers in the place of its task's."""
+    """Whether a recipe overrides the optimizer preset of its task."""
     defaults = read_yaml(presets("recipe")[recipe]).get("defaults", []) if recipe is not None else []
     return any(isinstance(each, DictConfig) and "override /optimizer" in each for each in defaults)
 
 
 def _full_names(typed: Mapping[str, Any], options: type[Any], ignored_sections: Sequence[str]) -> dict[str, Any]:
-    """Single values by the whole names of their options."""
+    """Single values by full option name."""
     single: dict[str, Any] = {}
     for short, value in typed.items():
         name = full_name(short, value, options, ignored_sections)
@@ -158,7 +158,7 @@ def _full_names(typed: Mapping[str, Any], options: type[Any], ignored_sections: 
 def compose_over(
     base: Mapping[str, Any], choices: Mapping[str, Any], options: type[Any], ignored_sections: Sequence[str] = ()
 ) -> Composition:
-    """Options that a run wrote down, with choices over them: single ones, or presets, but for whole recipes."""
+    """The recorded options of a run, with single values or presets (no recipes) over them."""
     named, typed = _split_choices(choices)
     single = _full_names(typed, options, ignored_sections)
     if "recipe" in named:
@@ -173,19 +173,19 @@ def compose_over(
 
 
 def recipe_task(name: Any) -> str | None:
-    """The task that a recipe is made for; None where it says nothing, or is none of ours."""
+    """The task of a recipe; None if it names none or does not exist."""
     path = presets("recipe").get(str(name))
     return None if path is None else read_yaml(path).get("task")
 
 
 def task_of(choices: Mapping[str, Any]) -> str:
-    """The task that is asked for: by name, else that of a checkpoint, else that of a recipe."""
+    """The task: by name, else of the checkpoint, else of the recipe, else the default."""
     named = choices.get("task") or recorded_task(choices.get("checkpoint")) or recipe_task(choices.get("recipe"))
     return str(named or DEFAULT_TASK)
 
 
 def text_task_of(choices: Mapping[str, Any]) -> str:
-    """The task whose options generate text with the chosen model. Raises ConfigError for a model that gives scores."""
+    """The task whose options generate text with the chosen model. ConfigError for a model without text output."""
     task = task_of(choices)
     if (text_task := kit_of(task).TEXT_TASK) is None:
         raise ConfigError(
@@ -200,9 +200,8 @@ def text_task_of(choices: Mapping[str, Any]) -> str:
 def compose_config(
     task: str, choices: Mapping[str, Any], ignored_sections: Sequence[str] = (), *, has_network: bool = False
 ) -> Composition:
-    """The configuration of a task: presets by name, then single values over them. Short option names do not search the
-    sections `ignored_sections`. A run that starts from weights, of a checkpoint or (`has_network`) of a network that is
-    handed over, takes the optimizer preset `Kit.FINE_TUNING`."""
+    """The configuration of a task: presets, then single values over them. Short option names skip `ignored_sections`. A
+    run from weights (a checkpoint, or a model object if `has_network`) uses the optimizer preset `Kit.FINE_TUNING`."""
     kit = kit_of(task)
     preset = kit.FINE_TUNING
     fine_tuning = None if preset is None else FineTuning(optimizer=preset, has_network=has_network)
@@ -210,7 +209,7 @@ def compose_config(
 
 
 def compose_eval_config(task: str, choices: Mapping[str, Any], ignored_sections: Sequence[str] = ()) -> Composition:
-    """The same for an evaluation, which starts from the run's own options if `Kit.evaluation_options` gives them."""
+    """The configuration of an evaluation, over the run's options if `Kit.evaluation_options` gives them."""
     checkpoint, kit, base = choices.get("checkpoint"), kit_of(task), None
     config = recorded_config(checkpoint) if isinstance(checkpoint, (str, Path)) else None
     if config is not None and recorded_task(checkpoint) == task:
@@ -221,14 +220,14 @@ def compose_eval_config(task: str, choices: Mapping[str, Any], ignored_sections:
 
 
 def recorded_values(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a run wrote down, with changes to single ones by dotted name."""
+    """The recorded options of a run, with changes by dotted name."""
     return to_plain_dict(OmegaConf.merge(read_yaml(path), nested(changes)))
 
 
 def parse(argument: str) -> tuple[str, list[Any]]:
-    """The name and the values of `name=value`; several values where Hydra's grammar asks for a sweep.
+    """The name and the values of `name=value`; several values for a sweep in Hydra's grammar.
 
-    What that grammar cannot read (most punctuation, any script but Latin) is text as it stands.
+    Values that the grammar cannot read (most punctuation, non-Latin scripts) are plain text.
     """
     name, found, text = argument.partition("=")
     name = name.lstrip("+")
@@ -247,14 +246,13 @@ def parse(argument: str) -> tuple[str, list[Any]]:
 
 
 def check_name(name: str, options: type[Any]) -> None:
-    """Raise ConfigError unless the dotted name is an option, or lies below a free-form one."""
+    """Raise ConfigError unless the dotted name is an option or lies below a free-form one."""
     full_name(name, None, options)
 
 
 def full_name(name: str, value: Any, options: type[Any], ignored_sections: Sequence[str] = ()) -> str:
-    """The dotted name of the option that is meant: the name itself; for one of `SHORT_NAMES` the only option outside
-    the sections `unread` that ends so; `cache.policy.name` where `cache.policy` is given a text. Raises ConfigError
-    for a name that is no option, naming what was probably meant."""
+    """The full name of an option. `SHORT_NAMES` are resolved if exactly one option outside `ignored_sections` ends so;
+    `cache.policy=TEXT` means `cache.policy.name`. Raises ConfigError with suggestions for unknown names."""
     known = option_names(options)
     free = [
         option
@@ -285,13 +283,13 @@ def full_name(name: str, value: Any, options: type[Any], ignored_sections: Seque
 
 
 def _ending_in(name: str, options: Iterable[str]) -> list[str]:
-    """The options of that last name in the fewest sections: `temperature` is not `rl.eval.temperature`."""
+    """The options with that last name and the fewest sections: `temperature` is not `rl.eval.temperature`."""
     same = [option for option in options if option.split(".")[-1] == name]
     return [option for option in same if option.count(".") == min(each.count(".") for each in same)]
 
 
 def _similar_names(name: str, known: Iterable[str], cutoff: float) -> list[str]:
-    """The option that is spelt most like the name; else those of which the last part is, nearly to the letter."""
+    """The option with the most similar name; else those with a nearly equal last part."""
     if whole := difflib.get_close_matches(name, known, n=1, cutoff=cutoff):
         return whole
     last = {option: option.split(".")[-1] for option in known}
@@ -300,7 +298,7 @@ def _similar_names(name: str, known: Iterable[str], cutoff: float) -> list[str]:
 
 
 def option_names(options: type[Any], path: str = "") -> dict[str, Any]:
-    """The dotted names of all options with their types."""
+    """All options by dotted name, with their types."""
     result: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(options).items():
         if dataclasses.is_dataclass(hint):
@@ -311,7 +309,7 @@ def option_names(options: type[Any], path: str = "") -> dict[str, Any]:
 
 
 def option_help(options: type[Any], path: str = "") -> dict[str, str]:
-    """What the comments at the fields say of each option, by dotted name."""
+    """The help text of each option by dotted name: the comment at its field."""
     result: dict[str, str] = {}
     for owner in reversed(options.__mro__[:-1]):
         source = inspect.getsource(owner)
@@ -324,13 +322,13 @@ def option_help(options: type[Any], path: str = "") -> dict[str, str]:
 
 
 def groups() -> list[str]:
-    """The options that presets are chosen for by name."""
+    """The preset groups."""
     return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "task")
 
 
 def to_plain_dict(config: Any) -> dict[str, Any]:
-    """A composed configuration as a plain dict. Raises ConfigError for `_target_` and for resolvers that would let a
-    file reach the environment or run code."""
+    """A composed configuration as a plain dict. Raises ConfigError for `_target_` and for resolvers, which could read
+    the environment or run code."""
     _refuse_code(OmegaConf.to_container(config, resolve=False), "")
     values = OmegaConf.to_container(config, resolve=True)
     assert isinstance(values, dict)
@@ -361,9 +359,9 @@ def dotted(choices: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _compose_presets(named: Mapping[str, str]) -> tuple[DictConfig, str]:
-    """The presets as one configuration, and the name of the model's."""
+    """The presets as one configuration, and the name of the model preset."""
     overrides = [*(f"{group}={name}" for group, name in named.items()), *_search_path()]
-    # A program that Hydra itself runs keeps its own.
+    # Restored below for programs that run under Hydra themselves.
     before = get_gh_backup()
     GlobalHydra.instance().clear()
     try:
@@ -372,14 +370,14 @@ def _compose_presets(named: Mapping[str, str]) -> tuple[DictConfig, str]:
     finally:
         restore_gh_from_backup(before)
     preset = str(config.hydra.runtime.choices.model)
-    # Most options are named in no YAML file; whether they exist is known from the dataclass.
+    # Most options are in no YAML file; the dataclass defines which exist.
     OmegaConf.set_struct(config, False)
     del config["hydra"]
     return config, preset
 
 
 def _split_choices(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """The presets by group, and single values by dotted name. A folder in a preset's place is the option it means."""
+    """Presets by group, and single values by dotted name. A folder in place of a preset sets its option."""
     named: dict[str, str] = {}
     single: dict[str, Any] = {}
     for name, value in dotted(choices).items():
@@ -407,7 +405,7 @@ def _refuse_two_networks(checkpoint: str, named: Mapping[str, str], single: Mapp
 
 
 def _search_path() -> list[str]:
-    """The override that lets Hydra find presets in ./configs, once nothing there would have it read the environment."""
+    """The override that adds ./configs to Hydra's search path, after a check of its defaults lists for resolvers."""
     for group in groups():
         for path in (OWN_CONFIGS / group).glob("*.yaml"):
             content = OmegaConf.to_container(read_yaml(path), resolve=False)
@@ -416,7 +414,7 @@ def _search_path() -> list[str]:
 
 
 def read_yaml(path: Path) -> Any:
-    """The options that a YAML file holds, with nothing in them resolved. Raises ConfigError."""
+    """The options of a YAML file, without interpolation. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
         check_yaml(text)

@@ -50,7 +50,7 @@ def test_the_demo_ends_on_one_page_that_leads_to_every_report(
     # Texts and answers stand side by side, before and after.
     assert page.count('<div class="pairs"><h3>Step 0</h3><h3>Step 2</h3>') == 2
     shown = capsys.readouterr().out
-    for words in ("5 of 5", "What came of it", "open tour/index.html", "kitforge generate checkpoint=tour/text"):
+    for words in ("5 of 5", "Results", "open tour/index.html", "kitforge generate checkpoint=tour/text"):
         assert words in shown
 
 

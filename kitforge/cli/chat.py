@@ -1,4 +1,4 @@
-"""`kitforge chat`: a conversation in the terminal, or through a pipe."""
+"""`kitforge chat`: a conversation in the terminal or over a pipe."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kitforge.foundation.log import errors, sanitize
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.kits.registry import kit_of
 
-_WORDS = "/reset begins anew, /quit ends; so does Ctrl-D, and Ctrl-C ends a reply"
+_HELP = "/reset clears the conversation; /quit or Ctrl-D ends it; Ctrl-C stops a reply"
 
 
 def chat(chosen: Composition) -> int:
-    """Read a line, answer it, and remember both."""
+    """Read lines and reply to each, with the conversation as context."""
     options = kit_of(chosen.values["task"]).read_options(chosen.values)
     if options.checkpoint is None:
         raise ConfigError("a chat needs a model", fix="add checkpoint=RUN")
@@ -35,7 +35,7 @@ def chat(chosen: Composition) -> int:
         try:
             reply = _print_stream(opened.stream(asked))
         except KitforgeError as error:
-            # A conversation that has become too long is no reason to lose it.
+            # An error, for example a full context window, keeps the conversation.
             errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
             continue
         messages = [*asked, {"role": "assistant", "content": reply}]
@@ -43,10 +43,10 @@ def chat(chosen: Composition) -> int:
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, line by line. Through a pipe there is neither a prompt nor a word of ours."""
+    """The input lines. Over a pipe, no prompt and no help are printed."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        errors.print(_WORDS, markup=False, highlight=False)
+        errors.print(_HELP, markup=False, highlight=False)
     while True:
         try:
             line = input("> ") if is_terminal else next(sys.stdin)
@@ -57,7 +57,7 @@ def _lines() -> Iterator[str]:
 
 
 def _print_stream(chunks: Iterator[str]) -> str:
-    """Write the reply as it comes; what there was of it where it is interrupted."""
+    """Print the reply as it is generated, and return it. Ctrl-C returns the part so far."""
     found = []
     try:
         for chunk in chunks:

@@ -1,4 +1,4 @@
-"""What reaches people: messages as they stand and errors in words. The consoles of `foundation.log` sanitize both."""
+"""Messages and errors on the terminal, through the sanitizing consoles of `foundation.log`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kitforge.foundation.log import console, errors
 
 
 def is_main_process() -> bool:
-    """Whether this process talks to people: alone, or as the first of several ranks."""
+    """Whether this process prints: the only one, or rank 0."""
     where = launch_info()
     return where is None or where.rank == 0
 
 
 def say(text: str) -> None:
-    """A message as it stands: no colours, nothing read as markup, lines as long as they are."""
+    """Print plain text: no colours, no markup, no wrapping."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_error(_kind: type[BaseException], error: BaseException, _traceback: TracebackType | None) -> None:
-    """What reaches a person in the place of a traceback; a rank that was started by another process tells that one."""
+    """Print an error without traceback. A launched rank reports it to its launcher instead."""
     error = explain(error) or error
     words = describe_error(error)
     if report(error, words):

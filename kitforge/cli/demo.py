@@ -1,4 +1,4 @@
-"""`kitforge demo`: every kit on data that is made up or already here, and one page that leads to the reports."""
+"""`kitforge demo`: trains every kit on synthetic or local data, and links the reports on one page."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ RLHF_OPTIONS = {"trainer.max_steps": 60, "optimizer.learning_rate": 0.002}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoStep:
-    """One training of the demo. `start` and `judge` name earlier parts, whose models it begins with and is judged by;
-    `start` may also be a preset."""
+    """One training run of the demo. `base` (an earlier step or a preset) is the initial model, `reward_model` an
+    earlier step."""
 
     name: str
     title: str
@@ -107,7 +107,7 @@ PARTS = (
 
 
 def demo(arguments: list[str]) -> int:
-    """Train the parts one after the other into a folder of their own."""
+    """Train all steps in order, each in its own folder."""
     if len(arguments) > 1 or any("=" in argument or argument.startswith("-") for argument in arguments):
         raise ConfigError("kitforge demo takes no options", got=" ".join(arguments), expected="at most a new folder")
     folder = Path(arguments[0] if arguments else f"runs/{time.strftime('%Y%m%d-%H%M%S')}-demo")
@@ -117,7 +117,7 @@ def demo(arguments: list[str]) -> int:
 
 
 def run_demo(folder: Path, overrides: Mapping[str, Any] | None = None) -> int:
-    """Train all parts below `folder`, with the options `shorter` over their own, and show what came of them."""
+    """Train all steps below `folder`, with `overrides` over their options, and print a summary."""
     done: dict[str, Run] = {}
     for position, step in enumerate(PARTS, start=1):
         console.print(f"\n{position} of {len(PARTS)}: {step.title}", style="bold", highlight=False)
@@ -146,8 +146,8 @@ def _trainer(part: DemoStep, done: Mapping[str, Run], folder: Path, shorter: Map
 
 
 def _print_summary(chapters: Sequence[Chapter], page: Path) -> None:
-    """A line a part, where the page lies, and what a person may want to do next."""
-    table = Table("", "measure", "before", "after", "time", title="What came of it", title_justify="left")
+    """Print a table of results, the path of the page and further commands."""
+    table = Table("", "measure", "before", "after", "time", title="Results", title_justify="left")
     for chapter in chapters:
         found = outcome(read_run(chapter.folder), chapter.metric)
         figures = (number(found.before), number(found.after), duration(found.seconds))

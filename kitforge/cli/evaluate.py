@@ -15,14 +15,14 @@ from kitforge.kits.registry import kit_of
 
 
 def evaluate(chosen: Composition) -> int:
-    """Measure a checkpoint; the last line is one JSON object."""
+    """Evaluate a checkpoint. The last line of output is one JSON object."""
     kit = kit_of(chosen.values["task"])
     options = kit.read_options(chosen.values)
     if chosen.values.get("tasks"):
         metrics = kit.evaluate_benchmarks(options, load_model)
     else:
         metrics = evaluate_task(options, RunInputs())
-    # JSON has no word for infinity and none for what is not a number.
+    # JSON has no infinity and no NaN.
     line = {name.removeprefix("eval/"): value if math.isfinite(value) else None for name, value in metrics.items()}
     sys.stdout.write(json.dumps(line) + "\n" if is_main_process() else "")
     return 0

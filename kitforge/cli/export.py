@@ -12,7 +12,7 @@ from kitforge.kits.registry import kit_of
 
 
 def export(chosen: Composition) -> int:
-    """Write what other programs read: a Hugging Face folder, an index of items, or a program of torch.export."""
+    """Export a run: a Hugging Face folder, a faiss index of items, or a torch.export program."""
     if chosen.values.get("format") == "torch_export":
         kit = kit_of(chosen.values["task"])
         say(f"wrote {', '.join(map(str, kit.export_program(kit.read_options(chosen.values))))}")

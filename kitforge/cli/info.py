@@ -1,4 +1,4 @@
-"""`kitforge config`, `report`, `list` and `doctor`: what is there, with nothing trained."""
+"""`kitforge config`, `report`, `list` and `doctor`: information without training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGES = ("datasets", "sentencepiece", "tokenizers", "pyarrow", "numba", "fais
 
 
 def config(chosen: Composition) -> int:
-    """Every option as it would be used, and what some come to together."""
+    """Print the resolved options, and a summary of derived values as a comment."""
     kit = kit_of(chosen.values["task"])
     options = kit.read_options(chosen.values)
     sys.stdout.write(sanitize(to_yaml(kit.resolved(options))))
@@ -36,16 +36,16 @@ def config(chosen: Composition) -> int:
 
 
 def report(arguments: list[str]) -> int:
-    """Draw one run, or several side by side."""
+    """Write the report of one run, or a comparison of several."""
     if not arguments:
-        raise ConfigError("a report is of at least one run", fix="kitforge report runs/latest")
+        raise ConfigError("a report needs at least one run", fix="kitforge report runs/latest")
     target = write_report([Path(argument) for argument in arguments])
     say(f"wrote {target}")
     return 0
 
 
 def list_presets(arguments: list[str]) -> int:
-    """The tasks with their models, and the presets of every other group."""
+    """Print the tasks with their model presets, and the presets of every other group."""
     _refuse("list", arguments)
     models = preset_values("model")
     others: dict[str, list[str]] = {}
@@ -79,7 +79,7 @@ def _table(title: str, rows: list[dict[str, str]]) -> Table:
 
 
 def doctor(arguments: list[str]) -> int:
-    """This machine: devices, versions, extras, and a one-second speed test."""
+    """Print devices, package versions, and a one-second speed test."""
     _refuse("doctor", arguments)
     table = Table(show_header=False)
     for name, value in _machine_info().items():
@@ -89,7 +89,7 @@ def doctor(arguments: list[str]) -> int:
 
 
 def version(package: str) -> str:
-    """Which version is installed."""
+    """The installed version of a package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

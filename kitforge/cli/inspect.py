@@ -10,12 +10,12 @@ from kitforge.kits.registry import RLHF_TASKS, kit_of
 
 
 def inspect(arguments: list[str]) -> int:
-    """Show what a table holds, and the schema that it seems to ask for; or which tokens of rows are learnt."""
+    """Describe a table and propose a schema; or show the loss mask of the rows of an RLHF task."""
     if arguments and all("=" in argument for argument in arguments):
         return _inspect_rows({name: values[0] for name, values in map(parse, arguments)})
     if len(arguments) != 1:
         raise ConfigError(
-            "inspect looks at one table, or at the rows of an alignment task",
+            "inspect needs one table, or the rows of an RLHF task",
             got=" ".join(arguments) or "nothing",
             fix="kitforge inspect FILE, or kitforge inspect data.train=FILE checkpoint=FOLDER",
         )
@@ -24,12 +24,12 @@ def inspect(arguments: list[str]) -> int:
 
 
 def _inspect_rows(choices: dict[str, object]) -> int:
-    """The rows as the task of the checkpoint reads them, where that is one of alignment, else as `sft` does."""
+    """The rows as the RLHF task of the checkpoint reads them; other checkpoints as `sft`."""
     task = task_of(choices)
     if task not in RLHF_TASKS:
         if "task" in choices:
             expected = f"one of {', '.join(RLHF_TASKS)}"
-            raise ConfigError("inspect shows what alignment tasks learn", got=f"task={task}", expected=expected)
+            raise ConfigError("inspect shows the loss mask of RLHF tasks only", got=f"task={task}", expected=expected)
         task = "sft"
     kit = kit_of(task)
     for line in kit.inspect_rows(kit.read_options(compose_config(task, choices).values)):

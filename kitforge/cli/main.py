@@ -1,4 +1,4 @@
-"""The command line: `kitforge VERB [option=value ...]`. What is wrong is told in a person's words."""
+"""The command line: `kitforge VERB [option=value ...]`. Errors are printed without traceback."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """The console script."""
+    """Entry point of the console script."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--traceback"]
     if len(arguments) == len(sys.argv) - 1:
         sys.excepthook = print_error
@@ -99,14 +99,14 @@ def main() -> None:
             errors.print("interrupted")
         status = INTERRUPTED
     except BrokenPipeError:
-        # Whoever read us has closed the pipe, as `| head` does; what is still buffered has no reader either.
+        # The reader closed the pipe (`| head`); drop the buffered output.
         sys.stdout = None
         status = 0
     sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Carry out one command; returns the exit status. Raises KitforgeError."""
+    """Run one command and return the exit status. Raises KitforgeError."""
     name, rest = (arguments[0], list(arguments[1:])) if arguments else ("help", [])
     if name in ("--help", "-h", "help"):
         _help()
@@ -137,7 +137,7 @@ def _help() -> None:
 
 
 def _help_options(name: str, overrides: Sequence[str]) -> None:
-    """Every option of a task with its default, and what the comment beside its field says of it."""
+    """Print every option of a task with its default and its help text (the comment at its field)."""
     task = task_of({option: values[0] for option, values in map(parse, overrides)})
     kit = kit_of(task)
     lines = [f"kitforge {name} [option=value ...]", f"  {COMMANDS[name].help}", ""]

@@ -9,7 +9,7 @@ from kitforge.kits.registry import kit_of
 
 
 def predict(chosen: Composition) -> int:
-    """Write a prediction for every row of a file."""
+    """Batch inference: one prediction per row of a file."""
     kit = kit_of(chosen.values["task"])
     options = kit.read_options(chosen.values)
     say(f"wrote {kit.predict_file(options, load_model)}")

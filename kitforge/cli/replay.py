@@ -12,13 +12,13 @@ from kitforge.foundation.log import console
 
 
 def replay(arguments: list[str]) -> int:
-    """Train a step once more, under other options if any are named, and show what differs; 1 where something does."""
+    """Train a recorded step again, with options changed on request, and compare. Returns 1 if the metrics differ."""
     folders = [argument for argument in arguments if "=" not in argument]
     options = {name: values[0] for name, values in (parse(each) for each in arguments if "=" in each)}
     step = options.pop("step", None)
     if len(folders) != 1 or not isinstance(step, int):
         raise ConfigError(
-            "a replay is of one step of one run", got=" ".join(arguments) or "nothing", fix="kitforge replay RUN step=N"
+            "replay needs one run and one step", got=" ".join(arguments) or "nothing", fix="kitforge replay RUN step=N"
         )
     found = replay_step(folders[0], step, options)
     say(f"step {found.step} of {folders[0]}, trained again from the checkpoint of step {found.start}")

@@ -13,7 +13,7 @@ from kitforge.kits.registry import kit_of
 
 
 def serve(chosen: Composition) -> int:
-    """Answer over HTTP until told to stop."""
+    """Serve a run over HTTP until interrupted."""
     kit = kit_of(chosen.values["task"])
     options = kit.read_options(chosen.values)
     if options.checkpoint is None:

@@ -1,4 +1,4 @@
-"""From arguments to what is run: one command, or a sweep of them; in this process, or in ranks of its own."""
+"""Composes the runs of a command or a sweep, and runs each in this process or in launched ranks."""
 
 from __future__ import annotations
 
@@ -67,22 +67,22 @@ def sweep_runs(verb: Command, overrides: Sequence[str], *, is_sweep: bool = Fals
     folders = [folder for member in found if (folder := member.chosen.values.get("output_dir")) is not None]
     if len(folders) != len(set(folders)):
         raise ConfigError(
-            "the runs of a sweep need a folder each", got=f"output_dir={folders[0]}", fix="leave output_dir out"
+            "each run of a sweep needs its own folder", got=f"output_dir={folders[0]}", fix="leave output_dir out"
         )
     return found
 
 
 def argument(name: str, value: object) -> str:
-    """The argument that `parse` reads as that value."""
+    """The argument NAME=VALUE that `parse` reads as that value."""
     if not isinstance(value, str) or name in TEXT_OPTIONS:
         return f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-    # Within quotes, a backslash counts only before one.
+    # Within quotes, a backslash escapes only a quote.
     quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
     return f"{name}='{quoted}'"
 
 
 def run_sweep(name: str, verb: Command, found: Sequence[SweepRun]) -> int:
-    """Run one after the other; in a sweep one that fails is told, and the next one is run."""
+    """Run all in order. In a sweep, a failed run is reported and the next one starts."""
     if len(found) == 1:
         return _run_or_launch(name, verb, found[0])
     worst = 0
@@ -100,10 +100,10 @@ def run_sweep(name: str, verb: Command, found: Sequence[SweepRun]) -> int:
 
 
 def _run_or_launch(name: str, verb: Command, member: SweepRun) -> int:
-    """In this process; in ranks of its own where the degrees ask for several and no launcher has started any."""
+    """Run in this process, or launch ranks if the options need several and no launcher started them."""
     assert verb.run is not None
     if name == "finetune" and member.chosen.values.get("checkpoint") is None:
-        raise ConfigError("finetuning starts from weights", got="checkpoint=null", fix="add checkpoint=FOLDER")
+        raise ConfigError("finetune needs initial weights", got="checkpoint=null", fix="add checkpoint=FOLDER")
     if not verb.is_launched or launch_info() is not None:
         return verb.run(member.chosen)
     kit = kit_of(member.chosen.values["task"])
@@ -114,6 +114,6 @@ def _run_or_launch(name: str, verb: Command, member: SweepRun) -> int:
     devices.of_rank(options.device, 0, options.num_ranks)
     arguments = [name, *member.arguments]
     if verb.starts_run:
-        # Decided once, as every rank has a clock of its own.
+        # One name for all ranks: it contains the time.
         arguments.append(argument("output_dir", str(default_folder(options, member.chosen.model_name))))
     return launch(arguments, options.parallel, options.num_ranks)

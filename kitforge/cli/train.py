@@ -20,7 +20,7 @@ from kitforge.report.summary import evaluated_by
 
 
 def train(chosen: Composition) -> int:
-    """Train, then say what came of it, where it lies and what to try next."""
+    """Train, then print metrics, paths and further commands."""
     kit = kit_of(chosen.values["task"])
     options = restarted(kit.read_options(chosen.values))
     result = train_task(options, RunInputs(model_name=chosen.model_name))
@@ -44,7 +44,7 @@ def train(chosen: Composition) -> int:
 
 
 def restarted(options: Any) -> Any:
-    """In ranks that were started again, the options that go on from what the run has saved, if it has got so far."""
+    """The options of restarted ranks: resume=auto if the run has saved a checkpoint."""
     where = launch_info()
     if where is None or where.restarts == 0 or options.output_dir is None:
         return options
@@ -53,7 +53,7 @@ def restarted(options: Any) -> Any:
 
 
 def show_sample(record: RunRecord) -> None:
-    """A sample of the newest evaluation, if there is one; the record has the newest first."""
+    """Print one sample of the latest evaluation, if there is any."""
     for sample in record.samples[0].samples[:1] if record.samples else ():
         console.print(f"\n{sample.prompt}", style="bold", markup=False, highlight=False, end="")
         console.print(f"{sample.text}\n", markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""What a run keeps beside its checkpoints: the features, by which new rows are read as the old ones were."""
+"""Artifacts of a run beside its checkpoints: features.json and items.safetensors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ITEMS = "items.safetensors"
 
 @final
 class SaveFeatures(Callback):
-    """Writes features.json when the run starts, and items.safetensors where items are to be found; logs once which
-    features the network uses, and which values they can no longer tell apart."""
+    """Writes features.json when the run starts, and items.safetensors for retrieval families; logs the features of
+    the network, and hash collisions."""
 
     def __init__(self, encoder: FeatureEncoder, catalogue: ItemCatalog | None, used: str) -> None:
         self._encoder = encoder
@@ -26,7 +26,7 @@ class SaveFeatures(Callback):
         self._catalogue = catalogue
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Save at the start; tell when others have begun to write."""
+        """Save at the start; log at the first step, when the other logs are open."""
         if event.kind == "step" and run.state.cursor.step == 1:
             run.log_event("features", self._used)
         if event.kind == "step" and run.state.cursor.step == 1 and (words := self._encoder.statistics.collisions()):
@@ -46,19 +46,19 @@ def find_features(folder: Path) -> FeatureEncoder:
 
 
 def resumed_features(options: RunOptions) -> FeatureEncoder | None:
-    """The features of the run that is resumed; None for a run that begins."""
+    """The features of a resumed run; None for a new run."""
     run_folder = options.output_dir if options.resume == "auto" else options.resume
     path = None if run_folder is None else _find_artifact(Path(run_folder), FEATURES)
     return None if path is None else FeatureEncoder(*load_features(path))
 
 
 def find_item_catalog(folder: Path) -> ItemCatalog | None:
-    """The items of a run folder or a step folder; None where the run is not about finding any."""
+    """The items of a run folder or a step folder; None if the run is no retrieval run."""
     path = _find_artifact(folder, ITEMS)
     return None if path is None else load_item_catalog(path)
 
 
 def _find_artifact(folder: Path, name: str) -> Path | None:
-    """A step lies in RUN/checkpoints/."""
+    """A file of the run; a step folder is RUN/checkpoints/STEP."""
     candidates = (folder / name, folder.resolve().parent.parent / name)
     return next((path for path in candidates if path.is_file()), None)

@@ -1,4 +1,4 @@
-"""What a model sees of some rows. Legend: B rows, d dense numbers, L places of a sequence."""
+"""Batches of features. Shapes: B rows, d dense features, L positions of a sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class IdBag:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdSequence:
-    """Row i has its first lengths[i] places; the others hold 0 and mean nothing."""
+    """Row i has lengths[i] ids; the padding is 0."""
 
     ids: Tensor  # int64 [B, L]
     lengths: Tensor  # int64 [B]
@@ -45,7 +45,7 @@ class FeatureBatch:
         return len(self.dense)
 
     def narrow(self, start: int, stop: int) -> FeatureBatch:
-        """Rows start .. stop - 1, as views where that can be."""
+        """Rows start .. stop - 1, as views if possible."""
         bags = {}
         for name, bag in self.bags.items():
             offsets = bag.offsets[start : stop + 1]

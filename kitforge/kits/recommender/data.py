@@ -1,4 +1,4 @@
-"""From what the options name to rows to train on and rows to evaluate on, encoded alike."""
+"""Loads training and evaluation rows: sources, schema, split, feature statistics."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from kitforge.kits.recommender.schema import (
 _log = logger(__name__)
 
 CLICK_LOG = "click_log"
-# What is learned to near the best AUC in the steps and the time that a first look has.
+# Learned to nearly the best possible AUC within the steps of the quickstart.
 DEFAULT_CLICK_LOG = SyntheticClicksConfig(num_rows=1_300_000, fields=(500, 200, 50, 30, 24, 8), zipf=1.2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecommendationDataset:
-    """Rows to train on and rows to evaluate on; either may be absent."""
+    """Training and evaluation rows; either may be absent."""
 
     train: ClickDataset | StreamingDataset | None
     eval: ClickDataset | None
     encoder: FeatureEncoder
-    source: TableSource | None = None  # what the training rows are read from, where they are not made up
-    catalogue: ItemCatalog | None = None  # the items that can be found
+    source: TableSource | None = None  # of the training rows; None for synthetic ones
+    catalogue: ItemCatalog | None = None  # the items of retrieval families
 
     @property
     def fingerprint(self) -> str:
@@ -62,7 +62,7 @@ class RecommendationDataset:
         )
 
     def train_rows(self) -> ClickDataset:
-        """The rows to train on, in any order; raises ConfigError where there are none."""
+        """The training rows with random access. Raises ConfigError if there are none."""
         if not isinstance(self.train, ClickDataset):
             raise ConfigError("there is nothing to train on", got="data.train=null", expected="rows to train on")
         return self.train
@@ -76,7 +76,7 @@ def load_dataset(
     encoder: FeatureEncoder | None,
     progress: Advance | None = None,
 ) -> RecommendationDataset:
-    """Open, split, and fit what features need to know of the training rows.
+    """Open and split the rows, and fit the feature statistics on the training rows.
 
     An `encoder` that is given is kept: new rows are read as those were that it was fitted on.
     """
@@ -98,14 +98,14 @@ def load_dataset(
 
 
 def iter_of(spec: Any) -> Iterator[Any] | None:
-    """The rows themselves, where they come once."""
+    """`spec` if it is an iterator (a stream), else None."""
     return spec if isinstance(spec, Iterator) else None
 
 
 def _streaming(
     spec: Iterator[Any], evaluation: Any, options: RecommendationDataOptions, encoder: FeatureEncoder | None
 ) -> RecommendationDataset:
-    """Rows that come once. What they hold cannot be found out beforehand."""
+    """A data set over a stream. Its content is unknown beforehand, so it needs a schema."""
     if encoder is None and options.schema is None:
         raise ConfigError(
             "rows that come once cannot be looked at beforehand",
@@ -126,8 +126,7 @@ def _streaming(
 
 
 def schema_of(spec: Any, options: RecommendationDataOptions, *, wants_sequences: bool = False) -> FeatureSchema:
-    """The schema that the options give, or the one that the rows seem to ask for. Events that hold no sequence become
-    some where `wants_sequences`."""
+    """The schema of the options, or one inferred from the rows. `wants_sequences`: events become sequences."""
     if options.schema is not None:
         return read_schema(options.schema)
     if (log := click_log(spec)) is not None:
@@ -155,14 +154,14 @@ def schema_of(spec: Any, options: RecommendationDataOptions, *, wants_sequences:
 
 
 def time_column(options: RecommendationDataOptions, schema: FeatureSchema) -> str | None:
-    """The column that says which rows are held out, where that is asked for."""
+    """The time column of split=time; None for other splits."""
     if options.split != "time":
         return None
     return options.time_column or (None if schema.events is None else schema.events.time)
 
 
 def table_config(options: RecommendationDataOptions) -> TableSourceConfig:
-    """How files are read."""
+    """The options of file readers."""
     return TableSourceConfig(
         format=options.format,
         columns=options.columns,
@@ -173,7 +172,7 @@ def table_config(options: RecommendationDataOptions) -> TableSourceConfig:
 
 
 def click_log(spec: Any) -> SyntheticClicks | None:
-    """The log that is made up, where that is what `spec` means."""
+    """The synthetic click log that `spec` means; None for other data."""
     if isinstance(spec, str) and spec == CLICK_LOG:
         return SyntheticClicks(DEFAULT_CLICK_LOG)
     if isinstance(spec, SyntheticClicksConfig):
@@ -182,14 +181,14 @@ def click_log(spec: Any) -> SyntheticClicks | None:
 
 
 def click_log_schema(log: SyntheticClicks) -> FeatureSchema:
-    """What the columns of a log that is made up are."""
+    """The schema of a synthetic click log."""
     crosses = {f"c{one + 1}_x_c{other + 1}": (f"c{one + 1}", f"c{other + 1}") for one, other in log.config.crosses}
     # A history has the ids of the second field.
     tables = {"c2": "c2"}
     return FeatureSchema(
         label=log.layout.label,
         numeric={name: NumericFeature(log=True) for name in log.layout.numbers},
-        # Some numbers rise and fall and rise again, which ranges say at once and a tower learns late.
+        # Buckets express non-monotonic effects, which a tower learns late.
         bucketed={f"{name}_range": BucketFeature(column=name, num_buckets=32) for name in log.layout.numbers},
         categorical={
             key.name: CategoricalFeature(kind="integer", encoding="vocabulary", table=tables.get(key.name))
@@ -214,7 +213,7 @@ def _table(
     progress: Advance | None = None,
     time: str | None = None,
 ) -> ColumnTable:
-    """The rows, and their times where these are asked for."""
+    """The rows, with their time column if given."""
     if (log := click_log(spec)) is not None:
         return log
     source, bad = _source(spec, options, schema), BadRows(policy=options.on_bad_row)
@@ -226,16 +225,16 @@ def _table(
 
 
 def _source(spec: Any, options: RecommendationDataOptions, schema: FeatureSchema) -> TableSource:
-    """The rows, or the sequences that events become."""
+    """The source of the rows; events become sequences."""
     source = open_table(spec, table_config(options))
     return source if schema.events is None else as_sequences(source, schema, schema.events)
 
 
 def as_sequences(source: TableSource, schema: FeatureSchema, events: EventColumns) -> TableSource:
-    """The sequences that a schema makes of events."""
+    """Events grouped into the sequences of a schema."""
     return sequences_of(source, events, [column.name for column in schema.layout().lists])
 
 
 def cache_root(options: RecommendationDataOptions) -> Path:
-    """Where caches of tables lie."""
+    """The folder of column caches."""
     return default_root() if options.cache is None else Path(options.cache)

@@ -26,7 +26,7 @@ _log = logger(__name__)
 
 @final
 class ClickDataset:
-    """The rows of a set that are encoded alike; numbered from 0, whatever their numbers in the table are."""
+    """A subset of a table's rows with an encoder; samples are numbered from 0."""
 
     def __init__(self, table: ColumnTable, rows: RowSet, encoder: FeatureEncoder) -> None:
         self.encoder = encoder
@@ -35,35 +35,35 @@ class ClickDataset:
 
     @property
     def num_rows(self) -> int:
-        """How many there are."""
+        """The number of samples."""
         return self._rows.num_rows
 
     @property
     def fingerprint(self) -> str:
-        """Equal for samples that give equal batches."""
+        """Equal for data sets with equal batches."""
         return fingerprint_of("samples", self._table.fingerprint, self._rows.num_rows, self.encoder.fingerprint)
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether the true chances are known."""
+        """Whether the true click probabilities are known."""
         return isinstance(self._table, SyntheticClicks)
 
     def batch(self, indices: NDArray[np.int64]) -> FeatureBatch:
-        """The samples of these numbers, in this order."""
+        """The encoded samples at `indices`, in this order."""
         return self.encoder.encode(self.columns(indices))
 
     def columns(self, indices: NDArray[np.int64]) -> NamedColumns:
-        """What was read of these samples."""
+        """The columns of these samples before encoding."""
         return NamedColumns(self._table.rows(self._rows.rows(indices)), self._table.layout)
 
     def true_probabilities(self, indices: NDArray[np.int64]) -> NDArray[np.float64] | None:
-        """The true chance of a click of each of these samples, where the log is made up and so knows it."""
+        """The true click probabilities of these samples; None unless the log is synthetic."""
         return self._table.probabilities(self._rows.rows(indices)) if isinstance(self._table, SyntheticClicks) else None
 
 
 @final
 class StreamingDataset:
-    """Batches of rows in the order in which they come. A source is read no further than the batches that are asked for.
+    """Batches of a stream in order of arrival. The source is read only as far as requested.
 
     It has no number of rows. Rows that were read but not trained on are in its state, and come first in the run that
     goes on; a `SeekableSource` is sent back to the first of them instead.
@@ -84,7 +84,7 @@ class StreamingDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for streams whose rows are read alike; what will come nobody knows."""
+        """Equal for streams with equal encoders; their rows are unknown."""
         return fingerprint_of("stream", self.encoder.fingerprint)
 
     def batches(self, size: int) -> Iterator[ClickDataset]:
@@ -97,23 +97,23 @@ class StreamingDataset:
             raise self._no_rows()
 
     def mark_trained(self) -> None:
-        """The oldest batch that was handed out is trained on."""
+        """Mark the oldest batch handed out as trained."""
         self._rows.mark_trained()
 
     def close(self) -> None:
-        """Take no more rows of the source."""
+        """Stop reading the source."""
         self._rows.close()
 
     def state(self) -> dict[str, Any]:
-        """Where a run goes on that resumes."""
+        """The position for a resumed run."""
         return self._rows.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on there."""
+        """Continue at a saved position."""
         self._rows.load_state(state)
 
     def _fitted(self, schema: FeatureSchema, num_rows: int) -> FeatureEncoder:
-        """An encoder fitted on the first rows, which are then read again to be trained on."""
+        """An encoder fitted on the first rows, which are then read again for training."""
         if any(feature.encoding == "vocabulary" for _, feature in id_features(schema)):
             raise ConfigError(
                 "a stream has no vocabulary, since its values are not known beforehand",
@@ -121,7 +121,7 @@ class StreamingDataset:
                 fix="encoding: hash or exact, or go on from a run: checkpoint=RUN",
             )
         _log.info("features are fitted on the first %s rows of the stream (data.num_fit_rows)", f"{num_rows:,}")
-        # Bad rows are counted when they are read to be trained on.
+        # Bad rows are counted when they are read again for training.
         first: Columns | None = self._rows.read(num_rows, BadRows(policy=self._bad.policy))
         if first is None:
             raise self._no_rows()

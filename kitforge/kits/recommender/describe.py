@@ -31,7 +31,7 @@ from kitforge.kits.recommender.schema import (
 DESCRIBED_ROWS = 200_000
 _HEAD_COLUMNS = 12
 _HEAD_ROWS = 5
-# A column with so many cells that are numbers is one of numbers; the others are likely to stand for no value.
+# A column with at least this fraction of numbers is numeric; its other cells probably mean missing values.
 _MIN_NUMERIC_FRACTION = 0.95
 _LIST = r"^\d{1,18}( \d{1,18})*$"
 _DIGITS_IN_THREES = r"^\d{1,3}( \d{3})*$"
@@ -41,35 +41,35 @@ _NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableDescription:
-    """What is known of a table."""
+    """Statistics of a table, and the proposed schema."""
 
     name: str
-    num_rows: int  # that were looked at
-    is_complete: bool  # whether these are all
+    num_rows: int  # rows that were read
+    is_complete: bool  # whether these are all rows
     columns: tuple[ColumnView, ...]
     head: tuple[tuple[str, ...], ...]  # the first rows, as text
     schema: FeatureSchema
     left_out: Mapping[str, str]  # columns that the schema does not use, and why
     label_rate: float | None
     bad_rows: Mapping[str, int]  # rows that could not be read, by reason
-    no_label: str | None = None  # why no column is the label, where none is
-    sequences: FeatureSchema | None = None  # of the same rows as events (user, item, time), where they seem to be such
-    targets: FeatureSchema | None = None  # of the same events: each as a row with its user and the items taken before
+    no_label: str | None = None  # why no column is the label
+    sequences: FeatureSchema | None = None  # the same rows as events: one sequence per user
+    targets: FeatureSchema | None = None  # the same events: a row each, with the user and the history
 
     @property
     def missing_values(self) -> tuple[str, ...]:
-        """Texts in columns of numbers that may stand for no value: what to name in data.missing_values."""
+        """Texts in numeric columns that probably mean missing values: candidates for data.missing_values."""
         return tuple(dict.fromkeys(text for view in self.columns for text, _ in view.no_numbers))
 
     @property
     def yaml(self) -> str:
-        """The schema as it may stand in the file of `data.schema`."""
+        """The schema as YAML for `data.schema`."""
         return schema_yaml(self.schema)
 
 
 def describe(spec: object, config: TableSourceConfig | None = None, num_rows: int = DESCRIBED_ROWS) -> TableDescription:
-    """Look at the first rows of a table. Bad rows are counted, whatever the policy about them is. DataError for a table
-    without rows or features, and for an iterator, whose rows would be lost."""
+    """Describe the first rows of a table. Bad rows are counted under any policy. Raises DataError for a table without
+    rows or features, and for an iterator, whose rows would be consumed."""
     source = spec if isinstance(spec, TableSource) else open_table(spec, config or TableSourceConfig())
     if source.is_once:
         raise DataError(
@@ -148,7 +148,7 @@ def _view(name: str, column: Any) -> ColumnView:
 
 
 def _holds_lists(texts: Any) -> bool:
-    """Whether all texts are whole numbers with spaces between, several in most, but not digits in threes."""
+    """Whether all texts are integers separated by spaces, mostly several, and not thousands groups (1 234 567)."""
     compute = pyarrow("pyarrow.compute")
 
     def fraction(pattern: str) -> float:
@@ -158,7 +158,7 @@ def _holds_lists(texts: Any) -> bool:
 
 
 def _with_range(view: ColumnView, column: Any) -> ColumnView:
-    """The view of a column of numbers, where nearly all its values are finite numbers; the others are named."""
+    """The view with numeric statistics, if nearly all values are finite numbers; the others are listed."""
     arrow, compute = pyarrow(), pyarrow("pyarrow.compute")
     values, odd = column.drop_null(), None
     if arrow.types.is_string(values.type) or arrow.types.is_large_string(values.type):
@@ -188,7 +188,7 @@ def _with_range(view: ColumnView, column: Any) -> ColumnView:
 
 
 def _cell(value: object) -> str:
-    """A value as a person reads it."""
+    """A value as short text."""
     if value is None:
         return ""
     text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
@@ -202,7 +202,7 @@ def _label_rate(table: Any, label: LabelColumn) -> float:
 
 
 def render(inspection: TableDescription) -> RenderableType:
-    """What `kitforge inspect` prints."""
+    """The output of `kitforge inspect`."""
     parts: list[RenderableType] = [_summary(inspection), _columns(inspection), _head(inspection)]
     for name, reason in inspection.left_out.items():
         parts.append(Text(f"left out of the schema: {name}, {reason}"))

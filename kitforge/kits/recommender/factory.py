@@ -1,4 +1,4 @@
-"""Recommenders and what they are trained for, made from options or from a run's folder."""
+"""Builds models, objectives and item catalogues from options or from a run folder."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def new_recommender(
     world: World,
     distinct: Mapping[str, float] = EMPTY,
 ) -> Recommender:
-    """A network with its initial weights and tables, on the world's device; nothing is cut yet. `distinct`: how many
-    rows of each table a rank needs in a step, by which tables are spread over several."""
+    """An initialised model with its tables, on the world's device, dense part unsharded. `distinct`: rows of each table
+    per step and rank, for the sharding planner."""
     plan = build_request_plan(config, encoder)
     shardings = shard_tables(plan, options, world, distinct)
     tables = build_tables(plan, options.tables, options.cache, options.seed, world, shardings)
@@ -70,7 +70,7 @@ def restore_recommender(
     world: World,
     distinct: Mapping[str, float] = EMPTY,
 ) -> Recommender:
-    """The recommender of a checkpoint, its rows in the tiers that `options` say, ready to train further."""
+    """The model of a checkpoint for further training, with the cache tiers of `options`."""
     recorded = dataclasses.replace(recorded_options(checkpoint), cache=options.cache, trainer=options.trainer)
     model = new_recommender(recommender_of(recorded.model), encoder, recorded, world, distinct)
     load_tensors(dict(model.named_parameters()), checkpoint.model(), what="model")
@@ -81,7 +81,7 @@ def restore_recommender(
 def build_objective(
     config: RecommenderConfig, options: RecommendationOptions, dataset: RecommendationDataset
 ) -> Objective[Any]:
-    """What a network of that family is trained for. Raises ConfigError for rows that it cannot be trained on."""
+    """The training objective of a family. Raises ConfigError for unsuitable rows."""
     objective = build_retrieval_objective(config, options, dataset.encoder, dataset.catalogue)
     negatives = options.data.negatives
     if objective is not None:
@@ -107,7 +107,7 @@ def build_objective(
 def build_retrieval_objective(
     config: RecommenderConfig, options: RecommendationOptions, encoder: FeatureEncoder, catalogue: ItemCatalog | None
 ) -> RetrievalObjective[Any] | None:
-    """The objective of a family that finds items; None for one that scores rows."""
+    """The objective of a retrieval family; None for families that score rows."""
     if not isinstance(config, (TwoTowerConfig, SASRecConfig)):
         return None
     plan = build_request_plan(config, encoder)
@@ -144,7 +144,7 @@ def with_item_catalog(dataset: RecommendationDataset, config: RecommenderConfig,
 
 
 def open_run_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint of a run folder or a step folder; raises ModelError for any other."""
+    """The checkpoint of a run folder or a step folder. Raises ModelError for other folders."""
     checkpoint = find_checkpoint(folder) if folder.is_dir() else None
     if checkpoint is None:
         raise ModelError("there is no run", got=folder, expected="a run folder or a step folder of the recommender")
@@ -152,7 +152,7 @@ def open_run_checkpoint(folder: Path) -> Checkpoint:
 
 
 def recorded_options(checkpoint: Checkpoint) -> RecommendationOptions:
-    """What the run was trained with; raises ModelError for a run of another task."""
+    """The recorded options of a run. Raises ModelError for a run of another task."""
     values = checkpoint.state.get("config", {})
     if values.get("task") != TASK:
         raise ModelError("this is no run of the recommender", got=checkpoint.folder, expected=f"task: {TASK}")
@@ -162,7 +162,7 @@ def recorded_options(checkpoint: Checkpoint) -> RecommendationOptions:
 def merge_data_options(
     given: RecommendationDataOptions, recorded: RecommendationDataOptions
 ) -> RecommendationDataOptions:
-    """How the rows of a run were read, but for what is asked for otherwise; the run's own where no other are named."""
+    """The data options of a run with the given changes; the run's own rows if no others are named."""
     merged = merge_options(given, recorded)
     if given.train is None and given.eval is None:
         return merged
@@ -170,7 +170,7 @@ def merge_data_options(
 
 
 def merge_options(given: Options, recorded: Options) -> Options:
-    """The options of a run, but for those that are asked for otherwise now."""
+    """The recorded options, overridden by given values that are not defaults."""
     plain: Any = type(given)()
     names = (field.name for field in dataclasses.fields(recorded))  # type: ignore[arg-type]
     asked = {name: value for name in names if (value := getattr(given, name)) != getattr(plain, name)}

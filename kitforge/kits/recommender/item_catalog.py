@@ -1,4 +1,4 @@
-"""The items that can be found: their keys, the ids that the model knows them by, and how often they were taken."""
+"""The item catalogue of retrieval families: keys, model ids, counts, names and features of all items."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _CHUNK_ROWS = 65_536
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemCatalog:
-    """Every item of the training rows once, by rising id."""
+    """The distinct items of the training rows, by ascending id."""
 
     ids: NDArray[np.int64]  # [I]
-    keys: NDArray[np.int64]  # [I] what the data call it: a whole number itself, or the hash of a text
-    counts: NDArray[np.int64]  # [I] how often it was taken
-    names: TextArray | None = None  # [I] the texts, where keys are hashes
-    samples: FeatureBatch | None = None  # [I] the features of a row with the item, where a network asks for them
+    keys: NDArray[np.int64]  # [I] item as in the data: an integer, or the hash of a text
+    counts: NDArray[np.int64]  # [I] interactions with the item
+    names: TextArray | None = None  # [I] texts, if keys are hashes
+    samples: FeatureBatch | None = None  # [I] features of the item, if the network needs them
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def item(self, index: int) -> int | str:
-        """What the data call the item at a place."""
+        """The item at `index`, as in the data."""
         return int(self.keys[index]) if self.names is None else self.names[index]
 
     def indices_of(self, ids: torch.Tensor) -> NDArray[np.int64]:
-        """Where in the catalogue ids [n] are; -1 for one that is not there."""
+        """The catalogue indices of ids [n]; -1 if absent."""
         wanted = ids.cpu().numpy()
         nearest = np.minimum(np.searchsorted(self.ids, wanted), max(len(self.ids) - 1, 0))
         return np.where(self.ids[nearest] == wanted, nearest, -1) if len(self.ids) else np.full(len(wanted), -1)
 
     def history_indices(self, batch: FeatureBatch, features: Sequence[str], held_out: int = 0) -> NDArray[np.int64]:
-        """The places [B, L] of the items of sequences but the last `held_out` of each; -1 where there is none."""
+        """Catalogue indices [B, L] of the items of sequences without the last `held_out`; -1 for padding."""
         columns = []
         for name in features:
             sequence = batch.sequences[name]
@@ -58,21 +58,21 @@ class ItemCatalog:
         return np.concatenate(columns, axis=1)
 
     def popularity_ranks(self) -> NDArray[np.int64]:
-        """The rank [I] of each item by how often it was taken, 0 for the most popular one."""
+        """The popularity rank [I] of each item, 0 for the most popular."""
         ranks = np.empty(len(self), np.int64)
         ranks[np.argsort(-self.counts, kind="stable")] = np.arange(len(self))
         return ranks
 
     def log_frequencies(self, ids: torch.Tensor) -> torch.Tensor:
-        """The logarithm of each item's share of all that was taken [n]; one that was never taken counts as once."""
+        """The log frequency [n] of items by id; unseen items count once."""
         indices = self.indices_of(ids)
         counts = np.where(indices < 0, 1, self.counts[indices])
         return torch.from_numpy(np.log(counts / self.counts.sum()))
 
 
 def build_item_catalog(rows: ClickDataset, feature: str, held_out: int = 0) -> ItemCatalog:
-    """The items that a categorical feature or a sequence of these rows names; of a sequence without its last
-    `held_out` items. Those of a categorical feature come with the features of the first row that has them."""
+    """The items of a categorical feature, with the features of their first row, or of a sequence, without its last
+    `held_out` items."""
     is_sequence = feature in rows.encoder.schema.sequences
     read = _of_lists if is_sequence else _of_column
     chunks = []
@@ -86,7 +86,7 @@ def build_item_catalog(rows: ClickDataset, feature: str, held_out: int = 0) -> I
     totals = np.bincount(inverse, weights=counts, minlength=len(keys)).astype(np.int64)
     ids = rows.encoder.ids_of(feature, keys)
     if _encoding(rows, feature) == "vocabulary":
-        # What is left out of a vocabulary cannot be told apart, and so not be found.
+        # Items outside the vocabulary share one id and cannot be retrieved.
         known = ids != UNKNOWN
         keys, ids, firsts, totals = keys[known], ids[known], firsts[known], totals[known]
     order = np.argsort(ids)
@@ -96,7 +96,7 @@ def build_item_catalog(rows: ClickDataset, feature: str, held_out: int = 0) -> I
 
 
 def _encoding(rows: ClickDataset, feature: str) -> Encoding:
-    """How the items become ids; raises ConfigError where several might become one."""
+    """The encoding of the items. Raises ConfigError for hashing, where items may collide."""
     schema = rows.encoder.schema
     encoding = (schema.categorical.get(feature) or schema.sequences[feature]).encoding
     check(
@@ -111,10 +111,10 @@ def _encoding(rows: ClickDataset, feature: str) -> Encoding:
 
 
 def save_item_catalog(path: Path, catalogue: ItemCatalog) -> None:
-    """Write it to one file, whole or not at all."""
+    """Write the catalogue to one file, atomically."""
     tensors = {name: torch.from_numpy(getattr(catalogue, name)) for name in ("ids", "keys", "counts")}
     if catalogue.names is not None:
-        # A view of what lies mapped on the disk cannot be written to, which torch dislikes.
+        # Copied: torch warns of read-only memory maps.
         tensors["names"] = torch.from_numpy(np.array(catalogue.names.data))
         tensors["name_offsets"] = torch.from_numpy(np.array(catalogue.names.offsets))
     if (samples := catalogue.samples) is not None:
@@ -126,7 +126,7 @@ def save_item_catalog(path: Path, catalogue: ItemCatalog) -> None:
 
 
 def load_item_catalog(path: Path) -> ItemCatalog:
-    """What `save_catalogue` wrote."""
+    """Read a file of `save_item_catalog`."""
     file = TensorFile(path, ModelError)
     tensors = {name: file.tensor(name) for name in file.names()}
     ids, keys, counts = (tensors[name].numpy() for name in ("ids", "keys", "counts"))

@@ -1,4 +1,4 @@
-"""Scores rows, and finds items for users through faiss."""
+"""Inference: scores rows, and retrieves items for users by faiss."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ Row = Mapping[str, Any]
 
 @final
 class RecommendationPipeline:
-    """`pipeline(row)` gives `{"score": ...}`, the chance of a click; a list of rows, a file or a data set gives a list
-    of those. `retrieve(user, k)` gives the k items that go best with a user."""
+    """`pipeline(row)` returns `{"score": ...}`, the click probability; a list of rows, a file or a data set returns a
+    list. `retrieve(user, k)` returns the k best items for a user."""
 
     def __init__(self, model: Recommender, encoder: FeatureEncoder, options: RecommendationOptions) -> None:
         self.model = model.eval()
@@ -69,7 +69,7 @@ class RecommendationPipeline:
 
     @torch.no_grad()
     def scores(self, batch: FeatureBatch) -> Tensor:
-        """The chances of a click [n] of encoded rows."""
+        """Click probabilities [n] of encoded rows."""
         inputs = inputs_of(batch, self.model.requests)
         logits: Tensor = self.model(lambda: self.model.logits(inputs))
         return logits.float().sigmoid()
@@ -93,12 +93,12 @@ class RecommendationPipeline:
 
     @torch.no_grad()
     def items(self, users: FeatureBatch, k: int) -> list[list[dict[str, Any]]]:
-        """The same for users whose rows are encoded by `user_encoder`."""
+        """The k best items for users encoded by `user_encoder`."""
         return self.search(*self.queries(users), k)
 
     @torch.no_grad()
     def queries(self, users: FeatureBatch) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """The vectors [B, dim] of users, and the places [B, L] of items that they are not given, -1 for none."""
+        """User vectors [B, dim], and catalogue indices [B, L] of items to exclude (-1: none)."""
         finding, catalogue, _ = self._ready()
         vectors = finding.user_vectors(self.model, users).float().cpu().numpy()
         if not self.options.retrieval.exclude_seen:
@@ -106,9 +106,9 @@ class RecommendationPipeline:
         return vectors, catalogue.history_indices(users, finding.histories)
 
     def search(self, vectors: NDArray[np.float32], seen: NDArray[np.int64], k: int) -> list[list[dict[str, Any]]]:
-        """The k items for each vector [B, dim] that are not at the places `seen` [B, L], the best first."""
+        """The k best items for each vector [B, dim], without those at indices `seen` [B, L]."""
         _, catalogue, index = self._ready()
-        # As many more as a user may have seen: k are left.
+        # Search more items, so that k are left after the exclusion.
         wanted = min(k + seen.shape[1], len(catalogue))
         scores, item_indices = index.search(np.ascontiguousarray(vectors), wanted)
         answers = []
@@ -118,7 +118,7 @@ class RecommendationPipeline:
         return answers
 
     def indices_of(self, items: Sequence[int | str]) -> NDArray[np.int64]:
-        """Where in the catalogue items are, by what the data call them; -1 for one that is not there."""
+        """The catalogue indices of items, given as in the data; -1 if absent."""
         finding, catalogue, _ = self._ready()
         feature = finding.item_feature
         is_text = self.encoder.schema.column_of(feature).kind == "text"
@@ -128,12 +128,12 @@ class RecommendationPipeline:
 
     @property
     def is_retrieval(self) -> bool:
-        """Whether the family finds items for users, rather than scoring rows."""
+        """Whether this is a retrieval family."""
         return self._retrieval is not None
 
     @torch.no_grad()
     def save_index(self, folder: str | Path) -> None:
-        """Write faiss's index of the item vectors, items.faiss, and what its places are called, items.safetensors."""
+        """Write items.faiss, the index of the item vectors, and items.safetensors, the catalogue."""
         _, catalogue, index = self._ready()
         save_index(Path(folder) / INDEX, index)
         save_item_catalog(Path(folder) / ITEMS, catalogue)
@@ -152,7 +152,7 @@ class RecommendationPipeline:
 
     @torch.no_grad()
     def _load_or_build(self, retrieval: RetrievalObjective[Any], kind: str) -> Any:
-        """The index of the items, kept beside the run so that the next pipeline has it at once."""
+        """The index of the items, cached in RUN/serving."""
         if self.model.checkpoint_folder is None:
             return self._build_index(retrieval)
         mark = fingerprint_of("index", kind, self.options.tables.serving_dtype, getattr(faiss(), "__version__", ""))[
@@ -169,7 +169,7 @@ class RecommendationPipeline:
         return index
 
     def _build_index(self, retrieval: RetrievalObjective[Any]) -> Any:
-        """A new index. Where it is not exact, its recall is measured and logged."""
+        """Build the index. If it is approximate, measure and log its recall."""
         vectors, options = retrieval.item_vectors(self.model), self.options.retrieval
         index = build_index(vectors, options.index)
         set_search(index, options)
@@ -183,15 +183,15 @@ class RecommendationPipeline:
         return index
 
     def scoring_encoder(self) -> FeatureEncoder:
-        """What encodes rows that are only scored, for which no group is needed."""
+        """The encoder without the group column, which scoring does not need."""
         return FeatureEncoder(dataclasses.replace(self.encoder.schema, group=None), self.encoder.statistics)
 
     def user_encoder(self) -> tuple[FeatureEncoder, set[str]]:
-        """What encodes rows of users, and the columns that it needs; all others are empty in such rows."""
+        """The encoder of users and the columns that it needs; all other columns are empty."""
         finding, _, _ = self._ready()
         names = {name.removesuffix(MISSING_SUFFIX) for name in finding.user_features}
         schema = self.encoder.schema
-        # What is not the user's is missing in all rows, and that is no mistake.
+        # Features that are not the user's are missing in all rows.
         optional = {
             name: item if name in names else dataclasses.replace(item, missing="own")
             for name, item in schema.categorical.items()
@@ -210,8 +210,8 @@ class RecommendationPipeline:
 
 
 def build_index(vectors: Tensor, kind: str) -> Any:
-    """faiss's index, by inner product, of vectors [I, dim]; raises DependencyError without faiss, ConfigError for words
-    that it does not know or that ask for more items than there are."""
+    """A faiss inner-product index of vectors [I, dim]. Raises DependencyError without faiss, and ConfigError for an
+    unknown index string or too few items."""
     values = np.ascontiguousarray(vectors.float().cpu().numpy())
     library = faiss()
     try:
@@ -229,7 +229,7 @@ def build_index(vectors: Tensor, kind: str) -> Any:
 
 
 def set_search(index: Any, options: RetrievalOptions) -> None:
-    """How thoroughly an index is searched; raises ConfigError for an option that this index does not have."""
+    """Set nprobe and efSearch. Raises ConfigError if the index has no such parameter."""
     for name, words in (("nprobe", "nprobe"), ("ef_search", "efSearch")):
         value = getattr(options, name)
         if value is None:
@@ -249,8 +249,7 @@ def set_search(index: Any, options: RetrievalOptions) -> None:
 
 
 def index_recall(index: Any, vectors: Tensor, k: int, num_queries: int = 256) -> float:
-    """Which share of the k items with the largest products an index over vectors [I, dim] finds; the queries are items,
-    evenly spaced."""
+    """Recall@k of an index over vectors [I, dim] against exact search, with evenly spaced items as queries."""
     values = np.ascontiguousarray(vectors.float().cpu().numpy())
     queries = values[np.linspace(0, len(values) - 1, min(num_queries, len(values))).astype(np.int64)]
     k = min(k, len(values))

@@ -18,48 +18,47 @@ from kitforge.foundation.untrusted import load_yaml
 
 ColumnType = Literal["number", "integer", "text", "list", "nothing"]
 _LABELS = ("label", "click", "clicked", "is_click", "target", "y", "income")
-# Whole numbers with no more different values than this are rather categories than quantities.
+# Integer columns with at most this many distinct values are categorical.
 _FEW_VALUES = 20
-# A column of names or numbers of things, whatever its values look like.
+# Names of id columns, whatever their values.
 _ID_NAME = re.compile(r"(^|_)(id|ids|user|item)$", re.IGNORECASE)
 _NUMBERED_NAME = re.compile(r"^C\d+$", re.IGNORECASE)  # a category of a log without names
 _TIME_NAME = re.compile(r"history|sequence|items|clicked", re.IGNORECASE)
-# What columns of events are called, without the type that RecBole writes behind a name (user_id:token).
+# Names of event columns, without RecBole's type suffix (user_id:token).
 _USERS = ("user_id", "userid", "user", "uid", "customer_id", "visitor_id", "visitorid", "session_id", "sessionid")
 _ITEMS = ("item_id", "itemid", "item", "iid", "movie_id", "movieid", "product_id", "productid", "parent_asin", "asin")
 _TIMES = ("timestamp", "time", "ts", "datetime", "event_time", "date", "created_at")
 _VOCABULARY = 1000
 _MIN_COUNT = 2
 _MAX_BUCKETS = 2**20
-# Numbers enter as they are and as ranges, which say at once what a tower learns late: rises that turn, lone values.
+# Numbers enter as values and as buckets, which express non-monotonic effects and single values early in training.
 _RANGES = 32
-# hash: so many buckets, collisions counted; vocabulary: the values seen in training, by frequency;
-# exact: the 64-bit key itself, for tables that grow.
+# hash: into num_buckets, collisions are counted; vocabulary: the values seen in training, by frequency;
+# exact: the 64-bit key itself, for growing tables.
 Encoding = Literal["hash", "vocabulary", "exact"]
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericFeature:
-    """A number of the dense input. The order is: logarithm, mean and deviation, what is missing."""
+    """A dense feature: logarithm, then standardization."""
 
     column: str | None = None  # None: the feature's name
     log: bool = False  # sign(x) log(1 + |x|)
-    standardize: bool = True  # by mean and deviation of the training rows
-    missing: Literal["mean", "zero"] = "mean"  # what stands for a missing value; zero is taken before the logarithm
-    indicator: bool = False  # a second number, 1 where the value is missing
+    standardize: bool = True  # by mean and standard deviation of the training rows
+    missing: Literal["mean", "zero"] = "mean"  # value of missing cells; zero is set before the logarithm
+    indicator: bool = False  # add a second feature: 1 if the value is missing
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketFeature:
-    """A number cut into ranges, each an id. 0 is for what is missing."""
+    """A number discretized into buckets, each an id. Missing values have id 0."""
 
     column: str | None = None  # None: the feature's name
-    # Of equal frequency in the training rows, where values do not repeat. One that does so often that it fills a range
-    # has it to itself.
+    # Quantile buckets of the training rows. A value frequent enough to fill a bucket has one of its own.
     num_buckets: int = 10
-    edges: tuple[float, ...] | None = None  # rising; a value on an edge belongs above it; replaces num_buckets
+    edges: tuple[float, ...] | None = None  # ascending; a value on an edge is above it; replaces num_buckets
     dim: int | None = None  # of the embedding; None: the model's
 
     def __post_init__(self) -> None:
@@ -70,16 +69,16 @@ class BucketFeature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdFeature:
-    """How values become ids. Hash: 0 is for what is missing. Vocabulary: 0 missing, 1 unknown."""
+    """A feature of ids. Hash: 0 is missing. Vocabulary: 0 is missing, 1 unknown."""
 
     column: str | None = None  # None: the feature's name
     kind: KeyKind = "text"
     encoding: Encoding = "hash"
     num_buckets: int = 100_000  # of encoding=hash
-    min_count: int = 1  # of encoding=vocabulary: values seen less often in training are unknown
-    max_size: int | None = None  # of encoding=vocabulary: so many of the most frequent; None: all
+    min_count: int = 1  # of encoding=vocabulary: rarer values are unknown
+    max_size: int | None = None  # of encoding=vocabulary: keep the most frequent values; None: all
     dim: int | None = None  # of the embedding; None: the model's
-    table: str | None = None  # features of one table share ids and rows; None: one of its own
+    table: str | None = None  # features of one table share ids and rows; None: a table of its own
 
     def __post_init__(self) -> None:
         check(self.num_buckets >= 2, "data.schema num_buckets", self.num_buckets, "at least 2")
@@ -90,7 +89,7 @@ class IdFeature:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CategoricalFeature(IdFeature):
-    """An id or a category a row."""
+    """One id or category per row."""
 
     missing: Literal["own", "error"] = "own"  # an id of its own, or a bad row
 
@@ -98,7 +97,7 @@ class CategoricalFeature(IdFeature):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BagFeature(IdFeature):
-    """Any number of ids a row, pooled by the model (multi-hot)."""
+    """Multi-hot: any number of ids per row, pooled by the model."""
 
     separator: str = " "  # of a column of text
 
@@ -106,7 +105,7 @@ class BagFeature(IdFeature):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceFeature(IdFeature):
-    """Ids in order of time; the last `max_length` are kept, padded behind with 0 (the lengths tell)."""
+    """Ids in order of time; the last `max_length` are kept and right-padded with 0."""
 
     separator: str = " "  # of a column of text
     max_length: int = 50
@@ -119,7 +118,7 @@ class SequenceFeature(IdFeature):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossFeature:
-    """An id for each combination of other features' values, hashed with the names of the features as salt."""
+    """A feature cross: an id for each combination of values, hashed with the feature names as salt."""
 
     of: tuple[str, ...]  # two or more categorical or bucketed features
     num_buckets: int = 100_000
@@ -133,9 +132,9 @@ class CrossFeature:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureSchema:
-    """Every feature by its name, the label and the group key."""
+    """The features by name, the label and the group column."""
 
-    # Rows of events (user, item, time), put together by user before features are read; None: rows are as they are.
+    # Columns of event rows (user, item, time), which are grouped by user before encoding; None: rows are no events.
     events: EventColumns | None = None
     label: LabelColumn | None = None
     numeric: dict[str, NumericFeature] = field(default_factory=dict)
@@ -144,7 +143,7 @@ class FeatureSchema:
     bags: dict[str, BagFeature] = field(default_factory=dict)
     sequences: dict[str, SequenceFeature] = field(default_factory=dict)
     crosses: dict[str, CrossFeature] = field(default_factory=dict)
-    group: str | None = None  # the column whose value tells a user or a session apart, for grouped metrics
+    group: str | None = None  # the user or session column, for grouped metrics
     group_kind: KeyKind = "text"
 
     def __post_init__(self) -> None:
@@ -160,7 +159,7 @@ class FeatureSchema:
         self.layout()
 
     def column_of(self, name: str) -> KeyColumn | ListColumn:
-        """How the column of a categorical feature or a sequence is read."""
+        """The column of a categorical feature or a sequence."""
         if name in self.categorical:
             return KeyColumn(name=self.categorical[name].column or name, kind=self.categorical[name].kind)
         item = self.sequences[name]
@@ -178,7 +177,7 @@ class FeatureSchema:
         return features[name].column or name
 
     def layout(self, *, with_label: bool = True) -> ColumnLayout:
-        """What has to be read of a table; without the label where rows are only scored."""
+        """The columns to read; without the label for inference."""
         keys: dict[str, KeyColumn] = {}
         for name, feature in self.categorical.items():
             _add(keys, feature.column or name, feature.kind, feature.missing == "error")
@@ -201,7 +200,7 @@ class FeatureSchema:
 
 
 def read_schema(spec: object) -> FeatureSchema:
-    """The schema of `data.schema`: a mapping, or the path of a YAML file, with or without `schema:` at its head."""
+    """The schema of `data.schema`: a mapping, or the path of a YAML file, with or without a top-level `schema:`."""
     if isinstance(spec, FeatureSchema):
         return spec
     values = spec
@@ -219,7 +218,7 @@ def read_schema(spec: object) -> FeatureSchema:
 
 
 def _with_items(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With the items of events as a sequence, where nothing else is said of them."""
+    """With a sequence of the event items, if the schema names no features."""
     events, features = values.get("events"), [name for name in values if name not in ("events", "label", "group")]
     if not isinstance(events, Mapping) or features or events.get("history") is not None or "item" not in events:
         return values
@@ -227,7 +226,7 @@ def _with_items(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def schema_yaml(schema: FeatureSchema) -> str:
-    """The schema as it may stand in a file, without what is as it would be anyway."""
+    """The schema as YAML, without defaults."""
     return to_yaml({"schema": _non_default(schema)})
 
 
@@ -238,7 +237,7 @@ def _non_default(config: Any) -> dict[str, Any]:
         if is_dataclass(value):
             values[field_.name] = _non_default(value)
         elif isinstance(value, dict):
-            # A name in quotes is never taken for a number, a truth or a list.
+            # Quoted, so that YAML reads every name as text.
             values |= (
                 {field_.name: {json.dumps(name): _non_default(item) for name, item in value.items()}} if value else {}
             )
@@ -256,7 +255,7 @@ def _add(keys: dict[str, KeyColumn], column: str, kind: KeyKind, is_required: bo
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnView:
-    """What is known of a column."""
+    """Statistics of a column."""
 
     name: str
     type: ColumnType
@@ -267,12 +266,12 @@ class ColumnView:
     largest: float | None = None
     median: float | None = None
     common: tuple[tuple[str, int], ...] = ()  # the most frequent values, with their counts
-    # Of numbers: the few texts that are none, with their counts. They are not read as missing until somebody says so.
+    # Numeric columns: the few other texts with their counts. Only data.missing_values makes them missing values.
     no_numbers: tuple[tuple[str, int], ...] = ()
 
 
 def infer_label(columns: Sequence[ColumnView]) -> LabelColumn | None:
-    """The column to predict: of two values, and by its name, or the first, or the last one."""
+    """The label column: it has two values, and a known name or the first or last position. None if there is none."""
     two = [view for view in columns if view.num_values == 2 and view.num_missing == 0 and view.type != "list"]
     named = [view for view in two if view.name.lower() in _LABELS]
     ends = [view for view in two if view in (columns[0], columns[-1])]
@@ -283,14 +282,14 @@ def infer_label(columns: Sequence[ColumnView]) -> LabelColumn | None:
         if values == ["-1", "1"] and view.type == "integer":
             return LabelColumn(name=view.name, positive="1", negative="-1")
         if view.type == "text":
-            # The rarer one is what people look for.
+            # The rarer value is the positive one.
             (negative, _), (positive, _) = view.common[:2]
             return LabelColumn(name=view.name, positive=positive, negative=negative)
     return None
 
 
 def why_no_label(columns: Sequence[ColumnView], num_rows: int) -> str:
-    """Which column might have been the label, and why it is none."""
+    """Why no column is the label."""
     named = [view for view in columns if view.name.lower() in _LABELS]
     for view in named or [columns[0], columns[-1]]:
         values = ", ".join(value for value, _ in view.common)
@@ -308,7 +307,7 @@ def why_no_label(columns: Sequence[ColumnView], num_rows: int) -> str:
 def infer_schema(
     columns: Sequence[ColumnView], label: LabelColumn | None, num_rows: int, *, is_complete: bool
 ) -> tuple[FeatureSchema, dict[str, str]]:
-    """Features for the columns that may say something, and why the others are left out."""
+    """Features for the useful columns, and the reasons why others are left out."""
     names = {view.name for view in columns}
     numeric: dict[str, NumericFeature] = {}
     bucketed: dict[str, BucketFeature] = {}
@@ -340,7 +339,7 @@ def infer_schema(
 
 
 def infer_event_schema(columns: Sequence[ColumnView]) -> FeatureSchema | None:
-    """The items of each user in order of time, where names say which columns are user, item and time."""
+    """Events as one sequence of items per user, if column names identify user, item and time."""
     matched = _events(columns)
     if matched is None:
         return None
@@ -352,7 +351,7 @@ def infer_event_schema(columns: Sequence[ColumnView]) -> FeatureSchema | None:
 
 
 def guess_targets(columns: Sequence[ColumnView]) -> FeatureSchema | None:
-    """Each event as a row with its user, its item and the items before it, where names say which columns those are."""
+    """Events as rows with user, item and history, if column names identify user, item and time."""
     found = _events(columns)
     if found is None:
         return None
@@ -373,7 +372,7 @@ def guess_targets(columns: Sequence[ColumnView]) -> FeatureSchema | None:
 
 
 def _events(columns: Sequence[ColumnView]) -> tuple[EventColumns, ColumnView, ColumnView] | None:
-    """The columns of events, and what is known of user and item."""
+    """The event columns, and the views of user and item; None if names do not identify them."""
     by_name = {view.name.lower().partition(":")[0]: view for view in columns if view.type != "list"}
     found = [next((by_name[name] for name in names if name in by_name), None) for names in (_USERS, _ITEMS, _TIMES)]
     user, item, time = found
@@ -383,25 +382,25 @@ def _events(columns: Sequence[ColumnView]) -> tuple[EventColumns, ColumnView, Co
 
 
 def _feature_name(view: ColumnView) -> tuple[str, str | None]:
-    """The name of a feature, and its column where that has another name."""
+    """The name of a feature, and its column if that differs."""
     return view.name.partition(":")[0], view.name if ":" in view.name else None
 
 
 def with_length(schema: FeatureSchema, length: int) -> FeatureSchema:
-    """The same with sequences that are so long at most."""
+    """The schema with another `max_length` of all sequences."""
     return replace(
         schema, sequences={name: replace(each, max_length=length) for name, each in schema.sequences.items()}
     )
 
 
 def with_rare_values(schema: FeatureSchema) -> FeatureSchema:
-    """The same with an id for each value, however rare, where a vocabulary keeps them apart."""
+    """The schema with `min_count=1` for all categorical features."""
     features = {name: replace(feature, min_count=1) for name, feature in schema.categorical.items()}
     return replace(schema, categorical=features)
 
 
 def with_own_items(schema: FeatureSchema, items: Container[str]) -> FeatureSchema:
-    """The same with a vocabulary for these features, so that no two items are one, however many there are."""
+    """The schema with vocabulary encoding for these features, so that items do not collide."""
     return replace(
         schema,
         categorical={
@@ -439,25 +438,25 @@ def _is_quantity(view: ColumnView) -> bool:
 
 
 def _is_skewed(view: ColumnView) -> bool:
-    """Whether a logarithm would help: values of many sizes, hardly any below zero."""
+    """Whether to take the logarithm: values over several magnitudes, hardly any negative."""
     assert view.median is not None and view.largest is not None and view.smallest is not None
     return view.largest > 20 * max(view.median, 1.0) and view.smallest > -10
 
 
 def _categories(view: ColumnView, *, is_complete: bool) -> dict[str, Any]:
-    """As ids, but rare values of what names no thing count as one: they say more about chance than about clicks."""
+    """The encoding of a category. Rare values of non-id columns share the unknown id, since they are mostly noise."""
     if _ID_NAME.search(view.name) or not (is_complete or view.num_values <= _VOCABULARY):
         return _ids(view)
     return {"kind": _kind(view), "encoding": "vocabulary", "min_count": _MIN_COUNT}
 
 
 def _kind(view: ColumnView) -> KeyKind:
-    # What a file has as text stays text: a number in it may be longer than 64 bits.
+    # Text columns stay text: a number in them may exceed 64 bits.
     return "integer" if "int" in view.stored else "text"
 
 
 def _ids(view: ColumnView) -> dict[str, Any]:
-    """Kind and size of a table of ids: a vocabulary where there are few, buckets where there may be more to come."""
+    """Encoding of ids: a vocabulary for few values, hashing for many."""
     kind = _kind(view)
     if view.num_values <= _VOCABULARY:
         return {"kind": kind, "encoding": "vocabulary"}

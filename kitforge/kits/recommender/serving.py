@@ -33,7 +33,7 @@ _log = logger(__name__)
 
 
 def open_served(folder: Path, device: torch.device, level: CompileLevel) -> Recommender:
-    """The recommender of a run or a step, over the rows as training left them."""
+    """The read-only model of a run or a step, with rows as trained."""
     checkpoint = open_run_checkpoint(folder)
     encoder = find_features(folder)
     config = recommender_of(recorded_options(checkpoint).model)
@@ -76,8 +76,8 @@ def _served_tables(
 
 
 def serve_quantized(model: Recommender, dtype: ServingDtype) -> None:
-    """Let a model that only reads look up rows of so many bits, in files that are made once. Raises ConfigError for a
-    model that is trained."""
+    """Replace the rows of a read-only model by quantized ones, converted once into files. Raises ConfigError for a
+    model in training."""
     if model.checkpoint_folder is None or not isinstance(model.tables, ReadOnlyTables):
         raise ConfigError(
             "the rows of a model that is trained are not made smaller",
@@ -97,25 +97,25 @@ def serve_quantized(model: Recommender, dtype: ServingDtype) -> None:
 
 
 def serving_folder(step: Path) -> Path:
-    """Where files are that were made of this step's."""
+    """The folder of serving files derived from a step."""
     mark = fingerprint_of("serving", (step / MANIFEST).read_bytes())[:12]
     return step.resolve().parent.parent / "serving" / f"{step.name}-{mark}"
 
 
 def save_index(path: Path, index: Any) -> None:
-    """Write faiss's index, whole or not at all."""
+    """Write a faiss index, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
         file.write(faiss().serialize_index(index).tobytes())
 
 
 def load_index(path: Path) -> Any:
-    """The index that was kept; None where there is none."""
+    """Read a faiss index; None if the file does not exist."""
     return faiss().deserialize_index(np.fromfile(path, np.uint8)) if path.exists() else None
 
 
 def faiss() -> Any:
-    """faiss; raises DependencyError where it is not installed."""
+    """The module faiss. Raises DependencyError if it is not installed."""
     try:
         import faiss
     except ImportError:

@@ -42,7 +42,7 @@ from kitforge.kits.recommender.objective import Objective
 from kitforge.report.tables import TABLES_FILE
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
-# A curve is drawn from at most so many steps, the first half of which fill the tier, and from so many needs of a row.
+# A hit-rate curve uses at most so many steps, the first half as warm-up, and at most so many lookups.
 _MAX_STEPS, _MAX_LOOKUPS = 256, 2**17
 EMPTY: Mapping[str, float] = MappingProxyType({})
 # Rows of a table whose ids are any 64 bits.
@@ -53,10 +53,10 @@ _DESCRIPTIONS = {"row": "by rows", "column": "by columns", "replicate": "on all 
 def shard_tables(
     plan: EmbeddingRequestPlan, options: RecommendationOptions, world: World, distinct: Mapping[str, float]
 ) -> dict[str, TableSharding]:
-    """How each table is spread; nothing on a single rank. Raises ConfigError for a placement that cannot be."""
+    """The sharding of each table; empty on a single rank. Raises ConfigError for an invalid placement."""
     if world.mesh is None:
         return {}
-    # What is not known to be needed little is needed by every sample.
+    # Default: each sample needs one row of the table.
     default = float(options.data.step_size)
     loads = {
         name: TableLoad(
@@ -78,7 +78,7 @@ def shard_tables(
 
 
 def assign_sharding(loads: Mapping[str, TableLoad], cache: CacheOptions, num_ranks: int) -> dict[str, TablePlacement]:
-    """Where each table goes: as the options say, and the others as is cheapest. Raises ConfigError."""
+    """The sharding of each table: as the options say, else the cheapest plan. Raises ConfigError."""
     said = cache.placement if isinstance(cache.placement, dict) else dict.fromkeys(loads, cache.placement)
     for name, way in said.items():
         if name not in loads:
@@ -101,7 +101,7 @@ def assign_sharding(loads: Mapping[str, TableLoad], cache: CacheOptions, num_ran
 
 
 def describe_placements(placements: Mapping[str, TablePlacement], loads: Mapping[str, TableLoad]) -> str:
-    """The plan as words."""
+    """The placements as text."""
     words = []
     for name, placement in placements.items():
         size = loads[name].num_bytes / 2**20
@@ -113,7 +113,7 @@ def describe_placements(placements: Mapping[str, TablePlacement], loads: Mapping
 
 
 def _sharding_types(cache: CacheOptions, world: World) -> tuple[ShardingType, ...]:
-    """Rows can be anywhere; the others ask for tiers that all ranks have, and columns for rules that need no norm."""
+    """The possible shardings: row-wise always; others need local tiers, and column-wise no row norms."""
     if cache.remote is not None or world.device.type != "cpu":
         return ("row",)
     needs_norm = cache.expiry.every and cache.expiry.min_norm is not None
@@ -122,14 +122,14 @@ def _sharding_types(cache: CacheOptions, world: World) -> tuple[ShardingType, ..
 
 @final
 class TableStatsCallback(Callback):
-    """Writes tables.jsonl: the curves when the run starts, then what each table counted since the last line."""
+    """Writes tables.jsonl: hit-rate curves when the run starts, then the counts of each table since the last line."""
 
     def __init__(self, curves: Callable[[], list[dict[str, Any]]]) -> None:
         self._curves = curves
         self._before: dict[str, dict[str, Counter[str]]] = {}
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Write what is due. A resumed run begins its counts anew."""
+        """Write a line at the start and at each log. A resumed run restarts its counts."""
         if run.folder is None or run.world.rank > 0 or event.kind not in ("start", "log"):
             return
         path = run.folder / TABLES_FILE
@@ -143,7 +143,7 @@ class TableStatsCallback(Callback):
             file.write(json.dumps(line) + "\n")
 
     def _since(self, name: str, table: CachedEmbedding) -> dict[str, dict[str, int]]:
-        """Counts since the last time."""
+        """Counts since the last call."""
         stats = table.stats()
         now = {"hits": Counter(stats.hits), "moved": Counter(stats.moved)}
         before = self._before.get(name, {"hits": Counter(), "moved": Counter()})
@@ -154,7 +154,7 @@ class TableStatsCallback(Callback):
 def hit_rate_curves(
     config: RecommenderConfig, options: RecommendationOptions, dataset: RecommendationDataset, objective: Objective[Any]
 ) -> Callable[[], list[dict[str, Any]]]:
-    """What makes, for each table, the hit rate by rows of its device tier, from the batches that a run begins with."""
+    """A function that estimates each table's hit rate by device-tier size, from the first batches of a run."""
 
     def make() -> list[dict[str, Any]]:
         if not isinstance(dataset.train, ClickDataset):
@@ -182,7 +182,7 @@ def sample_lookups(
     size: int,
     num_steps: int,
 ) -> dict[str, list[Tensor]]:
-    """The ids of the lookups in every table, in the steps of `size` samples that a run begins with."""
+    """The ids looked up in every table in the first steps of `size` samples."""
     size, ids = min(size, rows.num_rows), dict[str, list[Tensor]]()
     for step in range(num_steps):
         indices = shuffled_indices(options.seed, rows.num_rows, step * size, size, shuffle=options.data.shuffle)
@@ -195,7 +195,7 @@ def sample_lookups(
 def distinct_rows(
     config: RecommenderConfig, options: RecommendationOptions, dataset: RecommendationDataset, objective: Objective[Any]
 ) -> dict[str, float]:
-    """How many rows of each table a replica needs in the first step; nothing where nobody knows what will come."""
+    """The distinct rows of each table that a replica needs in the first step; empty for streams."""
     if not isinstance(dataset.train, ClickDataset):
         return {}
     size = -(-options.data.step_size // options.parallel.num_replicas)
@@ -206,7 +206,7 @@ def distinct_rows(
 
 
 def _begin(path: Path, step: int, curves: Callable[[], list[dict[str, Any]]]) -> None:
-    """The file up to `step`, as a resumed run finds it; a fresh one with the curves alone."""
+    """Truncate the file to `step` for a resumed run; a new run writes the curves."""
     if step and path.exists():
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_before(line, step)]
     else:
@@ -215,7 +215,7 @@ def _begin(path: Path, step: int, curves: Callable[[], list[dict[str, Any]]]) ->
 
 
 def _is_before(line: str, step: int) -> bool:
-    """Whether it was written by then, and whole."""
+    """Whether a line is complete and not after `step`."""
     try:
         return int(json.loads(line).get("step", 0)) <= step
     except ValueError:

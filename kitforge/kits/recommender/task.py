@@ -1,4 +1,4 @@
-"""The task `recommendation`: steps over rows of a table, and whatever an objective makes small."""
+"""The task `recommendation`: batches of rows for the objective of the family."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RecommendationTask(Task):
         return BestMetric(name=self._objective.metric_for_best, mode="max")
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        """Matrices decay; biases and norms do not, and rows of tables are no parameters."""
+        """Weight decay for matrices only; embedding rows are not parameters."""
         return decay_groups(model.named_parameters(), weight_decay=weight_decay)
 
     def num_steps(self, epochs: float) -> int | None:

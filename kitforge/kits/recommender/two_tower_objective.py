@@ -56,11 +56,8 @@ class InBatchSoftmax(RetrievalObjective[StepCandidates]):
         super().__init__(catalogue, retrieval, seed)
         self._item = self.item_feature = config.item[0]
         self.user_features = config.user
-        sequences = [
-            name
-            for name in config.item
-            if any(name in each.features for each in plan.lookups if each.pooling == "sequence")
-        ]
+        histories = {name for each in plan.lookups if each.pooling == "sequence" for name in each.features}
+        sequences = [name for name in config.item if name in histories]
         check(not sequences, "model.item", sequences, "features of one value or a bag: an item has no history")
         sides = {side: set(getattr(config, side)) | {side} for side in ("user", "item")}
         self._lookups = {

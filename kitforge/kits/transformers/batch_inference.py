@@ -1,7 +1,7 @@
-"""A file of prompts to a file of answers, in the same order, whatever happens on the way.
+"""Batch inference: a JSONL file of prompts to a file of completions, in the same order, resumable.
 
-While it is made, what is answered lies in OUTPUT.part: what it was begun with, then an answer a line. OUTPUT appears
-when all is answered. The noise of an answer is keyed by its line, so going on gives what never stopping would have.
+OUTPUT.part holds the settings, then one completion per line; OUTPUT appears when all are done. Sampling is seeded by
+the line number, so a resumed run gives the same completions.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from kitforge.foundation.files import atomic_file
 from kitforge.inference.text_engine import InferenceOptions, TextDelta, TextEngine
 from kitforge.kits.transformers.questions import check_text
 
-# The columns that an answer adds to its prompt's row.
+# The columns that are added to a prompt's row.
 _OUTPUT_COLUMNS = ("generated_text", "finish_reason")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPrompt:
-    """A line of the file: an object with `prompt`, a text, or `messages`, a chat. Whatever else it has is kept, so it
-    may have no column that an answer brings."""
+    """A line of the input: an object with `prompt` (a text) or `messages` (a chat). Other columns are kept, so they may
+    not have the names of output columns."""
 
     where: str
     values: Mapping[str, Any]
 
 
 def read_prompts(path: Path) -> list[BatchPrompt]:
-    """Every line that is not blank. Raises DataError naming file and line."""
+    """The prompts of all non-blank lines. Raises DataError with file and line."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -54,10 +54,10 @@ def run_batch_inference(
     model: str,
     progress: Callable[[int], None] = lambda _done: None,
 ) -> None:
-    """Write `target`, or go on with it where that was begun with the same prompts, options and model.
+    """Write `target`, resuming an earlier attempt with the same prompts, options and model.
 
-    Raises ConfigError where `target` is there already or was begun with others, DataError for a prompt that cannot be
-    answered, naming its line; what has been answered before is kept.
+    Raises ConfigError if `target` exists or the attempt had other settings, and DataError with the line of an invalid
+    prompt. Finished completions are kept.
     """
     if target.exists():
         raise ConfigError("there are answers already", got=target, fix="choose another output=, or move them away")
@@ -81,7 +81,7 @@ def run_batch_inference(
 
 @final
 class _Pending:
-    """An answer as far as it has come."""
+    """A completion in progress."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -89,7 +89,7 @@ class _Pending:
         self.finish_reason: str | None = None
 
     def add(self, delta: TextDelta) -> None:
-        """Go on with what came next."""
+        """Append a chunk."""
         self.text += delta.text
         self.finish_reason = delta.finish_reason
 
@@ -97,7 +97,7 @@ class _Pending:
 def _output_lines(
     texts: TextEngine, prompts: Sequence[BatchPrompt], options: InferenceOptions, start: int
 ) -> Iterator[bytes]:
-    """The lines from `start` on, in order. Prompts are handed in a little ahead of the line that is waited for."""
+    """The output lines from `start` on, in order. Prompts are submitted a bounded number of lines ahead."""
     ahead = 4 * texts.engine.options.max_num_seqs
     pending: dict[int, _Pending] = {}
     finished: dict[int, _Pending] = {}
@@ -117,7 +117,7 @@ def _output_lines(
 
 
 def _step(texts: TextEngine, pending: dict[int, _Pending]) -> list[_Pending]:
-    """The answers that have ended with this step; they are not pending any more."""
+    """Run one engine step; remove and return the finished completions."""
     ended = []
     for delta in texts.step():
         if delta.error is not None:
@@ -147,7 +147,7 @@ def _line(prompt: BatchPrompt, found: _Pending) -> bytes:
 
 
 def _settings(prompts: Sequence[BatchPrompt], options: InferenceOptions, model: str) -> bytes:
-    """The first line of a part: what its answers depend on. How the engine fills its steps is none of that."""
+    """The first line of OUTPUT.part: everything that completions depend on; engine options are not among it."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(json.dumps(prompt.values, sort_keys=True).encode() + b"\n")
@@ -158,7 +158,7 @@ def _settings(prompts: Sequence[BatchPrompt], options: InferenceOptions, model: 
 
 
 def _reopen(file: IO[bytes], path: Path, settings: bytes) -> int:
-    """How many answers are there already. A line that was cut short is taken away."""
+    """The number of finished lines. Truncates a torn last line."""
     file.seek(0)
     content = file.read()
     whole = content[: content.rfind(b"\n") + 1]

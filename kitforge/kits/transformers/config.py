@@ -14,21 +14,21 @@ from kitforge.trainer.options import RunOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
-    """Which text, and how it is cut into batches."""
+    """Training and evaluation text, packing and batching."""
 
     train: Any = None  # python_stdlib, a file, a folder, a glob, or a list of them
-    eval: Any = None  # None: a share of the training documents
-    batch_size: int = 8  # rows of a step
-    sequence_length: int = 256  # tokens of a row
-    eval_fraction: float = 0.05  # share of the training documents kept for evaluation where data.eval is not given
-    column: str = "text"  # of jsonl, csv and parquet
-    separator: str | None = None  # text that parts the documents of a txt file; None: a file is one document
-    encoding_errors: Literal["strict", "replace", "ignore"] = "strict"  # what to do with bytes that are not UTF-8
+    eval: Any = None  # None: a fraction of the training documents (eval_fraction)
+    batch_size: int = 8  # rows per step
+    sequence_length: int = 256  # tokens per row
+    eval_fraction: float = 0.05  # fraction of the training documents held out if data.eval is not given
+    column: str = "text"  # text column of jsonl, csv and parquet
+    separator: str | None = None  # separator of documents in a txt file; None: one document per file
+    encoding_errors: Literal["strict", "replace", "ignore"] = "strict"  # handling of bytes that are not UTF-8
     shuffle: bool = True
-    prefetch: int = 2  # batches made ready ahead
-    num_workers: int | None = None  # processes that tokenise; None: one per core
-    tasks: str | None = None  # folder in which the tasks of `evaluate` are looked for by name
-    # What `evaluate` does with a question that the model has no room for; cut_left drops the beginning of its context.
+    prefetch: int = 2  # batches prepared ahead in the background
+    num_workers: int | None = None  # tokenizer processes; None: one per core
+    tasks: str | None = None  # folder of benchmark files that `tasks` names
+    # Benchmark questions longer than the context window: refuse, or cut the beginning of the context.
     on_too_long: Literal["refuse", "cut_left"] = "refuse"
     cache: str | None = None  # folder of token caches; None: $KITFORGE_CACHE or ~/.cache/kitforge
 
@@ -47,14 +47,14 @@ class TextGenerationOptions(RunOptions):
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataOptions = field(default_factory=DataOptions)
     inference: InferenceOptions = field(default_factory=InferenceOptions)
-    checkpoint: str | None = None  # weights to start from, to evaluate or to generate with
-    prompt: Any = None  # text, or a list of texts, to continue; also for the samples of a report
-    tasks: tuple[str, ...] = ()  # questions for `evaluate`: jsonl files, or names of those in data.tasks
-    limit: int | None = None  # questions of each task, from its beginning; None: all
-    # The jsonl file that `generate` writes answers to the prompts of data.eval into, and `evaluate` its rows; None for
-    # `evaluate`: a file for each task in the run's folder.
+    checkpoint: str | None = None  # run or folder with the weights
+    prompt: Any = None  # one prompt or a list; also for the samples of the report
+    tasks: tuple[str, ...] = ()  # benchmarks of `evaluate`: jsonl files, or their names in data.tasks
+    limit: int | None = None  # first questions of each benchmark; None: all
+    # Output jsonl file: completions of the prompts in data.eval for `generate`, rows for `evaluate` (None: a file per
+    # benchmark in the run folder).
     output: str | None = None
-    port: int = 8000  # that `serve` listens on; 0: any that is free
+    port: int = 8000  # port of `serve`; 0: any free port
     serve: ServeOptions = field(default_factory=ServeOptions)
 
     def __post_init__(self) -> None:

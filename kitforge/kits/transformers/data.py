@@ -1,4 +1,4 @@
-"""From what the options name to packed rows for training and evaluation."""
+"""Text sources, tokenizers and packed rows for training and evaluation."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Rows to train on and rows to evaluate on; either may be absent."""
+    """Packed rows for training and evaluation; either may be absent."""
 
     train: PackedRows | None
     eval: PackedRows | None
-    fingerprint: str  # of the text that is trained on
-    eval_fingerprint: str = ""  # of that given for evaluation; none where it is a share of the other
+    fingerprint: str  # of the training tokens
+    eval_fingerprint: str = ""  # of the evaluation tokens; empty if they are held out of the training text
 
 
 def open_text(spec: object, options: DataOptions) -> Source:
-    """The source that `data.train` or `data.eval` names, or an object with the documents itself."""
+    """The source of `data.train` or `data.eval`: a name, or an object with the documents."""
     config = SourceConfig(column=options.column, separator=options.separator, encoding_errors=options.encoding_errors)
     return open_source(spec, config)
 
 
 def tokenizer_for(config: TokenizerConfig, source: Source | None, options: DataOptions) -> Tokenizer:
-    """The tokenizer that the options name, trained on the source where they ask for that."""
+    """The tokenizer of the options, trained on the source if requested."""
     return make_tokenizer(config, source, cache_root(options))
 
 
 def cache_root(options: DataOptions) -> Path:
-    """Where token caches and trained tokenizers lie."""
+    """The folder of token caches and trained tokenizers."""
     return default_root() if options.cache is None else Path(options.cache)
 
 

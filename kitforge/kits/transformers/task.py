@@ -1,4 +1,4 @@
-"""The task `text_generation`: next-token prediction over packed rows, documents isolated from one another."""
+"""The task `text_generation`: next-token prediction over packed rows with document isolation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TextGenerationTask(Task):
         return self._build(world)
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-        """Matrices decay; embeddings, the head, norms and biases do not."""
+        """Weight decay for matrices only: not for embeddings, the head, norms and biases."""
         tables = [name for name, _ in model.named_parameters() if name in EMBEDDINGS]
         return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=tables)
 
@@ -65,7 +65,7 @@ class TextGenerationTask(Task):
             yield from batches
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
-        """Valid targets of this rank's part of the step."""
+        """The number of valid targets on this rank: the denominator of the mean loss."""
         valid = sum((micro_batch["targets"] != IGNORED).sum() for micro_batch in step)
         samples = sum((micro_batch["samples"] != NO_SAMPLE).sum() for micro_batch in step)
         return {"loss": torch.as_tensor(valid), "samples": torch.as_tensor(samples), "tokens": torch.as_tensor(valid)}

@@ -1,1 +1,1 @@
-"""A recommender over HTTP: scores of rows, items for users, and newer checkpoints while it answers."""
+"""The HTTP server of the recommender: scoring, retrieval, and refresh from newer checkpoints."""

@@ -1,6 +1,6 @@
-"""The routes of a server of a recommender. FastAPI is imported when they are made."""
+"""The routes of the recommender server. FastAPI is imported when they are built."""
 
-# Annotations are evaluated where they stand here: FastAPI reads them, and its names exist in these functions only.
+# No postponed annotations here: FastAPI reads them, and its names are local to these functions.
 
 from typing import Any
 
@@ -27,7 +27,7 @@ _ROWS = ("rows", "columns")
 
 
 def new_app(service: RecommenderService) -> Any:
-    """The application that answers for a service. Raises DependencyError where FastAPI is not installed."""
+    """The FastAPI application of a service. Raises DependencyError if FastAPI is not installed."""
     app = new_application(service, PATHS)
     _add_facts(app, service)
     if service.row_reader is not None:
@@ -42,7 +42,7 @@ def new_app(service: RecommenderService) -> Any:
 
 
 def _add_refusal(app: Any, path: str, words: str) -> None:
-    """A route that this family does not have."""
+    """Add a route that refuses requests which this family does not support."""
 
     from fastapi import FastAPI
 
@@ -118,15 +118,15 @@ def _add_retrieve(app: Any, service: RecommenderService, reader: RowReader) -> N
 
     @routes.post("/retrieve", **_described(properties, "items", items))
     async def retrieve(request: Request) -> JSONResponse:
-        """The k items that go best with each row, the best first."""
+        """The k best items for each row, the best first."""
         query: Query = await read_body(request, service, understood)
         reply = await _answer(request, service, query)
         return JSONResponse({"model": service.name, "step": reply.step, "items": reply.rows})
 
 
 async def _answer(request: Any, service: RecommenderService, query: Query) -> ScoringReply:
-    """The reply. Raises ApiError where the server is full or the model fails at this query."""
-    # From here on the number of requests is what is limited.
+    """The reply to a query. Raises ApiError if the queue is full or the model fails."""
+    # The body is read: release its buffer; only the number of requests is limited now.
     service.check_capacity()
     request.scope[BODY].close()
     service.metrics.num_live += 1
@@ -145,7 +145,7 @@ async def _answer(request: Any, service: RecommenderService, query: Query) -> Sc
 
 
 def _excluded(value: Any, service: RecommenderService, num_rows: int) -> NDArray[np.int64] | None:
-    """The places [B, E] of excluded items; those that are no items of the catalogue would never be given."""
+    """Catalogue indices [B, E] of excluded items. Unknown items are ignored."""
     if value is None or value == []:
         return None
     is_nested = isinstance(value, list) and all(isinstance(each, list) for each in value)
@@ -170,7 +170,7 @@ def _excluded(value: Any, service: RecommenderService, num_rows: int) -> NDArray
 
 
 def _described(properties: dict[str, Any], answer: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """What the server's description of itself says of a route with rows."""
+    """The OpenAPI description of a route with rows."""
     body = {
         "type": "object",
         "properties": properties,

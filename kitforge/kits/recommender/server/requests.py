@@ -95,13 +95,8 @@ class RowReader:
             if name not in self._known:
                 shown = truncate(name)
                 got, do = f"a column {shown!r}", nearest(shown, self._known)
-                raise _refused(
-                    f"rows[{number}]",
-                    f"rows[{number}] has an unknown column",
-                    got,
-                    f"columns {', '.join(self._wanted)}",
-                    do,
-                )
+                expected = f"columns {', '.join(self._wanted)}"
+                raise _refused(f"rows[{number}]", f"rows[{number}] has an unknown column", got, expected, do)
         for name in self._wanted:
             if name not in row:
                 got = truncate(", ".join(row)) or "no columns"

@@ -35,8 +35,7 @@ _log = logger(__name__)
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """One step that answers. `marks` are the checksums of the manifests of the step and of those that it builds on,
-    by their folders, the newest first."""
+    """A served step. `marks`: checksums of the manifests of its increment chain by folder, the newest first."""
 
     step: int
     pipeline: RecommendationPipeline
@@ -44,39 +43,39 @@ class Version:
 
     @property
     def mark(self) -> str:
-        """What tells the step from another of its number."""
+        """The checksum of the step, which differs from another step with this number."""
         return next(iter(self.marks.values()))
 
 
 def marks_of(checkpoint: Checkpoint) -> dict[Path, str]:
-    """The checksums of the manifests of a step and of those that it builds on."""
+    """The checksums of the manifests of an increment chain, by folder."""
     return {link.folder: sha256(link.folder / MANIFEST) for link in checkpoint.increments}
 
 
 @final
 class Refresher:
-    """Looks at the folder of checkpoints every so many seconds, on a thread of its own between `start` and `stop`."""
+    """Polls the checkpoint folder on a thread between `start` and `stop`."""
 
     def __init__(self, service: RecommenderService, root: Path, seconds: float) -> None:
         self._service = service
         self._root = root
         self._seconds = seconds
-        self._skipped: dict[Path, object] = {}  # folders that were of no use, as their files were then
+        self._skipped: dict[Path, object] = {}  # unusable folders, and the state of their files
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="refresh", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start polling."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the look under way."""
+        """Stop polling, after the check in progress."""
         self._has_ended.set()
         self._thread.join()
 
     def look(self) -> None:
-        """Take over the newest good checkpoint, if it is newer than what answers. One that is not good is logged, once
-        for each state of its files, and what answers stays."""
+        """Serve the newest valid checkpoint, if it is newer than the served one. An invalid one is logged once for each
+        state of its files, and the served version stays."""
         served, result = self._service.version, None
         for step in reversed(steps(self._root)):
             folder = step_folder(self._root, step)
@@ -90,7 +89,7 @@ class Refresher:
                 if sha256(folder / MANIFEST) == served.mark:
                     return
                 links = open_checkpoint(folder, verify=False)
-                # Of a run that stopped early the best step counts, not the last.
+                # A run that stopped early serves its best step, not the last.
                 best = links.state["training"]["result_step"]
                 if result is None and best not in (None, step):
                     result = best
@@ -107,20 +106,20 @@ class Refresher:
     def _opened(self, links: Checkpoint, served: Version) -> Version:
         folder = links.folder
         marks = marks_of(links)
-        # What is served was verified when it was opened.
+        # Files of the served version are verified already.
         verified = [path for path, mark in marks.items() if served.marks.get(path) == mark]
         checkpoint = open_checkpoint(folder, parts=("model",), verified=verified)
         model = served.pipeline.model
         if find_features(folder).fingerprint != served.pipeline.encoder.fingerprint:
             raise CheckpointError("the features of the run are others now", fix="start the server again")
-        # As many links of the chain as came after the step that is served.
+        # The number of increments after the served step.
         paths = list(marks)
         own = next(iter(served.marks))
         num_newer = paths.index(own) if marks.get(own) == served.mark else len(paths)
         newer = refreshed(model, checkpoint, num_newer, "O1")
         pipeline = RecommendationPipeline(newer, served.pipeline.encoder, served.pipeline.options)
         if pipeline.is_retrieval:
-            # The index of the items is made here, while the older version answers.
+            # Build the item index now, while the older version answers.
             pipeline.user_encoder()
         return Version(step=checkpoint.step, pipeline=pipeline, marks=marks)
 
@@ -128,12 +127,12 @@ class Refresher:
         while not self._has_ended.wait(self._seconds):
             try:
                 self.look()
-            except Exception:  # noqa: BLE001 (whatever it is, what answers goes on)
+            except Exception:  # noqa: BLE001 (the served version stays on any error)
                 _log.exception("the checkpoints of the run could not be looked at")
 
 
 def _state(folder: Path) -> object:
-    """What changes when a file of a folder does, or a file comes or goes."""
+    """A value that changes with the files of a folder."""
     try:
         return sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir())
     except OSError as error:
@@ -143,7 +142,7 @@ def _state(folder: Path) -> object:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """What a request asks for: chances of its rows, or the k items for each, without those at the places `excluded`
+    """A request: scores of its rows, or the k best items for each (`k`), without the catalogue indices `excluded`
     [B, E]."""
 
     batch: FeatureBatch
@@ -154,7 +153,7 @@ class Query:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringReply:
-    """The step that answered, and a score or a list of items for each row."""
+    """A reply: the served step, and a score or a list of items for each row."""
 
     step: int
     rows: list[Any]
@@ -165,7 +164,7 @@ Batcher: TypeAlias = DynamicBatcher[Query, ScoringReply]
 
 @final
 class ScoringWorker:
-    """The batcher, and what refreshes its model."""
+    """Starts and stops the batcher and the refresher."""
 
     def __init__(self, batcher: Batcher, refresher: Refresher | None) -> None:
         self._batcher = batcher
@@ -174,14 +173,14 @@ class ScoringWorker:
         self.on_failure: Callable[[], None] | None = None
 
     def start(self) -> None:
-        """Begin to serve the running event loop."""
+        """Start, within the running event loop."""
         self._batcher.on_failure = self._fail
         self._batcher.start()
         if self._refresher is not None:
             self._refresher.start()
 
     def stop(self) -> None:
-        """End after the work under way."""
+        """Stop, after the work in progress."""
         if self._refresher is not None:
             self._refresher.stop()
         self._batcher.stop()
@@ -194,7 +193,7 @@ class ScoringWorker:
 
 @final
 class RecommenderService:
-    """See the module. Every batch is answered by the version that is there when it begins, so a request sees one."""
+    """The state of the server. A batch uses one version throughout, so a request sees one checkpoint."""
 
     def __init__(self, pipeline: RecommendationPipeline, name: str) -> None:
         limits = self.limits = pipeline.options.serve
@@ -228,12 +227,12 @@ class RecommenderService:
         self.worker = ScoringWorker(self.batcher, refresher)
 
     def check_capacity(self) -> None:
-        """Raise ApiError where one request more is too much at once."""
+        """Raise ApiError if the server has max_requests requests in progress."""
         if self.metrics.num_live >= self.limits.max_requests:
             raise queue_full(self.limits.max_requests, "requests")
 
     def take_over(self, version: Version) -> None:
-        """Answer by another version from the next batch on."""
+        """Serve another version from the next batch on."""
         _log.info("step %d answers in the place of step %d", version.step, self.version.step)
         self.version = version
         self.metrics.step = version.step
@@ -241,7 +240,7 @@ class RecommenderService:
 
     @torch.no_grad()
     def answer(self, queries: Sequence[Query]) -> list[ScoringReply]:
-        """The replies to the queries of a batch, all by one version."""
+        """The replies to a batch of queries, all by one version."""
         version = self.version
         replies: list[ScoringReply | None] = [None] * len(queries)
         for answer, is_wanted in ((_scored, False), (_found, True)):
@@ -262,8 +261,8 @@ def _scored(pipeline: RecommendationPipeline, queries: Sequence[Query]) -> list[
 
 
 def _found(pipeline: RecommendationPipeline, queries: Sequence[Query]) -> list[Any]:
-    """The items for all users of the queries. Users are searched for together where they ask for as many items, so
-    that what an approximate index finds does not depend on others."""
+    """The items for all users of the queries. Queries with equal k are searched together, so the results of an
+    approximate index do not depend on other queries."""
     vectors, seen = pipeline.queries(FeatureBatch.concatenate([query.batch for query in queries]))
     groups: dict[tuple[int, int], list[NDArray[np.int64]]] = {}
     excluded: list[NDArray[np.int64]] = []
