@@ -14,7 +14,7 @@ from kitforge.core.optim.row_optimizers import RowOptimizer, SparseOptimizerConf
 from kitforge.core.optim.table_protocols import ROWS, Chunk, RowShard, RowSource
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.table import EmbeddingExchange, GradientAccumulator, owner
-from kitforge.embedding_cache.row_init import RowInitConfig, initial_rows
+from kitforge.embedding_cache.keys.row_init import RowInitConfig, initial_rows
 from kitforge.foundation.config import to_dict
 
 # Room for rows before the first growth; room doubles.

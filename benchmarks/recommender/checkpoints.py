@@ -36,7 +36,7 @@ from kitforge.embedding_cache.options import RemoteOptions
 from kitforge.embedding_cache.serving.quantize import quantize_tables
 from kitforge.embedding_cache.serving.table import ServedTable
 from kitforge.embedding_cache.table import CachedEmbedding
-from kitforge.embedding_cache.tiers.redis_store import RedisStore
+from kitforge.embedding_cache.tiers.redis import RedisStore
 from kitforge.foundation.device import describe, pick
 from kitforge.foundation.files import write_text
 
@@ -179,7 +179,7 @@ def measure_remote(root: Path, num_rows: int, rounds: int) -> dict[str, Any]:
             got["write"].append(seconds(lambda: store.write(keys, rows)))
             got["read"].append(seconds(lambda: store.read(keys, torch.empty_like(rows))))
             got["scan"].append(seconds(lambda: list(store.scan(4096))))
-            got["take"].append(seconds(lambda: store.take(keys, torch.empty_like(rows))))
+            got["take"].append(seconds(lambda: (store.read(keys, torch.empty_like(rows)), store.delete(keys))))
         store.close()
     return {"rows": num_rows, **{name: num_rows / statistics.median(values) for name, values in got.items()}}
 

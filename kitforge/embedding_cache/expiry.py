@@ -1,8 +1,9 @@
-"""Rows that are given up for good: too old, too rarely moved, or too small."""
+"""Feature eviction: deletes rows that are too old, too rarely updated, or too small."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import final
 
 import torch
@@ -10,85 +11,72 @@ from torch import Tensor
 
 from kitforge.core.optim.row_optimizers import RowLayout
 from kitforge.embedding_cache.cache_manager import CacheManager
-from kitforge.embedding_cache.copy_on_write import RowsAt, WriteObservers
+from kitforge.embedding_cache.changes import ChangeTracker
+from kitforge.embedding_cache.keys.row_init import RowInitializer
 from kitforge.embedding_cache.options import ExpiryOptions
-from kitforge.embedding_cache.row_init import RowInitializer
 
-# Rows looked at together.
+# Rows read at a time.
 CHUNK_ROWS = 2**15
 
 
 @final
 class RowExpiry:
-    """Lets rows go at a step boundary. What it forgets depends on rows alone, not on where they are.
+    """Deletes rows at a step boundary. Which rows expire depends on the rows alone, not on their tier.
 
-    Bounds of age and of updates hold a row for a while that is known when it changes: each key that has moved stands in
-    the bucket of the first step at which its row may have to go, and only due buckets are read. A row that has changed
-    meanwhile is put into a later one. A bound of the norm says nothing beforehand: then all rows are read.
+    With bounds of age and of updates, the first step at which a row may expire is known when it changes: its key is in
+    the bucket of that step, and only due buckets are read. A row that has changed meanwhile goes to a later bucket. A
+    bound of the norm predicts nothing: then all rows are read.
 
-    A row that a planned lookup already waits for begins anew where it stands; the place of any other is free.
+    An expired row that a planned lookup waits for is initialised anew in its slot; any other slot is freed.
     """
 
     def __init__(
-        self,
-        options: ExpiryOptions,
-        manager: CacheManager,
-        row_initializer: RowInitializer,
-        write_observers: WriteObservers,
+        self, options: ExpiryOptions, manager: CacheManager, row_initializer: RowInitializer, changes: ChangeTracker
     ) -> None:
-        self._options, self._row_initializer = options, row_initializer
-        self._manager, self._device, self._hierarchy = manager, manager.device, manager.hierarchy
-        self._write_observers = write_observers
+        self._options, self._row_initializer, self._changes = options, row_initializer, changes
+        self._manager, self._device, self._tiers = manager, manager.device, manager.tiers
         self.has_buckets = options.every > 0 and options.min_norm is None
-        self._buckets: dict[int, list[Tensor]] = {}  # keys by step
+        self.buckets: dict[int, list[Tensor]] = {}  # keys by step
 
-    def is_due(self, num_steps: int) -> bool:
-        """Whether rows are to be forgotten after that many steps."""
-        return self._options.every > 0 and num_steps > 0 and num_steps % self._options.every == 0
-
-    def changed(self, keys: Tensor, last_steps: Tensor, num_steps: int) -> None:
-        """These rows [n], which changed last at these steps [n], moved for the first time or were restored: from now
-        on they may have to go."""
+    def on_update(self, keys: Tensor, last_steps: Tensor, num_steps: int) -> None:
+        """These rows [n], last updated at these steps [n], were updated for the first time or restored: they may expire
+        from now on."""
         if self._options.min_updates is not None:
             last_steps = torch.full((len(keys),), num_steps - (self._options.max_age or 0) - 1)
         self._put(keys, last_steps)
 
-    def clear(self) -> None:
-        """Know of no row."""
-        self._buckets = {}
-
     def run(self, num_steps: int) -> Tensor:
-        """Forget, while nobody plans; the keys of the rows that went."""
+        """Delete expired rows, while no other thread plans; their keys."""
         layout, gone = self._row_initializer.layout, [torch.zeros(0, dtype=torch.int64)]
         for keys, rows in self._due(num_steps) if self.has_buckets else self._all():
             going = is_expired(self._options, layout, rows, num_steps)
-            self._write_observers.before_change(keys[going], _rows_of(rows[going]))
+            self._changes.notify(keys[going], partial(torch.index_select, rows[going], 0))
             gone.append(keys[going])
             counters = layout.as_integers(rows)
             stays = ~going & (counters[:, layout.updates] > 0)
             if self.has_buckets and self._options.max_age is not None:
                 self._put(keys[stays], counters[stays][:, layout.last_step])
-        found = torch.cat(gone)
-        slots = self._device.index.lookup(found)
+        expired = torch.cat(gone)
+        slots = self._device.index.lookup(expired)
         slots = slots[slots >= 0]
         is_needed = self._manager.is_pinned(slots, slots[:0])
         self._reinitialize(slots[is_needed])
         self._device.index.remove(slots[~is_needed])
-        if len(found):
-            self._hierarchy.delete(found)
-        return found
+        if len(expired):
+            self._tiers.delete(expired)
+        return expired
 
     def _put(self, keys: Tensor, last_steps: Tensor) -> None:
-        """Into the buckets of the first steps at which rows that changed at these steps may be too old."""
+        """Put keys into the buckets of the first steps at which rows last updated at `last_steps` may be too old."""
         every = self._options.every
         steps = -(-(last_steps.long() + (self._options.max_age or 0) + 1) // every) * every
         for step in torch.unique(steps).tolist():
-            self._buckets.setdefault(step, []).append(keys[steps == step])
+            self.buckets.setdefault(step, []).append(keys[steps == step])
 
     def _due(self, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rows of the buckets that are due, from the highest tier that has them; zeros for one that has none."""
-        due = [step for step in self._buckets if step <= num_steps]
-        found = [keys for step in due for keys in self._buckets.pop(step)]
+        """The rows of the due buckets, from the highest tier that has them; zeros for a row that no tier has."""
+        due = [step for step in self.buckets if step <= num_steps]
+        found = [keys for step in due for keys in self.buckets.pop(step)]
         if not found:
             return
         for keys in torch.split(torch.unique(torch.cat(found)), CHUNK_ROWS):
@@ -97,36 +85,30 @@ class RowExpiry:
             here, below = slots >= 0, (slots < 0).nonzero().squeeze(1)
             rows[here] = self._device.rows(slots[here])
             lower = rows[below]
-            # The host tier comes last: what lies below of its rows is old.
-            self._hierarchy.peek_store(keys[below], lower)
-            self._hierarchy.peek_host(keys[below], lower)
+            self._tiers.read(keys[below], lower)
             rows[below] = lower
             yield keys, rows
 
     def _all(self) -> Iterator[tuple[Tensor, Tensor]]:
         for slots in torch.split(self._device.index.used(), CHUNK_ROWS):
             yield self._device.index.keys_at(slots), self._device.rows(slots)
-        for keys, rows in self._hierarchy.scan(CHUNK_ROWS):
-            # What is there of rows that the device has are old copies, which do not count.
+        for keys, rows in self._tiers.scan(CHUNK_ROWS):
+            # Rows below that the device tier also has are old copies.
             own = self._device.index.lookup(keys) < 0
             yield keys[own], rows[own]
 
     def _reinitialize(self, slots: Tensor) -> None:
-        keys = self._device.index.keys_at(slots)
-        rows = torch.empty(len(keys), self._row_initializer.layout.width)
-        self._row_initializer.fill(keys, rows)
-        with self._device.using() as slab:
-            slab[self._device.to_device(slots)] = rows.to(slab.device)
+        rows = torch.empty(len(slots), self._row_initializer.layout.width)
+        self._row_initializer.fill(self._device.index.keys_at(slots), rows)
+        with self._device.slab_lock:
+            slab = self._device.slab
+            slab[slots.to(slab.device)] = rows.to(slab.device)
             self._device.is_dirty[slots] = False
         self._manager.mark_fresh(slots)
 
 
-def _rows_of(rows: Tensor) -> RowsAt:
-    return lambda positions: rows[positions]
-
-
 def is_expired(options: ExpiryOptions, layout: RowLayout, rows: Tensor, num_steps: int) -> Tensor:
-    """Which of these records [n, width] are to be forgotten. Rows that never moved are nothing to forget."""
+    """The mask of the expired ones among these records [n, width]. Rows that were never updated do not expire."""
     counters = layout.as_integers(rows)
     updates = counters[:, layout.updates]
     going = torch.zeros(len(rows), dtype=torch.bool)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import select_table
 from kitforge.data.splitmix64 import hash_array
-from kitforge.embedding_cache.lookup_input import flat_ids
+from kitforge.embedding_cache.lookup import flat_ids
 from kitforge.embedding_cache.options import CachedEmbeddingOptions
 from kitforge.foundation.errors import DataError
 

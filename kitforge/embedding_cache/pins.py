@@ -1,17 +1,20 @@
-"""Who needs which rows to stay where they are, and until when.
+"""Pins: which lookups still need their rows, so that these rows are not evicted.
 
-Every planned lookup has a number and a ticket. Rows are pinned by the highest number that needs them, and a row may
-leave only when every lookup up to that number is done.
+Every planned lookup has a number. A row is pinned by the highest number that needs it, and may be evicted when every
+lookup up to that number is done.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import final
 
+import torch
 from torch import Tensor
 
 from kitforge.core.parallel.table import ExchangePlan
@@ -20,44 +23,38 @@ from kitforge.core.parallel.table import ExchangePlan
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class LookupHandle:
-    """Where the rows of one lookup are. It says nothing of their values.
+    """Where the rows of one lookup are; it holds no values.
 
-    Legend: N ids of the lookup, u distinct rows that this process must have for it.
+    Legend: N ids of the lookup, u distinct rows that this process needs for it.
     """
 
-    number: int
     keys: Tensor  # [u]
-    slots: Tensor  # [u] in the device tier
-    inverse: Tensor  # [N] the place of each id among the u; with a route, among the distinct ids asked for here
+    inverse: Tensor  # [N] the position of each id among the u; with an exchange, among the distinct ids asked for here
+    exchange: ExchangePlan | None  # where the ids of this rank live, when there are several ranks
+    number: int = -1
+    slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [u], empty until it is planned
     is_trained: Tensor | None = None  # [u] the rows that take gradients, known when it is computed; None: all
-    exchange: ExchangePlan | None = None  # where the ids of this rank live, when there are several ranks
-    is_open: bool = field(default=True)
+    is_open: bool = True
 
 
 @final
 class PinRegistry:
-    """The tickets that are open, and `done`: up to which number all of them are closed."""
+    """The open lookups in the order of their numbers."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._open: dict[int, LookupHandle | None] = {}  # by number, in ascending order
+        self._open: dict[int, LookupHandle] = {}  # by number, ascending
         self._next = 0
         self._num_waiting = 0
 
-    def next_number(self) -> int:
-        """A number, which counts as open until `close`."""
+    def open(self, handle: LookupHandle) -> None:
+        """Number a lookup. It is open until `close`."""
         with self._changed:
-            number, self._next = self._next, self._next + 1
-            self._open[number] = None
-            return number
-
-    def pin(self, handle: LookupHandle) -> None:
-        """The ticket of a number that was given out."""
-        with self._changed:
+            handle.number, self._next = self._next, self._next + 1
             self._open[handle.number] = handle
 
     def close(self, number: int) -> None:
-        """Nobody needs the rows of that lookup for it any more. It may have been closed before."""
+        """The lookup no longer needs its rows. May be called again."""
         with self._changed:
             handle = self._open.pop(number, None)
             if handle is not None:
@@ -66,31 +63,25 @@ class PinRegistry:
 
     @property
     def done(self) -> int:
-        """Every lookup up to this number is done."""
+        """The highest number up to which every lookup is done."""
         with self._changed:
             return next(iter(self._open), self._next) - 1
 
-    @property
-    def num_open(self) -> int:
-        """Tickets, and numbers without one yet."""
-        with self._changed:
-            return len(self._open)
-
     def open_lookups(self) -> list[LookupHandle]:
-        """All that are open."""
+        """All open lookups."""
         with self._changed:
-            return [handle for handle in self._open.values() if handle is not None]
+            return list(self._open.values())
 
     def wait_until_done_after(self, done: int) -> bool:
-        """Wait until more lookups are done than up to that number; False when somebody waits for the planner himself,
-        so that no lookup would ever be done."""
+        """Wait until a lookup after `done` is done. Returns False if the trainer waits for the planner, which would be
+        a deadlock."""
         with self._changed:
-            self._changed.wait_for(lambda: self._num_waiting > 0 or next(iter(self._open), self._next) - 1 > done)
-            return next(iter(self._open), self._next) - 1 > done
+            self._changed.wait_for(lambda: self._num_waiting > 0 or self.done > done)
+            return self.done > done
 
     @contextmanager
     def trainer_waiting(self) -> Iterator[None]:
-        """While the block lasts, the planner must not wait for lookups to be done."""
+        """Within the block the planner must not wait for lookups to be done."""
         with self._changed:
             self._num_waiting += 1
             self._changed.notify_all()
@@ -99,3 +90,66 @@ class PinRegistry:
         finally:
             with self._changed:
                 self._num_waiting -= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _PrefetchedLookup:
+    handle: LookupHandle
+    version: int  # of the values of the ids, to detect a change
+    finalizer: weakref.finalize[[int, LookupHandle], Tensor]
+
+
+@final
+class PrefetchedLookups:
+    """Lookups planned ahead, by the tensor of ids that `forward` will be called with.
+
+    A lookup is closed when its tensor dies unused or has changed by then.
+    """
+
+    def __init__(self, close: Callable[[int], None]) -> None:
+        """`close` takes the number of a lookup; it is called in any thread, whenever a tensor dies."""
+        self._lookups: dict[int, deque[_PrefetchedLookup]] = {}
+        self._close = close
+
+    def add(self, ids: Tensor, handle: LookupHandle) -> None:
+        """Keep the lookup for the next `forward` of these ids."""
+        finalizer = weakref.finalize(ids, self._discard, id(ids), handle)
+        finalizer.atexit = False
+        lookup = _PrefetchedLookup(handle=handle, version=_version(ids), finalizer=finalizer)
+        self._lookups.setdefault(id(ids), deque()).append(lookup)
+
+    def pop(self, ids: Tensor) -> LookupHandle | None:
+        """The lookup for these ids, if there is one. A view of all the same ids in the same order finds it too."""
+        key, base = id(ids), ids._base
+        if key not in self._lookups and base is not None and base.numel() == ids.numel():
+            # Of as many numbers in the same memory, contiguous ones are in the same order; a transposed view is not.
+            key = id(base) if ids.is_contiguous() and base.is_contiguous() else key
+        queue = self._lookups.get(key)
+        if not queue:
+            return None
+        lookup = queue.popleft()
+        if not queue:
+            del self._lookups[key]
+        lookup.finalizer.detach()
+        if lookup.version != _version(ids):
+            self._close(lookup.handle.number)
+            return None
+        return lookup.handle
+
+    def cancel_all(self) -> None:
+        """Close all lookups."""
+        lookups, self._lookups = self._lookups, {}
+        for lookup in (each for queue in lookups.values() for each in queue):
+            lookup.finalizer.detach()
+            self._close(lookup.handle.number)
+
+    def _discard(self, key: int, handle: LookupHandle) -> None:
+        queue = self._lookups.pop(key, deque[_PrefetchedLookup]())
+        kept = deque(lookup for lookup in queue if lookup.handle is not handle)
+        if kept:
+            self._lookups[key] = kept
+        self._close(handle.number)
+
+
+def _version(ids: Tensor) -> int:
+    return 0 if ids.is_inference() else ids._version

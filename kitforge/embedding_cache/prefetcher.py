@@ -1,63 +1,51 @@
-"""A thread that goes through the batches ahead of the training and has their rows moved.
+"""Prefetch: a thread that plans the lookups of the next batches while the current one trains.
 
-It decides only where rows live; what they hold is read when the batch is computed.
+It moves rows between tiers only; their values are read when the batch is computed.
 """
 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Generic, TypeVar, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Generic, TypeVar, final
 
+from torch import Tensor
+
+from kitforge.embedding_cache.cache import RowCache
 from kitforge.foundation.config import check
 
 Batch = TypeVar("Batch")
 
 
-class PrefetchClient(ABC, Generic[Batch]):
-    """What there is to do for a batch before it is trained on."""
-
-    # How many batches beyond the one that is planned `expect` should have been told of.
-    window: int = 0
-    # Whether other ranks do the same, so that all must plan as many batches as each other.
-    is_collective: bool = False
-
-    @abstractmethod
-    def on_future_access(self, batch: Batch) -> None:
-        """This batch will be planned later; called only where there is a window."""
-
-    @abstractmethod
-    def plan(self, batch: Batch) -> None:
-        """Have its rows moved."""
-
-    @abstractmethod
-    def trainer_waiting(self) -> AbstractContextManager[Any]:
-        """While the block lasts, somebody waits for `plan`, which must not wait for him."""
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """Batches that were planned and not trained on will not be."""
-
-
 @final
 class EmbeddingPrefetcher(Generic[Batch]):
-    """Batches in their order, each when its rows are in place; `depth` of them are planned ahead.
+    """The batches in order, each when its rows are in the device tier; `depth` of them are planned ahead.
 
-    Errors of the batches and of planning are raised where the batch would have come. `close` ends the thread.
+    Errors of the batches and of planning are raised in place of the batch. Leaving the loop ends the thread.
     """
 
-    def __init__(self, batches: Iterable[Batch], depth: int, client: PrefetchClient[Batch]) -> None:
+    def __init__(
+        self,
+        batches: Iterable[Batch],
+        depth: int,
+        caches: Sequence[RowCache],
+        lookups: Callable[[Batch], Iterable[tuple[RowCache, Tensor]]],
+    ) -> None:
+        """`lookups` gives the ids that each of the `caches` looks up in a batch, in the order of the lookups."""
         check(depth >= 0, "cache.prefetch_batches", depth, "a whole number of at least 0")
-        self._batches, self._depth, self._client = batches, depth, client
+        self._batches, self._depth, self._caches, self._lookups = batches, depth, caches, lookups
+        # Batches beyond the one being planned that eviction policies read.
+        self._window = max((cache.manager.policy.window for cache in caches), default=0)
+        # Whether planning is a collective, so that all ranks must plan the same number of batches.
+        self._is_collective = any(cache.is_collective for cache in caches)
         self._ready: deque[Batch] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
         self._is_finished = False
         self._error: BaseException | None = None
-        self._awaited = ExitStack()  # left by the thread that has what is awaited
+        self._awaited = ExitStack()  # entered while the trainer waits, closed by the thread
         self._thread = threading.Thread(target=self._run, name="embedding prefetch", daemon=True)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -67,7 +55,10 @@ class EmbeddingPrefetcher(Generic[Batch]):
         self._thread.start()
         try:
             while self._wait():
-                yield self._take()
+                with self._changed:
+                    batch = self._ready.popleft()
+                    self._changed.notify_all()
+                yield batch
             if self._error is not None:
                 raise self._error
         finally:
@@ -77,64 +68,59 @@ class EmbeddingPrefetcher(Generic[Batch]):
         """Wait for a batch; False when there are no more."""
         with self._changed:
             if not self._ready and not self._is_finished:
-                # Nobody trains, so planning must not wait for training to go on, until this batch is there.
-                self._awaited.enter_context(self._client.trainer_waiting())
+                # The trainer waits, so planning must not wait for the trainer until this batch is ready.
+                for cache in self._caches:
+                    self._awaited.enter_context(cache.pins.trainer_waiting())
                 self._changed.wait_for(lambda: bool(self._ready) or self._is_finished)
             return bool(self._ready)
-
-    def _take(self) -> Batch:
-        with self._changed:
-            self._changed.notify_all()
-            return self._ready.popleft()
 
     def _close(self) -> None:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        with self._client.trainer_waiting():
+        with ExitStack() as waiting:
+            for cache in self._caches:
+                waiting.enter_context(cache.pins.trainer_waiting())
             self._thread.join()
         self._ready.clear()
-        self._client.cancel()
+        for cache in self._caches:
+            cache.cancel_prefetch()
 
     def _run(self) -> None:
         try:
             for batch in self._with_lookahead():
-                if not self._may_go_on():
+                if not self._may_plan():
                     break
-                self._client.plan(batch)
+                for cache, ids in self._lookups(batch):
+                    cache.prefetch(ids)
                 with self._changed:
                     self._ready.append(batch)
                     self._awaited.close()
                     self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 (the consumer raises it, whatever it is)
+        except BaseException as error:  # noqa: BLE001 (the trainer raises it)
             self._error = error
         with self._changed:
             self._is_finished = True
             self._awaited.close()
             self._changed.notify_all()
 
-    def _may_go_on(self) -> bool:
-        """Wait until fewer than `depth` batches are ready; False when nobody wants more.
+    def _may_plan(self) -> bool:
+        """Wait until fewer than `depth` batches are ready; False when the loop was left.
 
-        Where ranks plan together, those that were allowed at the close are still planned: all ranks closed after the
+        Where planning is a collective, the batches allowed at that moment are still planned: all ranks left after the
         same batch, so all plan the same number.
         """
         with self._changed:
-            if self._client.is_collective:
-                self._changed.wait_for(lambda: self._is_closed or len(self._ready) < self._depth)
-                return len(self._ready) < self._depth
             self._changed.wait_for(lambda: self._is_closed or len(self._ready) < self._depth)
-            return not self._is_closed
+            return len(self._ready) < self._depth if self._is_collective else not self._is_closed
 
     def _with_lookahead(self) -> Iterator[Batch]:
-        """The batches, each when `window` more have been announced."""
-        if not self._client.window:
-            yield from self._batches
-            return
+        """The batches, each after the `window` next ones were announced."""
         ahead: deque[Batch] = deque()
         for batch in self._batches:
-            self._client.on_future_access(batch)
+            for cache, ids in self._lookups(batch) if self._window else ():
+                cache.on_future_access(ids)
             ahead.append(batch)
-            if len(ahead) > self._client.window:
+            if len(ahead) > self._window:
                 yield ahead.popleft()
         yield from ahead

@@ -1,13 +1,13 @@
-"""A table as it was at one step boundary, read by another thread while the training goes on.
+"""Snapshots of a table at a step boundary, read by another thread while training goes on; and restoring from one.
 
-Rows stay where they are. One that is about to change and has not been read yet is copied first.
+Rows stay in their tiers. A row that is about to change and has not been read yet is copied first (copy-on-write).
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -15,111 +15,93 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.kernels.hash_map.reference import HashMapKernel
+from kitforge.core.optim.row_optimizers import RowLayout
+from kitforge.core.optim.table_protocols import ROWS, RowSource
+from kitforge.core.parallel.table import owner
 from kitforge.embedding_cache.cache import RowCache
-from kitforge.embedding_cache.copy_on_write import RowsAt
-from kitforge.embedding_cache.keys.free_list import grow_rows
+from kitforge.embedding_cache.changes import RowsAt
+from kitforge.embedding_cache.keys.slot_map import grow_rows
+from kitforge.embedding_cache.sharding.strategy import TableSharding
+from kitforge.foundation.errors import CheckpointError
 
-# Rows read at a time; moving rows waits meanwhile.
+# Rows read at a time; planning waits meanwhile.
 CHUNK_ROWS = 2**14
 ADMISSION = "admission"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SnapshotInfo:
-    """What is known of a boundary at once."""
-
-    schema: Mapping[str, Any]
-    version: int  # steps made so far
-    since: int | None
-    state: Mapping[str, Tensor]
-    shard: tuple[int, int]
-    part: str  # the name under which the rows go
-    admission_counts: tuple[Tensor, Tensor] | None  # keys [n] and counts [n, 2] of admission
-    changed: Tensor | None  # distinct keys that changed after `since`, some of which may be gone; None: all rows
-    removed: Tensor | None  # distinct keys that went after `since`
-    saves_rows: bool  # whether the rows here are this rank's to give, not another's as well
+COLUMN_PART = re.compile(r"rows-(\d+)-(\d+)")
 
 
 @final
 class TableSnapshot:
-    """A `core.optim.rows.RowSource`. Made while nothing changes; another thread may call `chunks` and `close`."""
+    """A `core.optim.table_protocols.RowSource`. Another thread than the training's may call `chunks` and `close`."""
 
-    def __init__(self, rows: RowCache, info: SnapshotInfo) -> None:
-        self._rows, self._info = rows, info
+    def __init__(
+        self,
+        rows: RowCache,
+        schema: Mapping[str, Any],
+        sharding: TableSharding | None,
+        since: int | None,
+        *,
+        is_base: bool,
+    ) -> None:
+        """`since`: the version whose later changes it holds; None: all rows. `is_base`: the next snapshot may build on
+        this one. Made within `RowCache.exclusive`."""
+        changed, removed = (None, None) if since is None else rows.changes.changes(since)
+        rows.changes.restart(rows.num_steps if is_base else None)
+        self.schema, self.version, self.since, self.state = schema, rows.num_steps, since, rows.state()
+        self.shard: tuple[int, int] = (0, 1) if sharding is None else sharding.shard
+        self._part = _part_name(None if sharding is None else sharding.columns)
+        # Whether this rank saves the rows; else another rank saves the same ones.
+        self._saves_rows = sharding is None or sharding.saves_rows
+        self._counts = None if rows.admission.admits_all else rows.admission.counts()
+        self.parts: tuple[str, ...] = (self._part,) if self._counts is None else (self._part, ADMISSION)
+        self._removed, self._rows = removed, rows
         self._lock = threading.Lock()
         new_hash_map = select_table().hash_map
         self._read: HashMapKernel = new_hash_map()
-        self._copies = _CopyOnWriteRows(new_hash_map(), rows.layout.width)
+        self._copies = _CopiedRows(new_hash_map(), rows.layout.width)
         self._changed: HashMapKernel | None = None
-        if info.changed is not None:
-            self._changed = new_hash_map(len(info.changed))
-            self._mark(self._changed, info.changed)
-        device = rows.device.index
-        self._top = info.changed
-        if info.changed is None and info.saves_rows:
-            self._top = torch.cat([device.keys_at(device.used()), *rows.hierarchy.host_keys()])
-        if info.saves_rows:
-            rows.write_observers.add(self._copy_before_write)
+        # The keys to read first: those that changed, or those in memory, since those below do not move up by then.
+        self._first_keys = changed
+        if changed is not None:
+            self._changed = new_hash_map(len(changed))
+            _mark(self._changed, changed)
+        elif self._saves_rows:
+            index, host = rows.device.index, rows.tiers.upper
+            host_keys = [] if host is None else list(host.keys(2**20))
+            self._first_keys = torch.cat([index.keys_at(index.used()), *host_keys])
+        if self._saves_rows:
+            rows.changes.observers = [*rows.changes.observers, self._copy_before_write]
 
-    @property
-    def schema(self) -> Mapping[str, Any]:
-        """See `RowSource`."""
-        return self._info.schema
-
-    @property
-    def version(self) -> int:
-        """See `RowSource`: steps made so far."""
-        return self._info.version
-
-    @property
-    def since(self) -> int | None:
-        """See `RowSource`."""
-        return self._info.since
-
-    @property
-    def state(self) -> Mapping[str, Tensor]:
-        """See `RowSource`: the number of steps, and the rates of all steps where rows that rest need them."""
-        return self._info.state
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        """See `RowSource`."""
-        return self._info.shard
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """See `RowSource`."""
-        return (self._info.part,) if self._info.admission_counts is None else (self._info.part, ADMISSION)
-
-    def chunks(self, part: str = "rows") -> Iterator[tuple[Tensor, Tensor]]:
-        """See `RowSource`. Rows that never moved are left out: they are as they begin."""
-        if part == ADMISSION and self._info.admission_counts is not None and self._info.saves_rows:
-            keys, counts = self._info.admission_counts
+    def chunks(self, part: str = ROWS) -> Iterator[tuple[Tensor, Tensor]]:
+        """See `RowSource`. Rows that were never updated are left out: they are as they are initialised."""
+        if part == ADMISSION and self._counts is not None and self._saves_rows:
+            keys, counts = self._counts
             yield from zip(torch.split(keys, CHUNK_ROWS), torch.split(counts, CHUNK_ROWS), strict=True)
-        elif part == self._info.part and self._top is not None and self._info.saves_rows:
-            yield from self._row_chunks(self._top)
+        elif part == self._part and self._first_keys is not None and self._saves_rows:
+            yield from self._row_chunks(self._first_keys)
 
     def removed(self) -> Iterator[Tensor]:
         """See `RowSource`."""
-        removed = self._info.removed
-        return iter(() if removed is None or not self._info.saves_rows else (removed,))
+        return iter(() if self._removed is None or not self._saves_rows else (self._removed,))
 
     def close(self) -> None:
         """See `RowSource`."""
-        self._rows.write_observers.remove(self._copy_before_write)
+        changes = self._rows.changes
+        changes.observers = [each for each in changes.observers if each != self._copy_before_write]
         with self._lock:
             self._copies.clear()
 
-    def _row_chunks(self, top: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for keys in torch.split(top, CHUNK_ROWS):
+    def _row_chunks(self, first_keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for keys in torch.split(first_keys, CHUNK_ROWS):
             yield from self._chunk(keys)
-        # Of changes all keys are known; of a whole table those below are asked for.
-        for keys in self._rows.hierarchy.store_keys(CHUNK_ROWS) if self._changed is None else ():
+        # All keys of changes are known; of a whole table the lower store lists the others.
+        lower = self._rows.tiers.lower
+        for keys in () if lower is None or self._changed is not None else lower.keys(CHUNK_ROWS):
             yield from self._chunk(keys)
-        # Those that were below and have been forgotten since.
+        # Rows that were below and expired since.
         with self._lock:
-            kept = self._copies.keys()
-        for keys in torch.split(kept, CHUNK_ROWS):
+            copied = self._copies.keys()
+        for keys in torch.split(copied, CHUNK_ROWS):
             yield from self._chunk(keys)
         self.close()
 
@@ -131,47 +113,47 @@ class TableSnapshot:
         missing = (~hits).nonzero().squeeze(1)
         if len(missing):
             below = torch.empty(len(missing), self._rows.layout.width)
-            was_below = self._rows.hierarchy.peek_store(keys[missing], below)
+            lower = self._rows.tiers.lower
+            was_below = torch.zeros(len(missing), dtype=torch.bool)
+            if lower is not None:
+                was_below = lower.read(keys[missing], below)
             with self._lock:
-                # One that was fetched and has changed meanwhile was kept before that.
-                is_kept = self._copies.read(keys[missing], below)
-                self._mark(self._read, keys[missing])
+                # A row that was fetched and has changed meanwhile was copied before.
+                is_copied = self._copies.read(keys[missing], below)
+                _mark(self._read, keys[missing])
             rows[missing] = below
-            hits[missing] = was_below | is_kept
+            hits[missing] = was_below | is_copied
         wanted = hits & self._is_wanted(rows)
         if bool(wanted.any()):
             yield keys[wanted], rows[wanted]
 
     def _read_memory(self, keys: Tensor, rows: Tensor) -> Tensor:
-        """Read what was kept or is in the device or host tier now; the others are below and stay there unchanged."""
-        cache = self._rows
-        with cache.exclusive(), cache.device.using(), self._lock:
+        """Read the rows that were copied or are in the device or host tier; the others stay below unchanged."""
+        device, host = self._rows.device, self._rows.tiers.upper
+        with self._rows.exclusive(), device.slab_lock, self._lock:
             hits = self._copies.read(keys, rows)
-            slots = cache.device.index.lookup(keys)
+            slots = device.index.lookup(keys)
             here = ((slots >= 0) & ~hits).nonzero().squeeze(1)
-            rows[here] = cache.device.rows(slots[here])
+            rows[here] = device.rows(slots[here])
             hits[here] = True
             missing = (~hits).nonzero().squeeze(1)
-            if len(missing):
+            if len(missing) and host is not None:
                 below = torch.empty(len(missing), rows.shape[1])
-                in_host = cache.hierarchy.peek_host(keys[missing], below)
+                in_host = host.read(keys[missing], below)
                 rows[missing[in_host]] = below[in_host]
                 hits[missing[in_host]] = True
-            self._mark(self._read, keys[hits])
+            _mark(self._read, keys[hits])
         return hits
 
     def _is_wanted(self, rows: Tensor) -> Tensor:
         layout = self._rows.layout
         counters = layout.as_integers(rows)
         has_moved = counters[:, layout.updates] > 0
-        if self._info.since is None:
+        if self.since is None:
             return has_moved
-        # What dense Adam does to rows that rest is told of the step before the one in which they are read.
-        since = self._info.since - int(self._rows.optimizer.moves_untouched_rows)
+        # Adam moves rows without a gradient; `last_step` of such a row is the step before the one that reads it.
+        since = self.since - int(self._rows.optimizer.moves_untouched_rows)
         return has_moved & (counters[:, layout.last_step] > since)
-
-    def _mark(self, marks: HashMapKernel, keys: Tensor) -> None:
-        marks.insert(keys, torch.zeros(len(keys), dtype=torch.int64))
 
     def _copy_before_write(self, keys: Tensor, rows_at: RowsAt) -> None:
         with self._lock:
@@ -184,19 +166,18 @@ class TableSnapshot:
 
 
 @final
-class _CopyOnWriteRows:
-    """Rows as they were, by key."""
+class _CopiedRows:
+    """Rows as they were at the snapshot, by key."""
 
     def __init__(self, positions: HashMapKernel, width: int) -> None:
         self._positions = positions
         self._rows = torch.empty(0, width)
 
     def has(self, keys: Tensor) -> Tensor:
-        """Which of these keys are here."""
         return self._positions.lookup(keys) >= 0
 
     def add(self, keys: Tensor, rows: Tensor) -> None:
-        """Keep rows whose keys are not here."""
+        """Insert rows of new keys."""
         start = len(self._positions)
         if start + len(keys) > len(self._rows):
             self._rows = grow_rows(self._rows, max(2 * len(self._rows), start + len(keys)))
@@ -204,17 +185,86 @@ class _CopyOnWriteRows:
         self._positions.insert(keys, torch.arange(start, start + len(keys)))
 
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
-        """Copy what is here into `out`; which that was."""
+        """Copy the rows found into `out`; their mask."""
         positions = self._positions.lookup(keys)
         hits = positions >= 0
         out[hits] = self._rows[positions[hits]]
         return hits
 
     def keys(self) -> Tensor:
-        """All keys that are here."""
         return self._positions.items()[0]
 
     def clear(self) -> None:
-        """Keep nothing."""
         self._rows = self._rows[:0]
         self._positions.remove(self.keys())
+
+
+def _mark(marks: HashMapKernel, keys: Tensor) -> None:
+    marks.insert(keys, torch.zeros(len(keys), dtype=torch.int64))
+
+
+def _part_name(columns: slice | None) -> str:
+    """The name of the part of a checkpoint with rows of these columns."""
+    return ROWS if columns is None else f"{ROWS}-{columns.start}-{columns.stop}"
+
+
+def restore(rows: RowCache, source: RowSource, sharding: TableSharding | None) -> None:
+    """Replace the rows by those of `source` that belong to this rank, whatever its number of ranks, tiers and sharding.
+
+    Raises ConfigError while lookups are open, CheckpointError for rows of an unknown part.
+    """
+    columns = None if sharding is None else sharding.columns
+    rank, num_ranks = (0, 1) if sharding is None else sharding.shard
+    with rows.exclusive():
+        rows.clear()
+        rows.num_steps = int(source.state["steps"])
+        if "rates" in source.state:
+            rates = source.state["rates"]
+            rows.rates = torch.cat([rates, torch.zeros(len(rates) + 1, dtype=torch.float64)])
+        if "admission" in source.state:
+            rows.admission.step = int(source.state["admission"])
+        if sharding is not None and not sharding.holds_ids:
+            return
+        # Counts last, after all rows.
+        for part in sorted(source.parts, key=lambda part: part == ADMISSION):
+            for keys, records in source.chunks(part):
+                if num_ranks > 1:
+                    mine = owner(keys, num_ranks) == rank
+                    keys, records = keys[mine], records[mine]
+                if part == ADMISSION:
+                    rows.admission.restore(keys, records)
+                elif part == _part_name(columns):
+                    rows.insert_rows(keys, records)
+                else:
+                    _insert_columns(rows, keys, records, (part, columns or slice(0, rows.config.dim)))
+
+
+def _insert_columns(rows: RowCache, keys: Tensor, records: Tensor, which: tuple[str, slice]) -> None:
+    """Copy into the rows here those columns that the records of a part with other columns share with them."""
+    part, own = which
+    match = COLUMN_PART.fullmatch(part)
+    if part != ROWS and match is None:
+        raise CheckpointError("rows of an unknown part", got=part, expected="rows, or rows-FROM-TO")
+    there = slice(0, rows.config.dim) if match is None else slice(int(match[1]), int(match[2]))
+    start, stop = max(own.start, there.start), min(own.stop, there.stop)
+    if start >= stop:
+        return
+    mixed = torch.empty(len(keys), rows.layout.width)
+    rows.peek(keys, mixed)
+    full, to, given = (
+        rows.optimizer.layout(each.stop - each.start) for each in (slice(0, rows.config.dim), own, there)
+    )
+    for field, to_field, given_field in zip(*map(_fields, (full, to, given)), strict=True):
+        if field.stop - field.start == full.dim:
+            into = slice(to_field.start + start - own.start, to_field.start + stop - own.start)
+            outof = slice(given_field.start + start - there.start, given_field.start + stop - there.start)
+            mixed[:, into] = records[:, outof]
+        else:
+            mixed[:, to_field] = records[:, given_field]
+    rows.insert_rows(keys, mixed)
+
+
+def _fields(layout: RowLayout) -> list[slice]:
+    """The embedding, every state, and the integers at the end."""
+    end = max([layout.dim, *(state.stop for state in layout.states.values())])
+    return [slice(0, layout.dim), *layout.states.values(), slice(end, layout.width)]

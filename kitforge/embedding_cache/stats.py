@@ -1,4 +1,4 @@
-"""What a table has counted: where rows were found, how many moved, who waited."""
+"""Counters of a table: hits by tier, rows moved, waits."""
 
 from __future__ import annotations
 
@@ -6,60 +6,50 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import final
 
-# From the top down; `new` is no tier: there the row began.
+# The tiers from the top down; `new` is no tier: the row was initialised.
 SOURCES = ("device", "host", "file", "remote", "new")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableStats:
-    """Counts since the table was made. Rows are counted once a lookup, however often their id occurs in it."""
+    """Counts since the table was made. A row counts once per lookup, however often its id occurs in it."""
 
-    lookups: int  # calls that were planned
+    lookups: int  # planned calls
     hits: dict[str, int]  # distinct rows by the tier that had them; they add up to `rows`
-    rows: int  # distinct rows asked for, summed over lookups
+    rows: int  # distinct rows, summed over lookups
     moved: dict[str, int]  # rows written to each tier
     moved_bytes: dict[str, int]
     evicted: int  # rows that left the device tier
-    overflow_rows: int  # rows for which the device tier had no place and grew for a while
+    overflow_rows: int  # rows by which the device tier outgrew its capacity for a while
     waits: int  # times that planning waited for the training to finish with rows
     unadmitted: int  # distinct rows without admission, summed over lookups
-    expired: int  # rows given up for good
+    expired: int  # rows deleted by expiry
     resident: dict[str, int]  # rows in each tier now
 
     @property
     def hit_rate(self) -> float:
-        """The share of rows that were in the device tier already."""
+        """The fraction of rows that the device tier had."""
         return self.hits["device"] / self.rows if self.rows else 0.0
 
 
 @final
 class TableCounters:
-    """The running counts behind `TableStats`. Each is written by whoever plans, one thread at a time."""
+    """The running counts behind `TableStats`. Only the planning thread writes them, one at a time."""
 
     def __init__(self) -> None:
         self.events: Counter[str] = Counter()
-        self._hits: Counter[str] = Counter()
-        self._moved: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
+        self.hits: Counter[str] = Counter()  # by source
+        self.moved: Counter[str] = Counter()  # by tier
 
-    def count_hits(self, source: str, num: int) -> None:
-        """So many rows were found there."""
-        self._hits[source] += num
-
-    def count_moved(self, tier: str, num: int, width: int) -> None:
-        """So many rows of `width` numbers were written to a tier."""
-        self._moved[tier] += num
-        self._bytes[tier] += 4 * width * num
-
-    def stats(self, resident: dict[str, int]) -> TableStats:
-        """The counts as they are."""
+    def stats(self, width: int, resident: dict[str, int]) -> TableStats:
+        """The counts as they are, for rows of `width` numbers."""
         names = ("lookups", "evicted", "overflow_rows", "waits", "unadmitted", "expired")
-        hits = {source: self._hits[source] for source in SOURCES}
+        hits = {source: self.hits[source] for source in SOURCES}
         return TableStats(
             hits=hits,
             rows=sum(hits.values()),
-            moved=dict(self._moved),
-            moved_bytes=dict(self._bytes),
+            moved=dict(self.moved),
+            moved_bytes={tier: 4 * width * num for tier, num in self.moved.items()},
             resident=resident,
             **{name: self.events[name] for name in names},
         )

@@ -1,13 +1,12 @@
-"""What every tier below the device is: rows by key, in batches. A store knows no step, policy or optimizer.
+"""The interface of every tier below the device: rows by key, in batches. A store knows no step, policy or optimizer.
 
-Legend: keys [n] int64, any value of them; rows [n, width] float32; found [n] bool. All are contiguous, on the CPU.
+Legend: keys [n] int64, any value; rows [n, width] float32; hits [n] bool. All are contiguous, on the CPU.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import Self
 
 from torch import Tensor
@@ -16,59 +15,65 @@ from torch import Tensor
 class RowStore(ABC):
     """Rows of one width by key.
 
-    The keys of one call are distinct. Whether a row is there is said by a mask, never by its value: a row of zeros is a
-    row. A store may be called from several threads; each call is seen whole or not at all. A call that raises leaves
-    the rows it was given with its caller.
+    The keys of one call are distinct. A mask says which rows exist, never their values: a row of zeros is a row. A
+    store may be called from several threads; each call is atomic. A call that raises leaves the rows it was given with
+    its caller.
     """
 
     width: int
 
     @abstractmethod
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
-        """Copy the rows of `keys` into `out` [n, width] and return which were found; the others of `out` are left."""
+        """Copy the rows of `keys` into `out` [n, width] and return the hits; other rows of `out` are unchanged."""
 
     @abstractmethod
     def write(self, keys: Tensor, rows: Tensor) -> None:
-        """Put `rows` [n, width] in, in place of what was there under their keys. They are copied."""
-
-    @abstractmethod
-    def take(self, keys: Tensor, out: Tensor) -> Tensor:
-        """`read`, and let go of the rows that were found."""
+        """Insert or replace the rows [n, width] of `keys`. They are copied."""
 
     @abstractmethod
     def delete(self, keys: Tensor) -> None:
-        """Let go of the rows of `keys`; those that are not there are no error."""
+        """Delete the rows of `keys`; missing keys are no error."""
 
     @abstractmethod
     def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """All keys with their rows, at most `chunk` at a time, in no order. Nothing may change meanwhile."""
+        """All keys with their rows, at most `chunk` at a time, in no order. The store must not change meanwhile."""
 
     def keys(self, chunk: int) -> Iterator[Tensor]:
-        """All keys, at most `chunk` at a time. Those that come or move meanwhile may be left out, or come twice; a
-        store whose `scan` cannot bear changes has its own way."""
+        """All keys, at most `chunk` at a time. Keys inserted or moved meanwhile may be missing or come twice; a store
+        whose `scan` does not allow changes overrides this."""
         return (keys for keys, _ in self.scan(chunk))
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
 
     def num_rows(self, name: str) -> dict[str, int]:
-        """How many rows each tier of the store has, without a look at any; `name` is the store's. A lower tier may have
+        """The number of rows by tier, without reading any; `name` is the name of this store. A lower tier may hold
         old copies of rows that are further up."""
         return {name: len(self)}
 
-    @abstractmethod
     def flush(self) -> None:
-        """Return when what was written would survive the end of this process, as far as the tier can promise it."""
+        """Return when all writes would survive the end of this process, as far as the tier can promise it."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Let go of threads, files and connections. May be called again."""
+        """Release threads, files and connections. May be called again."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class UpperStore(RowStore):
+    """A store that can stand above another one and writes its least recently used rows there when it is full."""
+
+    capacity: int | None = None  # rows; None: any number
+
+    @abstractmethod
+    def put(self, keys: Tensor, rows: Tensor, dirty: Tensor) -> None:
+        """`write`, with the mask [n] of the rows that the store below lacks in this state."""
+
+    @abstractmethod
+    def spill(self, num: int, write_below: Callable[[Tensor, Tensor], None]) -> None:
+        """Delete the `num` least recently used rows, after `write_below` got those that the store below lacks."""

@@ -17,7 +17,8 @@ from kitforge.core.parallel import collectives
 from kitforge.core.parallel.table import EmbeddingExchange
 from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions
 from kitforge.embedding_cache.sharding.planner import ShardingType, TableLoad, TablePlacement, build_sharding
-from kitforge.embedding_cache.sharding.strategies import Replicated, TableSharding
+from kitforge.embedding_cache.sharding.replicated import Replicated
+from kitforge.embedding_cache.sharding.strategy import TableSharding
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.errors import ConfigError
 from tests.distributed.ranks import run_ranks
@@ -85,7 +86,7 @@ def train(table: CachedEmbedding, depth: int, *, looks: bool = False) -> list[Te
             with torch.no_grad():
                 table.eval()(given[5 * step % NUM_STEPS].clone())
             table.train()
-    assert table.rows.pins.num_open == 0
+    assert table.rows.pins.open_lookups() == []
     return outputs
 
 

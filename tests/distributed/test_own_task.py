@@ -12,7 +12,7 @@ from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.world import World
-from kitforge.embedding_cache.row_init import RowInitConfig
+from kitforge.embedding_cache.keys.row_init import RowInitConfig
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
 from kitforge.trainer.loop import Loop

@@ -16,7 +16,7 @@ from torch import Tensor
 from kitforge.core.optim.row_optimizers import RowOptimizer, SparseOptimizerConfig, build_row_optimizer
 from kitforge.core.parallel import collectives, table
 from kitforge.core.parallel.table import EmbeddingExchange, ExchangePlan, GradientAccumulator
-from kitforge.embedding_cache.row_init import RowInitConfig, initial_rows
+from kitforge.embedding_cache.keys.row_init import RowInitConfig, initial_rows
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from tests.distributed.ranks import run_ranks
 from tests.sharded_table import FIRST_ROWS, ShardedTable

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE
 from kitforge.embedding_cache import expiry
-from kitforge.embedding_cache.admission import Admission
+from kitforge.embedding_cache.keys.admission import Admission
 from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions
 from kitforge.embedding_cache.table import CachedEmbedding
 from tests.embedding_cache.training import Case, batches, bits, build, loss_of, rate, rows_of
@@ -169,7 +169,7 @@ def test_a_probability_admits_that_share_of_lookups() -> None:
     )
     outside = torch.ones(len(keys), dtype=torch.bool)
     for _ in range(3):
-        admitted = admission.count_step(keys)
+        admitted = admission.admit(keys, is_counted=True)
         admission.end_step()
         share = float(admitted[outside].double().mean())
         assert share == pytest.approx(0.25, abs=5 * math.sqrt(0.25 * 0.75 / int(outside.sum())))
@@ -186,14 +186,14 @@ def test_counts_that_expire_take_no_memory() -> None:
     for step in range(2000):
         # One id that comes back in time, one that is admitted and does not come again, and many that are new.
         new = torch.arange(20 * step, 20 * step + 20) + 100
-        admission.count_step(torch.cat([new, torch.tensor([1])] + [torch.tensor([2])] * (step < 2)))
+        admission.admit(torch.cat([new, torch.tensor([1])] + [torch.tensor([2])] * (step < 2)), is_counted=True)
         admission.end_step()
     assert len(admission._entries) < 3 * 20 * 50 + 5000
     keys, counts = admission.counts()
     assert keys[:2].tolist() == [1, 2]
     assert counts[:2].tolist() == [[2000, 2000], [2, 2]]
     assert len(keys) == 2 + 20 * 50
-    assert admission.is_admitted(torch.tensor([1, 2, 3, 100])).tolist() == [True, True, False, False]
+    assert admission.admit(torch.tensor([1, 2, 3, 100]), is_counted=False).tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("name", ["count", "probability"])
@@ -201,9 +201,9 @@ def test_a_step_counts_an_id_once_in_however_many_lookups(name: str) -> None:
     whole, parts = (admission_of(name=name, count=3, probability=0.3) for _ in range(2))
     for step in range(12):
         keys = torch.randperm(40, generator=torch.Generator().manual_seed(step))[:25]
-        wanted = dict(zip(keys.tolist(), whole.count_step(keys).tolist(), strict=True))
+        wanted = dict(zip(keys.tolist(), whole.admit(keys, is_counted=True).tolist(), strict=True))
         for part in (keys[:10], keys[5:20], keys[20:], keys[:1]):
-            assert parts.count_step(part).tolist() == [wanted[key] for key in part.tolist()]
+            assert parts.admit(part, is_counted=True).tolist() == [wanted[key] for key in part.tolist()]
         for each in (whole, parts):
             each.end_step()
             each.end_step()

@@ -19,10 +19,11 @@ from kitforge.core.checkpoint.save import CheckpointWriter
 from kitforge.core.optim.table_protocols import RowSource
 from kitforge.embedding_cache import snapshot
 from kitforge.embedding_cache.cache import RowCache
-from kitforge.embedding_cache.copy_on_write import WriteObservers
+from kitforge.embedding_cache.changes import ChangeTracker
 from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions
 from kitforge.embedding_cache.snapshot import TableSnapshot
 from kitforge.embedding_cache.table import CachedEmbedding
+from kitforge.embedding_cache.tiers.write_behind import WriteBehindStore
 from tests.embedding_cache import training
 from tests.embedding_cache.training import NUM_STEPS, Case, Outcome
 
@@ -103,14 +104,12 @@ def test_any_tiers_go_on_from_any_step_that_was_saved_during_training(tmp_path: 
 
 
 def no_copy_before_a_change(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WriteObservers, "before_change", lambda *_: None)
+    patch.setattr(ChangeTracker, "notify", lambda *_: None)
 
 
 def only_what_is_above(patch: pytest.MonkeyPatch) -> None:
     """What lies in the file is left out."""
-    from kitforge.embedding_cache.tiers.hierarchy import TierHierarchy
-
-    patch.setattr(TierHierarchy, "store_keys", lambda *_: iter(()))
+    patch.setattr(WriteBehindStore, "keys", lambda *_: iter(()))
 
 
 def clean_rows_are_taken_for_unchanged(patch: pytest.MonkeyPatch) -> None:
@@ -209,4 +208,4 @@ def test_saving_costs_no_copy_of_the_table(tmp_path: Path) -> None:
         assert 0 < len(snapshot._copies.keys()) <= len(torch.unique(training.batches()[-2]))
         snapshot.close()
         assert len(snapshot._copies.keys()) == 0
-        assert not table.rows.write_observers
+        assert not table.rows.changes.observers

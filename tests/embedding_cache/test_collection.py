@@ -55,7 +55,7 @@ def test_one_prefetcher_for_all_tables_changes_no_bit() -> None:
         stats = embeddings.stats()
         assert stats["item"].evicted > 0
         assert [stats["item"].lookups, stats["city"].lookups] == [2 * 12, 12]
-        assert embeddings.cached_tables()[0].rows.pins.num_open == 0
+        assert embeddings.cached_tables()[0].rows.pins.open_lookups() == []
 
 
 def test_features_may_be_looked_up_by_a_function_and_a_batch_may_lack_some() -> None:

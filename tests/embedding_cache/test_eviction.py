@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE
-from kitforge.embedding_cache.eviction.lru_queue import LruQueue
-from kitforge.embedding_cache.eviction.policy import MAX_EXPONENT, build_policy
+from kitforge.embedding_cache.eviction.policy import MAX_EXPONENT, LruPolicy, build_policy
 from kitforge.embedding_cache.eviction.score_queue import EvictableMask, LowestScoreQueue
-from kitforge.embedding_cache.keys.key_map import KeyMap
-from kitforge.embedding_cache.keys.slot_table import SlotTable
+from kitforge.embedding_cache.keys.slot_map import SlotMap
 from kitforge.embedding_cache.options import PolicyOptions
 from kitforge.embedding_cache.table import CachedEmbedding
 from tests.embedding_cache.training import batches, largest_batch
@@ -50,7 +48,7 @@ class Oracle:
 @settings(max_examples=60)
 @given(needs=st.lists(need, max_size=40))
 def test_victims_are_those_of_an_oracle(name: str, needs: list[list[int]]) -> None:
-    index = SlotTable(KeyMap(TABLE_REFERENCE.hash_map, ROOM), ROOM)
+    index = SlotMap(TABLE_REFERENCE.hash_map, ROOM)
     policy = build_policy(PolicyOptions(name=name, half_life=HALF_LIFE), index)
     oracle, pinned = Oracle(name), set[int]()
     for number, given_keys in enumerate(needs):
@@ -81,7 +79,7 @@ def test_victims_are_those_of_an_oracle(name: str, needs: list[list[int]]) -> No
 
 
 def test_a_row_that_comes_back_brings_its_updates_as_needs() -> None:
-    index = SlotTable(KeyMap(TABLE_REFERENCE.hash_map, 4), 4)
+    index = SlotMap(TABLE_REFERENCE.hash_map, 4)
     policy = build_policy(PolicyOptions(name="lfu"), index)
     slots = index.add(torch.tensor([10, 11, 12]))
     policy.on_insert(slots, 0, lambda: torch.tensor([5, 0, 9]))
@@ -90,7 +88,7 @@ def test_a_row_that_comes_back_brings_its_updates_as_needs() -> None:
 
 
 def test_counts_that_would_leave_their_range_are_scaled_down_together() -> None:
-    index = SlotTable(KeyMap(TABLE_REFERENCE.hash_map, 3), 3)
+    index = SlotMap(TABLE_REFERENCE.hash_map, 3)
     policy = build_policy(PolicyOptions(name="lfu", half_life=1.0), index)
     for number, key in ((0, 7), (int(MAX_EXPONENT) + 5, 8), (int(MAX_EXPONENT) + 7, 9)):
         slots = index.add(torch.tensor([key]))
@@ -100,7 +98,7 @@ def test_counts_that_would_leave_their_range_are_scaled_down_together() -> None:
 
 
 def test_rows_needed_when_counts_are_scaled_down_are_scaled_with_them() -> None:
-    index = SlotTable(KeyMap(TABLE_REFERENCE.hash_map, 4), 4)
+    index = SlotMap(TABLE_REFERENCE.hash_map, 4)
     policy = build_policy(PolicyOptions(name="lfu", half_life=1.0), index)
     slots = index.add(torch.arange(4))
     for number in range(2 * int(MAX_EXPONENT) + 3):
@@ -114,16 +112,16 @@ def test_rows_needed_when_counts_are_scaled_down_are_scaled_with_them() -> None:
 
 
 def test_lookahead_gives_up_what_is_needed_last() -> None:
-    index = SlotTable(KeyMap(TABLE_REFERENCE.hash_map, 5), 5)
+    index = SlotMap(TABLE_REFERENCE.hash_map, 5)
     policy = build_policy(PolicyOptions(name="lookahead", window=3), index)
     index.touch(index.add(torch.arange(5)), 0)
     for keys in ([0], [1, 4], [2, 0]):
-        policy.on_future_access(torch.tensor(keys))
+        policy.future.append(torch.tensor(keys))
     order = policy.victims(5, lambda slots: index.is_used[slots])
     assert index.keys_at(order).tolist() == [3, 2, 1, 4, 0]
-    policy.on_planned()
+    policy.future.popleft()
     assert index.keys_at(policy.victims(2, lambda slots: index.is_used[slots])).tolist() == [3, 0]
-    policy.cancel_future()
+    policy.future.clear()
     assert index.keys_at(policy.victims(1, lambda slots: index.is_used[slots])).tolist() == [0]
 
 
@@ -143,7 +141,7 @@ def test_the_coldest_are_found_without_sorting_all_each_time(dtype: torch.dtype)
 
     coldest._search = counted  # type: ignore[method-assign]
     for round_number in range(100):
-        picked = coldest.pick(scores, lambda: used.nonzero().squeeze(1), 20, lambda slots: used[slots])
+        picked = coldest.victims(scores, lambda: used.nonzero().squeeze(1), 20, lambda slots: used[slots])
         order = np.lexsort((np.arange(4000), scores.numpy()))
         expected = [slot for slot in order.tolist() if used[slot]][:20]
         assert picked.tolist() == expected
@@ -153,14 +151,14 @@ def test_the_coldest_are_found_without_sorting_all_each_time(dtype: torch.dtype)
         back = picked[::2]
         used[back] = True
         scores[back] = round_number % 90
-        coldest.on_score_reset(back)
+        coldest.reset_slots.append(back)
     assert searches < 30
 
 
 def searches_for_the_oldest(gap: int) -> int:
     """Whether those used longest ago are picked, in their order, round by round; by how many looks at all slots."""
-    index = SlotTable(KeyMap(TABLE_REFERENCE.hash_map, 4000), 4000)
-    oldest, random, searches = LruQueue(index), np.random.default_rng(0), 0
+    index = SlotMap(TABLE_REFERENCE.hash_map, 4000)
+    oldest, random, searches = LruPolicy(index), np.random.default_rng(0), 0
     index.touch(index.add(torch.arange(3900)), 0)
     search = oldest._search
 
@@ -173,7 +171,7 @@ def searches_for_the_oldest(gap: int) -> int:
     for number in range(gap, 100 * gap, gap):
         # Every seventh is needed at first.
         is_free = (torch.arange(4000) % 7 != 0) | (number > 50 * gap)
-        picked = oldest.pick(20, lambda slots, is_free=is_free: index.is_used[slots] & is_free[slots])
+        picked = oldest.victims(20, lambda slots, is_free=is_free: index.is_used[slots] & is_free[slots])
         order = np.lexsort((np.arange(4000), index.last_use.numpy()))
         assert picked.tolist() == [slot for slot in order.tolist() if index.is_used[slot] and is_free[slot]][:20]
         index.remove(picked)
@@ -189,49 +187,49 @@ def test_the_oldest_are_found_by_few_looks_at_all_slots(gap: int) -> None:
 
 
 def those_used_again_are_picked(patch: pytest.MonkeyPatch) -> None:
-    first = LruQueue._first
+    first = LruPolicy._first
 
-    def believing(oldest: LruQueue, num: int, may_go: EvictableMask) -> Any:
+    def believing(oldest: LruPolicy, num: int, may_go: EvictableMask) -> Any:
         oldest._uses = oldest._index.last_use.numpy()[oldest._queue]
         return first(oldest, num, may_go)
 
-    patch.setattr(LruQueue, "_first", believing)
+    patch.setattr(LruPolicy, "_first", believing)
 
 
 def those_that_must_stay_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    first = LruQueue._first
+    first = LruPolicy._first
 
-    def expiry(oldest: LruQueue, num: int, may_go: EvictableMask) -> Any:
+    def expiry(oldest: LruPolicy, num: int, may_go: EvictableMask) -> Any:
         picked = first(oldest, num, may_go)
         goes = may_go(torch.from_numpy(oldest._queue)).numpy()
         oldest._queue, oldest._uses = oldest._queue[goes], oldest._uses[goes]
         return picked
 
-    patch.setattr(LruQueue, "_first", expiry)
+    patch.setattr(LruPolicy, "_first", expiry)
 
 
 def they_come_in_the_order_of_slots(patch: pytest.MonkeyPatch) -> None:
-    search = LruQueue._search
+    search = LruPolicy._search
 
-    def unsorted(oldest: LruQueue, size: int) -> bool:
+    def unsorted(oldest: LruPolicy, size: int) -> bool:
         is_whole = search(oldest, size)
         order = oldest._queue.argsort()
         oldest._queue, oldest._uses = oldest._queue[order], oldest._uses[order]
         return is_whole
 
-    patch.setattr(LruQueue, "_search", unsorted)
+    patch.setattr(LruPolicy, "_search", unsorted)
 
 
 def numbers_are_sorted_by_their_last_bits(patch: pytest.MonkeyPatch) -> None:
-    search = LruQueue._search
+    search = LruPolicy._search
 
-    def narrow(oldest: LruQueue, size: int) -> bool:
+    def narrow(oldest: LruPolicy, size: int) -> bool:
         is_whole = search(oldest, size)
         order = oldest._uses.astype(np.uint16).argsort(kind="stable")
         oldest._queue, oldest._uses = oldest._queue[order], oldest._uses[order]
         return is_whole
 
-    patch.setattr(LruQueue, "_search", narrow)
+    patch.setattr(LruPolicy, "_search", narrow)
 
 
 @pytest.mark.slow
@@ -253,11 +251,11 @@ def test_a_planted_fault_in_finding_the_oldest_is_seen(
 
 
 def test_all_that_may_go_are_picked_where_there_are_too_few() -> None:
-    index = SlotTable(KeyMap(TABLE_REFERENCE.hash_map, ROOM), ROOM)
-    oldest = LruQueue(index)
-    assert len(oldest.pick(3, lambda slots: index.is_used[slots])) == 0
+    index = SlotMap(TABLE_REFERENCE.hash_map, ROOM)
+    oldest = LruPolicy(index)
+    assert len(oldest.victims(3, lambda slots: index.is_used[slots])) == 0
     index.touch(index.add(torch.arange(9)), 4)
-    assert oldest.pick(ROOM, lambda slots: slots < 5).tolist() == [0, 1, 2, 3, 4]
+    assert oldest.victims(ROOM, lambda slots: slots < 5).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_knowing_the_future_moves_fewer_rows_than_guessing() -> None:

@@ -16,10 +16,9 @@ from torch import Tensor
 from kitforge.core.kernels.dispatch import select_table
 from kitforge.embedding_cache.cache_manager import CacheManager
 from kitforge.embedding_cache.eviction.policy import LruPolicy
-from kitforge.embedding_cache.keys.key_map import SharedKeyMap
-from kitforge.embedding_cache.pins import PinRegistry
-from kitforge.embedding_cache.prefetched_lookups import PrefetchedLookups
-from kitforge.embedding_cache.row_init import RowInitializer
+from kitforge.embedding_cache.keys.row_init import RowInitializer
+from kitforge.embedding_cache.keys.slot_map import SlotMap
+from kitforge.embedding_cache.pins import LookupHandle, PinRegistry, PrefetchedLookups
 from kitforge.embedding_cache.store import RowStore
 from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.embedding_cache.tiers.file import FileStore
@@ -60,8 +59,8 @@ def evict_in_flight(patch: pytest.MonkeyPatch) -> None:
     """A row may leave when the batch being planned does not need it, though one on its way does."""
 
     def may_go(planner: CacheManager, slots: Tensor, done: int) -> Tensor:
-        newest = int(planner.device.last_use.max())
-        return planner.device.index.is_used[slots] & (planner.device.last_use[slots] < newest)
+        newest = int(planner.device.index.last_use.max())
+        return planner.device.index.is_used[slots] & (planner.device.index.last_use[slots] < newest)
 
     patch.setattr(CacheManager, "_is_evictable", may_go)
     training_falls_behind(patch)
@@ -155,19 +154,20 @@ def marks_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
 
 def numbers_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:
     """Of rows that change places, those that leave are still looked for on the device."""
-    settle = SharedKeyMap._assign
+    exchange = SlotMap.exchange
 
-    def careless(keys: SharedKeyMap, numbers: Tensor, slots: Tensor) -> None:
-        if not (keys._is_second and bool((keys._registry.locations[numbers] >= 0).any())):
-            settle(keys, numbers, slots)
+    def careless(first: SlotMap, slots: Tensor, second: SlotMap, places: Tensor) -> None:
+        leaving = first.keys_at(slots)
+        exchange(first, slots, second, places)
+        first._locations.insert(leaving, slots)
 
-    patch.setattr(SharedKeyMap, "_assign", careless)
+    patch.setattr(SlotMap, "exchange", careless)
 
 
 def the_newest_leave(patch: pytest.MonkeyPatch) -> None:
     """Whoever leaves may be a row of the lookup that is being planned, since those that came are not pinned."""
     patch.setattr(CacheManager, "_is_evictable", lambda planner, slots, done: torch.ones(len(slots), dtype=torch.bool))
-    patch.setattr(LruPolicy, "victims", lambda policy, num, may_go: policy._queue._index.used().flip(0)[:num])
+    patch.setattr(LruPolicy, "victims", lambda policy, num, may_go: policy._index.used().flip(0)[:num])
 
 
 def plan_reads_values(patch: pytest.MonkeyPatch) -> None:
@@ -247,10 +247,16 @@ def forget_unused_tickets(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefetchedLookups, "cancel_all", lambda _: None)
 
 
+def is_planned(handle: LookupHandle | None) -> bool:
+    return handle is not None and len(handle.slots) > 0
+
+
 def forget_failed_lookups(patch: pytest.MonkeyPatch) -> None:
     close = PinRegistry.close
     patch.setattr(
-        PinRegistry, "close", lambda register, number: close(register, number) if register._open.get(number) else None
+        PinRegistry,
+        "close",
+        lambda register, number: close(register, number) if is_planned(register._open.get(number)) else None,
     )
 
 
@@ -260,7 +266,7 @@ def test_pins_lost_on_an_exception_are_seen(
 ) -> None:
     if fault is not None:
         fault(monkeypatch)
-    fetch, batches = training.TierHierarchy.fetch, training.batches()
+    fetch, batches = training.TwoLevelStore.fetch, training.batches()
     with build(Case(spare=2.0), tmp_path) as table:
         with pytest.raises(ZeroDivisionError), pytest.MonkeyPatch.context() as patch:
             training_falls_behind(patch)
@@ -270,11 +276,11 @@ def test_pins_lost_on_an_exception_are_seen(
                 if number == 4:
                     raise ZeroDivisionError
 
-        def failing(ladder: Any, keys: Tensor, out: Tensor) -> Tensor:
+        def failing(tiers: Any, keys: Tensor, out: Tensor) -> Tensor:
             raise OSError("the disk is gone")
 
-        monkeypatch.setattr(training.TierHierarchy, "fetch", failing)
+        monkeypatch.setattr(training.TwoLevelStore, "fetch", failing)
         with pytest.raises(OSError, match="the disk is gone"):
             table(torch.arange(8).view(2, 4))
-        monkeypatch.setattr(training.TierHierarchy, "fetch", fetch)
-        assert (table.rows.pins.num_open == 0) == (fault is None)
+        monkeypatch.setattr(training.TwoLevelStore, "fetch", fetch)
+        assert (table.rows.pins.open_lookups() == []) == (fault is None)

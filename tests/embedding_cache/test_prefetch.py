@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kitforge.embedding_cache.options import PolicyOptions
-from kitforge.embedding_cache.pins import PinRegistry
+from kitforge.embedding_cache.pins import LookupHandle, PinRegistry
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.errors import ConfigError, DataError
 from tests.embedding_cache.training import batches, bits, largest_batch
@@ -27,9 +27,9 @@ def threads() -> list[str]:
 
 
 def assert_idle(table: CachedEmbedding) -> None:
-    assert table.rows.pins.num_open == 0
+    assert table.rows.pins.open_lookups() == []
     assert table.rows.pins._num_waiting == 0
-    assert not table._prefetched.outstanding()
+    assert not table.rows.prefetched._lookups
     assert not threads()
 
 
@@ -183,28 +183,27 @@ def test_a_row_that_two_threads_ask_for_stays_for_the_later_lookup(monkeypatch: 
     """The thread that trains is held up between its number and its rows; the other would overtake it if it could."""
     table, ids = table_of(40), torch.tensor([[5]])
     numbered, planned = threading.Event(), threading.Event()
-    next_number = PinRegistry.next_number
+    open_lookup = PinRegistry.open
 
-    def slow(register: PinRegistry) -> int:
-        number = next_number(register)
+    def slow(register: PinRegistry, handle: LookupHandle) -> None:
+        open_lookup(register, handle)
         if threading.current_thread() is threading.main_thread():
             numbered.set()
             planned.wait(0.3)
-        return number
 
     def ahead() -> None:
         numbered.wait(5)
-        table.prefetch_rows(ids)
+        table.rows.prefetch(ids)
         planned.set()
 
-    monkeypatch.setattr(PinRegistry, "next_number", slow)
+    monkeypatch.setattr(PinRegistry, "open", slow)
     thread = threading.Thread(target=ahead)
     thread.start()
     with torch.no_grad():
         table(torch.tensor([[5]]))
     thread.join(5)
-    [later] = table._prefetched.outstanding()
-    assert int(table.rows.device.last_use[later.slots]) == later.number
+    [[later]] = ([each.handle for each in queue] for queue in table.rows.prefetched._lookups.values())
+    assert int(table.rows.device.index.last_use[later.slots]) == later.number
 
 
 def test_no_look_ahead_is_a_plain_loop() -> None:

@@ -110,7 +110,7 @@ def run(table: CachedEmbedding, steps: list[Step], depth: int, folder: Path) -> 
                 num_saved += 1
                 writer.save(num_saved, model=[], optimizer=[], state={})
         writer.save(num_saved + 1, model=[], optimizer=[], state={})
-    assert table.rows.pins.num_open == 0
+    assert table.rows.pins.open_lookups() == []
     stored = open_checkpoint(folder / f"step_{num_saved + 1}").table("table")
     for part in stored.parts:
         chunks = [(ids.clone(), rows.clone()) for ids, rows in stored.chunks(part)]

@@ -15,7 +15,7 @@ from kitforge.core.parallel.world import World
 from kitforge.embedding_cache.options import RemoteOptions
 from kitforge.embedding_cache.store import RowStore
 from kitforge.embedding_cache.table import CachedEmbedding
-from kitforge.embedding_cache.tiers.redis_store import RedisStore
+from kitforge.embedding_cache.tiers.redis import RedisStore
 from kitforge.foundation.config import to_dict
 from kitforge.foundation.errors import ConfigError, TrainingError
 from kitforge.trainer.callbacks.callback import Callback, Event

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitforge.embedding_cache.copy_on_write import WriteObservers
-from kitforge.embedding_cache.delta_tracker import DeltaTracker
+from kitforge.embedding_cache.changes import ChangeTracker
 from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions
 from kitforge.embedding_cache.snapshot import TableSnapshot
 from kitforge.embedding_cache.table import CachedEmbedding
@@ -83,7 +82,7 @@ def test_a_snapshot_is_of_its_boundary_whatever_happens_while_it_is_read(
         steps(still, case, 0, NUM_STEPS // 2)
         expected = rows_of(still.begin_snapshot())
         assert same(read_while_training(moving, case), expected)
-        assert not moving.rows.write_observers
+        assert not moving.rows.changes.observers
         assert rows_of(moving.begin_snapshot())[0].shape == uncached(case.optimizer).ids.shape
 
 
@@ -93,7 +92,7 @@ def test_without_copy_on_write_the_boundary_is_lost(tmp_path: Path, monkeypatch:
     with build(case, tmp_path / "a") as still, build(case, tmp_path / "b") as moving:
         steps(still, case, 0, NUM_STEPS // 2)
         expected = rows_of(still.begin_snapshot())
-        monkeypatch.setattr(WriteObservers, "before_change", lambda *_: None)
+        monkeypatch.setattr(ChangeTracker, "notify", lambda *_: None)
         assert not same(read_while_training(moving, case), expected)
 
 
@@ -150,26 +149,26 @@ def test_a_delta_holds_only_what_changed(tmp_path: Path) -> None:
 def test_what_changed_is_remembered_only_for_a_snapshot_that_builds_on_another(tmp_path: Path) -> None:
     with build(Case(tiers="whole"), tmp_path, expiry=ExpiryOptions(every=1, max_age=1)) as table:
         train(table, Case())
-        assert all(len(keys) == 0 for keys in (table.rows.deltas._changed._parts, table.rows.deltas._removed._parts))
+        assert all(len(keys) == 0 for keys in (table.rows.changes._changed._parts, table.rows.changes._removed._parts))
         version = table.begin_snapshot().version
-        with pytest.raises(CheckpointError, match=r"since version 3 of a table is not known[\s\S]*all rows first"):
+        with pytest.raises(CheckpointError, match=r"since version 3 of a table are not known[\s\S]*all rows first"):
             table.begin_snapshot(3)
         train(table, Case())
         source = table.begin_snapshot(version, is_base=False)
         [removed] = source.removed()
         assert len(removed) == len(torch.unique(removed)) > 0
         train(table, Case())
-        assert not table.rows.deltas.is_on
+        assert table.rows.changes.since is None
         with pytest.raises(CheckpointError, match="no snapshot to build on"):
             table.begin_snapshot(source.version)
 
 
 def test_changed_keys_are_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kitforge.embedding_cache.delta_tracker.FIRST_KEYS", 8)
-    deltas = DeltaTracker()
+    monkeypatch.setattr("kitforge.embedding_cache.changes.FIRST_KEYS", 8)
+    deltas = ChangeTracker()
     deltas.restart(4)
     for number in range(100):
-        deltas.mark_changed(torch.tensor([number % 5, -number % 5 - 7]).unique())
+        deltas.before_change(torch.tensor([number % 5, -number % 5 - 7]).unique(), torch.zeros_like)
         deltas.mark_removed(torch.tensor([3]))
         assert deltas._changed._num <= 22
     changed, removed = deltas.changes(4)
@@ -238,7 +237,7 @@ def test_counts_of_admission_are_those_of_the_boundary_not_of_what_was_planned_a
 def test_rows_are_not_replaced_under_lookups_that_need_them(tmp_path: Path) -> None:
     with build(Case(tiers="host"), tmp_path) as table:
         answer = table(batches()[0])
-        with pytest.raises(ConfigError, match="on their way"):
+        with pytest.raises(ConfigError, match="lookups are open"):
             table.load_rows(table.begin_snapshot())
         del answer
 
@@ -247,7 +246,7 @@ def test_a_closed_snapshot_costs_nothing_more(tmp_path: Path) -> None:
     with build(Case(tiers="host"), tmp_path) as table:
         steps(table, Case(), 0, 5)
         source: TableSnapshot = table.begin_snapshot()
-        assert table.rows.write_observers
+        assert table.rows.changes.observers
         source.close()
         source.close()
-        assert not table.rows.write_observers
+        assert not table.rows.changes.observers

@@ -112,18 +112,18 @@ def test_a_step_without_gradients_and_a_skipped_step_move_nothing() -> None:
     table.step(0.1)
     assert float(table.squared_norm()) == 0.0
     assert torch.equal(table(IDS, OFFSETS), before)
-    assert table.rows.pins.num_open == 0
+    assert table.rows.pins.open_lookups() == []
 
 
 def test_pins_go_with_answers_that_are_dropped_and_without_gradients_at_once() -> None:
     table = CachedEmbedding(None, DIM, device_rows=4)
     answer = table(IDS, OFFSETS)
-    assert table.rows.pins.num_open == 1
+    assert table.rows.pins.open_lookups().__len__() == 1
     del answer
-    assert table.rows.pins.num_open == 0
+    assert table.rows.pins.open_lookups() == []
     with torch.no_grad():
         kept = table(IDS, OFFSETS)
-    assert table.rows.pins.num_open == 0
+    assert table.rows.pins.open_lookups() == []
     assert not kept.requires_grad
 
 
@@ -165,7 +165,7 @@ def test_strict_says_how_large_the_tier_would_have_to_be() -> None:
     table = CachedEmbedding(None, DIM, device_rows=5, fail_on_overflow=True)
     with pytest.raises(ConfigError, match="cache.device_rows=12"):
         table(torch.arange(12).unsqueeze(1))
-    assert table.rows.pins.num_open == 0
+    assert table.rows.pins.open_lookups() == []
 
 
 @pytest.mark.parametrize("bad", [-1, NUM, 2**62])
@@ -173,14 +173,14 @@ def test_an_id_beyond_the_table_is_refused(bad: int) -> None:
     table = CachedEmbedding(NUM, DIM, device_rows=5)
     with pytest.raises(DataError, match=rf"(?s){bad}.*0 to {NUM - 1}"):
         table(torch.tensor([[0, bad]]))
-    assert table.rows.pins.num_open == 0
+    assert table.rows.pins.open_lookups() == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((torch.tensor([1.0]),), "cannot be ids"),
-        ((torch.tensor([1, 2]),), "what the bags are"),
+        ((torch.tensor([1.0]),), "invalid dtype of ids"),
+        ((torch.tensor([1, 2]),), "bags of a lookup are undefined"),
         ((torch.tensor([[1, 2]]), torch.tensor([0, 2])), "bags already"),
         ((IDS, torch.tensor([0, 12])), "another number of ids"),
         ((IDS, torch.tensor([1, 9])), "invalid offsets of bags"),

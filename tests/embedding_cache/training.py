@@ -19,13 +19,13 @@ from torch import Tensor
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 from kitforge.embedding_cache.cache_manager import CacheManager
+from kitforge.embedding_cache.keys.row_init import RowInitConfig, initial_rows
 from kitforge.embedding_cache.options import AdmissionOptions, PolicyOptions
-from kitforge.embedding_cache.row_init import RowInitConfig, initial_rows
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.embedding_cache.tiers.file import FileStore
-from kitforge.embedding_cache.tiers.hierarchy import TierHierarchy
 from kitforge.embedding_cache.tiers.host import HostStore
+from kitforge.embedding_cache.tiers.two_level import TwoLevelStore
 
 DIM, NUM_IDS, NUM_STEPS, BAG = 4, 300, 24, 4
 COUNT = 2  # of admission, in mixed cases
@@ -206,7 +206,7 @@ def run(case: Case, folder: Path) -> Outcome:
     """Train in a case, with every invariant looked after that can be seen from outside."""
     with sleeping(case.sleeps), nobody_leaves_too_early(), build(case, folder) as table:
         outputs = train(table, case)
-        assert table.rows.pins.num_open == 0, "pins are left"
+        assert table.rows.pins.open_lookups() == [], "pins are left"
         if not case.is_mixed:
             assert_counts(table)
         assert_one_place(table)
@@ -222,7 +222,8 @@ def assert_counts(table: CachedEmbedding) -> None:
 def assert_one_place(table: CachedEmbedding) -> None:
     """A row is in the device tier or in the host tier, never in both."""
     device = table.rows.device.index
-    for keys in table.rows.hierarchy.host_keys():
+    host = table.rows.tiers.upper
+    for keys in () if host is None else host.keys(2**20):
         assert not bool((device.lookup(keys) >= 0).any())
     assert torch.equal(device.lookup(device.keys_at(device.used())), device.used())
 
@@ -239,7 +240,7 @@ def nobody_leaves_too_early() -> Iterator[None]:
             registers[id(planner.device)] = planner.pins
 
         def check(device: DeviceTier, slots: Tensor) -> None:
-            assert not len(slots) or int(device.last_use[slots].max()) <= registers[id(device)].done
+            assert not len(slots) or int(device.index.last_use[slots].max()) <= registers[id(device)].done
 
         def watched(device: DeviceTier, slots: Tensor) -> Any:
             check(device, slots)
@@ -278,8 +279,8 @@ def delayed(function: Callable[..., Any], seed: int) -> Callable[..., Any]:
 
 SLEEPERS = (
     (CacheManager, "ensure_resident"),
-    (TierHierarchy, "fetch"),
-    (TierHierarchy, "put"),
+    (TwoLevelStore, "fetch"),
+    (TwoLevelStore, "put"),
     (FileStore, "write"),
     (FileStore, "read"),
     (DeviceTier, "insert"),

@@ -19,8 +19,8 @@ from kitforge.core.checkpoint.manifest import step_folder, steps
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 from kitforge.core.optim.table_protocols import ROWS
 from kitforge.core.parallel.world import ALONE, World
+from kitforge.embedding_cache.keys.row_init import RowInitConfig
 from kitforge.embedding_cache.options import AdmissionOptions, ExpiryOptions, PolicyOptions
-from kitforge.embedding_cache.row_init import RowInitConfig
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.types import Cursor, MicroBatch, Sums

@@ -12,7 +12,7 @@ from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_
 from kitforge.core.optim.schedules import Plateau, ScheduleConfig
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.world import ALONE
-from kitforge.embedding_cache.row_init import RowInitConfig
+from kitforge.embedding_cache.keys.row_init import RowInitConfig
 from kitforge.trainer.optimizer_step import optimizer_step
 from kitforge.trainer.precision import GradScaler
 from kitforge.trainer.state import TrainingState

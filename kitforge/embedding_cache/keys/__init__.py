@@ -1,1 +1,1 @@
-"""Keys and slots of a tier."""
+"""Keys of a tier: their slots, their admission and their initial rows."""

@@ -14,9 +14,9 @@ from kitforge.core.checkpoint.table_reader import StoredTable
 from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.optim.row_optimizers import RowOptimizer, SparseOptimizerConfig, build_row_optimizer
 from kitforge.core.optim.table_protocols import ROWS, is_row_data
-from kitforge.embedding_cache.lookup_input import check_range, parse_lookup_input
+from kitforge.embedding_cache.keys.row_init import RowInitConfig, initial_rows
+from kitforge.embedding_cache.lookup import check_range, parse_lookup_input
 from kitforge.embedding_cache.options import CachedEmbeddingOptions
-from kitforge.embedding_cache.row_init import RowInitConfig, initial_rows
 from kitforge.embedding_cache.serving.mmap_rows import HashedRowIndex, RowIndex, RowShards, SortedRowIndex
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import CheckpointError

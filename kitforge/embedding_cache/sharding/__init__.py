@@ -1,1 +1,1 @@
-"""How the rows of a table lie on several ranks, and who chooses."""
+"""Sharding of embedding tables over ranks: row-wise, column-wise, table-wise, replicated, and a planner."""

@@ -1,9 +1,7 @@
-"""Where tables live when there are several ranks: each by rows, by columns, whole on one rank, or whole on all.
+"""The sharding planner: chooses row-wise, column-wise, table-wise or replicated sharding for each table.
 
-The chooser counts the bytes that the busiest rank sends and receives in a step. It looks at sizes and at how many
-distinct rows a step needs; it changes no number, only who holds what.
-
-Legend: W ranks, n distinct rows that a rank needs in a step, d bytes of an embedding.
+It minimises the bytes that the busiest rank sends and receives in a step, from the sizes of the tables and the number
+of distinct rows of a step. It changes no number, only which rank holds which rows.
 """
 
 from __future__ import annotations
@@ -16,14 +14,18 @@ from typing import Literal, final
 from kitforge.core.optim.row_optimizers import SparseOptimizerName
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.collectives import Group
-from kitforge.embedding_cache.sharding.strategies import ColumnWise, Replicated, RowWise, TableSharding
+from kitforge.embedding_cache.sharding.column_wise import ColumnWise
+from kitforge.embedding_cache.sharding.replicated import Replicated
+from kitforge.embedding_cache.sharding.row_wise import RowWise
+from kitforge.embedding_cache.sharding.strategy import TableSharding
+from kitforge.embedding_cache.sharding.table_wise import TableWise
 from kitforge.foundation.config import check
 
 ShardingType = Literal["row", "column", "table", "replicate"]
 SHARDING_TYPES: tuple[ShardingType, ...] = ("row", "column", "table", "replicate")
-# Optimizers that move every number of a row by itself, so that a row may be cut.
+# Optimizers that update every number of a row by itself, so that a row may be split.
 ELEMENTWISE_OPTIMIZERS = ("sgd", "adagrad", "adam", "lazy_adam", "ftrl")
-# Messages below this size take as long as if they had it.
+# Smaller messages take as long as one of this size.
 MESSAGE_BYTES = 4096
 ID_BYTES = 8
 
@@ -31,14 +33,14 @@ ID_BYTES = 8
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLoad:
-    """What a table is and how much it is used."""
+    """The size of a table and of its lookups."""
 
     num_rows: int
     dim: int
-    width: int  # numbers of a row with its state
+    width: int  # numbers of a row with its optimizer state
     distinct: float  # rows that a rank needs in a step
     optimizer: SparseOptimizerName = "adagrad"
-    sharding_types: tuple[ShardingType, ...] = SHARDING_TYPES  # that it may go; rows are always one of them
+    sharding_types: tuple[ShardingType, ...] = SHARDING_TYPES  # allowed; "row" is always one of them
 
     @property
     def num_bytes(self) -> int:
@@ -49,18 +51,18 @@ class TableLoad:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlacement:
-    """Where one table lives."""
+    """The sharding of one table."""
 
     sharding_type: ShardingType
-    owner: int | None = None  # table: the rank that has all of it
+    owner: int | None = None  # table: the rank that holds all of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingPlannerOptions:
-    """What the chooser may use."""
+    """Limits of the planner."""
 
-    replicated_bytes: int = 64 * 2**20  # memory of each rank for tables that are whole on all
-    small_bytes: int = 2**20  # tables up to this size are whole on all: their lookups wait for nobody
+    replicated_bytes: int = 64 * 2**20  # memory of each rank for replicated tables
+    small_bytes: int = 2**20  # tables up to this size are replicated: their lookups need no exchange
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -71,7 +73,7 @@ class ShardingPlannerOptions:
 def plan_sharding(
     loads: Mapping[str, TableLoad], num_ranks: int, options: ShardingPlannerOptions
 ) -> dict[str, TablePlacement]:
-    """Small tables are replicated as far as memory allows, the smallest first; the others go the cheapest way."""
+    """Replicates small tables as far as memory allows, the smallest first; shards the others at the lowest cost."""
     room, owned = options.replicated_bytes, [0.0] * num_ranks
     chosen: dict[str, TablePlacement] = {}
     for name, load in sorted(loads.items(), key=lambda item: (item[1].num_bytes, item[0])):
@@ -91,11 +93,11 @@ def plan_sharding(
 
 
 def step_bytes(load: TableLoad, num_ranks: int) -> dict[ShardingType, float]:
-    """By way, what a step costs the busiest rank.
+    """The bytes that the busiest rank sends and receives in a step, by sharding type.
 
-    By rows each id goes to one rank, and a vector and a gradient come and go; the hash gives the busiest rank about two
-    deviations more than its share. By columns ids go to all ranks, and shares are equal. On all ranks only gradients
-    go, but to everybody. One rank alone has all requests, the cheapest way where they are but a few messages.
+    Row-wise, each id goes to one rank, and a vector and a gradient come and go; the hash gives the busiest rank about
+    two deviations more than its share. Column-wise, ids go to all ranks, and shares are equal. Replicated, only
+    gradients go, but to all ranks. Table-wise, one rank gets all requests: cheapest where they are few messages.
     """
     if num_ranks == 1:
         return {"replicate": 0.0}
@@ -117,12 +119,12 @@ def step_bytes(load: TableLoad, num_ranks: int) -> dict[ShardingType, float]:
 
 
 def build_sharding(placement: TablePlacement, load: TableLoad, group: Group, prefetch_group: Group) -> TableSharding:
-    """What a table is given as `ranks`. `side_group` holds the same ranks, for the thread that runs ahead.
+    """The `sharding` argument of a table. `prefetch_group` holds the same ranks, for the prefetch thread.
 
-    Raises ConfigError for columns of a table whose rows cannot be cut.
+    Raises ConfigError for column-wise sharding with an optimizer that cannot split rows.
     """
     if placement.sharding_type == "column":
-        fix = "another placement, or an optimizer that moves each number by itself"
+        fix = "choose another sharding type, or an optimizer that updates each number by itself"
         check(
             load.optimizer in ELEMENTWISE_OPTIMIZERS,
             "sparse_optimizer.name",
@@ -134,8 +136,7 @@ def build_sharding(placement: TablePlacement, load: TableLoad, group: Group, pre
     if placement.sharding_type == "replicate":
         return Replicated(group, prefetch_group)
     if placement.sharding_type == "table":
-        owner, num_ranks = placement.owner, collectives.group_size(group)
-        is_rank = owner is not None and 0 <= owner < num_ranks
-        check(is_rank, "placement.owner", owner, f"a rank from 0 to {num_ranks - 1}")
-        return RowWise(group, prefetch_group, owner)
+        num_ranks, table_owner = collectives.group_size(group), -1 if placement.owner is None else placement.owner
+        check(0 <= table_owner < num_ranks, "placement.owner", placement.owner, f"a rank from 0 to {num_ranks - 1}")
+        return TableWise(group, prefetch_group, table_owner)
     return RowWise(group, prefetch_group)

@@ -1,7 +1,7 @@
 """The file tier: rows in slots of one file, their keys in memory.
 
-The file is scratch and has no name, so it goes with its process, however that ends, and nobody else can cut it short.
-What shall last is a checkpoint's matter.
+The file is temporary and has no name: it ends with its process, and no other process can truncate it. Checkpoints keep
+rows beyond that.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import final
@@ -20,37 +20,38 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TableKernels
 from kitforge.core.kernels.indexing import at, put, where
-from kitforge.embedding_cache.eviction.score_queue import LowestScoreQueue
-from kitforge.embedding_cache.keys.key_map import KeyMap
-from kitforge.embedding_cache.keys.slot_table import SlotTable
-from kitforge.embedding_cache.store import RowStore
+from kitforge.embedding_cache.eviction.policy import LruPolicy
+from kitforge.embedding_cache.keys.slot_map import SlotMap
+from kitforge.embedding_cache.store import UpperStore
 from kitforge.foundation.errors import ConfigError, TrainingError
 
-# Reads in flight at once where rows are not in the page cache: a disk serves many far faster than one after the other.
+# Concurrent reads of rows that are not in the page cache: a disk serves many at once far faster than one by one.
 NUM_READERS = 32
-# Rows looked at to tell whether the page cache has them.
+# Rows sampled to test whether they are in the page cache.
 NUM_SAMPLED = 24
-# The file grows by a quarter of itself, from this many bytes on.
+# The file grows by a quarter of its size, and by at least this many bytes.
 MIN_GROWTH_BYTES = 2**20
 
 
 @final
-class FileStore(RowStore):
-    """Rows of the table `name` on the disk of `folder`. Room there is taken before anything is written to it.
+class FileStore(UpperStore):
+    """Rows of the table `name` in a file in `folder`. Disk space is allocated before it is written.
 
-    Raises ConfigError for a folder that cannot be, and TrainingError where the disk is full or does not give back what
-    was written.
+    Raises ConfigError for a folder that cannot be used, and TrainingError where the disk is full or does not return
+    the rows that were written.
     """
 
-    def __init__(self, folder: Path | str, name: str, width: int, kernels: TableKernels) -> None:
-        self.width = width
+    def __init__(
+        self, folder: Path | str, name: str, width: int, kernels: TableKernels, capacity: int | None = None
+    ) -> None:
+        self.width, self.capacity = width, capacity
         self._location = f"{folder}, for the rows of {name}"
         self._row_bytes = 4 * width
         self._lock = threading.Lock()
-        self._index = SlotTable(KeyMap(kernels.hash_map, 0), 0)
-        self._move_rows, self._read_rows = kernels.copy_rows, kernels.pread_rows
-        self._clock = 0  # of the rows' last use: calls of `read` and `write`
-        self._lru_queue = LowestScoreQueue()
+        self._index = SlotMap(kernels.hash_map, 0)
+        self._copy_rows, self._pread_rows = kernels.copy_rows, kernels.pread_rows
+        self._clock = 0  # counts calls of `read` and `write`, for the last use of rows
+        self._lru = LruPolicy(self._index)
         self._readers: ThreadPoolExecutor | None = None
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -84,27 +85,28 @@ class FileStore(RowStore):
             if len(new):
                 self._make_room(len(new))
                 put(slots, new, self._index.add(at(keys, new)))
-            self._move_rows(rows, self._slab, to=slots)
+            self._copy_rows(rows, self._slab, to=slots)
             self._clock += 1
             self._index.touch(slots, self._clock)
-
-    def take(self, keys: Tensor, out: Tensor) -> Tensor:
-        """See `RowStore`."""
-        hits = self.read(keys, out)
-        self.delete(keys[hits])
-        return hits
 
     def delete(self, keys: Tensor) -> None:
         """See `RowStore`."""
         with self._lock:
             self._index.pop(keys)
 
-    def least_recently_used(self, num: int) -> Tensor:
-        """The keys of the `num` rows that were neither read nor written for longest."""
+    def put(self, keys: Tensor, rows: Tensor, dirty: Tensor) -> None:
+        """See `UpperStore`. The store below is taken to lack every row."""
+        self.write(keys, rows)
+
+    def spill(self, num: int, write_below: Callable[[Tensor, Tensor], None]) -> None:
+        """See `UpperStore`. Reads go on while the store below writes, which may be slow."""
         with self._lock:
             used = self._index.is_used
-            slots = self._lru_queue.pick(self._index.last_use, self._index.used, num, lambda slots: used[slots])
-            return self._index.keys_at(slots)
+            keys = self._index.keys_at(self._lru.victims(num, lambda slots: used[slots]))
+        rows = torch.empty(len(keys), self.width)
+        self.read(keys, rows)
+        write_below(keys, rows)
+        self.delete(keys)
 
     def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
         """See `RowStore`."""
@@ -118,12 +120,12 @@ class FileStore(RowStore):
         return iter(torch.split(keys, chunk))
 
     def flush(self) -> None:
-        """Hand what was written to the disk."""
+        """See `RowStore`."""
         with self._lock:
             os.fsync(self._file)
 
     def close(self) -> None:
-        """Give the room back."""
+        """See `RowStore`. The disk space is freed."""
         with self._lock:
             if self._readers is not None:
                 self._readers.shutdown()
@@ -134,52 +136,47 @@ class FileStore(RowStore):
         short = num_new - self._index.num_free
         if short <= 0:
             return
-        least = max(self._index.room // 4, MIN_GROWTH_BYTES // self._row_bytes)
-        room = self._index.room + max(short, least)
+        room = self._index.room + max(short, self._index.room // 4, MIN_GROWTH_BYTES // self._row_bytes)
         try:
             os.posix_fallocate(self._file, 0, room * self._row_bytes)
-            # Rows lie anywhere, and what is beside them is not asked for.
+            # Access is random: the system need not read ahead.
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
         except OSError as error:
             raise TrainingError(
                 "the file tier has no room for its rows",
                 got=f"{error.strerror} at {room * self._row_bytes / 2**20:.0f} MiB in {self._location}",
-                fix="free space there, or give cache.path a larger disk; what is in memory is kept",
+                fix="free space there, or give cache.path a larger disk; the rows in memory are kept",
             ) from error
         self._index.grow(room)
-        self._map()
-
-    def _map(self) -> None:
-        """Lay the file out in memory, as far as it goes now."""
-        memory = mmap.mmap(self._file, self._index.room * self._row_bytes)
+        memory = mmap.mmap(self._file, room * self._row_bytes)
         memory.madvise(mmap.MADV_RANDOM)
         self._slab = torch.frombuffer(memory, dtype=torch.float32).view(-1, self.width)
 
     def _read_slots(self, slots: Tensor, positions: Tensor, out: Tensor) -> None:
-        """Copy the rows at `slots` to those places of `out`."""
+        """Copy the rows at `slots` to out[positions]."""
         if not len(slots):
             return
         if self._is_cached(slots):
-            self._move_rows(self._slab, out, at=slots, to=positions)
+            self._copy_rows(self._slab, out, at=slots, to=positions)
             return
-        # Not by the mapping, in which an error of the disk would end the process without a word. In the order of the
-        # file, for the sake of disks that have one.
+        # Not through the mapping, where a disk error would kill the process with SIGBUS. In file order, for spinning
+        # disks.
         order = torch.from_numpy(slots.numpy().argsort())
         slots, positions = at(slots, order), at(positions, order)
         if self._readers is None:
             self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="file tier")
         parts = zip(torch.tensor_split(slots, NUM_READERS), torch.tensor_split(positions, NUM_READERS), strict=True)
-        readers = [self._readers.submit(self._read_rows, self._file, out, *part) for part in parts]
+        readers = [self._readers.submit(self._pread_rows, self._file, out, *part) for part in parts]
         num_read = sum(reader.result() for reader in readers)
         if num_read < len(slots):
             raise TrainingError(
-                "the disk does not give back rows of the file tier",
+                "the disk does not return rows of the file tier",
                 got=f"{num_read} of {len(slots)} rows in {self._location}",
-                fix="see what the system says of that disk, choose another one (cache.path), and resume",
+                fix="check the system log for that disk, choose another one (cache.path), and resume",
             )
 
     def _is_cached(self, slots: Tensor) -> bool:
-        """Whether the page cache seems to have all of these rows, judged by a sample of them."""
+        """Whether a sample of these rows is in the page cache."""
         sample = slots[:: max(1, len(slots) // NUM_SAMPLED)].tolist()
         buffer = bytearray(self._row_bytes)
         try:
@@ -188,6 +185,6 @@ class FileStore(RowStore):
         except BlockingIOError:
             return False
         except (OSError, AttributeError):
-            # Not every file system can tell; there the mapping is as good as any other way.
-            return True
+            # Not every file system supports RWF_NOWAIT; there the mapping is as good as pread.
+            pass
         return True

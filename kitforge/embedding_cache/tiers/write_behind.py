@@ -1,4 +1,4 @@
-"""Rows on their way to a slow tier: written by a thread of their own, and found by reads meanwhile."""
+"""Write-behind: a thread writes rows to a slow store, and reads see the pending rows meanwhile."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from kitforge.embedding_cache.store import RowStore
 
-# Batches of rows that may wait; a writer waits when there are as many.
+# Pending batches of rows; with more, `write` blocks.
 MAX_PENDING = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PendingRows:
-    """Rows that the store below does not have yet."""
+    """A batch of rows that the store below does not have yet."""
 
     keys: Tensor  # ascending
     rows: Tensor
@@ -27,9 +27,9 @@ class PendingRows:
 
 @final
 class WriteBehindStore(RowStore):
-    """A store whose `write` returns at once. What `read` gives is what was written last, wherever that is.
+    """A store whose `write` returns at once. `read` gives the rows written last, pending or not.
 
-    When the store below fails, what waits is kept, and every call raises what it raised.
+    When the store below fails, pending rows are kept, and every later call raises the same error.
     """
 
     def __init__(self, below: RowStore) -> None:
@@ -52,7 +52,7 @@ class WriteBehindStore(RowStore):
 
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
         """See `RowStore`."""
-        # What is pending is looked at first: what is no longer pending by then is in the store below.
+        # Pending rows come first: rows that are no longer pending by then are in the store below.
         hits = self._read_pending(keys, out)
         missing = (~hits).nonzero().squeeze(1)
         if len(missing):
@@ -77,11 +77,6 @@ class WriteBehindStore(RowStore):
                 self._thread = threading.Thread(target=self._write_pending, name="write-behind", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-
-    def take(self, keys: Tensor, out: Tensor) -> Tensor:
-        """See `RowStore`."""
-        self.drain()
-        return self._below.take(keys, out)
 
     def delete(self, keys: Tensor) -> None:
         """See `RowStore`."""
@@ -110,7 +105,7 @@ class WriteBehindStore(RowStore):
         self._below.flush()
 
     def close(self) -> None:
-        """End the thread, when all that waits is written or cannot be, and close the store below."""
+        """See `RowStore`. Pending rows are written first, if the store below can."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -124,7 +119,7 @@ class WriteBehindStore(RowStore):
         with self._changed:
             self._check()
             pending = list(self._pending)
-        # The later batch is written over what the earlier one gave.
+        # A later batch overwrites the rows of an earlier one.
         for batch in pending:
             positions = torch.searchsorted(batch.keys, keys).clamp(max=len(batch.keys) - 1)
             is_here = batch.keys[positions] == keys
@@ -141,7 +136,7 @@ class WriteBehindStore(RowStore):
                 batch = self._pending[0]
             try:
                 self._below.write(batch.keys, batch.rows)
-            except BaseException as error:  # noqa: BLE001 (whoever calls next raises it)
+            except BaseException as error:  # noqa: BLE001 (the next call raises it)
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()

@@ -21,7 +21,7 @@ from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, 
 from kitforge.core.nn.init import normal_rows
 from kitforge.core.parallel.world import World
 from kitforge.embedding_cache.collection import EmbeddingCollection
-from kitforge.embedding_cache.sharding.strategies import TableSharding
+from kitforge.embedding_cache.sharding.strategy import TableSharding
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.kits.recommender.batch import FeatureBatch
 from kitforge.kits.recommender.config import CacheOptions, EmbeddingTableOptions

@@ -28,7 +28,7 @@ from kitforge.embedding_cache.sharding.planner import (
     build_sharding,
     plan_sharding,
 )
-from kitforge.embedding_cache.sharding.strategies import TableSharding
+from kitforge.embedding_cache.sharding.strategy import TableSharding
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, nearest

@@ -1,7 +1,8 @@
-"""Which rows changed and which went since the last snapshot, so that an incremental checkpoint reads no others."""
+"""Tracks which rows change: for the copy-on-write of snapshots, and for incremental checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 import numpy as np
@@ -12,44 +13,50 @@ from kitforge.foundation.errors import CheckpointError
 
 # Keys, with repetitions, before they are made distinct for the first time.
 FIRST_KEYS = 2**16
+# Positions [k] among the keys, to copies of their rows [k, width].
+RowsAt = Callable[[Tensor], Tensor]
+WriteObserver = Callable[[Tensor, RowsAt], None]
 
 
 @final
-class DeltaTracker:
-    """Keeps the keys of one interval: from the snapshot of version `since` to the next. It costs nothing before the
-    first snapshot that another may build on, and never more than the distinct keys of the interval."""
+class ChangeTracker:
+    """Calls `observers` before rows change, and keeps the keys changed and removed since the last snapshot.
+
+    It costs nothing while there is no observer and no snapshot that another may build on, and never keeps more than a
+    few times the distinct keys of the interval.
+    """
 
     def __init__(self) -> None:
+        self.observers: list[WriteObserver] = []
         self.restart(None)
 
     def restart(self, since: int | None) -> None:
-        """Begin an interval at that version; None: nobody will ask for changes."""
+        """Begin an interval at version `since`; None: no snapshot will ask for changes."""
         self.since = since
         self._changed, self._removed = _DistinctKeys(), _DistinctKeys()
 
-    @property
-    def is_on(self) -> bool:
-        """Whether changes have to be told."""
-        return self.since is not None
-
-    def mark_changed(self, keys: Tensor) -> None:
-        """The rows of these distinct keys are about to change."""
-        if self.is_on:
+    def before_change(self, keys: Tensor, rows_at: RowsAt) -> None:
+        """The rows of these distinct keys [n] are about to change."""
+        if self.since is not None:
             self._changed.add(keys)
+        self.notify(keys, rows_at)
+
+    def notify(self, keys: Tensor, rows_at: RowsAt) -> None:
+        """Call the observers alone."""
+        for observer in self.observers:
+            observer(keys, rows_at)
 
     def mark_removed(self, keys: Tensor) -> None:
-        """The rows of these distinct keys are gone for good."""
-        if self.is_on:
+        """The rows of these distinct keys were deleted."""
+        if self.since is not None:
             self._removed.add(keys)
 
     def changes(self, since: int) -> tuple[Tensor, Tensor]:
-        """The distinct keys that changed, some of which may be gone, and those that went, some of which may be back.
-
-        Raises CheckpointError unless the interval began with version `since`.
-        """
+        """The distinct keys that changed, some of which may be deleted now, and those deleted, some of which may be
+        back. Raises CheckpointError unless the interval began with version `since`."""
         if self.since != since:
             raise CheckpointError(
-                f"what changed since version {since} of a table is not known",
+                f"the changes since version {since} of a table are not known",
                 got="no snapshot to build on" if self.since is None else f"changes since version {self.since}",
                 fix="take a snapshot of all rows first",
             )

@@ -1,4 +1,4 @@
-"""The record with which a row begins: its initial embedding and the optimizer's first state."""
+"""Row initialisation: the initial embedding of a row and the initial state of its optimizer."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from kitforge.core.parallel.table import GAMMA, logical_shift_right, splitmix64
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
 
-# Eight numbers of 16 bits have this mean and this deviation as a sum.
+# The mean and the deviation of the sum of eight uniform 16-bit numbers.
 SUM_MEAN = 8 * (2**16 - 1) // 2
 SUM_STD = math.sqrt(8 * (2**32 - 1) / 12)
 
-
-# Rows made at a time, so that the numbers on the way to them stay in the processor's cache.
+# Rows initialised at a time, so that intermediate values stay in the processor's cache.
 CHUNK_ROWS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowInitConfig:
-    """What a table is. Its rows start as a pure function of seed, name and id."""
+    """The initial rows of a table: a pure function of seed, name and id."""
 
-    name: str  # tables of different names start from different rows
+    name: str  # tables of different names have different initial rows
     dim: int
     seed: int = 0
     initial: Literal["normal", "uniform"] = "normal"
@@ -43,7 +42,7 @@ class RowInitConfig:
 
 
 def initial_rows(config: RowInitConfig, ids: Tensor) -> Tensor:
-    """The rows [n, dim] that `ids` [n] start from: the same bits on every device, whatever ids stand beside them.
+    """The initial rows [n, dim] of `ids` [n]: the same bits on every device and in every batch.
 
     Each id seeds a SplitMix64 of its own. A normal value is the sum of eight 16-bit numbers, which needs no function
     that devices round differently; it lies within 4.9 deviations, and its kurtosis is 2.85, not 3.
@@ -61,10 +60,10 @@ def initial_rows(config: RowInitConfig, ids: Tensor) -> Tensor:
 
 @final
 class RowInitializer:
-    """A pure function of seed, table and id: no order, tier or rank can change it."""
+    """Initial records: a pure function of seed, table and id, whatever the order, tier or rank."""
 
     def __init__(self, config: RowInitConfig, optimizer: RowOptimizer, columns: slice | None = None) -> None:
-        """`columns`: those of the table's that are here; all of them where it is None."""
+        """`columns`: those of the table that this rank holds; None: all."""
         self._config = config
         self._optimizer = optimizer
         self._columns = columns or slice(0, config.dim)

@@ -1,0 +1,42 @@
+"""Data-parallel tables: all rows on all ranks."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from kitforge.core.parallel.collectives import Group
+from kitforge.core.parallel.table import ExchangePlan
+from kitforge.embedding_cache.sharding.strategy import Deliver, FetchRows, TableSharding, all_gather_rows
+
+
+@final
+class Replicated(TableSharding):
+    """A lookup sends nothing; a step all-reduces the gradients."""
+
+    def __init__(self, group: Group, prefetch_group: Group) -> None:
+        super().__init__(group, prefetch_group)
+        self.is_replicated = True
+        self.counts_for_norm = self.saves_rows = self.rank == 0
+
+    def plan_exchange(self, keys: Tensor, ahead: bool) -> None:
+        """See `TableSharding`: all rows are here."""
+
+    def vectors(self, route: ExchangePlan, rows: FetchRows, deliver: Deliver) -> Tensor:
+        """Never called: there is no exchange."""
+        raise NotImplementedError
+
+    def all_gather_keys(self, keys: Tensor, ahead: bool) -> Tensor:
+        """See `TableSharding`."""
+        asked, _ = all_gather_rows(keys, self._groups[ahead])
+        distinct: Tensor = torch.unique(asked)
+        return distinct
+
+    def all_reduce_gradients(self, keys: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """See `TableSharding`."""
+        all_keys, _ = all_gather_rows(keys, self._groups[False])
+        parts, _ = all_gather_rows(gradients, self._groups[False])
+        distinct, positions = torch.unique(all_keys, return_inverse=True)
+        return distinct, parts.new_zeros(len(distinct), parts.shape[1]).index_add_(0, positions, parts)
