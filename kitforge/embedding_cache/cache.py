@@ -23,6 +23,7 @@ from kitforge.embedding_cache.keys.row_init import RowInitConfig, RowInitializer
 from kitforge.embedding_cache.lookup import SlotGradients, check_range, flat_ids
 from kitforge.embedding_cache.options import CachedEmbeddingOptions
 from kitforge.embedding_cache.pins import LookupHandle, PrefetchedLookups
+from kitforge.embedding_cache.sharding.replicated import Replicated
 from kitforge.embedding_cache.sharding.strategy import TableSharding
 from kitforge.embedding_cache.stats import TableCounters, TableStats
 from kitforge.embedding_cache.tiers.device import DeviceTier
@@ -70,9 +71,10 @@ class RowCache:
         # With replicas, every rank must see the lookups of all ranks if lookups change the state of rows: if admission
         # counts them, or if rows without a gradient move and expire by their norm.
         by_lookups = not self.admission.admits_all or (options.expiry.every and optimizer.moves_untouched_rows)
-        self._gathers_lookups = sharding is not None and sharding.is_replicated and bool(by_lookups)
+        self._replicas = sharding if isinstance(sharding, Replicated) and by_lookups else None
         # Whether planning is a collective of the ranks.
-        self.is_collective = sharding is not None and (self._gathers_lookups or not sharding.is_replicated)
+        is_exchanged = sharding is not None and not isinstance(sharding, Replicated)
+        self.is_collective = is_exchanged or self._replicas is not None
 
     def plan(
         self,
@@ -90,9 +92,8 @@ class RowCache:
         with reserve_threads() if ahead else nullcontext():
             distinct, inverse = self._unique(ids, scratch=self._scratches[ahead])
             check_range(distinct, self.options.num_embeddings, self.options.name)
-            if self._gathers_lookups and not is_gathered:
-                assert self._sharding is not None
-                own, distinct = distinct, self._sharding.all_gather_keys(distinct, ahead)
+            if self._replicas is not None and not is_gathered:
+                own, distinct = distinct, self._replicas.all_gather_keys(distinct, ahead)
                 inverse = torch.searchsorted(distinct, own)[inverse]
             route = None if self._sharding is None else self._sharding.plan_exchange(distinct, ahead)
             handle = LookupHandle(keys=distinct if route is None else route.ids, inverse=inverse, exchange=route)

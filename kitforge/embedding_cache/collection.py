@@ -82,11 +82,15 @@ class EmbeddingCollection(nn.Module):
         for inputs in batches:
             for feature, _ in self.lookups(inputs):
                 ids.setdefault(self.features[feature], []).append(_ids_of(inputs[feature]))
-        return {name: table.estimate(ids[name]) for name, table in self._named() if name in ids}
+        return {
+            name: table.estimate(ids[name])
+            for name, table in zip(self.tables, self.cached_tables(), strict=True)
+            if name in ids
+        }
 
     def stats(self) -> dict[str, TableStats]:
         """The `stats` of each table, by name."""
-        return {name: table.stats() for name, table in self._named()}
+        return {name: table.stats() for name, table in zip(self.tables, self.cached_tables(), strict=True)}
 
     def close(self) -> None:
         """Release the threads, files and connections of all tables."""
@@ -95,10 +99,7 @@ class EmbeddingCollection(nn.Module):
 
     def cached_tables(self) -> list[CachedEmbedding]:
         """Every table once."""
-        return [table for _, table in self._named()]
-
-    def _named(self) -> list[tuple[str, CachedEmbedding]]:
-        return [(name, table) for name, table in self.tables.items() if isinstance(table, CachedEmbedding)]
+        return [table for table in self.tables.values() if isinstance(table, CachedEmbedding)]
 
     def __enter__(self) -> Self:
         return self

@@ -64,7 +64,7 @@ class TableSnapshot:
         self._first_keys = changed
         if changed is not None:
             self._changed = new_hash_map(len(changed))
-            _mark(self._changed, changed)
+            self._changed.insert(changed, torch.zeros_like(changed))
         elif self._saves_rows:
             index, host = rows.device.index, rows.tiers.upper
             host_keys = [] if host is None else list(host.keys(2**20))
@@ -89,7 +89,7 @@ class TableSnapshot:
         changes = self._rows.changes
         changes.observers = [each for each in changes.observers if each != self._copy_before_write]
         with self._lock:
-            self._copies.clear()
+            self._copies = _CopiedRows(select_table().hash_map(), self._rows.layout.width)
 
     def _row_chunks(self, first_keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for keys in torch.split(first_keys, CHUNK_ROWS):
@@ -100,7 +100,7 @@ class TableSnapshot:
             yield from self._chunk(keys)
         # Rows that were below and expired since.
         with self._lock:
-            copied = self._copies.keys()
+            copied = self._copies.positions.items()[0]
         for keys in torch.split(copied, CHUNK_ROWS):
             yield from self._chunk(keys)
         self.close()
@@ -120,7 +120,7 @@ class TableSnapshot:
             with self._lock:
                 # A row that was fetched and has changed meanwhile was copied before.
                 is_copied = self._copies.read(keys[missing], below)
-                _mark(self._read, keys[missing])
+                self._read.insert(keys[missing], torch.zeros_like(missing))
             rows[missing] = below
             hits[missing] = was_below | is_copied
         wanted = hits & self._is_wanted(rows)
@@ -142,7 +142,7 @@ class TableSnapshot:
                 in_host = host.read(keys[missing], below)
                 rows[missing[in_host]] = below[in_host]
                 hits[missing[in_host]] = True
-            _mark(self._read, keys[hits])
+            self._read.insert(keys[hits], torch.zeros_like(keys[hits]))
         return hits
 
     def _is_wanted(self, rows: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class TableSnapshot:
 
     def _copy_before_write(self, keys: Tensor, rows_at: RowsAt) -> None:
         with self._lock:
-            is_wanted = (self._read.lookup(keys) < 0) & ~self._copies.has(keys)
+            is_wanted = (self._read.lookup(keys) < 0) & (self._copies.positions.lookup(keys) < 0)
             if self._changed is not None:
                 is_wanted &= self._changed.lookup(keys) >= 0
             positions = is_wanted.nonzero().squeeze(1)
@@ -170,37 +170,23 @@ class _CopiedRows:
     """Rows as they were at the snapshot, by key."""
 
     def __init__(self, positions: HashMapKernel, width: int) -> None:
-        self._positions = positions
+        self.positions = positions
         self._rows = torch.empty(0, width)
-
-    def has(self, keys: Tensor) -> Tensor:
-        return self._positions.lookup(keys) >= 0
 
     def add(self, keys: Tensor, rows: Tensor) -> None:
         """Insert rows of new keys."""
-        start = len(self._positions)
+        start = len(self.positions)
         if start + len(keys) > len(self._rows):
             self._rows = grow_rows(self._rows, max(2 * len(self._rows), start + len(keys)))
         self._rows[start : start + len(keys)] = rows
-        self._positions.insert(keys, torch.arange(start, start + len(keys)))
+        self.positions.insert(keys, torch.arange(start, start + len(keys)))
 
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
         """Copy the rows found into `out`; their mask."""
-        positions = self._positions.lookup(keys)
+        positions = self.positions.lookup(keys)
         hits = positions >= 0
         out[hits] = self._rows[positions[hits]]
         return hits
-
-    def keys(self) -> Tensor:
-        return self._positions.items()[0]
-
-    def clear(self) -> None:
-        self._rows = self._rows[:0]
-        self._positions.remove(self.keys())
-
-
-def _mark(marks: HashMapKernel, keys: Tensor) -> None:
-    marks.insert(keys, torch.zeros(len(keys), dtype=torch.int64))
 
 
 def _part_name(columns: slice | None) -> str:

@@ -6,7 +6,7 @@ Legend: keys [n] int64, any value; rows [n, width] float32; hits [n] bool. All a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Self
 
 from torch import Tensor
@@ -52,9 +52,6 @@ class RowStore(ABC):
         old copies of rows that are further up."""
         return {name: len(self)}
 
-    def flush(self) -> None:
-        """Return when all writes would survive the end of this process, as far as the tier can promise it."""
-
     def close(self) -> None:
         """Release threads, files and connections. May be called again."""
 
@@ -63,17 +60,3 @@ class RowStore(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class UpperStore(RowStore):
-    """A store that can stand above another one and writes its least recently used rows there when it is full."""
-
-    capacity: int | None = None  # rows; None: any number
-
-    @abstractmethod
-    def put(self, keys: Tensor, rows: Tensor, dirty: Tensor) -> None:
-        """`write`, with the mask [n] of the rows that the store below lacks in this state."""
-
-    @abstractmethod
-    def spill(self, num: int, write_below: Callable[[Tensor, Tensor], None]) -> None:
-        """Delete the `num` least recently used rows, after `write_below` got those that the store below lacks."""

@@ -30,6 +30,7 @@ from kitforge.embedding_cache.miss_ratio_curve import CacheEstimate, estimate
 from kitforge.embedding_cache.options import CachedEmbeddingOptions, RemoteOptions
 from kitforge.embedding_cache.pins import LookupHandle
 from kitforge.embedding_cache.prefetcher import EmbeddingPrefetcher
+from kitforge.embedding_cache.sharding.replicated import Replicated
 from kitforge.embedding_cache.sharding.strategy import TableSharding
 from kitforge.embedding_cache.snapshot import TableSnapshot, restore
 from kitforge.embedding_cache.stats import TableStats
@@ -78,6 +79,7 @@ class CachedEmbedding(nn.Module):
         # The width of the output of `forward`.
         self.embedding_dim = dim
         self._sharding = sharding
+        self.shard: tuple[int, int] = (0, 1) if sharding is None else sharding.shard
         self._gradients = RowGradients(self.rows.device, self.rows.row_initializer.dim)
         self.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_report_missing_rows)  # type: ignore[no-untyped-call]
@@ -161,11 +163,6 @@ class CachedEmbedding(nn.Module):
             "admission": to_dict(options.admission),
         }
 
-    @property
-    def shard(self) -> tuple[int, int]:
-        """See `core.optim.table_protocols.RowTable`."""
-        return (0, 1) if self._sharding is None else self._sharding.shard
-
     def begin_snapshot(self, since: int | None = None, *, is_base: bool = True) -> TableSnapshot:
         """See `core.optim.table_protocols.RowTable`. A version is a number of steps."""
         with self.rows.exclusive():
@@ -231,7 +228,7 @@ class CachedEmbedding(nn.Module):
 
     def _all_reduce_gradients(self) -> None:
         """With replicas on all ranks, sum the gradients of all ranks, once a step."""
-        if self._sharding is None or not self._sharding.is_replicated or self._gradients.is_reduced:
+        if not isinstance(self._sharding, Replicated) or self._gradients.is_reduced:
             return
         part = self._gradients.merged()
         tier = self.rows.device

@@ -202,10 +202,10 @@ def test_saving_costs_no_copy_of_the_table(tmp_path: Path) -> None:
     with training.build(case, tmp_path / "tier") as table:
         train_from(table, case, 0)
         snapshot = table.begin_snapshot()
-        assert len(snapshot._copies.keys()) == 0
+        assert len(snapshot._copies.positions) == 0
         # The last batch has no ids.
         train_from(table, case, NUM_STEPS - 2)
-        assert 0 < len(snapshot._copies.keys()) <= len(torch.unique(training.batches()[-2]))
+        assert 0 < len(snapshot._copies.positions) <= len(torch.unique(training.batches()[-2]))
         snapshot.close()
-        assert len(snapshot._copies.keys()) == 0
+        assert len(snapshot._copies.positions) == 0
         assert not table.rows.changes.observers

@@ -141,7 +141,7 @@ def test_the_coldest_are_found_without_sorting_all_each_time(dtype: torch.dtype)
 
     coldest._search = counted  # type: ignore[method-assign]
     for round_number in range(100):
-        picked = coldest.victims(scores, lambda: used.nonzero().squeeze(1), 20, lambda slots: used[slots])
+        picked = coldest.pick(scores, lambda: used.nonzero().squeeze(1), 20, lambda slots: used[slots])
         order = np.lexsort((np.arange(4000), scores.numpy()))
         expected = [slot for slot in order.tolist() if used[slot]][:20]
         assert picked.tolist() == expected

@@ -347,7 +347,7 @@ def test_a_command_that_is_refused_does_not_show_its_rows(server: RedisServer, i
         link.execute([("HSET", "kitforge:no-hash", b"customer", b"customer")], is_transaction=is_whole)
     assert "customer" not in str(refusal.value)
     assert "customer" not in str(refusal.value.__cause__)
-    link.close()
+    link.connection.close()
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-random"])

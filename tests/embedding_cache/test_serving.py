@@ -312,7 +312,7 @@ def test_a_damaged_file_of_served_rows_is_named(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_not_converted_over_itself(tmp_path: Path) -> None:
     _, checkpoint = trained(tmp_path, optimizer="sgd")
-    with pytest.raises(ConfigError, match="in its own place"):
+    with pytest.raises(ConfigError, match="quantized in place"):
         quantize_tables(checkpoint, tmp_path / "step_6")
 
 

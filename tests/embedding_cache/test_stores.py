@@ -105,7 +105,6 @@ def test_a_store_grows(store: RowStore) -> None:
     out = torch.empty(len(keys), WIDTH)
     assert bool(store.read(keys.flip(0), out).all())
     assert torch.equal(out[:, 0], keys.flip(0).float())
-    store.flush()
 
 
 def test_cold_rows_come_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,12 +220,6 @@ class Broken(RowStore):
     def __len__(self) -> int:
         return len(self.inner)
 
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
 
 def test_what_is_on_its_way_is_read_before_what_was_there() -> None:
     below = Broken()
@@ -266,7 +259,7 @@ def test_a_failure_below_reaches_every_later_call_and_keeps_what_waits() -> None
     with WriteBehindStore(below) as store:
         store.write(torch.tensor([1]), torch.ones(1, WIDTH))
         with pytest.raises(OSError, match="gone"):
-            store.flush()
+            store.drain()
         for call in (lambda: store.write(torch.tensor([2]), torch.ones(1, WIDTH)), lambda: len(store)):
             with pytest.raises(OSError, match="gone"):
                 call()

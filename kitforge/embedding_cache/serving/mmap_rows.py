@@ -1,12 +1,12 @@
-"""Where the rows of ids lie in files that are mapped into memory. Nothing is read before it is asked for.
+"""Indices of the rows in memory-mapped files. Rows are read on access.
 
-Legend: m ids or places asked for, n rows in all files.
+Legend: m ids or positions of a call, n rows in all files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ from torch import Tensor
 from kitforge.core.kernels.hash_map.reference import HashMapFactory
 from kitforge.core.optim.table_protocols import Chunk
 
-# The place of an id whose row went away: behind all rows.
+# The position of an id whose row was removed: behind all rows.
 REMOVED = 2**62
 
 
 @final
 class RowShards:
-    """Tensors [.., width] one below another, as if they were one [n, width]."""
+    """Tensors [.., width] concatenated to [n, width] without a copy."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self.parts = list(parts)
@@ -30,7 +30,7 @@ class RowShards:
         return int(self._ends[-1]) if self.parts else 0
 
     def gather(self, positions: Tensor) -> Tensor:
-        """The rows [m, width] at places [m], copied. There is at least one part."""
+        """Copies [m, width] of the rows at positions [m]. There is at least one part."""
         if len(self.parts) == 1:
             return self.parts[0].index_select(0, positions)
         part_of = torch.searchsorted(self._ends, positions, right=True)
@@ -42,21 +42,9 @@ class RowShards:
         return rows
 
 
-class RowIndex(Protocol):
-    """Places of ids in a stack."""
-
-    def find(self, ids: Tensor) -> Tensor:
-        """The places [m] of ids [m]; -1 for one that is not there."""
-        ...
-
-    def ids(self) -> tuple[Tensor, Tensor]:
-        """All ids in ascending order, and their places."""
-        ...
-
-
 @final
 class HashedRowIndex:
-    """An index in memory over files in any order, of which a newer one hides what older ones say of an id."""
+    """An index in memory over files of unsorted ids. A newer file hides the rows of older ones."""
 
     def __init__(
         self,
@@ -64,11 +52,11 @@ class HashedRowIndex:
         layers: Iterable[tuple[Sequence[Chunk], Sequence[Tensor]]],
         older: HashedRowIndex | None = None,
     ) -> None:
-        """`layers`: from the newest on, files of ids and rows, and ids that went away; see `StoredTable.layers`. They
-        go on from `older`, which stays as it is: its largest index is shared, what came after that is copied."""
+        """`layers`: files of ids and rows, and removed ids, newest first; see `StoredTable.layers`. They build on
+        `older`, which does not change: its index of the full checkpoint is shared, later entries are copied."""
         parts: list[Tensor] = [] if older is None else list(older.rows.parts)
         self._positions = new_hash_map()
-        # The index of the oldest, whole checkpoint below.
+        # The index of the full checkpoint below.
         self._whole: HashedRowIndex | None = None if older is None else older._whole or older
         start = 0 if older is None else len(older.rows)
         for files, removed in layers:
@@ -83,7 +71,7 @@ class HashedRowIndex:
         self.rows: RowShards = RowShards(parts)
 
     def find(self, ids: Tensor) -> Tensor:
-        """See `RowIndex`."""
+        """The positions [m] of ids [m]; -1 for an unknown id."""
         positions = self._positions.lookup(ids)
         if self._whole is not None:
             unknown = (positions < 0).nonzero().squeeze(1)
@@ -91,7 +79,7 @@ class HashedRowIndex:
         return torch.where(positions == REMOVED, -1, positions)
 
     def ids(self) -> tuple[Tensor, Tensor]:
-        """See `RowIndex`."""
+        """All ids, ascending, and their positions."""
         ids, positions = self._positions.items()
         if self._whole is not None:
             known, (older, older_at) = torch.unique(ids), self._whole._positions.items()
@@ -108,7 +96,7 @@ class HashedRowIndex:
 
 @final
 class SortedRowIndex:
-    """An index that is the files themselves: ids that ascend from the first file to the last. It takes no memory."""
+    """An index without memory of its own: ids ascend within and across the files."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self._parts = list(parts)
@@ -116,7 +104,7 @@ class SortedRowIndex:
         self._starts = [0, *torch.tensor([len(part) for part in parts]).cumsum(0).tolist()]
 
     def find(self, ids: Tensor) -> Tensor:
-        """See `RowIndex`."""
+        """The positions [m] of ids [m]; -1 for an unknown id."""
         positions = torch.full((len(ids),), -1)
         part_of = torch.searchsorted(self._firsts, ids, right=True) - 1
         for number in torch.unique(part_of[part_of >= 0]).tolist():
@@ -127,6 +115,6 @@ class SortedRowIndex:
         return positions
 
     def ids(self) -> tuple[Tensor, Tensor]:
-        """See `RowIndex`."""
+        """All ids, ascending, and their positions."""
         ids = torch.cat([*self._parts, torch.empty(0, dtype=torch.int64)])
         return ids, torch.arange(len(ids))

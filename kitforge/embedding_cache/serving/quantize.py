@@ -1,6 +1,6 @@
-"""Tables of a checkpoint made into files for serving: ids in order, embeddings alone, in fewer bits if so wished.
+"""Quantizes the tables of a checkpoint for serving: sorted ids, and embeddings without optimizer state.
 
-The folder is a checkpoint without model and optimizer, so that it is verified and opened like one.
+The output is a checkpoint folder without model and optimizer, so it is verified and opened like one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kitforge.embedding_cache.serving.table import SCALES, SERVED, ServedTable, 
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.files import atomic_folder
 
-# Rows converted at a time.
+# Rows quantized at a time.
 CHUNK_ROWS = 2**15
 MAX_INT8 = 127
 MAX_FP16 = torch.finfo(torch.float16).max
@@ -30,7 +30,7 @@ MAX_FP16 = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationResult:
-    """What became of a table."""
+    """The size and the error of a quantized table."""
 
     num_rows: int
     num_bytes: int  # of its files
@@ -40,14 +40,14 @@ class QuantizationResult:
 def quantize_tables(
     checkpoint: Checkpoint, folder: Path, dtype: ServingDtype = "int8"
 ) -> dict[str, QuantizationResult]:
-    """Write all tables of a checkpoint to `folder`, which appears whole or not at all; what was made, by table.
+    """Write all tables of a checkpoint to `folder`, atomically; the results by table.
 
-    fp16 rounds to nearest: an error of at most 2^-11 of the number, or 2^-25. int8 keeps for each row a scale, its
-    largest number over 127, and whole multiples of it: an error of at most half the scale. Raises DataError for a row
-    that is not finite or does not fit, ConfigError where `folder` would be the checkpoint itself.
+    fp16 rounds to nearest: an error of at most 2^-11 of the number, or 2^-25. int8 stores a scale for each
+    row, its largest absolute number over 127, and integer multiples of it: an error of at most half the scale. Raises
+    DataError for a row that is not finite or out of range, ConfigError where `folder` is the checkpoint itself.
     """
     if folder.resolve() == checkpoint.folder.resolve():
-        raise ConfigError("a checkpoint cannot be converted in its own place", got=folder, expected="another folder")
+        raise ConfigError("a checkpoint cannot be quantized in place", got=folder, expected="another folder")
     made: dict[str, QuantizationResult] = {}
     with atomic_folder(folder) as draft:
         state = write_state(draft, b"{}")
@@ -76,7 +76,7 @@ def quantize_tables(
 
 @final
 class _QuantizedRows:
-    """A `RowSource` of converted rows in the order of their ids."""
+    """A `RowSource` of quantized rows in the order of their ids."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, dtype: ServingDtype) -> None:
         stored = checkpoint.table(name)
@@ -90,24 +90,16 @@ class _QuantizedRows:
         self.shard: RowShard = (0, 1)
         self.state: Mapping[str, Tensor] = {}
         self.largest_error = 0.0
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the table."""
-        return len(self._ids)
+        self.num_rows = len(self._ids)
+        self.parts = (ROWS, SCALES) if dtype == "int8" else (ROWS,)
 
     @property
     def schema(self) -> dict[str, Any]:
-        """See `RowSource`; with the error that was measured, once all rows have been asked for."""
+        """See `RowSource`; with the measured error, once all rows were read."""
         return {**self._plain, SERVED: {"dtype": self._dtype, "largest_error": self.largest_error}}
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """See `RowSource`."""
-        return (ROWS, SCALES) if self._dtype == "int8" else (ROWS,)
-
     def chunks(self, part: str = ROWS) -> Iterator[Chunk]:
-        """See `RowSource`. The scales are known when the rows have been asked for."""
+        """See `RowSource`. The scales are known when the rows were read."""
         portions = torch.split(self._ids, CHUNK_ROWS) if len(self._ids) else ()
         if part == SCALES:
             yield from zip(portions, self._scales, strict=True)
@@ -134,14 +126,14 @@ class _QuantizedRows:
             return rows.half()
         scales = rows.abs().amax(1, keepdim=True) / MAX_INT8
         self._scales.append(scales)
-        # Numbers so small that their scale is none are zero.
+        # Rows so small that their scale is zero become zero.
         multiples = (rows / scales).nan_to_num_(0.0).round_().clamp_(-MAX_INT8, MAX_INT8)
         return multiples.to(torch.int8)
 
 
 def _check_fits(name: str, ids: Tensor, rows: Tensor, dtype: ServingDtype) -> None:
     largest = rows.abs().amax(1)
-    # NaN is no number at most as large as another.
+    # NaN compares as too large.
     fits = largest <= (MAX_FP16 if dtype == "fp16" else torch.finfo(torch.float32).max)
     if not bool(fits.all()):
         row = int((~fits).nonzero()[0])

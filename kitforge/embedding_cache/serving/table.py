@@ -1,11 +1,11 @@
-"""A table that is only read, with the face of `CachedEmbedding`: any network takes it in the place of one."""
+"""A read-only table with the interface of `CachedEmbedding`, over the files of a checkpoint."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast, final
+from typing import Literal, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,11 @@ from kitforge.core.optim.table_protocols import ROWS, is_row_data
 from kitforge.embedding_cache.keys.row_init import RowInitConfig, initial_rows
 from kitforge.embedding_cache.lookup import check_range, parse_lookup_input
 from kitforge.embedding_cache.options import CachedEmbeddingOptions
-from kitforge.embedding_cache.serving.mmap_rows import HashedRowIndex, RowIndex, RowShards, SortedRowIndex
+from kitforge.embedding_cache.serving.mmap_rows import HashedRowIndex, RowShards, SortedRowIndex
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import CheckpointError
 
-# What a converted table has in its schema beside that of the table: how its rows are stored.
+# The field of a quantized table's schema that says how its rows are stored.
 SERVED = "serving"
 SCALES = "scales"
 ServingDtype = Literal["fp32", "fp16", "int8"]
@@ -33,18 +33,18 @@ class ColumnShard:
     """Some columns of all rows."""
 
     columns: slice
-    index: RowIndex
+    index: HashedRowIndex | SortedRowIndex
     rows: RowShards
-    scales: RowShards | None = None  # int8: what a row is multiplied by
+    scales: RowShards | None = None  # int8: the scale of each row
 
 
 @final
 class ServedTable(nn.Module):
-    """Looks rows up in the files of a checkpoint, or in those that `convert` made of them.
+    """Looks rows up in the files of a checkpoint, or in those written by `quantize_tables`.
 
-    Rows of a checkpoint are those that the training would look up after that step, bit for bit; an id that has none has
-    its initial row. Rows stay in the files until they are asked for. What has to be in memory is an index of a
-    checkpoint's ids, two numbers each; converted files need none.
+    Rows of a checkpoint are those that training would look up after that step, bit for bit; an id without a row has its
+    initial row. Rows are memory-mapped. A checkpoint needs an index of its ids in memory, two numbers each; quantized
+    files need none.
     """
 
     def __init__(
@@ -55,18 +55,21 @@ class ServedTable(nn.Module):
         include_last_offset: bool = True,
         older: ServedTable | None = None,
     ) -> None:
-        """`older` is the table of the step that `stored` goes on from, where it holds changes only. It stays as it is.
-        Raises CheckpointError where they do not fit."""
+        """`older`: the table of the step that `stored` builds on, where `stored` holds changes only; it stays as
+        it is. Raises CheckpointError where they do not fit."""
         super().__init__()
         if stored.since is not None and (older is None or stored.since != older._version):
             raise CheckpointError(
-                f"the rows of table {stored.name!r} do not go on from those that are served",
+                f"the rows of table {stored.name!r} do not build on those that are served",
                 got=f"changes since version {stored.since}",
                 expected="all rows" if older is None else f"changes since version {older._version}",
             )
         schema = stored.schema
         self.dtype = cast(ServingDtype | None, schema.get(SERVED, {}).get("dtype"))
-        self.config = _row_init_config(schema)
+        fields = ("name", "dim", "seed", "initial", "init_scale")
+        self.config = RowInitConfig(**{field: schema[field] for field in fields})
+        # The width of the output of `forward`.
+        self.embedding_dim = self.config.dim
         self.options = CachedEmbeddingOptions(
             num_embeddings=schema.get("num_embeddings"),
             dim=self.config.dim,
@@ -82,11 +85,6 @@ class ServedTable(nn.Module):
         parts = {part: self._column_shard(stored, part, known.get(part)) for part in names}
         self._parts: dict[str, ColumnShard] = {part: shard for part, shard in parts.items() if len(shard.rows)}
         self._column_shards = list(self._parts.values())
-
-    @property
-    def embedding_dim(self) -> int:
-        """The width of what `forward` gives."""
-        return self.options.dim
 
     @torch.no_grad()
     def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
@@ -118,7 +116,7 @@ class ServedTable(nn.Module):
         return ids[0] if ids else torch.empty(0, dtype=torch.int64)
 
     def extra_repr(self) -> str:
-        """What `print` shows of the table."""
+        """The options shown by `print`."""
         return f"{self.options.num_embeddings}, {self.options.dim}, mode={self.options.mode}, {self.dtype or 'records'}"
 
     def _column_shard(self, stored: StoredTable, part: str, older: ColumnShard | None) -> ColumnShard:
@@ -151,11 +149,6 @@ class ServedTable(nn.Module):
 
 
 def _catch_up(optimizer: RowOptimizer, records: Tensor, version: int, state: Mapping[str, Tensor]) -> None:
-    """Dense Adam moves rows that rest just before they are read."""
+    """Adam also moves rows without a gradient: apply the steps up to this version."""
     if optimizer.moves_untouched_rows:
         optimizer.catch_up(records, torch.arange(len(records)), version, state["rates"])
-
-
-def _row_init_config(schema: Mapping[str, Any]) -> RowInitConfig:
-    names = ("name", "dim", "seed", "initial", "init_scale")
-    return RowInitConfig(**{name: schema[name] for name in names})

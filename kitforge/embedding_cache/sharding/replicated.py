@@ -18,7 +18,6 @@ class Replicated(TableSharding):
 
     def __init__(self, group: Group, prefetch_group: Group) -> None:
         super().__init__(group, prefetch_group)
-        self.is_replicated = True
         self.counts_for_norm = self.saves_rows = self.rank == 0
 
     def plan_exchange(self, keys: Tensor, ahead: bool) -> None:
@@ -29,13 +28,13 @@ class Replicated(TableSharding):
         raise NotImplementedError
 
     def all_gather_keys(self, keys: Tensor, ahead: bool) -> Tensor:
-        """See `TableSharding`."""
+        """The distinct keys of all ranks, ascending. `ahead`: called by the prefetch thread."""
         asked, _ = all_gather_rows(keys, self._groups[ahead])
         distinct: Tensor = torch.unique(asked)
         return distinct
 
     def all_reduce_gradients(self, keys: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """See `TableSharding`."""
+        """Distinct keys and summed gradients of all ranks."""
         all_keys, _ = all_gather_rows(keys, self._groups[False])
         parts, _ = all_gather_rows(gradients, self._groups[False])
         distinct, positions = torch.unique(all_keys, return_inverse=True)

@@ -34,8 +34,6 @@ class TableSharding(ABC):
     shard: tuple[int, int] = (0, 1)
     # Whether this rank saves its rows; else another rank saves the same ones.
     saves_rows: bool = True
-    # Whether all ranks hold all rows, so that gradients are all-reduced.
-    is_replicated: bool = False
     # Whether this rank's gradients count for the global norm; else another rank has the same rows.
     counts_for_norm: bool = True
 
@@ -53,14 +51,6 @@ class TableSharding(ABC):
     @abstractmethod
     def vectors(self, route: ExchangePlan, rows: FetchRows, deliver: Deliver) -> Tensor:
         """[u, dim], differentiable: `deliver` gets the sum over the ranks, in rank order."""
-
-    def all_gather_keys(self, keys: Tensor, ahead: bool) -> Tensor:
-        """The distinct keys of all ranks, ascending; only where all ranks hold all rows."""
-        raise NotImplementedError
-
-    def all_reduce_gradients(self, keys: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Distinct keys and summed gradients of all ranks; only where all ranks hold all rows."""
-        raise NotImplementedError
 
 
 class OwnerSharding(TableSharding, ABC):

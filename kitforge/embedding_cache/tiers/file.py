@@ -9,8 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import final
@@ -20,9 +19,8 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TableKernels
 from kitforge.core.kernels.indexing import at, put, where
-from kitforge.embedding_cache.eviction.policy import LruPolicy
 from kitforge.embedding_cache.keys.slot_map import SlotMap
-from kitforge.embedding_cache.store import UpperStore
+from kitforge.embedding_cache.tiers.slab_store import SlabStore
 from kitforge.foundation.errors import ConfigError, TrainingError
 
 # Concurrent reads of rows that are not in the page cache: a disk serves many at once far faster than one by one.
@@ -34,7 +32,7 @@ MIN_GROWTH_BYTES = 2**20
 
 
 @final
-class FileStore(UpperStore):
+class FileStore(SlabStore):
     """Rows of the table `name` in a file in `folder`. Disk space is allocated before it is written.
 
     Raises ConfigError for a folder that cannot be used, and TrainingError where the disk is full or does not return
@@ -44,14 +42,10 @@ class FileStore(UpperStore):
     def __init__(
         self, folder: Path | str, name: str, width: int, kernels: TableKernels, capacity: int | None = None
     ) -> None:
-        self.width, self.capacity = width, capacity
+        super().__init__(width, capacity, SlotMap(kernels.hash_map, 0))
         self._location = f"{folder}, for the rows of {name}"
         self._row_bytes = 4 * width
-        self._lock = threading.Lock()
-        self._index = SlotMap(kernels.hash_map, 0)
         self._copy_rows, self._pread_rows = kernels.copy_rows, kernels.pread_rows
-        self._clock = 0  # counts calls of `read` and `write`, for the last use of rows
-        self._lru = LruPolicy(self._index)
         self._readers: ThreadPoolExecutor | None = None
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -60,10 +54,6 @@ class FileStore(UpperStore):
             fix = "give cache.path a folder that can be written to"
             raise ConfigError("the file tier has no folder", got=f"{error.strerror}: {folder}", fix=fix) from error
         self._file = self._scratch.fileno()
-        self._slab = torch.empty(0, width)
-
-    def __len__(self) -> int:
-        return len(self._index)
 
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
         """See `RowStore`."""
@@ -72,8 +62,7 @@ class FileStore(UpperStore):
             hits = slots >= 0
             positions = where(hits)
             slots = at(slots, positions)
-            self._clock += 1
-            self._index.touch(slots, self._clock)
+            self._touch(slots)
             self._read_slots(slots, positions, out)
             return hits
 
@@ -86,20 +75,14 @@ class FileStore(UpperStore):
                 self._make_room(len(new))
                 put(slots, new, self._index.add(at(keys, new)))
             self._copy_rows(rows, self._slab, to=slots)
-            self._clock += 1
-            self._index.touch(slots, self._clock)
-
-    def delete(self, keys: Tensor) -> None:
-        """See `RowStore`."""
-        with self._lock:
-            self._index.pop(keys)
+            self._touch(slots)
 
     def put(self, keys: Tensor, rows: Tensor, dirty: Tensor) -> None:
-        """See `UpperStore`. The store below is taken to lack every row."""
+        """See `SlabStore`. The store below is taken to lack every row."""
         self.write(keys, rows)
 
     def spill(self, num: int, write_below: Callable[[Tensor, Tensor], None]) -> None:
-        """See `UpperStore`. Reads go on while the store below writes, which may be slow."""
+        """See `SlabStore`. Reads go on while the store below writes, which may be slow."""
         with self._lock:
             used = self._index.is_used
             keys = self._index.keys_at(self._lru.victims(num, lambda slots: used[slots]))
@@ -107,22 +90,6 @@ class FileStore(UpperStore):
         self.read(keys, rows)
         write_below(keys, rows)
         self.delete(keys)
-
-    def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `RowStore`."""
-        for slots in torch.split(self._index.used(), chunk):
-            yield self._index.keys_at(slots), self._slab[slots]
-
-    def keys(self, chunk: int) -> Iterator[Tensor]:
-        """See `RowStore`."""
-        with self._lock:
-            keys = self._index.keys_at(self._index.used())
-        return iter(torch.split(keys, chunk))
-
-    def flush(self) -> None:
-        """See `RowStore`."""
-        with self._lock:
-            os.fsync(self._file)
 
     def close(self) -> None:
         """See `RowStore`. The disk space is freed."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -11,15 +10,14 @@ from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TableKernels
 from kitforge.core.kernels.indexing import at, put, where
-from kitforge.embedding_cache.eviction.policy import LruPolicy
 from kitforge.embedding_cache.keys.slot_map import INITIAL_ROOM, SlotMap, grow_rows
-from kitforge.embedding_cache.store import UpperStore
 from kitforge.embedding_cache.tiers.device import DeviceTier
+from kitforge.embedding_cache.tiers.slab_store import SlabStore
 from kitforge.foundation import device as devices
 
 
 @final
-class HostStore(UpperStore):
+class HostStore(SlabStore):
     """Rows in one slab. With a `capacity` its memory is allocated at once, and the owner must keep to it.
 
     `above` is the device tier, with which it shares a key map if that is bounded; then both are used in one thread at a
@@ -29,20 +27,13 @@ class HostStore(UpperStore):
     def __init__(
         self, width: int, kernels: TableKernels, capacity: int | None = None, above: DeviceTier | None = None
     ) -> None:
-        self.width, self.capacity = width, capacity
+        room = INITIAL_ROOM if capacity is None else capacity
+        first = None if above is None or above.capacity is None else above.index
+        super().__init__(width, capacity, SlotMap(kernels.hash_map, room, first))
         self._device = torch.device("cpu") if above is None else above.device
         self._copy_rows = kernels.copy_rows
-        self._lock = threading.Lock()
-        room = INITIAL_ROOM if capacity is None else capacity
-        is_shared = above is not None and above.capacity is not None
-        self._index = SlotMap(kernels.hash_map, room, above.index if above is not None and is_shared else None)
         self._slab = devices.host_memory(self._device, room, width)
         self._dirty = torch.zeros(room, dtype=torch.bool)
-        self._clock = 0  # counts calls that brought rows, for their last use
-        self._lru = None if capacity is None else LruPolicy(self._index)
-
-    def __len__(self) -> int:
-        return len(self._index)
 
     def read(self, keys: Tensor, out: Tensor) -> Tensor:
         """See `RowStore`."""
@@ -55,13 +46,8 @@ class HostStore(UpperStore):
         """See `RowStore`."""
         self.put(keys, rows, torch.ones(len(keys), dtype=torch.bool))
 
-    def delete(self, keys: Tensor) -> None:
-        """See `RowStore`."""
-        with self._lock:
-            self._index.pop(keys)
-
     def put(self, keys: Tensor, rows: Tensor, dirty: Tensor) -> None:
-        """See `UpperStore`."""
+        """See `SlabStore`."""
         with self._lock:
             short = len(keys) - self._index.num_free
             if short > 0:
@@ -94,8 +80,7 @@ class HostStore(UpperStore):
             return slots >= 0, dirty
 
     def spill(self, num: int, write_below: Callable[[Tensor, Tensor], None]) -> None:
-        """See `UpperStore`. Last use is the last write. Only with a `capacity`."""
-        assert self._lru is not None
+        """See `SlabStore`. The last use of a row is its last write."""
         with self._lock:
             slots = self._lru.victims(num, lambda slots: torch.ones(len(slots), dtype=torch.bool))
             is_dirty = where(at(self._dirty, slots))
@@ -103,22 +88,6 @@ class HostStore(UpperStore):
             self._copy_rows(self._slab, rows, at=at(slots, is_dirty))
             keys = at(self._index.remove(slots), is_dirty)
         write_below(keys, rows)
-
-    def scan(self, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `RowStore`."""
-        for slots in torch.split(self._index.used(), chunk):
-            yield self._index.keys_at(slots), self._slab[slots]
-
-    def keys(self, chunk: int) -> Iterator[Tensor]:
-        """See `RowStore`."""
-        with self._lock:
-            keys = self._index.keys_at(self._index.used())
-        return iter(torch.split(keys, chunk))
-
-    def _touch(self, slots: Tensor) -> None:
-        if self._lru is not None:
-            self._clock += 1
-            self._index.touch(slots, self._clock)
 
     def _copy(self, slots: Tensor, positions: Tensor, out: Tensor) -> None:
         """Copy the rows at slots[positions] to out[positions]."""

@@ -132,7 +132,7 @@ class RedisStore(RowStore):
 
     def close(self) -> None:
         """See `RowStore`. The rows stay on the server."""
-        self._client.close()
+        self._client.connection.close()
 
     def _open(self, keep: bool) -> None:
         self._client.check_eviction_policy()
@@ -227,7 +227,7 @@ class RedisClient:
         extra = {} if options.ca_file is None else {"ssl_ca_certs": options.ca_file}
         try:
             # `_with_retries` repeats calls and logs each try.
-            self._client = redis.Redis.from_url(
+            self.connection = redis.Redis.from_url(
                 options.url,
                 password=os.environ.get(PASSWORD_VARIABLE),
                 socket_timeout=options.timeout,
@@ -244,7 +244,7 @@ class RedisClient:
 
         def send() -> list[Any]:
             # The library types only some of its methods.
-            pipeline: Any = self._client.pipeline(transaction=is_transaction)
+            pipeline: Any = self.connection.pipeline(transaction=is_transaction)
             for command in commands:
                 pipeline.execute_command(*command)
             replies: list[Any] = pipeline.execute()
@@ -255,8 +255,8 @@ class RedisClient:
     def check_eviction_policy(self) -> None:
         """Raise ConfigError for a server that would drop rows when its memory is full."""
         # Managed servers mostly refuse CONFIG; INFO has the same fields.
-        settings = self._if_allowed(lambda: self._client.config_get("maxmemory*"))
-        settings = settings or self._if_allowed(lambda: self._client.info("memory"))
+        settings = self._if_allowed(lambda: self.connection.config_get("maxmemory*"))
+        settings = settings or self._if_allowed(lambda: self.connection.info("memory"))
         policy = settings.get("maxmemory-policy") or settings.get("maxmemory_policy")
         if policy is None:
             _log.warning("%s does not say whether it may drop rows when its memory is full", self._options.endpoint)
@@ -278,10 +278,6 @@ class RedisClient:
                 return {}
             raise
 
-    def close(self) -> None:
-        """Let go of the connection."""
-        self._client.close()
-
     def _with_retries(self, call: Callable[[], T]) -> T:
         options, wait = self._options, self._options.first_wait
         for attempt in range(1, options.attempts + 1):
@@ -289,7 +285,9 @@ class RedisClient:
                 return call()
             except (self._errors.RedisError, OSError) as cause:
                 # The library quotes the failed command in its message, and so the bytes of rows.
-                cause.args = tuple(_without_command(each) for each in cause.args)
+                cause.args = tuple(
+                    each.rpartition(COMMAND_END)[2] if isinstance(each, str) else each for each in cause.args
+                )
                 if not self._is_transient(cause):
                     raise self._error_of(cause) from cause
                 if attempt == options.attempts:
@@ -323,10 +321,6 @@ class RedisClient:
             fix = "set cache.remote_ca_file to the certificate of its authority"
             return ConfigError(f"the certificate of {endpoint} is not trusted", got=cause, fix=fix)
         return TrainingError(f"{endpoint} refuses a command", got=cause)
-
-
-def _without_command(word: Any) -> Any:
-    return word.rpartition(COMMAND_END)[2] if isinstance(word, str) else word
 
 
 def _root_cause(error: BaseException) -> BaseException:

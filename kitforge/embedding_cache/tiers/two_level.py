@@ -13,10 +13,11 @@ from kitforge.core.kernels.dispatch import select_table
 from kitforge.core.kernels.indexing import at, where
 from kitforge.embedding_cache.options import CachedEmbeddingOptions
 from kitforge.embedding_cache.stats import TableCounters
-from kitforge.embedding_cache.store import RowStore, UpperStore
+from kitforge.embedding_cache.store import RowStore
 from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.embedding_cache.tiers.file import FileStore
 from kitforge.embedding_cache.tiers.host import HostStore
+from kitforge.embedding_cache.tiers.slab_store import SlabStore
 from kitforge.embedding_cache.tiers.write_behind import WriteBehindStore
 from kitforge.foundation.config import check
 
@@ -31,7 +32,7 @@ class TwoLevelStore(RowStore):
 
     def __init__(
         self,
-        upper: UpperStore | None,
+        upper: SlabStore | None,
         lower: RowStore | None,
         *,
         lower_name: str = "remote",
@@ -116,11 +117,6 @@ class TwoLevelStore(RowStore):
         """See `RowStore`. While this runs, rows move from the upper to the lower store only, so none is missed."""
         for store in self.levels:
             yield from store.keys(chunk)
-
-    def flush(self) -> None:
-        """See `RowStore`."""
-        for store in self.levels:
-            store.flush()
 
     def close(self) -> None:
         """See `RowStore`."""

@@ -99,11 +99,6 @@ class WriteBehindStore(RowStore):
             self._changed.wait_for(lambda: not self._pending or self._error is not None)
             self._check()
 
-    def flush(self) -> None:
-        """See `RowStore`."""
-        self.drain()
-        self._below.flush()
-
     def close(self) -> None:
         """See `RowStore`. Pending rows are written first, if the store below can."""
         with self._changed:
