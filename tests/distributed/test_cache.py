@@ -331,5 +331,5 @@ def refused(rank: int) -> list[str]:
 def test_placements_that_cannot_be_are_refused() -> None:
     for words in run_ranks(2, refused):
         assert len(words) == 3
-        assert "moves each number by itself" in words[0]
+        assert "updates each number by itself" in words[0]
         assert "a rank from 0 to 1" in words[1]

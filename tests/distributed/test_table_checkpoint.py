@@ -24,6 +24,7 @@ from kitforge.embedding_cache.sharding.column_wise import ColumnWise
 from kitforge.embedding_cache.sharding.replicated import Replicated
 from kitforge.embedding_cache.sharding.row_wise import RowWise
 from kitforge.embedding_cache.sharding.strategy import TableSharding
+from kitforge.embedding_cache.sharding.table_wise import TableWise
 from kitforge.embedding_cache.table import CachedEmbedding
 from kitforge.foundation.errors import CheckpointError
 from tests.core.checkpoint import rows, sharded
@@ -39,7 +40,7 @@ COUNTED = AdmissionOptions(name="count", count=2)
 ASKED = torch.tensor([*range(-3, 44), 2**63 - 1, -(2**63), 10**12])
 PLACEMENTS: dict[str, Callable[[Any, Any], TableSharding]] = {
     "rows": RowWise,
-    "one rank": lambda group, side: RowWise(group, side, table_owner=1),
+    "one rank": lambda group, side: TableWise(group, side, table_owner=1),
     "columns": lambda group, side: ColumnWise(group, side, DIM),
     "all": lambda group, side: Replicated(group, side),
 }
