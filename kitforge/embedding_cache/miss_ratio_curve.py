@@ -1,4 +1,4 @@
-"""What tiers of a size would do, computed from a sample of ids before anything is trained."""
+"""Miss ratio curves: the hit rate of the device tier by its size, from a sample of batches, before training."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ POINTS_PER_DOUBLING = 2
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CacheEstimate:
-    """The stack distances of a sample (Mattson et al., 1970), and what follows from them."""
+    """The stack distances of a sample (Mattson et al., 1970), and the hit rates and bytes derived from them."""
 
     row_bytes: int  # of one row with its state
     num_batches: int
-    num_accesses: int  # distinct rows of each batch that is counted, summed
+    num_accesses: int  # distinct rows of each counted batch, summed
     num_rows: int  # distinct rows of the whole sample
-    largest_batch: int  # distinct rows of the batch that has most
-    distances: NDArray[np.int64]  # ascending, of all needs of rows seen before: distinct rows needed since
-    tier_bytes: dict[str, int]  # by tier, with what it takes to find rows
+    largest_batch: int  # the most distinct rows of a batch
+    distances: NDArray[np.int64]  # ascending, of all accesses to rows seen before: distinct rows accessed since
+    tier_bytes: dict[str, int]  # by tier, with its index
 
     def hit_rate(self, rows: int) -> float:
-        """The share of needs that a device tier of so many rows under lru has already."""
+        """The hit rate of a device tier of so many rows under lru."""
         return float(np.searchsorted(self.distances, rows, side="left")) / max(self.num_accesses, 1)
 
     def rows_for(self, hit_rate: float) -> int | None:
-        """The fewest rows with that hit rate; None where no size reaches it, as first needs always miss."""
+        """The fewest rows with that hit rate; None where no size reaches it, as first accesses always miss."""
         position = int(np.ceil(hit_rate * self.num_accesses)) - 1
         return int(self.distances[max(position, 0)]) + 1 if position < len(self.distances) else None
 
@@ -70,16 +70,16 @@ def estimate(
     warm_up: int = 0,
     sample_rate: float = 1.0,
 ) -> CacheEstimate:
-    """What a table of these options, with rows of `width` numbers, would do with batches of ids.
+    """The miss ratio curve and the tier sizes of a table with rows of `width` numbers, for batches of ids.
 
-    The first `warm_up` batches fill the tier and are not counted. Of many ids a share is enough: at `sample_rate` only
-    those are followed whose hash is below it, each distance standing for 1 / sample_rate as many (SHARDS: Waldspurger,
-    Park, Garthwaite and Ahmad, 2015). Raises DataError for an empty sample.
+    The first `warm_up` batches fill the tier and are not counted. With a `sample_rate` below 1, only ids whose hash is
+    below it are followed, and distances are scaled by 1 / sample_rate (SHARDS: Waldspurger, Park, Garthwaite and
+    Ahmad, 2015). Raises DataError for an empty sample.
     """
     unique = select_table().unique
     needs = [_sampled(unique(flat_ids(ids))[0].numpy(), sample_rate) for ids in batches]
     if not needs:
-        raise DataError("there is nothing to estimate from", got="no batches", expected="at least one tensor of ids")
+        raise DataError("an estimate needs at least one batch", got="no batches", expected="at least one tensor of ids")
     rows = round(len(np.unique(np.concatenate(needs))) / sample_rate)
     return CacheEstimate(
         row_bytes=4 * width,

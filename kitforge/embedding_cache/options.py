@@ -1,4 +1,4 @@
-"""What a table is, where its rows may live and which of them, as plain values."""
+"""Options of a table: its rows, its tiers, eviction policy, admission and expiry."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kitforge.foundation.config import check, check_name
 
 PolicyName = Literal["lru", "lfu", "lookahead"]
 AdmissionName = Literal["always", "count", "probability"]
-# Up to which admission counts.
+# The highest count of admission.
 MAX_COUNT = 2**24 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOptions:
-    """Which rows leave a full device tier first. It changes how often rows move, never a number."""
+    """The eviction policy of the device tier. It changes how often rows move, never a number."""
 
     # lru: the one not needed for longest. lfu: the one needed least often, old needs counting less. lookahead: the one
     # needed latest again among the batches read ahead (Belady, 1966), lru where none needs it.
@@ -34,7 +34,7 @@ class PolicyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionOptions:
-    """Which ids get a row of their own. One that has none is looked up as its initial row, and does not train.
+    """Which ids get a row of their own. Any other id is looked up as its initial row, and does not train.
 
     A training step counts an id once, in however many lookups, features and micro-batches it is.
     """
@@ -58,15 +58,15 @@ class AdmissionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpiryOptions:
-    """Which rows are given up for good, at the end of every so many steps. Their ids begin anew when they come again.
+    """Which rows are deleted at the end of every so many steps. An id that comes again starts from its initial row.
 
-    A row goes when any of the bounds that are given says so.
+    A row expires when it violates any of the given bounds.
     """
 
     every: int = 0  # steps; 0: never
-    max_age: int | None = None  # steps since the row last changed, above which it goes
-    min_updates: int | None = None  # steps in which the row had a gradient, below which it goes
-    min_norm: float | None = None  # Euclidean norm of the embedding, below which it goes
+    max_age: int | None = None  # steps since the last update of the row, above which it expires
+    min_updates: int | None = None  # steps in which the row had a gradient, below which it expires
+    min_norm: float | None = None  # Euclidean norm of the embedding, below which it expires
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -80,18 +80,18 @@ class ExpiryOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteOptions:
-    """Where the server is, and how patient to be with it."""
+    """The address of the server, timeouts and retries."""
 
     # redis://, rediss:// (TLS) or unix://, with user, host, port and database. A password that is not in it is that of
     # the environment, $KITFORGE_REMOTE_PASSWORD.
     url: str = field(repr=False)
-    prefix: str = "kitforge"  # what the names of all keys begin with; runs at the same time need different ones
-    ca_file: str | None = None  # rediss: certificates that vouch for the server's; None: those of the system
+    prefix: str = "kitforge"  # prefix of the names of all keys; concurrent runs need different ones
+    ca_file: str | None = None  # rediss: certificates of trusted authorities; None: those of the system
     timeout: float = 10.0  # seconds to wait for one answer
-    attempts: int = 8  # tries of one call, the first included, before the run stops
+    attempts: int = 8  # tries of one call, including the first, before the run stops
     first_wait: float = 0.1  # seconds before the second try; twice as many before each further one
     longest_wait: float = 10.0
-    batch_rows: int = 4096  # rows of one command: others are served between two commands
+    batch_rows: int = 4096  # rows of one command; the server serves others in between
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
@@ -126,12 +126,12 @@ def redact_url(url: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedEmbeddingOptions:
-    """One table: what its rows begin as, how they are put together, and where they may live."""
+    """One table: the initial rows, the pooling, and the tiers."""
 
     num_embeddings: int | None  # ids run from 0 to below it; None: any int64 is an id
     dim: int
-    name: str = "table"  # tables of different names begin from different rows
-    mode: Literal["sum", "mean"] | None = "sum"  # how the rows of a bag are put together; None: each stands alone
+    name: str = "table"  # tables of different names have different initial rows
+    mode: Literal["sum", "mean"] | None = "sum"  # pooling of the rows of a bag; None: no bags
     include_last_offset: bool = True  # offsets end with the number of ids, so that B bags have B + 1
     seed: int = 0
     initial: Literal["normal", "uniform"] = "normal"

@@ -113,7 +113,7 @@ def test_a_sample_of_the_ids_gives_nearly_the_curve_of_all() -> None:
 
 
 def test_nothing_cannot_be_estimated_from() -> None:
-    with pytest.raises(DataError, match="nothing to estimate"):
+    with pytest.raises(DataError, match="needs at least one batch"):
         CachedEmbedding(None, 4).estimate([])
 
 
