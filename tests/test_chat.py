@@ -78,4 +78,4 @@ def test_a_conversation_is_shown_prompted_and_ended_by_its_keys(
         os.write(ours, b"\x04")
         chat.join(20)
         assert ends == [0]
-    assert "/reset begins anew" in capsys.readouterr().err
+    assert "/reset clears the conversation" in capsys.readouterr().err

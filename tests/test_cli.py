@@ -119,7 +119,7 @@ def test_the_demo_takes_no_options(arguments: list[str], tmp_path: Path, monkeyp
 
 def test_a_replay_is_of_one_run(tmp_path: Path) -> None:
     for arguments in ([], [str(tmp_path), str(tmp_path)]):
-        with pytest.raises(ConfigError, match="one step of one run"):
+        with pytest.raises(ConfigError, match="needs one run and one step"):
             cli.run(["replay", *arguments, "step=1"])
     with pytest.raises(KitforgeError, match=r"(?s)no run in this folder"):
         cli.run(["replay", str(tmp_path), "step=1"])
@@ -204,7 +204,7 @@ def test_a_sweep_goes_on_after_a_member_that_fails(capsys: Capture) -> None:
 
 @pytest.mark.slow
 def test_a_sweep_into_one_folder_is_refused_and_into_one_each_is_not() -> None:
-    with pytest.raises(ConfigError, match="a folder each"):
+    with pytest.raises(ConfigError, match="needs its own folder"):
         train("-m", "seed=1,2", "output_dir=runs/a")
     assert train("-m", "seed=1,2", "output_dir=runs/seed-${seed}", "trainer.max_steps=1") == 0
     assert Path("runs/seed-1/report.html").exists()

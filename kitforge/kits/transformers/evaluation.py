@@ -1,6 +1,6 @@
-"""Questions with known answers put to a model: choices by log-likelihood, answers by generation, texts by perplexity.
+"""Benchmarks: multiple choice by log-likelihood, numbers by generation, texts by perplexity.
 
-Scores are those of lm-evaluation-harness 0.4: the same tokens, the same metrics, the same standard errors.
+Scores equal those of lm-evaluation-harness 0.4: the same tokens, metrics and standard errors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kitforge.inference.engine import Engine
 from kitforge.inference.text_engine import InferenceOptions, TextEngine
 from kitforge.kits.transformers.questions import Question, QuestionSet, number
 
-# Where a model begins a question of its own, its answer has ended.
+# Stop string: the model begins another question.
 _NEXT_QUESTION = "\n\nQuestion:"
 _WORD = re.compile(r"\s+")
 _log = logger(__name__)
@@ -36,16 +36,16 @@ Pair: TypeAlias = tuple[list[int], list[int]]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionResult:
-    """What came of one question."""
+    """The result of one question."""
 
-    row: dict[str, Any]  # of the log: where it stands, scores, prediction, gold
-    values: dict[str, float]  # what the metrics of the task are made of
+    row: dict[str, Any]  # of the log: location, scores, prediction, gold
+    values: dict[str, float]  # averaged to the metrics of the task
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Metrics by `task/metric`, and a row of the log for every question, task by task."""
+    """Metrics by `task/metric`, and the log rows of the questions by task."""
 
     metrics: dict[str, float]
     rows: dict[str, list[dict[str, Any]]]
@@ -53,7 +53,7 @@ class EvaluationResult:
 
 @final
 class Evaluator:
-    """Puts questions to one model. What is longer than the model allows is refused, or cut on the left and counted."""
+    """Evaluates one model. Questions beyond the context window are refused, or cut on the left and counted."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Tokenizer, options: InferenceOptions, on_too_long: OnTooLong = "refuse"
@@ -67,7 +67,7 @@ class Evaluator:
         self._num_cut = 0
 
     def evaluate(self, sets: Sequence[QuestionSet]) -> EvaluationResult:
-        """The metrics of every task, each with its standard error, and how many questions it has."""
+        """The metrics of every task with standard errors and the number of questions."""
         forms: dict[str, Callable[[QuestionSet], list[QuestionResult]]] = {
             "choices": self._choose,
             "contexts": self._choose,
@@ -97,7 +97,7 @@ class Evaluator:
         return EvaluationResult(metrics=metrics, rows=rows)
 
     def _choose(self, task: QuestionSet) -> list[QuestionResult]:
-        """Whether the right choice, or context, is the likeliest, by the whole choice and per byte of it."""
+        """Multiple choice: whether the gold choice or context is the likeliest, in total and per byte."""
         pairs, sizes = [], []
         for question in task.questions:
             values = question.values
@@ -131,7 +131,7 @@ class Evaluator:
         return results
 
     def _continue(self, task: QuestionSet) -> list[QuestionResult]:
-        """Whether the likeliest tokens are those of the continuation, and how likely these are."""
+        """Whether greedy decoding gives the continuation, and the log-probability of the continuation."""
         texts = [(each, [(each.values["context"], each.values["continuation"])]) for each in task.questions]
         pairs = [self._pairs(question, pair) for question, pair in texts]
         results = []
@@ -143,7 +143,7 @@ class Evaluator:
         return results
 
     def _calculate(self, task: QuestionSet) -> list[QuestionResult]:
-        """Whether the number that is generated is the one that is wanted."""
+        """Exact match of the generated number."""
         texts = TextEngine(self._engine, self._tokenizer)
         chosen = replace(self._options, stop=(*self._options.stop, _NEXT_QUESTION))
         requests = {self._ask(texts, question, chosen, index): index for index, question in enumerate(task.questions)}
@@ -176,7 +176,7 @@ class Evaluator:
             raise DataError(f"{question.location}: {error}") from None
 
     def _read(self, task: QuestionSet) -> list[QuestionResult]:
-        """How likely whole texts are, in windows that predict every token once (`loglikelihood_rolling`)."""
+        """Log-likelihood of whole texts, in windows that predict every token once (`loglikelihood_rolling`)."""
         before, _ = document_frame(self._tokenizer)
         before = before or [_prefix(self._tokenizer)]
         texts = [_windows(before, self._tokenizer.encode(each.values["text"]), self._limit) for each in task.questions]
@@ -192,7 +192,7 @@ class Evaluator:
         return results
 
     def _pairs(self, question: Question, texts: Sequence[tuple[str, str]]) -> list[Pair]:
-        """Contexts and continuations in tokens that the model has room for; a space stands between the two."""
+        """Contexts and continuations as tokens within the context window, joined by a space."""
         pairs = []
         is_cut = False
         for context, continuation in texts:
@@ -212,7 +212,7 @@ class Evaluator:
         return pairs
 
     def _check_excess(self, question: Question, excess: int, continuation: int) -> None:
-        """Raise DataError for a question that is too long unless its context may be cut and something is left of it."""
+        """Raise DataError for a question that is too long, unless its context may be cut and keeps a token."""
         if self._cuts and continuation <= self._limit:
             return
         raise DataError(
@@ -225,7 +225,7 @@ class Evaluator:
         )
 
     def _scores(self, task: QuestionSet, questions: Sequence[Sequence[Pair]]) -> Iterator[list[ChoiceScore]]:
-        """The scores of the continuations of each question. What has a context in common is read once."""
+        """The scores of the continuations of each question. Shared contexts are computed once."""
         trees = [
             ChoiceBatch(prefix=prefix, continuations=[target for _, target in pairs])
             for each in questions
@@ -246,11 +246,11 @@ class Evaluator:
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
-    """The tokens of a context, as the tokenizer begins a text, and of what follows it.
+    """The tokens of a context, with the tokenizer's prefix, and of its continuation.
 
-    As lm-evaluation-harness has it (`_encode_pair`): white space that ends the context goes over to the continuation,
-    both are encoded as one text, and the tokens after as many as the context has are the continuation's. Where there
-    is no context, BOS or else the end token stands for it.
+    As in lm-evaluation-harness (`_encode_pair`): trailing white space of the context moves to the continuation, both
+    are encoded as one text, and the tokens beyond the length of the context are the continuation's. An empty context is
+    BOS, or else EOS.
     """
     stripped = context.rstrip()
     continuation = context[len(stripped) :] + continuation
@@ -261,8 +261,8 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
 
 
 def means(results: Sequence[QuestionResult]) -> dict[str, float]:
-    """The mean of every value, with its standard error where there are two questions or more: the standard deviation of
-    the sample by the root of their number. The mean log-probability becomes a perplexity, its error by first order."""
+    """The mean of every value, with its standard error for two questions or more. The mean log-probability becomes a
+    perplexity, its error to first order."""
     metrics: dict[str, float] = {}
     for name in results[0].values:
         values = [result.values[name] for result in results]
@@ -277,7 +277,7 @@ def means(results: Sequence[QuestionResult]) -> dict[str, float]:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean; None for a single value, which says nothing of its spread."""
+    """The standard error of the mean; None for a single value."""
     if len(values) < 2:
         return None
     mean = sum(values) / len(values)
@@ -295,8 +295,8 @@ def perplexities(results: Sequence[QuestionResult]) -> dict[str, float]:
 
 
 def _windows(before: list[int], tokens: list[int], limit: int) -> list[Pair]:
-    """Pieces of a text that predict each token once, every piece but the first with as many tokens before it as there
-    is room for, and at least one."""
+    """Windows of a text that predict each token once. All but the first have as much context as fits, at least one
+    token."""
     first = min(len(tokens), limit - len(before) + 1)
     windows = [(before, tokens[:first])]
     for start in range(first, len(tokens), limit):
@@ -306,7 +306,7 @@ def _windows(before: list[int], tokens: list[int], limit: int) -> list[Pair]:
 
 
 def _prefix(tokenizer: Tokenizer) -> int:
-    """What a text without a context follows."""
+    """The token before a text without context: BOS, or else EOS."""
     return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
 
 
@@ -316,7 +316,7 @@ def _location(question: Question) -> dict[str, Any]:
 
 def _diverged(question: Question) -> ModelError:
     return ModelError(
-        "what the model makes of a question is not a number",
+        "the model gives a log-probability that is not finite",
         got=f"NaN or infinity at {question.location}",
         expected="finite logits",
         fix="take a checkpoint from before the training diverged",

@@ -1,4 +1,4 @@
-"""Where the rows of an evaluation are written, and how. Knows no question."""
+"""The log of a benchmark evaluation: paths and writing of its rows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _log = logger(__name__)
 
 
 def log_files(checkpoint: Path, output: str | None, tasks: Sequence[str]) -> dict[str, Path]:
-    """The file for the rows of each task: `output` for all of them, else RUN/evaluation/TASK.jsonl, where those of a
-    step lie in a folder of its name. None for a model that lies in no run.
+    """The log file of each task: `output` for all, else RUN/evaluation/[STEP/]TASK.jsonl. Empty for a model outside of
+    a run.
 
-    Raises ConfigError where `output` is there already.
+    Raises ConfigError if `output` exists.
     """
     if output is not None:
         target = Path(output).expanduser()
@@ -39,7 +39,7 @@ def log_files(checkpoint: Path, output: str | None, tasks: Sequence[str]) -> dic
 
 
 def write_log(files: Mapping[str, Path], rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Write the rows of every task to its file, one JSON object a line."""
+    """Write the rows of every task to its file, one JSON object per line."""
     lines: dict[Path, list[bytes]] = {}
     for task, path in files.items():
         lines.setdefault(path, []).extend(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows[task])

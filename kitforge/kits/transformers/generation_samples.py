@@ -1,4 +1,4 @@
-"""The tokenizer beside the run, and continuations of a few prompts at every evaluation, for people to read."""
+"""Saves the tokenizer with the run, and generates samples from a few prompts at every evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kitforge.inference.options import EngineOptions
 from kitforge.inference.text_engine import InferenceOptions
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
-# Bytes of weights that the samples of one evaluation may gather on a rank: a second or so between GPUs of one machine.
+# Limit of weights in bytes that a rank gathers for the samples of one evaluation: about a second between local GPUs.
 GATHERED = 64 * 2**30
 
 
@@ -38,7 +38,7 @@ class GenerationSamples(Callback):
         if event.kind != "evaluate" or run.folder is None or not self._prompts:
             return
         prompts = [self._tokenizer.encode_prompt(prompt) for prompt in self._prompts]
-        # Every rank takes part, since each may hold only pieces of the model.
+        # A collective: each rank may hold only a shard of the model.
         if self._costs_too_much(run):
             return
         chosen = engine_options(run.model, self._options, [len(prompt) for prompt in prompts])
@@ -54,8 +54,8 @@ class GenerationSamples(Callback):
         write_text(run.folder / "samples" / f"step_{step}.json", page)
 
     def _costs_too_much(self, run: RunContext) -> bool:
-        """Whether the weights would be gathered too often; said once. Where they are cut over `shard`, no rank may hold
-        all of them, so every token of a text has every rank gather every block."""
+        """Whether generation would gather too many weights; logged once. Under ZeRO 3 every token gathers every block
+        on every rank."""
         mesh = run.world.mesh
         if mesh is None or mesh.degree("shard") == 1 or mesh.degrees.zero_stage < 3:
             return False
@@ -71,9 +71,9 @@ class GenerationSamples(Callback):
 
 
 def engine_options(model: nn.Module, options: InferenceOptions, lengths: Sequence[int]) -> EngineOptions:
-    """An engine with room for texts after prompts of these lengths and for no other, all of them in every pass."""
+    """Engine options with KV cache for exactly these prompts, all in one batch."""
     given = options.engine
-    # A block more for each, which the scheduler wants free before it lets a further text in.
+    # One more block each: the scheduler needs a free block to admit a sequence.
     blocks = sum(-(-(length + options.max_new_tokens) // given.block_size) + 1 for length in lengths)
     memory = blocks * given.block_size * kv_bytes_per_token(model)
     return dataclasses.replace(

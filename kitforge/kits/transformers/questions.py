@@ -1,12 +1,10 @@
-"""Files of questions with known answers. Knows no model and no tokens.
+"""Benchmark files: jsonl files whose lines have one of five forms.
 
-A task is a jsonl file whose lines have one of five forms:
-
-- `{"query", "choices", "gold"}`: which choice does the model find likeliest after the query?
-- `{"context_options", "continuation", "gold"}`: after which context does it find the continuation likeliest?
-- `{"context", "continuation"}`: is the continuation what it says itself?
-- `{"question", "answer"}`: does it come to the number that follows #### in the answer?
-- `{"text"}`: how likely does it find the text?
+- `{"query", "choices", "gold"}`: multiple choice; the likeliest choice after the query
+- `{"context_options", "continuation", "gold"}`: the context after which the continuation is the likeliest
+- `{"context", "continuation"}`: whether greedy decoding gives the continuation
+- `{"question", "answer"}`: exact match with the number after #### in the answer
+- `{"text"}`: perplexity of the text
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A line of a task."""
+    """A line of a benchmark file."""
 
     file: str
     line: int
@@ -43,14 +41,14 @@ class Question:
 
     @property
     def location(self) -> str:
-        """Where it stands, for messages."""
+        """FILE:LINE, for messages."""
         return f"{self.file}:{self.line}"
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionSet:
-    """The questions of one file, all of one form."""
+    """The questions of one benchmark, all of one form."""
 
     name: str
     form: str
@@ -58,8 +56,8 @@ class QuestionSet:
 
 
 def load_task(name: str, folder: str | None = None, limit: int | None = None) -> QuestionSet:
-    """The first `limit` questions of a task, by its file or by its name in `folder`. Raises ConfigError or DataError,
-    the latter naming the line."""
+    """The first `limit` questions of a benchmark, by file or by name in `folder`. Raises ConfigError, or DataError with
+    the line."""
     path = _find(name, folder)
     opened = gzip.open if path.suffix == ".gz" else open
     questions: list[Question] = []
@@ -77,7 +75,7 @@ def load_task(name: str, folder: str | None = None, limit: int | None = None) ->
 
 
 def number(text: str) -> float | None:
-    """The number behind ####, or else the last one."""
+    """The number after ####, or else the last number."""
     _, mark, after = text.rpartition("####")
     found = _NUMBER.findall(after if mark else text)
     if not found:
@@ -121,7 +119,7 @@ def _read(location: str, line: str, form: str | None) -> tuple[str, Mapping[str,
 
 
 def check_text(values: Mapping[str, Any], location: str) -> None:
-    """Raise DataError for half of a surrogate pair, which JSON can spell and no encoding can write."""
+    """Raise DataError for a lone surrogate, which JSON can hold and UTF-8 cannot encode."""
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -67,7 +67,7 @@ def test_what_cannot_be_replayed_is_told(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"vf_coef"):
         replay(run, 3, {"rl.vf_coeff": 1})
     for arguments in ([str(run)], ["step=3"], [str(run), "step=x"]):
-        with pytest.raises(ConfigError, match="one step of one run"):
+        with pytest.raises(ConfigError, match="needs one run and one step"):
             cli.run(["replay", *arguments])
     runs.finish(runs.begin("ppo", tmp_path / "late", CHOICES | {"trainer.max_steps": 1, "trainer.eval_first": False}))
     with pytest.raises(CheckpointError, match="no checkpoint before step 1"):
