@@ -25,7 +25,7 @@ from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.device import describe
 from kitforge.kits.rlhf.build import TASKS, Assembly
-from kitforge.kits.rlhf.reward_model import ValueHeadModel
+from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 from kitforge.kits.rlhf.tasks import Inputs
 from kitforge.models.catalog import config_of
 from kitforge.models.loading import build

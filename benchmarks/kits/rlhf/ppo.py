@@ -24,11 +24,11 @@ from benchmarks.kits.rlhf.beside import (
     seconds_and_rest,
     timed,
 )
-from kitforge.kits.rlhf import rollout_collector
-from kitforge.kits.rlhf.ppo import PolicyGradientTask
-from kitforge.kits.rlhf.reward_model import ValueHeadModel
-from kitforge.kits.rlhf.rollout_batch import RolloutBatch, generate_rollouts
-from kitforge.kits.rlhf.rollout_collector import RolloutCollector
+from kitforge.kits.rlhf.reinforcement import rollout_collector
+from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.reinforcement.rollout_batch import RolloutBatch, generate_rollouts
+from kitforge.kits.rlhf.reinforcement.rollout_collector import RolloutCollector
+from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 from kitforge.trainer.loop import Loop
 
 # The first round that counts.
@@ -41,9 +41,9 @@ def watched(spent: Spent) -> None:
     rollout_collector.generate_rollouts = timed(spent, "generating", generate_rollouts)  # type: ignore[attr-defined]
     # The scores are those of whole answers: what answering takes beside the engine.
     RolloutCollector._generate = timed(spent, "scoring", RolloutCollector._generate)  # type: ignore[method-assign]
-    RolloutCollector._annotate = timed(spent, "log-probs", RolloutCollector._annotate)  # type: ignore[method-assign]
+    RolloutCollector.annotate = timed(spent, "looking", RolloutCollector.annotate)  # type: ignore[method-assign]
     Loop._step = timed(spent, "updating", Loop._step)  # type: ignore[method-assign]
-    collect = PolicyGradientTask._collect_batch
+    collect = PolicyGradientTask._next_batch
 
     def collected(task: PolicyGradientTask, model: nn.Module, number: int) -> RolloutBatch:
         if number == FIRST:
@@ -51,7 +51,7 @@ def watched(spent: Spent) -> None:
             spent.update(dict.fromkeys(PHASES[:-1], 0.0))
         return collect(task, model, number)
 
-    PolicyGradientTask._collect_batch = collected  # type: ignore[method-assign]
+    PolicyGradientTask._next_batch = collected  # type: ignore[method-assign]
 
 
 def ours(chosen: Any) -> Spent:

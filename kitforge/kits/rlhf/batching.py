@@ -1,4 +1,4 @@
-"""The batches of alignment rows: the schedule of a run, batches of forward passes, and the evaluation split."""
+"""The batches of every task: the schedule of a run, padding and packing, and the evaluation split. B rows, T tokens."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kitforge.core.parallel.world import World
+from kitforge.data.chat_datasets import PreferencePair, TokenizedExample
+from kitforge.data.packing import IGNORED
 from kitforge.data.schedule import BatchSchedule, Indices, token_budget_batches
 from kitforge.data.splitmix64 import hash_array
 from kitforge.foundation.seed import key
+from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.trainer.task import batch_schedule
 
@@ -51,3 +55,113 @@ def train_eval_split(num_rows: int, fraction: float, seed: int) -> tuple[Indices
     # Neither part may be empty, however small or large the fraction.
     is_kept[np.argmin(chances)], is_kept[np.argmax(chances)] = True, False
     return everything[~is_kept], everything[is_kept]
+
+
+def pad_examples(responses: Sequence[TokenizedExample], pad_id: int) -> dict[str, Tensor]:
+    """A row for each response, filled on the right, which causal attention never looks at.
+
+    `tokens` [B, T]; `targets` [B, T], the next token where it is learnt, -100 elsewhere; `ends` [B], where the last
+    token of each stands; `lengths` [B], tokens that are no filling. One row in which nothing counts where there are no
+    responses.
+    """
+    longest = max((len(each.tokens) for each in responses), default=1)
+    tokens = torch.full((max(len(responses), 1), longest), pad_id)
+    targets = torch.full_like(tokens, IGNORED)
+    for row, response in enumerate(responses):
+        _write_row(tokens[row], targets[row], response, 0)
+    lengths = torch.tensor([len(each.tokens) for each in responses] or [0])
+    return {"tokens": tokens, "targets": targets, "ends": (lengths - 1).clamp(min=0), "lengths": lengths}
+
+
+def input_tokens(step: Sequence[MicroBatch]) -> Tensor:
+    """How many tokens the micro-batches have, learnt or not, without filling."""
+    return torch.stack([micro_batch["lengths"].sum() for micro_batch in step]).sum()
+
+
+def pack_examples(responses: Sequence[TokenizedExample], pad_id: int, *, packing: bool = True) -> dict[str, Tensor]:
+    """As few rows as the longest response allows, or a row for each unless `together`.
+
+    `tokens` and `targets` [B, T] as in `padded`; `positions` from 0 in each response; `documents` from 0 in each row;
+    `members` and `lengths` [B], how many responses a row holds and how many tokens they have.
+    """
+    longest = max(len(each.tokens) for each in responses)
+    lengths = [len(each.tokens) for each in responses]
+    rows = _best_fit(lengths, longest) if packing else [[member] for member in range(len(lengths))]
+    tokens = torch.full((len(rows), longest), pad_id)
+    targets, documents = torch.full_like(tokens, IGNORED), torch.zeros_like(tokens)
+    positions = torch.arange(longest).repeat(len(rows), 1)
+    for row, members in enumerate(rows):
+        start = 0
+        for document, member in enumerate(members):
+            stop = start + len(responses[member].tokens)
+            _write_row(tokens[row], targets[row], responses[member], start)
+            positions[row, start:stop], documents[row, start:stop] = torch.arange(stop - start), document
+            start = stop
+        # Filling behind the only response of a row is never looked at, and needs no number of its own.
+        positions[row, start:] = torch.arange(longest - start)
+        documents[row, start:] = len(members) if len(members) > 1 else 0
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "positions": positions,
+        "documents": documents,
+        "members": torch.tensor(list(map(len, rows))),
+        "lengths": torch.tensor([sum(lengths[member] for member in members) for members in rows]),
+    }
+
+
+def _write_row(tokens: Tensor, targets: Tensor, response: TokenizedExample, start: int) -> None:
+    """Write a response into a row [T]. The token at i is predicted at i - 1."""
+    size = len(response.tokens)
+    written = np.asarray(response.tokens, dtype=np.int64)
+    tokens[start : start + size] = torch.from_numpy(written)
+    targets[start : start + size - 1] = torch.from_numpy(np.where(response.loss_mask[1:], written[1:], IGNORED))
+
+
+def _best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Which sequences share a row: each, the longest first, goes where it leaves the least room (best fit)."""
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for member in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
+        fitting = [row for row, free in enumerate(left) if free >= lengths[member]]
+        if not fitting:
+            rows.append([])
+            left.append(room)
+        row = min(fitting, key=left.__getitem__) if fitting else len(rows) - 1
+        rows[row].append(member)
+        left[row] -= lengths[member]
+    return rows
+
+
+def pair_batches(pairs: Sequence[PreferencePair], order: BatchSchedule, pad_id: int) -> list[MicroBatch]:
+    """For each part of this rank's pairs: tokens and targets [2P, T], ends [2P], margins and weights [P], and their
+    sources. A weight is 1, or 0 for the pair that stands in for none."""
+    longest = [max(len(pair.chosen.tokens), len(pair.rejected.tokens)) for pair in pairs]
+    parts = order.length_buckets([2 * length for length in longest])
+    return [_pair_batch([pairs[index] for index in part], pad_id) for part in parts]
+
+
+def pair_count(step: Sequence[MicroBatch]) -> Sums:
+    """Pairs of this rank's part of the step."""
+    pairs = torch.stack([micro_batch["weights"].sum() for micro_batch in step]).sum()
+    return {"loss": pairs, "samples": pairs, "input_tokens": input_tokens(step)}
+
+
+def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Chosen and rejected [P] of both [2P]."""
+    chosen, rejected = values.chunk(2)
+    return chosen, rejected
+
+
+def _pair_batch(pairs: Sequence[PreferencePair], pad_id: int) -> MicroBatch:
+    responses = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    whole = pad_examples(responses, pad_id)
+    if not pairs:
+        # A rank that has no pair left computes one that counts for nothing.
+        whole = {name: torch.cat([column, column]) for name, column in whole.items()}
+    return {
+        **whole,
+        "margins": torch.tensor([pair.margin for pair in pairs] or [0.0]),
+        "weights": torch.ones(len(pairs)) if pairs else torch.zeros(1),
+        "sources": [pair.source for pair in pairs] or [""],
+    }

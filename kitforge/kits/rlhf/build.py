@@ -27,18 +27,22 @@ from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.kits.kit import Kit, LoadModel, RunAssembly, evaluate_model
 from kitforge.kits.language_model import export_language_model, resolved_options, save_language_model
 from kitforge.kits.rlhf import tasks
-from kitforge.kits.rlhf.actor_critic import policy_of
-from kitforge.kits.rlhf.batch_inference import write_scores
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
 from kitforge.kits.rlhf.inspection import loss_mask_lines
-from kitforge.kits.rlhf.model_copy import full_lora_factors
-from kitforge.kits.rlhf.model_loading import load_policy, load_reward_model, open_policy, open_reward_model, sharding_of
-from kitforge.kits.rlhf.pipeline import RewardPipeline
-from kitforge.kits.rlhf.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.pipeline import RewardPipeline, write_scores
+from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.replay import Replay, replay
-from kitforge.kits.rlhf.reward_model import ValueHeadModel
-from kitforge.kits.rlhf.rewards import reward_reference
-from kitforge.kits.rlhf.role_checks import DisableDropout, check_role_tokenizers
+from kitforge.kits.rlhf.roles.model_copy import full_lora_factors
+from kitforge.kits.rlhf.roles.model_loading import (
+    load_policy,
+    load_reward_model,
+    open_policy,
+    open_reward_model,
+    sharding_of,
+)
+from kitforge.kits.rlhf.roles.rewards import reward_reference
+from kitforge.kits.rlhf.roles.role_checks import DisableDropout, check_role_tokenizers
+from kitforge.kits.rlhf.roles.value_head import ValueHeadModel, policy_of
 from kitforge.kits.rlhf.tasks import Inputs, TaskBuilder, TaskInputs, task_inputs_of
 from kitforge.models.catalog import config_of_network
 from kitforge.models.loading import OpenCheckpoint, StoredModel

@@ -1,4 +1,4 @@
-"""The options of the stages. Built from plain dicts, without Hydra."""
+"""Options of the RLHF tasks. Built from plain dicts, without Hydra."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from kitforge.data.tokenizer import TokenizerConfig
 from kitforge.foundation.config import check
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.text_engine import InferenceOptions
-from kitforge.kits.rlhf.algorithms.importance_sampling import ImportanceSamplingOptions
-from kitforge.kits.rlhf.algorithms.kl import KlEstimator
-from kitforge.kits.rlhf.algorithms.kl_controllers import KlControllerOptions
-from kitforge.kits.rlhf.algorithms.loss_aggregation import LossAggregation
-from kitforge.kits.rlhf.algorithms.losses import ClipOptions, LossMode
+from kitforge.kits.rlhf.algorithms.kl import KlControllerOptions, KlEstimator
+from kitforge.kits.rlhf.algorithms.losses import ClipOptions, ImportanceSamplingOptions, LossAggregation, LossMode
 from kitforge.kits.rlhf.algorithms.pass_at_k import EvaluationOptions
 from kitforge.kits.rlhf.role_ranks import ROLES, RoleRanksOptions, rank_list
 from kitforge.trainer.options import RunOptions
@@ -23,22 +20,21 @@ from kitforge.trainer.options import RunOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatDatasetOptions:
-    """Which rows, and how they are cut into batches."""
+    """The dataset and its batches."""
 
     train: Any = None  # a jsonl, json or parquet file, a folder, a glob, or a list of them
-    eval: Any = None  # None: a share of the training rows
-    batch_size: int = 8  # rows of a step
-    sequence_length: int = 512  # the most tokens that a prompt and its response may have
-    eval_fraction: float = 0.05  # share of the training rows kept for evaluation where data.eval is not given
-    columns: dict[str, str] = field(default_factory=dict)  # our name of a column to the rows' own
-    on_too_long: Literal["refuse", "drop"] = "refuse"  # rows of more than sequence_length tokens
-    # Longer rows lose their first tokens (left) or their last ones (right); null: overlong says what becomes of them.
+    eval: Any = None  # like data.train; null: data.eval_fraction of the training rows
+    batch_size: int = 8  # rows per step, over all ranks
+    sequence_length: int = 512  # maximum number of tokens of prompt and completion
+    eval_fraction: float = 0.05  # fraction of the training rows held out without data.eval
+    columns: dict[str, str] = field(default_factory=dict)  # maps our column names to those of the dataset
+    on_too_long: Literal["refuse", "drop"] = "refuse"  # rows longer than data.sequence_length
+    # Truncate longer rows at their start (left) or end (right); null: as data.on_too_long says.
     truncation: Literal["left", "right"] | None = None
-    on_invalid: Literal["refuse", "drop"] = (
-        "refuse"  # rows that mean nothing: an empty response, one preferred to itself
-    )
+    # Rows with an empty completion, or with the same completion as chosen and rejected.
+    on_invalid: Literal["refuse", "drop"] = "refuse"
     shuffle: bool = True
-    num_workers: int | None = None  # processes that tokenise; None: one per core
+    num_workers: int | None = None  # tokenizer processes; null: one per core
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "sequence_length"):
@@ -50,12 +46,12 @@ class ChatDatasetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraOptions:
-    """Low-rank additions that are trained in place of the weights, which all roles then share."""
+    """LoRA (Hu et al., 2021): all roles share the frozen base model, and each has its own adapter."""
 
-    rank: int = 0  # 0: the weights themselves are trained
-    alpha: float = 16.0  # what is added counts alpha / rank
-    target_modules: tuple[str, ...] = ("query", "value")  # the last names of the linear layers that get one
-    path: str | None = None  # a folder of PEFT's to start from, of this rank, alpha and these layers
+    rank: int = 0  # LoRA rank; 0: full fine-tuning
+    alpha: float = 16.0  # LoRA alpha; adapter outputs are scaled by alpha / rank
+    target_modules: tuple[str, ...] = ("query", "value")  # linear layers with an adapter, by last name
+    path: str | None = None  # PEFT adapter folder to start from, of the same rank, alpha and modules
 
     def __post_init__(self) -> None:
         check(self.rank >= 0, "lora.rank", self.rank, "a whole number of at least 1, or 0 for none")
@@ -63,44 +59,44 @@ class LoraOptions:
 
     @property
     def is_on(self) -> bool:
-        """Whether adapters are trained."""
+        """Whether LoRA adapters are trained instead of the weights."""
         return self.rank > 0
 
     @property
     def config(self) -> LoraConfig:
-        """What the core calls it."""
+        """The configuration for `core.nn.lora`."""
         return LoraConfig(rank=self.rank, alpha=self.alpha, target_modules=self.target_modules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOptions(RunOptions):
-    """What all stages have in common."""
+    """Options that all RLHF tasks share."""
 
     INFERENCE_ONLY_SECTIONS = ("inference",)
 
-    model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
+    model: dict[str, Any] = field(default_factory=dict)  # model family and the options of its config
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: ChatDatasetOptions = field(default_factory=ChatDatasetOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
     inference: InferenceOptions = field(default_factory=InferenceOptions)
-    checkpoint: str | None = None  # weights to start from, to evaluate or to generate with
-    prompt: Any = None  # text, or a list of texts, to continue; also for the samples of a report
+    checkpoint: str | None = None  # run, step or Hugging Face folder to start from, evaluate or generate with
+    prompt: Any = None  # prompt or list of prompts for generation and report samples
 
     @property
     def starts_from_weights(self) -> bool:
-        """Whether there is a network already: under a checkpoint, or handed over."""
+        """Whether training starts from pretrained weights: a checkpoint or a given model."""
         return self.checkpoint is not None or not self.model
 
     @property
     def learning_summary(self) -> str:
-        """How fast it learns, in a line to show."""
+        """Initialization, learning rate and weight decay, in one line."""
         start = "weights" if self.starts_from_weights else "nothing"
         rate, decay = self.optimizer.learning_rate, self.optimizer.weight_decay
         return f"starts from {start}: learning rate {rate:g}, weight decay {decay:g}"
 
     @property
     def summary(self) -> str:
-        """How fast it learns."""
+        """One line shown at the start of a run."""
         return self.learning_summary
 
 
@@ -109,23 +105,21 @@ class SFTOptions(StageOptions):
     """All options of the task `sft`."""
 
     task: str = "sft"
-    packing: bool = True  # several demonstrations in a row, which do not see one another
+    packing: bool = True  # pack several examples into one row; they do not attend to each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardLossOptions:
-    """What a reward model learns from pairs."""
+    """The loss of the reward model on preference pairs."""
 
-    center_coefficient: float = 0.01  # how strongly scores are drawn around 0
-    use_margins: bool = True  # the column `margin`, where rows have it, is asked of the scores
-    normalize_rewards: bool = (
-        True  # scores have mean 0 and deviation 1 over the training responses, stored with the model
-    )
+    center_coefficient: float = 0.01  # centers rewards at 0 (Eisenstein et al., 2023); 0 disables it
+    use_margins: bool = True  # subtract the column `margin`, where rows have it
+    # Normalize rewards to mean 0 and standard deviation 1 over training completions; stored with the model.
+    normalize_rewards: bool = True
 
     def __post_init__(self) -> None:
-        check(
-            self.center_coefficient >= 0, "reward.center_coefficient", self.center_coefficient, "a number of at least 0"
-        )
+        center = self.center_coefficient
+        check(center >= 0, "reward.center_coefficient", center, "a number of at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,19 +128,19 @@ class RewardOptions(StageOptions):
 
     task: str = "reward"
     reward: RewardLossOptions = field(default_factory=RewardLossOptions)
-    output: str | None = None  # file .jsonl that `predict` writes
+    output: str | None = None  # .jsonl file that `kitforge predict` writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLossOptions:
-    """How a policy learns from pairs without a reward model."""
+    """Preference optimization on pairs, without a reward model."""
 
     loss: Literal["dpo", "ipo", "orpo", "simpo"] = "dpo"
-    beta: float = 0.1  # the cost of leaving the reference; of simpo the scale of its rewards
-    label_smoothing: float = 0.0  # of dpo: how often a label may be wrong
-    rpo_alpha: float = 0.0  # of dpo: weight of the chosen response's mean loss a token beside it (RPO); 0: none
-    simpo_gamma: float = 0.5  # of simpo: by how much rewards are to differ
-    orpo_lambda: float = 0.1  # of orpo: the share of the odds ratio beside the likelihood of the chosen response
+    beta: float = 0.1  # deviation from the reference model; lower allows more. SimPO: reward scale
+    label_smoothing: float = 0.0  # cDPO: probability that a preference label is wrong
+    rpo_alpha: float = 0.0  # RPO: coefficient of the mean NLL of the chosen completion, with dpo; 0 disables it
+    simpo_gamma: float = 0.5  # SimPO: target reward margin
+    orpo_lambda: float = 0.1  # ORPO: coefficient of the odds-ratio loss
 
     def __post_init__(self) -> None:
         check(self.beta > 0, "preference.beta", self.beta, "a number above 0")
@@ -162,7 +156,7 @@ class PreferenceLossOptions:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares with a frozen policy."""
+        """Whether the loss needs a reference model."""
         return self.loss in ("dpo", "ipo")
 
 
@@ -172,7 +166,7 @@ class PreferenceOptions(StageOptions):
 
     task: str = "dpo"
     preference: PreferenceLossOptions = field(default_factory=PreferenceLossOptions)
-    reference: str | None = None  # a run or a folder, frozen, that is compared with; None: what training begins with
+    reference: str | None = None  # reference model: a run or folder; null: the initial policy
 
     def __post_init__(self) -> None:
         is_used = self.preference.needs_reference or self.reference is None
@@ -181,10 +175,10 @@ class PreferenceOptions(StageOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KtoLossOptions:
-    """How a policy learns from single answers that were found good or bad."""
+    """KTO: preference optimization on unpaired completions labelled desirable or undesirable."""
 
-    beta: float = 0.1  # the cost of leaving the reference
-    # What an answer of each kind weighs; the rarer kind wants more, so that both weigh about the same.
+    beta: float = 0.1  # deviation from the reference model; lower allows more
+    # Loss weights of desirable and undesirable completions; weight the rarer label higher.
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 
@@ -199,54 +193,54 @@ class KTOOptions(StageOptions):
 
     task: str = "kto"
     kto: KtoLossOptions = field(default_factory=KtoLossOptions)
-    reference: str | None = None  # a run or a folder, frozen, that is compared with; None: what training begins with
+    reference: str | None = None  # reference model: a run or folder; null: the initial policy
 
     def __post_init__(self) -> None:
-        expected = "at least 2: the baseline takes each answer to another row's prompt"
+        expected = "at least 2: the KL baseline pairs each prompt with the completion of another row"
         check(self.data.batch_size > 1, "data.batch_size", self.data.batch_size, expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyGradientOptions:
-    """How rollouts become updates."""
+    """Policy gradient: rollout batches, advantages and losses of PPO, GRPO, Dr. GRPO, DAPO, RLOO and REINFORCE++."""
 
-    prompts_per_rollout: int = 16  # prompts that one round of rollouts answers, over all ranks
-    num_generations: int = 1  # answers to each
-    epochs: int = 1  # passes over the answers of a round
-    num_minibatches: int = 1  # updates of each pass
-    # Tokens of one forward pass, filling among them, in place of trainer.micro_batch_size answers; those of reference,
-    # critic and reward models over a round too.
+    prompts_per_rollout: int = 16  # prompts per rollout batch, over all ranks
+    num_generations: int = 1  # number of completions per prompt
+    epochs: int = 1  # PPO epochs: passes over each rollout batch
+    num_minibatches: int = 1  # minibatches, and updates, per epoch
+    # Maximum number of tokens per micro-batch, padding included, instead of trainer.micro_batch_size; also for the
+    # forward passes of reference, critic and reward models.
     max_tokens_per_microbatch: int | None = None
-    # Log-probabilities that ratios start from: those that tokens were drawn with, or the trainer's, found once more.
+    # Old log-probs in the PPO ratio: of the rollout engine, or recomputed by the trainer before the first update.
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
-    advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce"] = "gae"  # gae: with a critic
+    advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce"] = "gae"  # gae trains a critic
     loss_aggregation: LossAggregation = "token-mean"
-    # ppo: a clipped ratio for each token. gspo: one for each answer, normalised by its length. cispo: a clipped ratio
-    # only weighs each token, none of which loses its gradient.
+    # ppo: clipped surrogate per token. gspo: with the length-normalised ratio of the sequence. cispo: the clipped ratio
+    # weights REINFORCE, so that no token loses its gradient.
     loss_mode: LossMode = "ppo"
-    clip_ratio_low: float = 0.2  # the ratio counts down to 1 - this; 1: there is no lower bound, as CISPO wants it
-    clip_ratio_high: float = 0.2  # and up to 1 + this; more than clip_ratio_low keeps entropy up (DAPO)
-    dual_clip: float | None = None  # at negative advantages the loss ends at this * |advantage| (Ye et al., 2020)
-    # A round makes no further update once approx_kl exceeds 1.5 times this, in nats a token; None: it makes all.
+    clip_ratio_low: float = 0.2  # lower clip range: the ratio is clipped at 1 - this; 1: no lower bound (CISPO)
+    clip_ratio_high: float = 0.2  # upper clip range: the ratio is clipped at 1 + this; clip-higher of DAPO: 0.28
+    dual_clip: float | None = None  # dual-clip PPO: bounds the loss at this * |advantage| for negative advantages
+    # Early stopping: skip the remaining updates of a rollout batch once approx_kl exceeds 1.5 times this; null: off.
     target_kl: float | None = None
-    value_clip_range: float | None = 0.2
-    vf_coef: float = 0.5  # of the critic's loss beside the policy's
-    gamma: float = 1.0
-    gae_lambda: float = 0.95  # lambda of the policy's advantages
-    value_gae_lambda: float | None = None  # lambda of the critic's targets; None: the same
-    # The policy's lambda is 1 - 1 / (alpha * tokens of the completion) instead of `gae_lambda` (VAPO: 0.05, with a
-    # value_gae_lambda of 1); None: it is `gae_lambda`.
+    value_clip_range: float | None = 0.2  # clip range of the value loss; null: no clipping
+    vf_coef: float = 0.5  # value loss coefficient
+    gamma: float = 1.0  # discount factor
+    gae_lambda: float = 0.95  # GAE lambda of the policy advantages
+    value_gae_lambda: float | None = None  # GAE lambda of the critic's returns; null: rl.gae_lambda
+    # VAPO: GAE lambda of the policy is 1 - 1 / (this * completion length), usually 0.05 with value_gae_lambda=1; null:
+    # rl.gae_lambda.
     length_adaptive_alpha: float | None = None
-    whiten_advantages: bool = False  # over the tokens of a round, of all ranks
-    whiten_rewards: bool = False  # the same, their mean left where it is
-    critic_warmup: int = 0  # rounds in which only the critic learns
-    entropy_coef: float = 0.0  # a bonus for keeping options open
-    missing_eos_penalty: float = 0.0  # taken from the score of an answer that did not end
-    overlong_buffer: int = 0  # tokens before the longest answer over which a penalty rises to 1; 0: none
-    mask_truncated_completions: bool = False  # answers that did not end are not trained on (overlong filtering)
-    filter_zero_variance_groups: bool = False  # answers to a prompt that all have the same reward count for nothing
-    # Batches of prompts_per_step prompts that are answered at the most for one round, until prompts_per_step groups of
-    # answers differ in their rewards (dynamic sampling of DAPO); 1: groups without a difference are not replaced.
+    whiten_advantages: bool = False  # whiten advantages over the tokens of the rollout batch, all ranks
+    whiten_rewards: bool = False  # scale token rewards to standard deviation 1; the mean stays
+    critic_warmup: int = 0  # rollout batches in which only the critic is trained
+    entropy_coef: float = 0.0  # entropy bonus coefficient
+    missing_eos_penalty: float = 0.0  # subtracted from the reward of a completion without an EOS token
+    overlong_buffer: int = 0  # DAPO: length penalty rises to 1 over the last N tokens of max_new_tokens
+    mask_truncated_completions: bool = False  # exclude completions without an EOS token from the loss
+    filter_zero_variance_groups: bool = False  # exclude groups whose completions all have the same reward
+    # Dynamic sampling (DAPO): generate at most this many batches of prompts until prompts_per_rollout groups have
+    # different rewards; 1: filtered groups are not replaced.
     max_num_gen_batches: int = 1
     eval: EvaluationOptions = field(default_factory=EvaluationOptions)
 
@@ -260,7 +254,7 @@ class PolicyGradientOptions:
             answers % self.num_minibatches == 0,
             "rl.num_minibatches",
             self.num_minibatches,
-            f"a divisor of {answers} answers",
+            f"a divisor of {answers} completions",
         )
         compares = self.advantage in ("grpo", "dr_grpo", "rloo")
         enough = self.num_generations > 1 or not compares
@@ -272,7 +266,7 @@ class PolicyGradientOptions:
             "false without groups",
         )
         replaces, most = self.max_num_gen_batches > 1, self.max_num_gen_batches
-        expected = "1, or rl.filter_zero_variance_groups=true, whose dropped groups it replaces"
+        expected = "1, or rl.filter_zero_variance_groups=true, whose filtered groups it replaces"
         check(self.filter_zero_variance_groups or not replaces, "rl.max_num_gen_batches", most, expected)
         bounds = self.clip.dual is None or self.loss_mode != "cispo"
         check(bounds, "rl.dual_clip", self.clip.dual, "none with rl.loss_mode=cispo, whose loss has no such bound")
@@ -285,56 +279,54 @@ class PolicyGradientOptions:
 
     @property
     def clip(self) -> ClipOptions:
-        """The bounds of the ratio."""
+        """The clip range of the ratio."""
         return ClipOptions(low=self.clip_ratio_low, high=self.clip_ratio_high, dual=self.dual_clip)
 
     @property
     def has_critic(self) -> bool:
-        """Whether a second network learns what to expect."""
+        """Whether a critic is trained."""
         return self.advantage == "gae"
 
     @property
     def shapes_rewards(self) -> bool:
-        """Whether answers pay for having no end, or for their length."""
+        """Whether rewards have a missing-EOS or length penalty."""
         return self.missing_eos_penalty != 0 or self.overlong_buffer > 0
 
     @property
     def updates_per_rollout(self) -> int:
-        """Steps of the optimizer over the answers of one round."""
+        """Optimizer steps per rollout batch."""
         return self.epochs * self.num_minibatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PtxOptions:
-    """Text that the policy must not forget, in its loss beside the answers."""
+    """Pretraining (ptx) loss of InstructGPT, added to the policy loss."""
 
-    data: Any = (
-        None  # rows as `sft` reads them: a file, a folder, a glob, or a list of them; the role `ptx` comes first
-    )
-    coef: float = 0.0  # of their mean loss a token beside the policy's loss; 0: none
-    batch_size: int = 8  # rows beside each update, over all ranks
+    data: Any = None  # rows as `sft` reads them: a file, a folder, a glob, or a list; the role `ptx` takes precedence
+    coef: float = 0.0  # coefficient of the ptx cross-entropy; 0 disables it
+    batch_size: int = 8  # rows per update, over all ranks
 
     def __post_init__(self) -> None:
         check(self.coef >= 0, "ptx.coef", self.coef, "a number of at least 0")
         check(self.batch_size > 0, "ptx.batch_size", self.batch_size, "a whole number of at least 1")
-        check(self.data is None or self.coef > 0, "ptx.coef", self.coef, "above 0 where ptx.data names rows")
+        check(self.data is None or self.coef > 0, "ptx.coef", self.coef, "above 0 with ptx.data")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlOptions:
-    """What keeps the policy near the one that it began as."""
+    """KL regularization against the reference model."""
 
-    estimator: KlEstimator = "k1"
-    apply_to: Literal["reward", "loss"] = "reward"  # taken from the rewards of tokens, or added to the loss
-    # As a loss: weight the estimate by the ratio to the policy that drew, so that its gradient is that of KL(policy ||
-    # reference). False: differentiate the estimate as it stands; with k3 that is GRPO as published.
+    estimator: KlEstimator = "k1"  # KL estimator (Schulman, 2020)
+    apply_to: Literal["reward", "loss"] = "reward"  # subtract the KL from the token rewards, or add it to the loss
+    # KL loss with importance weights, so that its gradient is that of KL(policy || reference). false: differentiate the
+    # estimate itself; with k3 that is GRPO as published.
     use_bias_correction: bool = True
-    # With a coefficient of 0 there is no reference network, and no KL in the metrics. True: hold one and measure.
+    # With kl.coef=0 no reference model is loaded and no KL is logged; true loads it and logs the KL.
     measure: bool = False
-    controller: Literal["fixed", "adaptive"] = "fixed"  # whether the coefficient is steered to a target
-    coef: float = 0.05  # KL coefficient; where an adaptive one begins
-    target: float = 6.0  # KL of a sequence, in nats, that an adaptive coefficient steers to
-    horizon: int = 10000  # sequences over which an adaptive coefficient would double or vanish at the most
+    controller: Literal["fixed", "adaptive"] = "fixed"  # KL controller
+    coef: float = 0.05  # KL coefficient (beta); initial value of the adaptive controller
+    target: float = 6.0  # target KL of the adaptive controller, in nats per sequence
+    horizon: int = 10000  # horizon of the adaptive controller, in sequences
 
     def __post_init__(self) -> None:
         self.controller_options()
@@ -343,31 +335,31 @@ class KlOptions:
         check(regularises, "kl.estimator", self.estimator, expected)
 
     def controller_options(self) -> KlControllerOptions:
-        """How the coefficient is steered. Raises ConfigError for values out of range."""
+        """The options of the KL controller. Raises ConfigError for values out of range."""
         return KlControllerOptions(kind=self.controller, coef=self.coef, target=self.target, horizon=self.horizon)
 
     @property
     def is_on(self) -> bool:
-        """Whether distance from the reference costs anything."""
+        """Whether the KL coefficient is above 0."""
         return self.coef > 0
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the reference is held and asked."""
+        """Whether a reference model is loaded."""
         return self.is_on or self.measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions(InferenceOptions):
-    """How answers are drawn; they are trained in the very distribution that they are drawn from."""
+    """Generation of rollouts. Sampling and training use the same distribution."""
 
-    temperature: float = 1.0
-    max_new_tokens: int = 64
-    max_turns: int = 8  # answers in an episode, where there is an environment; max_new_tokens is that of each
-    # Answers are drawn, beside the training, by the policy of so many rounds ago; 0: by the one that they train.
+    temperature: float = 1.0  # sampling temperature, also of the log-probs in training
+    max_new_tokens: int = 64  # maximum completion length
+    max_turns: int = 8  # maximum turns per episode of an environment; max_new_tokens is per turn
+    # Asynchronous rollouts: generate with the policy of this many rollout batches ago, during training; 0: on-policy.
     max_staleness: int = 0
-    keep_rollout_files: int = 8  # rounds whose answers stay: the latest, and behind each kept checkpoint; 0: none
-    # Nobody waits for the first token of a rollout, so that many are written at once.
+    keep_rollout_files: int = 8  # rollout files kept: the latest, and after each kept checkpoint
+    # Throughput matters more than latency: many sequences per step.
     engine: EngineOptions = field(default_factory=lambda: EngineOptions(max_num_seqs=64, max_num_batched_tokens=4096))
 
     def __post_init__(self) -> None:
@@ -381,19 +373,19 @@ class RolloutOptions(InferenceOptions):
             self.keep_rollout_files,
             "a whole number of at least 0",
         )
-        # A stop string changes where an answer ends, and not what its tokens are drawn from.
+        # Stop strings are allowed: they end a completion without changing the sampling distribution.
         for name in ("top_k", "top_p", "min_p", "needs_history", "logit_bias"):
-            expected = "unset, or tokens are drawn from another distribution than the one that is trained"
+            expected = "unset, as sampling and training must use the same distribution"
             check(not getattr(self, name), f"rollout.{name}", getattr(self, name), expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentOptions:
-    """How the steps of environments and tools are run."""
+    """Execution of environment and tool steps."""
 
-    max_workers: int = 16  # threads of a rank in which steps run; async steps take one each too
-    timeout: float | None = 60.0  # seconds that a step may take; null: any time
-    # The reward of a turn whose step raised or took too long, which ends the episode; raise: end the run.
+    max_workers: int = 16  # threads per rank; an async step takes one too
+    timeout: float | None = 60.0  # seconds per step; null: no limit
+    # Reward of a turn whose step raised or timed out, which ends the episode; raise: abort the run.
     on_error: float | Literal["raise"] = 0.0
 
     def __post_init__(self) -> None:
@@ -405,10 +397,10 @@ class EnvironmentOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticOptions:
-    """How a critic is trained beside its policy, by the same optimizer and schedule."""
+    """The critic's own settings; optimizer and schedule are those of the policy."""
 
-    learning_rate: float | None = None  # the peak; None: optimizer.learning_rate
-    max_grad_norm: float | None = None  # largest norm of its gradients; None: trainer.max_grad_norm; 0: no clipping
+    learning_rate: float | None = None  # peak learning rate of the critic; null: optimizer.learning_rate
+    max_grad_norm: float | None = None  # null: trainer.max_grad_norm; 0: no clipping
 
     def __post_init__(self) -> None:
         rate, norm = self.learning_rate, self.max_grad_norm
@@ -418,7 +410,7 @@ class CriticOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLOptions(StageOptions):
-    """All options of the task `ppo` and its relatives."""
+    """All options of the tasks `ppo`, `grpo`, `dr_grpo`, `dapo`, `rloo` and `reinforce_pp`."""
 
     task: str = "ppo"
     rl: PolicyGradientOptions = field(default_factory=PolicyGradientOptions)
@@ -427,10 +419,10 @@ class RLOptions(StageOptions):
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     environment: EnvironmentOptions = field(default_factory=EnvironmentOptions)
     ptx: PtxOptions = field(default_factory=PtxOptions)
-    # A run of the task reward, a *ForSequenceClassification folder, exact, gsm8k, lowercase, package.module:function,
-    # or a list of them, which are added up; the role `reward` comes first.
+    # Reward: a run of the task reward, a *ForSequenceClassification folder, exact, gsm8k, lowercase or
+    # package.module:function, or a list whose rewards are summed; the role `reward` takes precedence.
     reward: Any = None
-    reference: str | None = None  # a run or a folder, frozen, that is compared with; None: what training begins with
+    reference: str | None = None  # reference model: a run or folder; null: the initial policy
     role_ranks: RoleRanksOptions = field(default_factory=RoleRanksOptions)
     critic: CriticOptions = field(default_factory=CriticOptions)
 
@@ -440,12 +432,10 @@ class RLOptions(StageOptions):
         named = {rank for name in ROLES for rank in self.role_ranks.ranks(name, self.parallel.world_size)}
         idle = sorted(set(range(self.num_ranks)) - set(range(self.parallel.world_size)) - named)
         got = self.role_ranks.describe(self.parallel.world_size)
-        expected = (
-            f"work for {rank_list(idle)} too, between parallel.* ({self.parallel.describe()}) and the last rank named"
-        )
+        expected = f"a role for {rank_list(idle)} too, or fewer ranks in parallel.* ({self.parallel.describe()})"
         check(not idle, "role_ranks", got, expected)
         corrects = self.importance_sampling.mode != "none"
-        needs = "none, or rl.old_logprobs=recompute, which tells how far the two are apart"
+        needs = "none, or rl.old_logprobs=recompute, whose log-probs give the importance ratio"
         check(
             not corrects or self.rl.old_logprobs == "recompute",
             "importance_sampling.mode",
@@ -453,11 +443,9 @@ class RLOptions(StageOptions):
             needs,
         )
         stale = self.rollout.max_staleness
-        needs = (
-            "0, or importance_sampling.mode=truncate and rl.old_logprobs=recompute, which make up for an older policy"
-        )
+        needs = "0, or importance_sampling.mode=truncate and rl.old_logprobs=recompute, which correct for staleness"
         check(corrects or not stale, "rollout.max_staleness", stale, needs)
-        # How many batches of prompts a round needs is known only when the round before it has been trained on.
+        # Dynamic sampling knows the first prompt of a rollout batch only when the one before it is complete.
         is_known = not stale or self.rl.max_num_gen_batches == 1
         check(is_known, "rollout.max_staleness", stale, "0 beside rl.max_num_gen_batches above 1")
         ranks = self.role_ranks.reference
@@ -466,30 +454,30 @@ class RLOptions(StageOptions):
         if (most := self.rl.max_tokens_per_microbatch) is not None:
             size, longest = self.trainer.micro_batch_size, self.data.sequence_length
             check(size is None, "trainer.micro_batch_size", size, "none beside rl.max_tokens_per_microbatch")
-            expected = f"at least data.sequence_length={longest}, which one answer and its prompt may have"
+            expected = f"at least data.sequence_length={longest}, the maximum length of one row"
             check(most >= longest, "rl.max_tokens_per_microbatch", most, expected)
 
     @property
     def num_ranks(self) -> int:
-        """Those that train, and those beside them."""
+        """Training and inference-only ranks."""
         return max(self.parallel.world_size, self.role_ranks.num_ranks(self.parallel.world_size))
 
     @property
     def summary(self) -> str:
-        """What a round comes to, and who has a part in it."""
+        """Sizes of a rollout batch and its updates, learning rates, and the placement of roles."""
         rl = self.rl
-        answers = rl.prompts_per_rollout * rl.num_generations
-        words = (
-            f"a round: {rl.prompts_per_rollout} prompts x {rl.num_generations} = {answers} answers; "
+        completions = rl.prompts_per_rollout * rl.num_generations
+        sizes = (
+            f"rollout batch: {rl.prompts_per_rollout} prompts x {rl.num_generations} = {completions} completions; "
             f"{rl.epochs} epochs x {rl.num_minibatches} minibatches = {rl.updates_per_rollout} updates "
-            f"of {answers // rl.num_minibatches} answers"
+            f"of {completions // rl.num_minibatches} completions"
         )
         if rl.max_tokens_per_microbatch is not None:
-            words += f", at most {rl.max_tokens_per_microbatch} tokens at once"
+            sizes += f", at most {rl.max_tokens_per_microbatch} tokens per micro-batch"
         elif self.trainer.micro_batch_size is not None:
-            words += f", {self.trainer.micro_batch_size} at once"
-        words += f", beside {self.ptx.batch_size} rows of pretraining" if self.ptx.coef else ""
+            sizes += f", {self.trainer.micro_batch_size} per micro-batch"
+        sizes += f", and {self.ptx.batch_size} ptx rows" if self.ptx.coef else ""
         placement = self.role_ranks.describe(self.parallel.world_size)
         rate = self.critic.learning_rate
-        learning = self.learning_summary + (f", of the critic {rate:g}" if rate is not None else "")
-        return "; ".join(each for each in (words, learning, placement) if each)
+        learning = self.learning_summary + (f", critic learning rate {rate:g}" if rate is not None else "")
+        return "; ".join(each for each in (sizes, learning, placement) if each)

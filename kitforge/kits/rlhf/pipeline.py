@@ -1,17 +1,26 @@
-"""Scores texts with a reward model."""
+"""Scores texts with a reward model: in memory, or a file of rows into a file of scores."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any, final
 
 import torch
 
 from kitforge.data.chat_datasets import ChatDatasetReader, TokenizedExample
+from kitforge.data.source import open_rows
 from kitforge.data.template import template_of
 from kitforge.data.tokenizer import Tokenizer
-from kitforge.kits.rlhf.collate import pad_examples
-from kitforge.kits.rlhf.reward_model import ValueHeadModel
+from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.foundation.files import atomic_file
+from kitforge.foundation.log import logger
+from kitforge.foundation.progress import Advance
+from kitforge.kits.rlhf.batching import pad_examples
+from kitforge.kits.rlhf.config import ChatDatasetOptions
+from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 
 BATCH_SIZE = 16
 
@@ -43,3 +52,52 @@ class RewardPipeline:
             batch = pad_examples(responses[start : start + BATCH_SIZE], self.tokenizer.pad_id)
             scores = self.model.scores_at(batch["tokens"].to(device), batch["ends"].to(device))
             yield from self.model.normalized(scores).tolist()
+
+
+_log = logger(__name__)
+
+
+def write_scores(pipeline: RewardPipeline, options: ChatDatasetOptions, target: Path, progress: Advance) -> None:
+    """Score each row of `data.eval` into the column `score` of `target`, whole or not at all. Rows that cannot be used
+    are refused, or with data.on_invalid=drop left out and counted."""
+    if target.suffix != ".jsonl":
+        raise ConfigError("invalid value for option 'output'", got=target, expected="a file .jsonl for a reward model")
+    done, responses = 0, _responses(pipeline, options)
+    with atomic_file(target) as file:
+        while rows := list(islice(responses, BATCH_SIZE)):
+            scores = pipeline.scores([response for _, response in rows])
+            for (row, _), score in zip(rows, scores, strict=True):
+                file.write(_json_line({**row, "score": score}))
+            done += len(rows)
+            progress(done)
+        if not done:
+            raise DataError("there are no rows to score", got=options.eval, expected="at least one")
+
+
+def _responses(
+    pipeline: RewardPipeline, options: ChatDatasetOptions
+) -> Iterator[tuple[Mapping[str, Any], TokenizedExample]]:
+    """Every usable row with the tokens that are scored."""
+    reader, num_dropped = ChatDatasetReader(pipeline.tokenizer, template_of(pipeline.tokenizer), options.columns), 0
+    for location, row in chain.from_iterable(shard.rows() for shard in open_rows(options.eval)):
+        try:
+            [response] = reader.demonstrations([row])
+            if "score" in row:
+                raise DataError("the row has a column that its score would overwrite", got="score")
+        except DataError as error:
+            if options.on_invalid == "refuse":
+                raise DataError(f"{location}: {error}") from None
+            if not num_dropped:
+                _log.warning("%s: %s: left out, as are further ones", location, error)
+            num_dropped += 1
+            continue
+        yield row, response
+    if num_dropped:
+        _log.warning("%s rows are left out, which cannot be used", f"{num_dropped:,}")
+
+
+def _json_line(row: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise DataError("a row cannot be written as JSON", got=error) from None

@@ -17,10 +17,10 @@ from kitforge.core.parallel.world import World
 from kitforge.data.tokenizer import find_tokenizer
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
 from kitforge.kits.rlhf.config import RLOptions
-from kitforge.kits.rlhf.model_loading import load_policy
-from kitforge.kits.rlhf.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.reinforcement.rollout_log import first_rollout, logged_rollouts, read_rollouts
 from kitforge.kits.rlhf.role_ranks import RoleRanksOptions
-from kitforge.kits.rlhf.rollout_log import first_rollout, logged_rollouts, read_rollouts
+from kitforge.kits.rlhf.roles.model_loading import load_policy
 from kitforge.kits.rlhf.tasks import Inputs, TaskBuilder, TaskInputs, task_inputs_of
 from kitforge.report.metrics import read_run
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext

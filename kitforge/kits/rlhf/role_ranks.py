@@ -13,12 +13,11 @@ ROLES = ("rollout", "reference", "reward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleRanksOptions:
-    """Which ranks hold what a policy and its critic, which are trained on the first ranks, are not trained with. The
-    name of a field is that of a fragment. None: the ranks that train."""
+    """Ranks of the roles; policy and critic are trained on the first ranks. null: the training ranks."""
 
-    rollout: tuple[int, ...] | None = None  # ranks that draw answers, with copies of policy and critic
-    reference: tuple[int, ...] | None = None  # ranks with the frozen policy that answers are compared with
-    reward: tuple[int, ...] | None = None  # ranks that score answers
+    rollout: tuple[int, ...] | None = None  # ranks that generate rollouts, with copies of policy and critic
+    reference: tuple[int, ...] | None = None  # ranks of the reference model
+    reward: tuple[int, ...] | None = None  # ranks of the reward model or function
 
     def __post_init__(self) -> None:
         for name in ROLES:
@@ -27,20 +26,20 @@ class RoleRanksOptions:
                 check(is_sound, f"role_ranks.{name}", list(ranks), "ranks from 0 on, at least one and each once")
 
     def ranks(self, role: str, num_training: int) -> tuple[int, ...]:
-        """The ranks of a fragment, in order."""
+        """The ranks of a role, in order."""
         named: tuple[int, ...] | None = getattr(self, role)
         return tuple(range(num_training)) if named is None else tuple(sorted(named))
 
     def num_ranks(self, num_training: int) -> int:
-        """Processes that it takes."""
+        """Number of processes."""
         return max(max(self.ranks(name, num_training)) for name in ROLES) + 1
 
     def roles_of(self, rank: int, num_training: int) -> frozenset[str]:
-        """The fragments that a rank has a part in."""
+        """The roles placed on a rank."""
         return frozenset(name for name in ROLES if rank in self.ranks(name, num_training))
 
     def describe(self, num_training: int) -> str:
-        """Who is where, for people; nothing where all of it is everywhere."""
+        """The placement as text; empty if all roles are on the training ranks."""
         named = [f"{name} on {rank_list(ranks)}" for name in ROLES if (ranks := getattr(self, name)) is not None]
         return ", ".join([f"training on {rank_list(range(num_training))}", *named]) if named else ""
 

@@ -22,7 +22,6 @@ from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.kit import RunInputs
-from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
 from kitforge.kits.rlhf.config import (
     ChatDatasetOptions,
     KTOOptions,
@@ -34,10 +33,12 @@ from kitforge.kits.rlhf.config import (
     StageOptions,
 )
 from kitforge.kits.rlhf.dataset import DatasetSplits, read_rows
-from kitforge.kits.rlhf.dpo import PreferenceTask
-from kitforge.kits.rlhf.kto import KTOTask
-from kitforge.kits.rlhf.model_copy import copy_model, copy_with_adapter
-from kitforge.kits.rlhf.model_loading import (
+from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.reinforcement.rollout_collector import Roles
+from kitforge.kits.rlhf.reinforcement.rollout_log import RolloutLog, SampleLogger
+from kitforge.kits.rlhf.reinforcement.tool_environment import environment_runner_of, with_tools
+from kitforge.kits.rlhf.roles.model_copy import copy_model, copy_with_adapter
+from kitforge.kits.rlhf.roles.model_loading import (
     BaseModelSource,
     base_model_of,
     find_tokenizer_or_none,
@@ -50,11 +51,8 @@ from kitforge.kits.rlhf.model_loading import (
     stored_base_model,
     tokenizer_of,
 )
-from kitforge.kits.rlhf.ppo import PolicyGradientTask
-from kitforge.kits.rlhf.reference_model import ReferenceModel
-from kitforge.kits.rlhf.reward import NormalizeRewards, RewardTask
-from kitforge.kits.rlhf.reward_model import ValueHeadModel
-from kitforge.kits.rlhf.rewards import (
+from kitforge.kits.rlhf.roles.reference_model import ReferenceModel
+from kitforge.kits.rlhf.roles.rewards import (
     RewardModel,
     critic_init,
     networks_in,
@@ -62,11 +60,11 @@ from kitforge.kits.rlhf.rewards import (
     scorer_of,
     weighted_member,
 )
-from kitforge.kits.rlhf.rollout_collector import Roles
-from kitforge.kits.rlhf.rollout_log import RolloutLog
-from kitforge.kits.rlhf.sample_logger import SampleLogger
-from kitforge.kits.rlhf.sft import SFTTask
-from kitforge.kits.rlhf.tool_environment import environment_runner_of, with_tools
+from kitforge.kits.rlhf.roles.value_head import ActorCritic, ValueHeadModel, policy_of
+from kitforge.kits.rlhf.supervised.dpo import PreferenceTask
+from kitforge.kits.rlhf.supervised.kto import KTOTask
+from kitforge.kits.rlhf.supervised.reward import NormalizeRewards, RewardTask
+from kitforge.kits.rlhf.supervised.sft import SFTTask
 from kitforge.models.catalog import config_of_network
 from kitforge.models.peft import is_adapter, read_head
 from kitforge.trainer.callbacks.callback import Callback
@@ -333,7 +331,8 @@ def policy_gradient(parts: TaskInputs) -> TaskBuilder:
         ]
 
     network = (origin() if sources is None else sources[0]).config_dict() if is_built else None
-    return TaskBuilder(task=task, fingerprint=_fingerprints(rows, pretraining), network=network)
+    fingerprint = rows.fingerprint if pretraining is None else f"{rows.fingerprint} and {pretraining.fingerprint}"
+    return TaskBuilder(task=task, fingerprint=fingerprint, network=network)
 
 
 def _sharded_sources(parts: TaskInputs, scores: Any) -> tuple[BaseModelSource, BaseModelSource] | None:
@@ -361,10 +360,6 @@ def _full_reference(parts: TaskInputs, named: str | None, origin: Callable[[], B
     if compared is not None:
         return _prepared_for_training(compared.frozen_copy(replace(options, lora=LoraOptions()), parts.device), options)
     return None if parts.is_evaluation else _prepared_for_training(origin().frozen_copy(options, parts.device), options)
-
-
-def _fingerprints(rows: DatasetSplits[Any], pretraining: DatasetSplits[Any] | None) -> str:
-    return rows.fingerprint if pretraining is None else f"{rows.fingerprint} beside {pretraining.fingerprint}"
 
 
 def _ptx_rows(parts: TaskInputs) -> DatasetSplits[TokenizedExample] | None:

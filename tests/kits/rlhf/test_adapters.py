@@ -20,11 +20,10 @@ from kitforge.core.nn.lora import adapter_tensors, config_of, deltas
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.types import Region
-from kitforge.kits.rlhf.actor_critic import ActorCritic, policy_of
-from kitforge.kits.rlhf.model_copy import copy_model
-from kitforge.kits.rlhf.model_loading import load_policy, open_policy
-from kitforge.kits.rlhf.ppo import PolicyGradientTask
-from kitforge.kits.rlhf.reward_model import ValueHeadModel
+from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.roles.model_copy import copy_model
+from kitforge.kits.rlhf.roles.model_loading import load_policy, open_policy
+from kitforge.kits.rlhf.roles.value_head import ActorCritic, ValueHeadModel, policy_of
 from kitforge.models import loading as model_folder
 from kitforge.models.peft import load_adapter, save_adapter
 from tests.kits.rlhf import runs

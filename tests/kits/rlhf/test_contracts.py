@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kitforge.kits.rlhf import batching
-from kitforge.kits.rlhf.ppo import PolicyGradientTask
-from kitforge.kits.rlhf.rollout_batch import RolloutBatch
+from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.reinforcement.rollout_batch import RolloutBatch
 from tests.kits.rlhf import runs
 from tests.trainer import tiny
 

@@ -16,7 +16,7 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.registry import RLHF_TASKS, task_names
 from kitforge.kits.rlhf.build import TASKS
-from kitforge.kits.rlhf.reward_model import ValueHeadModel
+from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 from tests.kits.rlhf import runs
 
 NETWORK = {

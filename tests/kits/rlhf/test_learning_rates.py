@@ -71,7 +71,7 @@ def test_what_was_asked_for_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_a_network_in_memory_is_weights_too(tmp_path: Path) -> None:
-    given = {"tokenizer": ByteTokenizer(), "options": SHORT, "output_dir": tmp_path / "run"}
+    given = {"processor": ByteTokenizer(), "options": SHORT, "output_dir": tmp_path / "run"}
     trainer = Trainer("dpo", runs.network(), runs.PAIRS, **given)
     assert trainer.options.optimizer.learning_rate == 1e-6 and trainer.options.starts_from_weights
     made = trainer.train()
@@ -92,7 +92,7 @@ def test_it_is_said_before_anything_is_trained(tmp_path: Path, capsys: pytest.Ca
     for arguments, words in (
         (["task=sft", f"checkpoint={tmp_path}"], "# starts from weights: learning rate 2e-05, weight decay 0"),
         (["task=reward"], "# starts from nothing: learning rate 0.0006, weight decay 0.1"),
-        (["task=ppo", f"checkpoint={tmp_path}"], "learning rate 1e-06, weight decay 0, of the critic 1e-05"),
+        (["task=ppo", f"checkpoint={tmp_path}"], "learning rate 1e-06, weight decay 0, critic learning rate 1e-05"),
     ):
         assert run(["config", *arguments]) == 0
         out = capsys.readouterr().out

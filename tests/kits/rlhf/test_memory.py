@@ -14,8 +14,8 @@ from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.kits.rlhf.build import TASKS
-from kitforge.kits.rlhf.model_copy import fingerprint
-from kitforge.kits.rlhf.model_loading import load_policy, load_reward_model
+from kitforge.kits.rlhf.roles.model_copy import fingerprint
+from kitforge.kits.rlhf.roles.model_loading import load_policy, load_reward_model
 from kitforge.kits.rlhf.tasks import Inputs
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of

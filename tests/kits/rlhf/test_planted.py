@@ -21,14 +21,16 @@ from kitforge.core.optim.build import Optimizer
 from kitforge.data.chat_datasets import ChatDatasetReader, TokenizedExample
 from kitforge.data.packing import IGNORED
 from kitforge.inference.text_engine import InferenceOptions
-from kitforge.kits.rlhf import collate, rollout_batch
-from kitforge.kits.rlhf.actor_critic import critic_of
-from kitforge.kits.rlhf.algorithms.kl_controllers import AdaptiveKlController
+from kitforge.kits.rlhf import batching
+from kitforge.kits.rlhf.algorithms.kl import KlController
 from kitforge.kits.rlhf.config import RolloutOptions
-from kitforge.kits.rlhf.reward_model import ValueHeadModel
+from kitforge.kits.rlhf.reinforcement import rollout_batch
+from kitforge.kits.rlhf.roles.value_head import ValueHeadModel, critic_of
 from kitforge.trainer.state import TrainingState
 from tests.data import test_chat_datasets
-from tests.kits.rlhf import test_contracts, test_ppo, test_reward, test_rollout_batch, test_sft
+from tests.kits.rlhf import test_contracts
+from tests.kits.rlhf.reinforcement import test_ppo, test_rollout_batch
+from tests.kits.rlhf.supervised import test_reward, test_sft
 
 Patch = pytest.MonkeyPatch
 
@@ -66,7 +68,7 @@ def ends_masked_by_number(patch: Patch) -> None:
 
 
 def ends_of_demonstrations_masked_by_number(patch: Patch) -> None:
-    packed = collate.pack_examples
+    packed = batching.pack_examples
 
     def wrong(responses: Any, pad_id: int, **choices: Any) -> dict[str, Tensor]:
         found = packed(responses, pad_id, **choices)
@@ -120,16 +122,16 @@ def critic_left_behind(patch: Patch) -> None:
 
 
 def unused_controller(patch: Patch) -> None:
-    patch.setattr(AdaptiveKlController, "update", lambda *_: None)
+    patch.setattr(KlController, "update", lambda *_: None)
 
 
 def mask_one_token_off(patch: Patch) -> None:
-    lay = collate._write_row
+    lay = batching._write_row
 
     def late(tokens: Tensor, targets: Tensor, response: TokenizedExample, start: int) -> None:
         lay(tokens, targets, dataclasses.replace(response, loss_mask=(False, *response.loss_mask[:-1])), start)
 
-    patch.setattr(collate, "_write_row", late)
+    patch.setattr(batching, "_write_row", late)
 
 
 def replies_of_the_prompt(patch: Patch) -> None:

@@ -13,7 +13,7 @@ from kitforge.api import replay
 from kitforge.cli import main as cli
 from kitforge.core.checkpoint.manifest import steps
 from kitforge.foundation.errors import CheckpointError, ConfigError, DataError
-from kitforge.kits.rlhf.rollout_log import logged_rollouts, rollout_file
+from kitforge.kits.rlhf.reinforcement.rollout_log import logged_rollouts, rollout_file
 from tests.kits.rlhf import runs
 
 # Two updates a round, so that step 4 is the second one of round 1 and begins within it.

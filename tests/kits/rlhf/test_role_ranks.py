@@ -21,13 +21,13 @@ from kitforge.cli import main as cli
 from kitforge.core.nn.decoder import Decoder
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, TrainingError
-from kitforge.kits.rlhf import model_loading, tasks
-from kitforge.kits.rlhf.actor_critic import ActorCritic
+from kitforge.kits.rlhf import tasks
 from kitforge.kits.rlhf.build import TASKS
 from kitforge.kits.rlhf.config import ROLES
-from kitforge.kits.rlhf.ppo import PolicyGradientTask
-from kitforge.kits.rlhf.reward_model import ValueHeadModel
-from kitforge.kits.rlhf.rollout_collector import RolloutCollector
+from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.reinforcement.rollout_collector import RolloutCollector
+from kitforge.kits.rlhf.roles import model_loading
+from kitforge.kits.rlhf.roles.value_head import ActorCritic, ValueHeadModel
 from kitforge.kits.rlhf.tasks import Inputs
 from kitforge.models import loading as model_folder
 from kitforge.trainer.run_folder import train
@@ -322,9 +322,9 @@ def test_a_rank_holds_what_it_has_a_part_in(tmp_path: Path) -> None:
         ({"role_ranks": {"reward": [1, 1]}}, r"role_ranks\.reward.*\n.*got: +\[1, 1\]"),
         (
             {"role_ranks": {"rollout": [3]}, "parallel": {"data": 2}},
-            r"rollout on rank 3\n.*work for rank 2 too.*data=2",
+            r"rollout on rank 3\n.*a role for rank 2 too.*data=2",
         ),
-        ({"role_ranks": {"rollout": [2, 4]}}, r"work for ranks 1 3 too"),
+        ({"role_ranks": {"rollout": [2, 4]}}, r"a role for ranks 1 3 too"),
         ({"role_ranks": {"critic": [1]}}, r"unknown option 'role_ranks\.critic'"),
     ],
 )

@@ -14,7 +14,7 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.rlhf.build import TASKS
-from kitforge.kits.rlhf.model_loading import load_policy
+from kitforge.kits.rlhf.roles.model_loading import load_policy
 from kitforge.kits.rlhf.tasks import Inputs
 from kitforge.trainer.run_folder import train
 from tests.distributed.ranks import run_ranks

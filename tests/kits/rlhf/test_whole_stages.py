@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from kitforge.data.tokenizer import ByteTokenizer
-from kitforge.kits.rlhf.model_loading import load_reward_model
-from kitforge.kits.rlhf.ppo import PolicyGradientTask
-from kitforge.kits.rlhf.reward_model import ValueHeadModel
+from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.roles.model_loading import load_reward_model
+from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 from tests.kits.rlhf import runs
-from tests.kits.rlhf.plain_round import PlainAdam
+from tests.kits.rlhf.reinforcement.plain_round import PlainAdam
 from tests.trainer import tiny
 
 DEMONSTRATIONS = [{"prompt": f"Q{n}: ", "completion": "yes " * (n % 3 + 1)} for n in range(6)]

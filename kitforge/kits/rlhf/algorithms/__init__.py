@@ -1,1 +1,1 @@
-"""The arithmetic of alignment as pure functions of tensors: no network, no options, no ranks."""
+"""The algorithms as pure functions of tensors: no models, no options of a task, no ranks."""

@@ -1,20 +1,51 @@
-"""How much better each token was than what the critic expected (Schulman et al., 2016). B sequences, T tokens.
-
-Tokens outside of the mask (padding, what a tool said between two turns) are no actions: the step goes from one
-generated token to the next one, however far away.
-"""
+"""Token rewards, advantages and returns. B sequences, T tokens; `mask` [B, T] is True for generated tokens."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+from kitforge.foundation.errors import ConfigError
+
+
+def token_rewards(scores: Tensor, penalties: Tensor, mask: Tensor) -> Tensor:
+    """Token rewards [B, T]: the score minus the KL penalty of each token.
+
+    A score per sequence [B] goes to its last generated token, scores per token [B, T] to their tokens. `penalties`
+    [B, T] is the KL coefficient times the KL of each token. Rewards are 0 outside of the mask.
+    """
+    rewards = torch.where(mask, -penalties, 0.0)
+    if scores.dim() == 2:
+        return rewards + torch.where(mask, scores, 0.0)
+    return rewards + torch.where(last_token_mask(mask), scores.unsqueeze(-1), 0.0)
+
+
+def last_token_mask(mask: Tensor) -> Tensor:
+    """True [B, T] at the last true place of each row; nowhere in a row without one."""
+    remaining = mask.flip(-1).cumsum(-1).flip(-1)
+    return mask & (remaining == 1)
+
+
+def missing_eos_scores(scores: Tensor, is_finished: Tensor, penalty: float) -> Tensor:
+    """Scores [B] minus `penalty` for sequences without an EOS token."""
+    return torch.where(is_finished, scores, scores - penalty)
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
+    """Between 0 and 1 for responses of these lengths [B]: rises over the last `buffer` tokens before `max_length`
+    (soft overlong punishment of DAPO; Yu et al., 2025)."""
+    if buffer == 0:
+        return (lengths > max_length).to(torch.float32)
+    return ((lengths - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
 
 
 def gae_advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: Tensor | float) -> Tensor:
     """Generalised advantage estimates [B, T], 0 outside of the mask.
 
-    `discount` is gamma; `trace` is lambda, one number or one a sequence [B, 1]. The value after the last generated
-    token is 0. Computed in ceil(log2 T) passes over whole tensors.
+    `gae_lambda` is one number, or one per sequence [B, 1]. The value after the last generated token is 0. The recursion
+    skips tokens outside of the mask (padding, observations between turns). Computed in ceil(log2 T) passes.
     """
     order = actions_first(mask)
     is_action = mask.gather(-1, order)
@@ -52,3 +83,48 @@ def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
     2025)."""
     lengths = mask.sum(-1, keepdim=True).clamp(min=1).double()
     return (1.0 - 1.0 / (alpha * lengths)).clamp(min=0.0)
+
+
+Baseline = Literal["grpo", "dr_grpo", "rloo"]
+GROUP_EPSILON = 1e-6
+
+
+def group_advantages(scores: Tensor, baseline: Baseline) -> Tensor:
+    """Advantages [P, N] of each response among those to its prompt; exactly 0 in a group of equal scores.
+
+    grpo: (score - mean) / (deviation + 1e-6), with n - 1 (Shao et al., 2024). dr_grpo: score - mean (Liu et al.,
+    2025). rloo: score - mean of the others (Ahmadian et al., 2024). Raises ConfigError for groups of one.
+    """
+    size = scores.shape[-1]
+    if size < 2:
+        raise ConfigError(
+            "group advantages need several completions per prompt",
+            got=f"groups of {size}",
+            expected="num_generations >= 2",
+        )
+    # The rounded mean of equal scores may differ from them.
+    centred = torch.where(has_reward_variance(scores), scores - scores.mean(-1, keepdim=True), 0.0)
+    if baseline == "grpo":
+        return centred / (scores.std(-1, keepdim=True) + GROUP_EPSILON)
+    return centred * (size / (size - 1)) if baseline == "rloo" else centred
+
+
+def has_reward_variance(scores: Tensor) -> Tensor:
+    """Whether a group [P, 1] holds different scores: what dynamic sampling keeps (DAPO; Yu et al., 2025)."""
+    return scores.amax(-1, keepdim=True) != scores.amin(-1, keepdim=True)
+
+
+WHITEN_EPSILON = 1e-8
+
+
+def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """`values` [B, T] with mean 0 and variance 1 (n - 1) over the true tokens, 0 elsewhere. Without `shift_mean` the
+    mean stays. Fewer than two tokens have no variance: they become 0, or stay without `shift_mean`."""
+    kept = torch.where(mask, values, 0.0)
+    count = mask.sum().to(values)
+    mean = kept.sum() / count.clamp(min=1)
+    centered = torch.where(mask, values - mean, 0.0)
+    if count < 2:
+        return centered if shift_mean else kept
+    whitened = centered * torch.rsqrt(centered.square().sum() / (count - 1) + WHITEN_EPSILON)
+    return whitened if shift_mean else torch.where(mask, whitened + mean, 0.0)

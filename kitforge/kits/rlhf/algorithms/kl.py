@@ -1,4 +1,4 @@
-"""How far a policy is from its reference: estimators of KL(policy || reference) from sampled tokens.
+"""KL(policy || reference): estimators from sampled tokens, KL losses, and the controller of the coefficient.
 
 Schulman, "Approximating KL divergence" (2020). With d = log policy - log reference of a token drawn from the policy:
 k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d. k1 and k3 have the divergence as their mean, k2 nearly.
@@ -6,18 +6,20 @@ k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d. k1 and k3 have the divergence as their
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, final
 
 from torch import Tensor
 
+from kitforge.foundation.config import check
+
 KlEstimator = Literal["k1", "k2", "k3"]
-# A log-ratio beyond this many nats is exponentiated as if it stood there, so that no loss overflows and no gradient is
-# infinity times zero.
+# Log-ratios are clamped to this many nats before exp, so that no loss overflows and no gradient is infinity times zero.
 MAX_LOG_RATIO = 20.0
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
-    """The estimate for every token [B, T], to be looked at or to be subtracted from rewards.
+    """The estimate for every token [B, T], for metrics and reward penalties.
 
     Not to be differentiated: the mean gradient of k1 is zero, that of k3 belongs to KL(reference || policy).
     """
@@ -29,8 +31,7 @@ def kl_loss(
 ) -> Tensor:
     """The estimate for every token [B, T] whose mean gradient is that of KL(policy || reference), whichever estimator.
 
-    `drawn_from` are the log-probabilities of the tokens under the policy that drew them; None: the policy itself, as
-    it is now.
+    `rollout_logprobs` are those of the policy that generated the tokens; None: the current policy.
     """
     rollout_logprobs = logprobs.detach() if rollout_logprobs is None else rollout_logprobs.detach()
     weight = clamped_exp(logprobs - rollout_logprobs)
@@ -59,3 +60,47 @@ def _estimate(difference: Tensor, estimator: KlEstimator) -> Tensor:
     # Only this end overflows; at the other the estimate is nearly `difference`, and exact.
     difference = difference.clamp(min=-MAX_LOG_RATIO)
     return (-difference).expm1() + difference
+
+
+MAX_RELATIVE_ERROR = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlControllerOptions:
+    """The KL coefficient, fixed or adaptive."""
+
+    kind: Literal["fixed", "adaptive"] = "fixed"
+    coef: float = 0.05  # KL coefficient; initial value of the adaptive controller
+    target: float = 6.0  # target KL in nats per sequence
+    horizon: int = 10000  # in sequences
+
+    def __post_init__(self) -> None:
+        check(self.coef >= 0, "kl.coef", self.coef, "a number of at least 0")
+        check(self.target > 0, "kl.target", self.target, "nats a sequence, above 0")
+        check(self.horizon > 0, "kl.horizon", self.horizon, "a number of sequences of at least 1")
+
+
+@final
+class KlController:
+    """Holds the KL coefficient `coef`. The adaptive one is a proportional controller (Ziegler et al., 2019): every
+    `horizon` sequences the coefficient changes by the relative error of the KL, clipped to 0.2."""
+
+    def __init__(self, options: KlControllerOptions) -> None:
+        self._options = options
+        self.coef = options.coef
+
+    def update(self, kl_per_sequence: float, num_sequences: int) -> None:
+        """Adapt to the mean KL of a rollout batch, over all ranks."""
+        if self._options.kind == "fixed":
+            return
+        error = min(max(kl_per_sequence / self._options.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+        # More sequences than the horizon must not make the coefficient negative.
+        self.coef *= max(1 + error * num_sequences / self._options.horizon, 0.0)
+
+    def state(self) -> dict[str, float]:
+        """What a resume needs."""
+        return {"coefficient": self.coef} if self._options.kind == "adaptive" else {}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Inverse of `state`."""
+        self.coef = state.get("coefficient", self.coef)

@@ -1,4 +1,4 @@
-"""What policy and critic are trained on: a loss for every token [B, T], to be handed to `aggregate`."""
+"""Losses of policy and critic per token [B, T], their importance weights, and how they are aggregated."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LossMode = Literal["ppo", "gspo", "cispo"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipOptions:
-    """How far one update may move a token's probability."""
+    """The clip range of the ratio."""
 
-    low: float = 0.2  # the ratio counts down to 1 - low; 1: there is no lower bound, as CISPO wants it
-    high: float = 0.2  # and up to 1 + high; more than low keeps entropy up (DAPO)
-    dual: float | None = None  # at negative advantages the loss ends at dual * |advantage| (Ye et al., 2020)
+    low: float = 0.2  # clipped at 1 - low; 1: no lower bound (CISPO)
+    high: float = 0.2  # clipped at 1 + high
+    dual: float | None = None  # dual clip for negative advantages (Ye et al., 2020)
 
     def __post_init__(self) -> None:
         check(0 <= self.low <= 1, "rl.clip_ratio_low", self.low, "at least 0, at most 1")
@@ -38,11 +38,11 @@ def policy_loss(
     weights: Tensor | None = None,
     sequence_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate of PPO (Schulman et al., 2017) for every token, and where a clip decided it, both [B, T].
+    """The clipped surrogate of PPO (Schulman et al., 2017) for every token, and where a clip was active, both [B, T].
 
-    `old` are the log-probabilities before the first update of the step; `weights` corrects for the distribution that
-    the tokens were really drawn from, and has no gradient. Log-ratios are clamped at +-20. With `sequences`, the mask
-    [B, T] of generated tokens, each token has the ratio of its whole sequence, see `length_normalised` (GSPO).
+    `old_logprobs` are those before the first update; `weights` are importance weights. Log-ratios are clamped
+    at +-20. With `sequence_mask` [B, T], each token has the ratio of its sequence, see `masked_sequence_mean`
+    (GSPO).
     """
     difference = logprobs - old_logprobs
     ratio = clamped_exp(difference if sequence_mask is None else masked_sequence_mean(difference, sequence_mask))
@@ -75,8 +75,8 @@ def masked_sequence_mean(differences: Tensor, mask: Tensor) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None) -> tuple[Tensor, Tensor]:
-    """Half the squared error for every token, and where the clip decided it, both [B, T]. With `clip` a value that has
-    moved further than that from `old` is judged where it may be, if that is worse."""
+    """Half the squared error for every token, and where the clip was active, both [B, T]. With `clip_range`
+    the larger of the unclipped and the clipped error counts, as in PPO."""
     free = (values - returns).square()
     if clip_range is None:
         return free / 2, torch.zeros_like(free, dtype=torch.bool)
@@ -90,3 +90,73 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     if target.numel() < 2 or float(target.var()) == 0.0:
         return torch.zeros((), dtype=values.dtype)
     return 1 - error.var() / target.var()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportanceSamplingOptions:
+    """Importance sampling for tokens of an older policy or of another precision (Yao et al., 2025)."""
+
+    mode: Literal["none", "truncate", "mask"] = "none"  # clamp the ratio to [min, max], or drop the token
+    # One ratio per token or per sequence: the product of the token ratios, or their geometric mean, which does not grow
+    # with the length.
+    level: Literal["token", "sequence", "geometric"] = "token"
+    min: float = 0.0
+    max: float = 2.0
+
+    def __post_init__(self) -> None:
+        check(0 <= self.min <= 1, "importance_sampling.min", self.min, "at least 0, at most 1")
+        check(self.max >= 1, "importance_sampling.max", self.max, "a number of at least 1")
+
+
+def importance_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, options: ImportanceSamplingOptions
+) -> Tensor | None:
+    """Weights [B, T] for the loss of each token, without a gradient; None where nothing is corrected.
+
+    `old_logprobs` are the trainer's before the first update, `rollout_logprobs` the rollout engine's.
+    """
+    if options.mode == "none":
+        return None
+    difference = torch.where(mask, old_logprobs - rollout_logprobs, 0.0).detach()
+    if options.level == "sequence":
+        difference = difference.sum(-1, keepdim=True).expand_as(mask)
+    elif options.level == "geometric":
+        difference = masked_sequence_mean(difference, mask)
+    ratio = clamped_exp(difference)
+    if options.mode == "truncate":
+        return ratio.clamp(options.min, options.max)
+    return torch.where((ratio >= options.min) & (ratio <= options.max), ratio, 0.0)
+
+
+# The weight of a token in the loss of a step:
+#   token-mean           1 / all tokens
+#   seq-mean-token-mean  1 / (its sequence's tokens x all sequences)
+#   seq-mean-token-sum   1 / all sequences
+#   constant             1 / (longest response allowed x all sequences), as in Dr. GRPO (Liu et al., 2025)
+LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
+
+
+def aggregate(values: Tensor, mask: Tensor, mode: LossAggregation, denominator: Tensor | float) -> Tensor:
+    """The sum of `values` [B, T] where `mask` [B, T] is true, weighed as `mode` says, over `denominator`.
+
+    The denominator is that of the whole step (`loss_denominator`, summed over micro-batches and ranks), so that the
+    weight of a token does not depend on them. Values outside of the mask are ignored, NaN included.
+    """
+    kept = torch.where(mask, values, 0.0)
+    if mode == "seq-mean-token-mean":
+        return (kept.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / denominator
+    return kept.sum() / denominator
+
+
+def loss_denominator(mask: Tensor, mode: LossAggregation, longest: int) -> Tensor:
+    """What these sequences [B, T] add to the denominator of the step, a 0-dim tensor. `longest` is the number of
+    tokens that a response may have. A sequence without a token counts for nothing."""
+    if mode == "token-mean":
+        return mask.sum()
+    return mask.any(-1).sum() * (longest if mode == "constant" else 1)
+
+
+def mask_fill(mask: Tensor, *values: Tensor) -> list[Tensor]:
+    """The values with 0 outside of the mask. Mask before differentiated arithmetic: masked afterwards, the gradient is
+    0 x NaN."""
+    return [torch.where(mask, each, 0.0) for each in values]

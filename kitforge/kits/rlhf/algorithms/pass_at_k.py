@@ -1,4 +1,4 @@
-"""How often a policy solves a prompt when it may try more than once."""
+"""pass@k: the probability that one of k completions solves a prompt (Chen et al., 2021)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from kitforge.foundation.config import check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationOptions:
-    """How the answers of an evaluation are drawn."""
+    """Generation and pass@k of an evaluation."""
 
-    num_generations: int = 1  # answers to each prompt
-    temperature: float | None = None  # 0: greedy; None: rollout.temperature, at which the policy is trained
-    # An answer whose reward, before penalties, is at least this solves its prompt: eval/pass@k, for k = 1, 2, 4 ... and
-    # num_generations. None: it is not measured.
+    num_generations: int = 1  # number of completions per prompt
+    temperature: float | None = None  # 0: greedy; null: rollout.temperature
+    # Minimum reward, before penalties, of a correct completion. Logs eval/pass@k, k = 1, 2, 4 ... num_generations.
     pass_threshold: float | None = None
 
     def __post_init__(self) -> None:
@@ -29,11 +28,11 @@ class EvaluationOptions:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that k of the samples, drawn without putting back, hold a correct one: 1 - C(n - c, k) / C(n, k), the
+    """The probability that k samples without replacement hold a correct one: 1 - C(n - c, k) / C(n, k), the
     unbiased estimate of Chen et al. (2021)."""
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def measured_k(num_samples: int) -> list[int]:
-    """The k that are measured: powers of two, and all."""
+    """The k of eval/pass@k: powers of two, and all samples."""
     return sorted({2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples} | {num_samples})

@@ -1,4 +1,4 @@
-"""Losses over pairs or single judged responses, one value each [P], from the log-probabilities of whole responses.
+"""Losses of preference pairs and unpaired completions [P], and of reward models.
 
 `chosen`, `rejected` and their references are sums over a response's tokens unless said otherwise.
 """
@@ -16,8 +16,8 @@ CompletionT = TypeVar("CompletionT")
 
 
 def dpo_loss(log_ratio: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Direct preference optimisation (Rafailov et al., 2023) of log-ratios [P], see `preference_margin`. With
-    `label_smoothing` e the label is believed with probability 1 - e (cDPO; Mitchell, 2023)."""
+    """Direct preference optimisation (Rafailov et al., 2023) of log-ratios [P], see `logratio_margin`. With
+    `label_smoothing` e the label is right with probability 1 - e (cDPO; Mitchell, 2023)."""
     return -(1 - label_smoothing) * logsigmoid(beta * log_ratio) - label_smoothing * logsigmoid(-beta * log_ratio)
 
 
@@ -41,14 +41,14 @@ def logratio_margin(chosen: Tensor, rejected: Tensor, chosen_reference: Tensor, 
 def kto_loss(log_ratio: Tensor, is_desirable: Tensor, baseline: Tensor, beta: float) -> Tensor:
     """Kahneman-Tversky optimisation (Ethayarajh et al., 2024) of log policy / reference [S] of single responses.
 
-    `baseline` is an estimate of the divergence, 0-dim, without a gradient and never below 0.
+    `baseline` is the KL estimate, 0-dim, without a gradient, clamped at 0.
     """
     advantage = beta * (log_ratio - baseline.detach().clamp(min=0))
     return 1 - torch.sigmoid(torch.where(is_desirable, advantage, -advantage))
 
 
 def mismatched_completions(completions: Sequence[CompletionT]) -> list[CompletionT]:
-    """For each prompt the answer to the one before it, never its own, of at least two: what KTO's baseline is of."""
+    """Each prompt's completion replaced by that of the row before, of at least two rows: for the KL baseline of KTO."""
     return [completions[number - 1] for number in range(len(completions))]
 
 
@@ -59,7 +59,7 @@ def orpo_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def simpo_loss(chosen: Tensor, rejected: Tensor, beta: float, gamma: float) -> Tensor:
-    """SimPO (Meng et al., 2024) of means over tokens [P]: the rewards beta * mean are to differ by `margin`."""
+    """SimPO (Meng et al., 2024) of means over tokens [P]: the rewards beta * mean differ by at least `gamma`."""
     return -logsigmoid(beta * (chosen - rejected) - gamma)
 
 
@@ -67,7 +67,18 @@ def _log1mexp(log_probs: Tensor) -> Tensor:
     """log(1 - exp(x)) for x <= 0, exact at both ends (Maechler, 2012), and finite at 0, to which certainty rounds."""
     log_probs = log_probs.clamp(max=-torch.finfo(log_probs.dtype).tiny)
     near_zero = log_probs > -0.6931471805599453
-    # Each branch sees only what it is good at, so that no gradient of the other is infinite.
+    # Each branch gets only its own range, so that the other's gradient stays finite.
     close = torch.where(near_zero, log_probs, -1.0)
     far = torch.where(near_zero, -1.0, log_probs)
     return torch.where(near_zero, (-close.expm1()).log(), (-far.exp()).log1p())
+
+
+def pairwise_loss(
+    chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, center_coefficient: float = 0.0
+) -> Tensor:
+    """-log sigmoid(chosen - rejected - margin) of scores [P] (Bradley and Terry, 1952; margins as in LLaMA 2).
+
+    `center_coefficient` weights the squared sum of each pair, which centers scores at 0 (Eisenstein et al., 2023).
+    """
+    loss = -logsigmoid(chosen - rejected - margin)
+    return loss + center_coefficient * (chosen + rejected).square() if center_coefficient else loss

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from kitforge.foundation.errors import ConfigError
-from kitforge.kits.rlhf.algorithms.advantages import discounted_returns
-from kitforge.kits.rlhf.algorithms.group_advantages import group_advantages
-from kitforge.kits.rlhf.algorithms.kl import kl_loss
-from kitforge.kits.rlhf.algorithms.kl_controllers import KlControllerOptions, kl_controller
-from kitforge.kits.rlhf.algorithms.loss_aggregation import aggregate, loss_denominator
-from kitforge.kits.rlhf.algorithms.losses import ClipOptions, policy_loss
+from kitforge.kits.rlhf.algorithms.advantages import (
+    discounted_returns,
+    group_advantages,
+    last_token_mask,
+    masked_whiten,
+    token_rewards,
+)
+from kitforge.kits.rlhf.algorithms.kl import KlController, KlControllerOptions, kl_loss
+from kitforge.kits.rlhf.algorithms.losses import ClipOptions, aggregate, loss_denominator, policy_loss
 from kitforge.kits.rlhf.algorithms.preference_losses import kto_loss, mismatched_completions
-from kitforge.kits.rlhf.algorithms.token_rewards import last_token_mask, token_rewards
-from kitforge.kits.rlhf.algorithms.whitening import masked_whiten
-from kitforge.kits.rlhf.rollout_batch import to_token_grid
+from kitforge.kits.rlhf.reinforcement.rollout_batch import to_token_grid
 from tests.kits.rlhf.algorithms.sequences import MASK, numbers
 
 SCORES = torch.tensor([1.0, -2.0, 0.5, 4.0], dtype=torch.float64)
@@ -141,7 +142,7 @@ def masked_returns(penalties: Callable[[Tensor, Tensor], Tensor]) -> bool:
 
 def settles_on_sequences(feed: Callable[[float, int], float]) -> bool:
     """The coefficient comes to rest where a sequence of 50 tokens is 6 nats away."""
-    held = kl_controller(KlControllerOptions(kind="adaptive", coef=0.1, target=6.0, horizon=500))
+    held = KlController(KlControllerOptions(kind="adaptive", coef=0.1, target=6.0, horizon=500))
     for _ in range(2000):
         held.update(feed(0.9 / max(held.coef, 1e-6), 50), 50)
     return abs(0.9 / max(held.coef, 1e-6) - 6.0) < 0.1

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from kitforge.kits.rlhf.algorithms.kl import KlEstimator, biased_kl_loss, kl_estimate, kl_loss
+from kitforge.foundation.errors import ConfigError
+from kitforge.kits.rlhf.algorithms.kl import (
+    KlController,
+    KlControllerOptions,
+    KlEstimator,
+    biased_kl_loss,
+    kl_estimate,
+    kl_loss,
+)
 from tests.kits.rlhf.algorithms.sequences import numbers
 
 ESTIMATORS = get_args(KlEstimator)
@@ -95,3 +104,49 @@ def test_any_distance_has_a_finite_loss_and_gradient(estimator: KlEstimator, awa
         loss = kl_loss(log_probs, torch.zeros(1), estimator, rollout_logprobs=old)
         assert torch.isfinite(loss).all() and torch.isfinite(gradient(loss.sum(), log_probs)).all()
     assert torch.isfinite(kl_estimate(log_probs, torch.zeros(1), estimator)).all()
+
+
+ADAPTIVE = KlControllerOptions(kind="adaptive", coef=0.1, target=6.0, horizon=1000)
+
+
+@pytest.mark.parametrize(("nats", "factor"), [(0.0, 0.98), (5.7, 0.995), (6.0, 1.0), (6.3, 1.005), (600.0, 1.02)])
+def test_a_step_moves_the_coefficient_by_the_held_relative_error(nats: float, factor: float) -> None:
+    held = KlController(ADAPTIVE)
+    held.update(nats, num_sequences=100)
+    assert held.coef == pytest.approx(0.1 * factor, abs=1e-12)
+
+
+def test_a_fixed_one_never_moves() -> None:
+    fixed = KlController(KlControllerOptions(coef=0.1))
+    fixed.update(600.0, 100)
+    assert fixed.coef == 0.1
+    assert fixed.state() == {}
+
+
+def test_it_settles_where_the_divergence_is_the_target() -> None:
+    held = KlController(ADAPTIVE)
+    for _ in range(3000):
+        # A policy that is drawn back the more, the dearer a nat is.
+        held.update(0.9 / held.coef, num_sequences=50)
+    assert 0.9 / held.coef == pytest.approx(6.0, rel=1e-3)
+
+
+def test_a_step_of_more_sequences_than_the_horizon_never_rewards_divergence() -> None:
+    held = KlController(ADAPTIVE)
+    held.update(0.0, num_sequences=10**6)
+    assert held.coef == 0.0
+
+
+def test_it_goes_on_where_its_state_was_saved() -> None:
+    went_on, resumed = KlController(ADAPTIVE), KlController(ADAPTIVE)
+    went_on.update(9.0, 100)
+    resumed.load_state(json.loads(json.dumps(went_on.state())))
+    for each in (went_on, resumed):
+        each.update(1.0, 64)
+    assert resumed.coef == went_on.coef
+
+
+@pytest.mark.parametrize("wrong", [{"coef": -1.0}, {"target": 0.0}, {"horizon": 0}])
+def test_options_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="kl"):
+        KlControllerOptions(**wrong)  # type: ignore[arg-type]

@@ -12,12 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitforge.kits.rlhf.algorithms.advantages import discounted_returns, gae_advantages
-from kitforge.kits.rlhf.algorithms.group_advantages import Baseline, group_advantages
+from kitforge.kits.rlhf.algorithms.advantages import (
+    Baseline,
+    discounted_returns,
+    gae_advantages,
+    group_advantages,
+    token_rewards,
+)
 from kitforge.kits.rlhf.algorithms.kl import KlEstimator, kl_estimate, kl_loss
-from kitforge.kits.rlhf.algorithms.loss_aggregation import aggregate
-from kitforge.kits.rlhf.algorithms.losses import ClipOptions, policy_loss
-from kitforge.kits.rlhf.algorithms.token_rewards import token_rewards
+from kitforge.kits.rlhf.algorithms.losses import ClipOptions, aggregate, policy_loss
 
 VOCAB, BETA = 3, 0.5
 TEXTS = torch.tensor(list(itertools.product(range(VOCAB), repeat=2)))  # [9, 2]

@@ -11,17 +11,23 @@ from torch import Tensor
 
 from benchmarks.kits.rlhf.peer_losses import PROMPT, ROWS, numbers, rows, table
 from kitforge.kits.rlhf.algorithms.kl import kl_estimate, kl_loss
-from kitforge.kits.rlhf.algorithms.loss_aggregation import LossAggregation, aggregate, loss_denominator
-from kitforge.kits.rlhf.algorithms.losses import ClipOptions, policy_loss, value_loss
+from kitforge.kits.rlhf.algorithms.losses import (
+    ClipOptions,
+    LossAggregation,
+    aggregate,
+    loss_denominator,
+    policy_loss,
+    value_loss,
+)
 from kitforge.kits.rlhf.algorithms.preference_losses import (
     dpo_loss,
     ipo_loss,
     kto_loss,
     logratio_margin,
     orpo_loss,
+    pairwise_loss,
     simpo_loss,
 )
-from kitforge.kits.rlhf.algorithms.reward_loss import pairwise_loss
 
 THEIRS = json.loads(Path(__file__).with_name("trl_losses.json").read_text())
 TOKENS, ANSWERS = rows()

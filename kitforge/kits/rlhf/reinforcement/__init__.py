@@ -1,0 +1,1 @@
+"""Policy gradient tasks: PPO, GRPO and their variants, from rollouts to updates."""

@@ -1,0 +1,457 @@
+"""Answers of several turns: a policy talks with something that replies, gives rewards and knows when it is over.
+
+Tokens that the policy wrote go back to it, and into training, as they are; only what the environment says is encoded,
+and none of that is learnt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol, TypeAlias, final, runtime_checkable
+
+import numpy as np
+import torch
+
+from kitforge.data.chat_datasets import PromptExample
+from kitforge.data.template import Message, template_of
+from kitforge.data.tokenizer import Tokenizer
+from kitforge.foundation import seed as seeds
+from kitforge.foundation.errors import DataError, TrainingError
+from kitforge.foundation.log import logger
+from kitforge.inference.engine import Engine, Output
+from kitforge.inference.text_engine import InferenceOptions
+from kitforge.kits.rlhf.config import EnvironmentOptions
+from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout, StoppingEngine
+from kitforge.kits.rlhf.roles.rewards import PromptCompletion, await_result
+
+_LOOP_LOCK = threading.Lock()
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Job:
+    """One call, and in the end its result, or its error, or neither where it took too long."""
+
+    call: Callable[[], Any]
+    result: Any = None
+    error: BaseException | None = None
+    is_done: bool = False
+    has_timed_out: bool = False
+    started: float | None = None  # by the monotonic clock
+    awaited: Future[Any] | None = field(default=None, repr=False)  # of an async call
+
+
+@final
+class StepPool:
+    """Runs calls, plain or async, in up to `max_workers` daemon threads; `timeout` seconds each, None: any time.
+
+    Python cannot stop a thread: that of a call which takes too long is left alone, and another takes its place. An
+    async call is cancelled. All async calls share one event loop, so that they may share connections.
+    """
+
+    def __init__(self, max_workers: int, timeout: float | None) -> None:
+        self._max_workers = max_workers
+        self._timeout = timeout
+        self._pending: deque[Job] = deque()
+        self._running: set[Job] = set()
+        self._changed = threading.Condition()
+
+    def submit(self, call: Callable[[], Any]) -> Job:
+        """Begin a call as soon as a thread is free."""
+        job = Job(call)
+        with self._changed:
+            self._pending.append(job)
+            self._start_thread()
+        return job
+
+    def check(self) -> None:
+        """Give up the calls that take too long."""
+        with self._changed:
+            self._drop_overdue()
+
+    def wait(self, jobs: Iterable[Job]) -> None:
+        """Return once all of these calls are done or have been given up."""
+        with self._changed:
+            for job in jobs:
+                while not job.is_done:
+                    self._drop_overdue()
+                    if not job.is_done:
+                        self._changed.wait(self._time_left())
+
+    def _start_thread(self) -> None:
+        """One more thread, if there is something to do and room for it."""
+        if self._pending and len(self._running) < self._max_workers:
+            job = self._take()
+            threading.Thread(target=self._work, args=(job,), name="environment", daemon=True).start()
+
+    def _take(self) -> Job:
+        job = self._pending.popleft()
+        job.started = time.monotonic()
+        self._running.add(job)
+        return job
+
+    def _work(self, job: Job) -> None:
+        """Run one call after the other until there are none, or until the thread has been given up."""
+        while True:
+            result, error = self._run(job)
+            with self._changed:
+                if job.has_timed_out:
+                    return
+                job.result, job.error, job.is_done = result, error, True
+                self._running.remove(job)
+                self._changed.notify_all()
+                if not self._pending:
+                    return
+                job = self._take()
+
+    def _run(self, job: Job) -> tuple[Any, BaseException | None]:
+        try:
+            with torch.no_grad():
+                result = job.call()
+            if inspect.isawaitable(result):
+                with _LOOP_LOCK:
+                    loop = _event_loop()
+                job.awaited = asyncio.run_coroutine_threadsafe(await_result(result), loop)
+                result = job.awaited.result()
+        except BaseException as error:  # noqa: BLE001 (an environment is foreign code, and may even call sys.exit)
+            return None, error
+        return result, None
+
+    def _drop_overdue(self) -> None:
+        if self._timeout is None:
+            return
+        overdue = [job for job in self._running if self._age(job) >= self._timeout]
+        for job in overdue:
+            job.has_timed_out = job.is_done = True
+            self._running.remove(job)
+            if job.awaited is not None:
+                job.awaited.cancel()
+            self._start_thread()
+
+    def _time_left(self) -> float | None:
+        """Seconds until the next call takes too long."""
+        if self._timeout is None or not self._running:
+            return None
+        return max(self._timeout - max(map(self._age, self._running)), 0.0)
+
+    def _age(self, job: Job) -> float:
+        assert job.started is not None
+        return time.monotonic() - job.started
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The loop of all async steps of this process, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="environment event loop", daemon=True).start()
+    return loop
+
+
+# What the policy is told: text that follows its own as it is, or messages that the chat template writes.
+Reply: TypeAlias = str | Sequence[Message]
+# What the policy is told, what its turn was worth, and whether the episode is over.
+Step: TypeAlias = tuple[Reply, float, bool]
+
+_log = logger(__name__)
+
+
+class Environment(Protocol):
+    """One episode: a tool, a game, a user that is played. A new object is made for each answer to a prompt. Methods run
+    in threads, those of one object one after the other."""
+
+    def reset(self, row: Mapping[str, Any]) -> str:
+        """Begin the episode of a prompt's row; returns what follows the prompt before the policy speaks, often ""."""
+        ...
+
+    def step(self, response: str) -> Step | Awaitable[Step]:
+        """Take what the policy said; returns what it is told, what that was worth, and whether the episode is over."""
+        ...
+
+
+@runtime_checkable
+class CountsToolCalls(Protocol):
+    """An environment that calls tools, whose calls stand in the metrics tools/*."""
+
+    num_tool_calls: int  # in the episode so far
+    num_tool_results: int  # calls that a tool answered; the others failed
+
+
+@final
+@dataclass(slots=True, kw_only=True, eq=False)
+class Episode:
+    """An answer that is being written."""
+
+    number: int  # of the prompt
+    sample: int
+    prompt: PromptExample
+    environment: Environment
+    conversation: list[Message] | None = None  # up to the present reply; None where it is not one of messages
+    opening: str = ""  # with which the present reply begins, before the policy speaks
+    tokens: list[int] = field(default_factory=list)  # after the prompt
+    loss_mask: list[bool] = field(default_factory=list)  # which of them the policy wrote
+    log_probs: list[float] = field(default_factory=list)  # of those
+    rewards: list[float] = field(default_factory=list)  # of those
+    turn_tokens: list[int] = field(default_factory=list)  # in this turn
+    turn_rewards: list[float] = field(default_factory=list)
+    failure: str | None = None  # what went wrong in its last step
+    has_timed_out: bool = False
+    is_finished: bool = False
+    is_stopped: bool = False  # a stop string, and no end token, ended the last turn
+
+    def append_observation(self, tokens: Sequence[int]) -> None:
+        """What the environment says."""
+        self.tokens += tokens
+        self.loss_mask += [False] * len(tokens)
+
+    def append_action(self, output: Output) -> None:
+        """What the policy says."""
+        self.tokens += output.tokens
+        self.loss_mask += [True] * len(output.tokens)
+        self.log_probs += output.logprobs
+        self.rewards += [0.0] * len(output.tokens)
+        self.turn_tokens += output.tokens
+
+    def rollout(self, has_rewards: bool) -> Rollout:
+        """The whole of it, each turn's reward on the turn's last token; without rewards, unless a step failed, the
+        score is left to others."""
+        answer = PromptCompletion(
+            prompt=self.prompt.tokens,
+            tokens=tuple(self.tokens),
+            loss_mask=tuple(self.loss_mask),
+            is_finished=self.is_finished,
+            is_stopped=self.is_stopped,
+            columns=self.prompt.columns,
+        )
+        tools = self.environment if isinstance(self.environment, CountsToolCalls) else None
+        return Rollout(
+            completion=answer,
+            prompt_index=self.number,
+            num_tool_calls=None if tools is None else tools.num_tool_calls,
+            num_tool_failures=0 if tools is None else tools.num_tool_calls - tools.num_tool_results,
+            logprobs=tuple(self.log_probs),
+            score=tuple(self.rewards) if has_rewards else None if self.failure is None else self.rewards[-1],
+            turn_rewards=tuple(self.turn_rewards),
+            failure=self.failure,
+            has_timed_out=self.has_timed_out,
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentRunner:
+    """Where episodes are played: what makes an environment, for how many turns, and how long a whole text may be.
+
+    All episodes take a turn, then all take the next one. Steps run in threads while the engine still draws the turns of
+    others, and which of them ends first changes nothing: neither the order of the requests nor which of them share a
+    forward pass.
+    """
+
+    make: Callable[[], Environment]
+    tokenizer: Tokenizer
+    max_turns: int
+    max_tokens: int
+    options: EnvironmentOptions
+    tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas that the chat template was given with the prompts
+    has_rewards: bool = True  # the environment gives them, and not the role `reward`
+
+    def run(
+        self,
+        engine: Engine,
+        prompts: Sequence[tuple[int, PromptExample]],
+        options: InferenceOptions,
+        num_samples: int,
+        name: str,
+    ) -> list[Rollout]:
+        """`num_samples` episodes of each of the numbered prompts, in their order. Noise is keyed by `name`, prompt,
+        sample and turn."""
+        pool = StepPool(self.options.max_workers, self.options.timeout)
+        episodes = [
+            Episode(number=number, sample=sample, prompt=prompt, environment=self.make())
+            for number, prompt in prompts
+            for sample in range(num_samples)
+        ]
+        self._reset_all(episodes, pool)
+        live, num_turns = episodes, 0
+        while live:
+            jobs = self._run_turn(engine, live, options, name, num_turns, pool)
+            pool.wait(job for job, _ in jobs.values())
+            live = [each for each in live if each in jobs and self._finish_turn(each, *jobs[each])]
+            num_turns += 1
+        self._log_failures(episodes)
+        return [episode.rollout(self.has_rewards) for episode in episodes]
+
+    def _reset_all(self, episodes: Sequence[Episode], pool: StepPool) -> None:
+        jobs = [pool.submit(partial(each.environment.reset, each.prompt.columns)) for each in episodes]
+        pool.wait(jobs)
+        for episode, job in zip(episodes, jobs, strict=True):
+            name = f"{type(episode.environment).__name__}.reset"
+            if job.has_timed_out or job.error is not None:
+                raise TrainingError(f"{name} failed", got=self._failure_text(job)) from job.error
+            if not isinstance(job.result, str):
+                raise TrainingError(f"{name} gave something that is no text", got=repr(job.result), expected='often ""')
+            episode.conversation = None if episode.prompt.messages is None else list(episode.prompt.messages)
+            episode.opening = job.result
+            episode.append_observation(self.tokenizer.encode(job.result))
+            if self._tokens_left(episode) < 1:
+                raise TrainingError(
+                    f"{name} leaves no room for an answer",
+                    got=f"{len(episode.prompt.tokens) + len(episode.tokens)} tokens before the first answer",
+                    expected=f"fewer than data.sequence_length={self.max_tokens}",
+                )
+
+    def _run_turn(
+        self,
+        engine: Engine,
+        episodes: Sequence[Episode],
+        options: InferenceOptions,
+        name: str,
+        number: int,
+        pool: StepPool,
+    ) -> dict[Episode, tuple[Job, bool]]:
+        """Let the policy speak in each episode, and begin the environment's step as soon as it has; with whether the
+        policy came to an end. Where the policy diverged, nothing was said."""
+        live: dict[int, Episode] = {}
+        for episode in episodes:
+            key = seeds.key(name, episode.number, episode.sample, number)
+            chosen = replace(options, max_new_tokens=min(options.max_new_tokens, self._tokens_left(episode)))
+            live[engine.submit([*episode.prompt.tokens, *episode.tokens], chosen, key=key)] = episode
+        stopping = StoppingEngine(engine, self.tokenizer, options.stop)
+        jobs: dict[Episode, tuple[Job, bool]] = {}
+        while engine.has_work:
+            for output in stopping.step():
+                episode = live[output.request]
+                episode.append_action(output)
+                if output.finish_reason is None or not episode.turn_tokens:
+                    continue
+                is_whole = output.finish_reason == "stop"
+                episode.is_stopped = stopping.is_stopped(output)
+                has_end = is_whole and not episode.is_stopped
+                text = self.tokenizer.decode(episode.turn_tokens[:-1] if has_end else episode.turn_tokens)
+                jobs[episode] = pool.submit(partial(episode.environment.step, text)), is_whole
+            pool.check()
+        return jobs
+
+    def _tokens_left(self, episode: Episode) -> int:
+        return self.max_tokens - len(episode.prompt.tokens) - len(episode.tokens)
+
+    def _finish_turn(self, episode: Episode, job: Job, has_stopped: bool) -> bool:
+        """Take the environment's answer to a turn. The episode is over where it says so or fails, after the last turn,
+        where the turn was cut off, and where its answer leaves no room for another."""
+        said, episode.turn_tokens = episode.turn_tokens, []
+        if job.has_timed_out or job.error is not None:
+            observation, reward, is_over = self._failed_step(episode, job)
+        else:
+            observation, reward, is_over = self._validated_step(episode.environment, job.result)
+            episode.is_finished = is_over and has_stopped
+        episode.rewards[-1] = reward
+        episode.turn_rewards.append(reward)
+        if is_over or not has_stopped or len(episode.turn_rewards) == self.max_turns:
+            return False
+        tokens = self._encode_observation(episode, said, observation)
+        if len(tokens) >= self._tokens_left(episode):
+            return False
+        episode.append_observation(tokens)
+        return True
+
+    def _failed_step(self, episode: Episode, job: Job) -> Step:
+        """What a step is worth that raised or took too long; it is the last one."""
+        failure = f"{type(episode.environment).__name__}.step: {self._failure_text(job)}"
+        if self.options.on_error == "raise":
+            raise TrainingError(
+                f"{type(episode.environment).__name__}.step failed",
+                got=self._failure_text(job),
+                fix="mend it, or add environment.on_error=0 to give such an answer the reward 0 and to count it",
+            ) from job.error
+        episode.failure, episode.has_timed_out = failure, job.has_timed_out
+        return "", float(self.options.on_error), True
+
+    def _failure_text(self, job: Job) -> str:
+        too_long = f"more than environment.timeout={self.options.timeout} seconds"
+        return too_long if job.has_timed_out else repr(job.error)
+
+    def _validated_step(self, environment: Environment, result: Any) -> Step:
+        """What a step gave, if that is what it should be."""
+        name = f"{type(environment).__name__}.step"
+        if not isinstance(result, (tuple, list)) or len(result) != 3:
+            raise TrainingError(
+                f"{name} gave the wrong number of values",
+                got=repr(result),
+                expected="what the policy is told, a reward, and whether the episode is over",
+            )
+        observation, reward, is_over = result
+        # The template checks the content of a message.
+        is_chat = isinstance(observation, (list, tuple)) and all(
+            isinstance(each, Mapping) and isinstance(each.get("role"), str) and "content" in each
+            for each in observation
+        )
+        if not isinstance(observation, str) and not is_chat:
+            raise TrainingError(
+                f"{name} gave something that cannot be told",
+                got=repr(observation),
+                expected='text, often "", or a list of messages with role and content',
+            )
+        try:
+            number = math.nan if isinstance(reward, (str, bytes)) else float(reward)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise TrainingError(f"{name} gave a reward that is no number", got=repr(reward), expected="a finite number")
+        if not isinstance(is_over, (bool, np.bool_)):
+            raise TrainingError(
+                f"{name} does not say whether the episode is over", got=repr(is_over), expected="True or False"
+            )
+        return observation, number, bool(is_over)
+
+    def _encode_observation(self, episode: Episode, turn_tokens: Sequence[int], observation: Reply) -> list[int]:
+        """What the environment says as tokens. Messages are what the chat template writes after the policy's reply."""
+        if isinstance(observation, str):
+            if episode.is_stopped:
+                # The reply has no end yet: this is a part of it.
+                episode.opening += self.tokenizer.decode(turn_tokens) + observation
+            else:
+                episode.conversation = None
+            return self.tokenizer.encode(observation)
+        name = f"{type(episode.environment).__name__}.step"
+        if episode.conversation is None:
+            raise TrainingError(
+                f"{name} gave messages where there is no conversation",
+                got="a prompt that is text, or text that was told before",
+                expected="a prompt that is a list of messages, and messages in every turn",
+            )
+        has_end = not episode.is_stopped
+        reply = episode.opening + self.tokenizer.decode(turn_tokens[:-1] if has_end else turn_tokens)
+        try:
+            tokens = template_of(self.tokenizer).continuation(
+                episode.conversation, reply, observation, has_end=has_end, **episode.prompt.inputs
+            )
+        except DataError as error:
+            raise TrainingError(f"{name} gave messages that cannot be told", got=str(error)) from error
+        episode.conversation += [{"role": "assistant", "content": reply}, *observation]
+        episode.opening = ""
+        return tokens
+
+    def _log_failures(self, episodes: Sequence[Episode]) -> None:
+        """Log the failures of a round. Raises TrainingError where every one of several steps failed."""
+        failures = [each.failure for each in episodes if each.failure is not None]
+        num_steps = sum(len(each.turn_rewards) for each in episodes)
+        if not failures:
+            return
+        if len(failures) == num_steps > 1:
+            raise TrainingError(f"all {num_steps} steps of an environment failed", got=failures[0])
+        _log.warning(
+            "%d of %d steps of the environment failed and score %s; the first: %s",
+            len(failures),
+            num_steps,
+            self.options.on_error,
+            failures[0],
+        )

@@ -1,0 +1,484 @@
+"""PPO (Schulman et al., 2017) and its relatives GRPO, Dr. GRPO, DAPO, RLOO and REINFORCE++, from top to bottom.
+
+Each iteration of `PolicyGradientTask.steps`:
+  1. collect rollouts: the policy generates completions; they get rewards, reference log-probs and values
+     (`_collect_rollouts`);
+  2. compute advantages and returns (`compute_experience`);
+  3. update: `epochs * num_minibatches` optimizer steps over the rollout batch (`_micro_batches`, `loss`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.optim.groups import ParameterGroup
+from kitforge.core.parallel.world import World
+from kitforge.data.chat_datasets import PromptExample, TokenizedExample
+from kitforge.data.packing import IGNORED
+from kitforge.foundation import seed as seeds
+from kitforge.foundation.types import Cursor, MicroBatch, Sums
+from kitforge.kits.rlhf.algorithms.advantages import (
+    discounted_returns,
+    gae_advantages,
+    group_advantages,
+    length_adaptive_lambda,
+    masked_whiten,
+    token_rewards,
+)
+from kitforge.kits.rlhf.algorithms.kl import KlController, biased_kl_loss, kl_estimate, kl_loss
+from kitforge.kits.rlhf.algorithms.losses import (
+    aggregate,
+    cispo_loss,
+    explained_variance,
+    importance_weights,
+    loss_denominator,
+    mask_fill,
+    policy_loss,
+    value_loss,
+)
+from kitforge.kits.rlhf.batching import row_schedule
+from kitforge.kits.rlhf.config import CriticOptions, RLOptions
+from kitforge.kits.rlhf.dataset import DatasetSplits
+from kitforge.kits.rlhf.reinforcement.experience import (
+    attempt_metrics,
+    check_not_diverged,
+    completion_outcomes,
+    environment_metrics,
+    mismatch_metrics,
+    rollout_metrics,
+    select_groups,
+    shaped_scores,
+)
+from kitforge.kits.rlhf.reinforcement.ptx import PtxBatches, is_ptx, ptx_count, ptx_loss
+from kitforge.kits.rlhf.reinforcement.rollout_batch import (
+    Rollout,
+    RolloutBatch,
+    last_index,
+    loss_mask,
+    pad_rollouts,
+    slice_batch,
+    to_token_grid,
+    token_logprobs,
+    token_values,
+)
+from kitforge.kits.rlhf.reinforcement.rollout_collector import Annotator, Roles, RolloutCollector
+from kitforge.kits.rlhf.roles.model_copy import actor_critic_groups
+from kitforge.kits.rlhf.roles.reference_model import check_frozen_weights
+from kitforge.kits.rlhf.roles.value_head import critic_of, policy_of
+from kitforge.trainer.task import BestMetric, RunResult, Task
+
+# An update may exceed rl.target_kl by this factor, as in OpenAI's baselines and Stable-Baselines3.
+TARGET_KL_SLACK = 1.5
+# Rollout metrics that an evaluation reports too.
+EVAL_METRICS = ("reward", "reward_std", "reward_shaped", "kl", "completion/mean_length", "completion/eos_rate")
+EVAL_METRIC_PREFIXES = ("environment/", "rewards/")
+
+
+@final
+class PolicyGradientTask(Task):
+    """A micro-batch holds rows of a `RolloutBatch` and `is_real` [B], False for padding rows; or pretraining rows."""
+
+    def __init__(
+        self,
+        options: RLOptions,
+        rows: DatasetSplits[PromptExample],
+        roles: Roles,
+        build: Callable[[World], nn.Module],
+        world: World,
+        pretraining: DatasetSplits[TokenizedExample] | None = None,
+    ) -> None:
+        """`build` makes the policy, with a critic for GAE; `pretraining` holds the rows of the ptx loss."""
+        self._options = options
+        self._rows = rows
+        # Released after the build, and with it the initial weights.
+        self._build: Callable[[World], nn.Module] | None = build
+        phases: dict[str, Callable[..., list[Rollout]]] = {
+            "rollouts": self._collect_rollouts,
+            "evaluation": self._collect_eval_rollouts,
+        }
+        self._collector = RolloutCollector(options, rows, roles, world, phases)
+        self._schedule = row_schedule(len(rows.train), options, world)
+        self._ptx = None if pretraining is None else PtxBatches(options, pretraining, world)
+        self._controller = KlController(options.kl.controller_options())
+        self._batch: RolloutBatch | None = None
+        self._num_served = 0  # updates begun on the open rollout batch
+        self._is_stopped = False  # rl.target_kl ended the open rollout batch early
+        self._num_stops = 0  # rollout batches ended early
+        self._next_prompt_index = 0  # first prompt of the next rollout batch, in the endless order of prompts
+        self.eval_rollouts: list[Rollout] = []  # of the last evaluation
+        # Replay: returns the logged rollouts of a rollout batch by its number.
+        self.recorded: Callable[[int], list[Rollout]] | None = None
+        self.collected: tuple[int, list[Rollout]] | None = None  # number and rollouts of the newest rollout batch
+        self.completion_outcomes: list[dict[str, float | None]] = []  # of each of these rollouts
+
+    def build(self, world: World) -> nn.Module:
+        """The policy, with a critic for GAE, on the device."""
+        assert self._build is not None
+        build, self._build = self._build, None
+        model = build(world)
+        # Makes the rollout model if the trained one is sharded.
+        self._collector.prepare(build, model)
+        return model
+
+    def serve_roles(self) -> RunResult:
+        """On an inference-only rank: run commands of the training ranks until the run ends."""
+        assert self._build is not None
+        build, self._build = self._build, None
+        self._collector.prepare(build, None)
+        del build
+        return self._collector.serve()
+
+    def on_run_end(self, ending: RunResult) -> None:
+        """Release the inference-only ranks."""
+        self._collector.close(ending)
+
+    def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
+        """Updates from the cursor on, with a new rollout batch every `updates_per_rollout` of them."""
+        number, served = divmod(cursor.step, self._options.rl.updates_per_rollout)
+        while True:
+            if served == 0:
+                self._is_stopped = False
+                self._batch = self._next_batch(model, number)
+            assert self._batch is not None
+            for update in range(served, self._options.rl.updates_per_rollout):
+                self._num_served = update + 1
+                self._collector.mark_stale()
+                # A rollout batch always has the same number of steps, so that the step gives its number.
+                yield [] if self._is_stopped else self._micro_batches(self._batch, number, update)
+            number, served = number + 1, 0
+
+    def _next_batch(self, model: nn.Module, number: int) -> RolloutBatch:
+        """Collect rollouts, compute their experience and update the KL controller. Equal on all ranks."""
+        options, rl, kl_coef = self._options, self._options.rl, self._controller.coef
+        if self.recorded is None:
+            rollouts = self._collector.collect("rollouts", model, number, self._next_prompt_index)
+        else:
+            rollouts = self.recorded(number)
+        batch = compute_experience(rollouts, options, kl_coef, self._rows.pad_id)
+        self.collected = (number, rollouts)
+        self.completion_outcomes = completion_outcomes(rollouts, batch, options)
+        num_prompts = rl.prompts_per_rollout
+        if rl.filter_zero_variance_groups:
+            num_prompts = select_groups(rollouts, options).num_prompts
+        self._next_prompt_index += num_prompts
+        if "kl" in batch.metrics:
+            self._controller.update(batch.metrics["kl"], len(batch.tokens))
+        stops = {} if rl.target_kl is None else {"num_target_kl_stops": float(self._num_stops)}
+        return replace(batch, metrics=batch.metrics | {"kl_coef": kl_coef} | stops)
+
+    def _collect_rollouts(self, model: nn.Module | None, number: int, first: int) -> list[Rollout]:
+        """Completions of the prompts from `first` on, with rewards, reference log-probs and values.
+
+        Runs on every rank; each does its share of the roles placed on it. `model` is None on a rank without the rollout
+        role. Rollouts that `select_groups` leaves out have a reward and nothing else.
+        """
+        collector, rl = self._collector, self._options.rl
+        if not rl.filter_zero_variance_groups:
+            rollouts = collector.generate_batch(model, number)
+            score = partial(collector.score, prompts=collector.prompts(first))
+            return collector.annotate(rollouts, {**self._forward_passes(model), "reward": score})
+        # Dynamic sampling (DAPO): generate for further prompts until enough groups have different rewards.
+        rollouts = []
+        for batch in range(rl.max_num_gen_batches):
+            offset = batch * rl.prompts_per_rollout
+            prompts = collector.prompts(first + offset)
+            key = f"{self._options.seed}/{number}" + (f"/{batch}" if batch else "")
+            generated = collector.generate(model, prompts, key, rl.num_generations)
+            scored = collector.annotate(generated, {"reward": partial(collector.score, prompts=prompts)})
+            rollouts += [replace(each, prompt_index=offset + each.prompt_index) for each in scored]
+            selection = select_groups(rollouts, self._options)
+            if selection.is_full:
+                break
+        selected = collector.annotate([rollouts[index] for index in selection.indices], self._forward_passes(model))
+        for index, rollout in zip(selection.indices, selected, strict=True):
+            rollouts[index] = rollout
+        return rollouts
+
+    def _forward_passes(self, model: nn.Module | None) -> dict[str, Annotator]:
+        """Per role: values (and recomputed old log-probs) of the rollout model, reference log-probs."""
+        outputs = partial(self._collector.policy_outputs, model=model)
+        return {"rollout": outputs, "reference": self._collector.reference_logprobs}
+
+    def _micro_batches(self, batch: RolloutBatch, number: int, update: int) -> list[MicroBatch]:
+        """This rank's part of one minibatch. Every epoch shuffles the rollout batch anew."""
+        rl = self._options.rl
+        epoch, part = divmod(update, rl.num_minibatches)
+        generator = seeds.generator(self._options.seed, "minibatch", number, epoch)
+        size = len(batch.tokens) // rl.num_minibatches
+        rows = torch.randperm(len(batch.tokens), generator=generator)[part * size : (part + 1) * size]
+        mask = batch.mask[rows] & batch.keep_mask[rows].unsqueeze(-1)
+        # The loop divides by the policy's denominator; the critic's loss is a mean over tokens.
+        denominator, warms_up = float(self._loss_denominator(mask)), number < rl.critic_warmup
+        value_scale = denominator / max(float(mask.sum()), 1.0)
+        shared = {"metrics": batch.metrics, "value_scale": value_scale, "warms_up": warms_up}
+        lengths = [last_index(each) for each in batch.mask[rows]]
+        parts = self._schedule.length_buckets(lengths, rl.max_tokens_per_microbatch)
+        micro_batches: list[MicroBatch] = [{**slice_batch(batch, rows[indices]), **shared} for indices in parts]
+        if self._ptx is None:
+            return micro_batches
+        # Multiplied by the same denominator, so that the ptx loss is weighted as a mean over its own tokens.
+        weight = 0.0 if warms_up else self._options.ptx.coef * denominator
+        return micro_batches + self._ptx.micro_batches(number * rl.updates_per_rollout + update, weight)
+
+    def _loss_denominator(self, mask: Tensor) -> Tensor:
+        return loss_denominator(mask, self._options.rl.loss_aggregation, self._options.rollout.max_new_tokens)
+
+    def count(self, step: Sequence[MicroBatch]) -> Sums:
+        """The loss denominator, generated tokens and completions of this rank's part of the step."""
+        tokens, completions, weight = torch.zeros(()), torch.zeros(()), torch.zeros(())
+        for micro_batch in (each for each in step if not is_ptx(each)):
+            mask = loss_mask(micro_batch)
+            tokens, completions = tokens + mask.sum(), completions + micro_batch["is_real"].sum()
+            weight = weight + self._loss_denominator(mask)
+        per_token = dict.fromkeys(("entropy", "clip_fraction", "approx_kl", "value_loss", "tokens"), tokens)
+        metrics = next(each["metrics"] for each in step if not is_ptx(each))
+        return {"loss": weight, **per_token, **dict.fromkeys((*metrics, "samples"), completions), **ptx_count(step)}
+
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+        """Sums of the policy loss, aggregated as `rl.loss_aggregation` says, the value loss and their metrics."""
+        if is_ptx(micro_batch):
+            return ptx_loss(policy_of(model), micro_batch)
+        options, rl, mask = self._options, self._options.rl, loss_mask(micro_batch)
+        tokens, targets = micro_batch["tokens"], micro_batch["targets"]
+        logprobs, entropies = token_logprobs(policy_of(model), tokens, targets, options.rollout.temperature)
+        mask = mask.to(logprobs.device)
+        names = ("old_logprobs", "ref_logprobs", "advantages", "importance_weights")
+        grids = [micro_batch[name].to(logprobs) for name in names]
+        logprobs, entropies, old, ref, advantages, weights = mask_fill(mask, logprobs, entropies, *grids)
+        if rl.loss_mode == "cispo":
+            losses, is_clipped = cispo_loss(logprobs, old, advantages, rl.clip, weights)
+        else:
+            sequence_mask = mask if rl.loss_mode == "gspo" else None
+            losses, is_clipped = policy_loss(logprobs, old, advantages, rl.clip, weights, sequence_mask)
+        if options.kl.is_on and options.kl.apply_to == "loss":
+            losses = losses + micro_batch["metrics"]["kl_coef"] * self._kl_loss(logprobs, ref, old)
+        losses = losses - rl.entropy_coef * entropies
+        total = aggregate(losses, mask, rl.loss_aggregation, 1.0)
+        sums = {
+            "policy_loss": total.detach(),
+            "entropy": entropies.sum(),
+            "clip_fraction": is_clipped.sum(),
+            "approx_kl": kl_estimate(old, logprobs, "k3").sum(),
+            # Means over the rollout batch as sums over this micro-batch's completions.
+            **{name: micro_batch["is_real"].sum() * value for name, value in micro_batch["metrics"].items()},
+        }
+        if (critic := critic_of(model)) is not None:
+            grids = [micro_batch[name].to(logprobs) for name in ("values", "returns")]
+            values, old_values, returns = mask_fill(mask, token_values(critic, tokens, mask), *grids)
+            errors, _ = value_loss(values, old_values, returns, rl.value_clip_range)
+            sums["value_loss"] = errors.sum()
+            weighted_value_loss = rl.vf_coef * micro_batch["value_scale"] * sums["value_loss"]
+            # During critic warm-up the policy loss has weight 0, and its zero gradients are dropped.
+            total = weighted_value_loss + total * (0.0 if micro_batch["warms_up"] else 1.0)
+        return {"loss": total, **sums}
+
+    def _kl_loss(self, logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+        """The KL loss of every token [B, T]."""
+        if not self._options.kl.use_bias_correction:
+            return biased_kl_loss(logprobs, ref_logprobs, self._options.kl.estimator)
+        return kl_loss(logprobs, ref_logprobs, self._options.kl.estimator, rollout_logprobs=old_logprobs)
+
+    def frozen_parts(self, step: Sequence[MicroBatch]) -> Collection[str]:
+        """The policy during critic warm-up."""
+        return ("policy",) if any(each.get("warms_up", False) for each in step) else ()
+
+    def skip_reason(self, sums: Sums, counts: Sums) -> str | None:
+        """Skip this update and the rest of the rollout batch if approx_kl exceeds 1.5 * `rl.target_kl`."""
+        target = self._options.rl.target_kl
+        if target is None:
+            return None
+        kl = float(sums["approx_kl"]) / max(float(counts["approx_kl"]), 1.0)
+        # A non-finite KL is left to the check of the loop, which skips and counts the step.
+        if not kl > TARGET_KL_SLACK * target:
+            return None
+        self._is_stopped, self._num_stops = True, self._num_stops + 1
+        return f"approximate KL {kl:.4g} above {TARGET_KL_SLACK} * rl.target_kl={target:g}; the round ends here"
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """eval/reward and eval/reward_std before penalties; eval/reward_shaped after them if there are any; mean and
+        standard deviation of each reward; eval/completion/mean_length, eval/completion/eos_rate; eval/kl (nats per
+        completion) if there is a reference; metrics of the environment; eval/avg@n and eval/pass@k by `rl.eval`."""
+        limit, size = self._options.trainer.eval_batches, self._options.rl.prompts_per_rollout
+        num_prompts = len(self._rows.eval) if limit is None else min(limit * size, len(self._rows.eval))
+        if num_prompts == 0:
+            return {}
+        rollouts = self.eval_rollouts = self._collector.collect("evaluation", model, num_prompts)
+        chosen = self._options.rl.eval
+        metrics = compute_experience(rollouts, evaluation_options(self._options), 0.0, self._rows.pad_id).metrics
+        kept = {
+            name: value
+            for name, value in metrics.items()
+            if name in EVAL_METRICS or name.startswith(EVAL_METRIC_PREFIXES)
+        }
+        if chosen.temperature not in (None, self._options.rollout.temperature):
+            # Samples of another temperature do not estimate the KL of the trained policy.
+            kept.pop("kl", None)
+        kept |= attempt_metrics(rollouts, chosen.num_generations, chosen.pass_threshold)
+        return {f"eval/{name}": value for name, value in kept.items()}
+
+    def _collect_eval_rollouts(self, model: nn.Module | None, num_prompts: int) -> list[Rollout]:
+        """Completions of the first evaluation prompts, generated as `rl.eval` says. Runs on every rank."""
+        collector, chosen, prompts = self._collector, self._options.rl.eval, self._rows.eval[:num_prompts]
+        rollouts = collector.generate(model, prompts, "evaluation", chosen.num_generations, chosen.temperature)
+        score = partial(collector.score, prompts=prompts)
+        rollouts = collector.annotate(rollouts, {**self._forward_passes(model), "reward": score})
+        if not rollouts[0].ref_logprobs or rollouts[0].old_logprobs:
+            return rollouts
+        # The engine rounds differently; in half precision its log-probs would add to the KL.
+        policies = {"old_logprobs": None if model is None else policy_of(model)}
+        return collector.annotate(rollouts, {"rollout": partial(collector.forward, policies=policies)})
+
+    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
+        """Matrices decay; embeddings, heads, norms and biases do not."""
+        return actor_critic_groups(model, weight_decay, self._options.critic)
+
+    def num_steps(self, epochs: float) -> int | None:
+        """Updates in that many passes over the prompts."""
+        batches = math.ceil(len(self._rows.train) * epochs / self._options.rl.prompts_per_rollout)
+        return batches * self._options.rl.updates_per_rollout
+
+    def needs_checkpoint(self, step: int, max_steps: int) -> bool:
+        """Without periodic checkpoints: before the first logged rollout batch, so that its steps can be replayed."""
+        kept, per_batch = self._options.rollout.keep_rollout_files, self._options.rl.updates_per_rollout
+        first = max(0, -(-max_steps // per_batch) - kept)
+        return self._options.trainer.checkpoint_every is None and kept > 0 and step == first * per_batch
+
+    def progress_metrics(self) -> tuple[str, ...]:
+        """Reward before penalties, KL and completion length; the value of a policy loss has no meaning of its own."""
+        return ("reward", "kl", "completion/mean_length")
+
+    def metric_for_best(self) -> BestMetric:
+        """The reward; higher is better."""
+        return BestMetric(name="eval/reward", mode="max")
+
+    def state(self) -> dict[str, Any]:
+        """Fingerprints of prompts and frozen weights, the KL controller, and the open and prefetched rollouts."""
+        is_open = self._batch is not None and self._num_served < self._options.rl.updates_per_rollout
+        return {
+            "rows": self._rows.fingerprint,
+            "num_rows": len(self._rows.train),
+            **self._collector.fingerprints(),
+            "controller": self._controller.state(),
+            "next_prompt": self._next_prompt_index,
+            "is_stopped": self._is_stopped,
+            "num_stops": self._num_stops,
+            "pretraining": None if self._ptx is None else self._ptx.rows.fingerprint,
+            "round": self._batch.to_dict() if is_open and self._batch is not None else None,
+            "ahead": self._collector.pending(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`. Raises ConfigError for other prompts, another reference or another base model."""
+        trainer = self._options.trainer
+        self._rows.check_same(state["rows"], trainer.allow_data_changes)
+        if self.recorded is None:
+            check_frozen_weights(self._collector.fingerprints(), state, trainer.allow_config_changes)
+        if self._ptx is not None:
+            self._ptx.rows.check_same(state["pretraining"], trainer.allow_data_changes)
+        self._controller.load_state(state["controller"])
+        self._next_prompt_index = state["next_prompt"]
+        self._is_stopped, self._num_stops = state["is_stopped"], state["num_stops"]
+        self._batch = None if state["round"] is None else RolloutBatch.from_dict(state["round"])
+        self._collector.restore(state["ahead"])
+        self._collector.mark_stale()
+
+
+def compute_experience(rollouts: Sequence[Rollout], options: RLOptions, kl_coef: float, pad_id: int) -> RolloutBatch:
+    """KL penalties, token rewards, advantages and returns of rollouts, those of one prompt next to one another. Pure.
+    Raises TrainingError if the policy has diverged."""
+    rl = options.rl
+    check_not_diverged(rollouts)
+    selection = select_groups(rollouts, options) if rl.filter_zero_variance_groups else None
+    trained = rollouts if selection is None else [rollouts[index] for index in selection.indices]
+    batch = pad_rollouts(trained, pad_id)
+    mask = batch["targets"] != IGNORED
+
+    def grid(name: str, default: Tensor) -> Tensor:
+        return to_token_grid([getattr(each, name) for each in trained], mask) if getattr(trained[0], name) else default
+
+    drawn = to_token_grid([each.logprobs for each in trained], mask)
+    old_logprobs = grid("old_logprobs", drawn)
+    ref_logprobs = grid("ref_logprobs", old_logprobs)
+    values = grid("values", torch.zeros_like(old_logprobs))
+    weights = importance_weights(old_logprobs, drawn, mask, options.importance_sampling)
+    scores = shaped_scores(trained, options, mask)
+    kl = torch.where(mask, kl_estimate(old_logprobs, ref_logprobs, options.kl.estimator), 0.0)
+    penalties = kl_coef * kl if options.kl.apply_to == "reward" else torch.zeros_like(kl)
+    keep_mask = torch.tensor([each.completion.is_finished or not rl.mask_truncated_completions for each in trained])
+    if selection is not None:
+        keep_mask = keep_mask & torch.tensor(selection.has_signal)
+    if rl.advantage in ("gae", "reinforce"):
+        rewards = token_rewards(scores, penalties, mask)
+        if rl.whiten_rewards:
+            rewards = masked_whiten(rewards, mask, shift_mean=False)
+        advantages, returns = _token_advantages(rewards, values, mask, options)
+    else:
+        advantages = _group_advantages(scores, penalties, mask, options)
+        returns = torch.zeros_like(advantages)
+    if rl.whiten_advantages:
+        advantages = masked_whiten(advantages, mask & keep_mask.unsqueeze(-1))
+    metrics = rollout_metrics(rollouts, options) | environment_metrics(rollouts)
+    if trained[0].old_logprobs:
+        metrics |= mismatch_metrics(old_logprobs, drawn, mask, weights, options.importance_sampling)
+    if trained[0].ref_logprobs:
+        metrics["kl"] = float(kl.sum(-1).mean())
+    if trained[0].values:
+        metrics["explained_variance"] = float(explained_variance(values, returns, mask))
+    return RolloutBatch(
+        tokens=batch["tokens"],
+        targets=batch["targets"],
+        old_logprobs=old_logprobs,
+        importance_weights=torch.ones_like(old_logprobs) if weights is None else weights,
+        ref_logprobs=ref_logprobs,
+        values=values,
+        advantages=advantages,
+        returns=returns,
+        keep_mask=keep_mask,
+        metrics=metrics,
+    )
+
+
+def _token_advantages(rewards: Tensor, values: Tensor, mask: Tensor, options: RLOptions) -> tuple[Tensor, Tensor]:
+    """GAE advantages and the critic's returns, or discounted returns as both (REINFORCE++), [S, T]."""
+    rl = options.rl
+    if rl.advantage == "reinforce":
+        returns = discounted_returns(rewards, mask, rl.gamma)
+        return returns, returns
+    alpha = rl.length_adaptive_alpha
+    value_lambda = rl.gae_lambda if rl.value_gae_lambda is None else rl.value_gae_lambda
+    policy_lambda: Tensor | float = rl.gae_lambda if alpha is None else length_adaptive_lambda(mask, alpha)
+    advantages = gae_advantages(rewards, values, mask, rl.gamma, policy_lambda)
+    if policy_lambda is value_lambda:
+        return advantages, advantages + values
+    return advantages, gae_advantages(rewards, values, mask, rl.gamma, value_lambda) + values
+
+
+def _group_advantages(scores: Tensor, penalties: Tensor, mask: Tensor, options: RLOptions) -> Tensor:
+    """The advantage of each completion among those of its prompt, on all of its tokens [S, T]."""
+    whole = scores.sum(-1) if scores.dim() == 2 else scores
+    groups = (whole - penalties.sum(-1)).view(-1, options.rl.num_generations)
+    assert options.rl.advantage in ("grpo", "dr_grpo", "rloo")
+    advantages = group_advantages(groups, options.rl.advantage).flatten()
+    return torch.where(mask, advantages.unsqueeze(-1), 0.0)
+
+
+def evaluation_options(options: RLOptions) -> RLOptions:
+    """The options under which an evaluation computes experience: every completion by itself, none left out."""
+    rl = replace(
+        options.rl,
+        num_generations=1,
+        num_minibatches=1,
+        advantage="reinforce",
+        filter_zero_variance_groups=False,
+        max_num_gen_batches=1,
+        length_adaptive_alpha=None,
+        critic_warmup=0,
+    )
+    return replace(options, rl=rl, critic=CriticOptions())

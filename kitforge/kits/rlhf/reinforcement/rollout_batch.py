@@ -1,0 +1,321 @@
+"""Answers of a policy to prompts, and all that was found out about them before the first update. S answers, T tokens.
+
+Tokens come from the engine and go into training as they are: nothing is decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.data.chat_datasets import PromptExample, TokenizedExample
+from kitforge.data.packing import IGNORED
+from kitforge.data.tokenizer import Tokenizer
+from kitforge.foundation import seed as seeds
+from kitforge.foundation.types import MicroBatch
+from kitforge.inference.engine import Engine, Output
+from kitforge.inference.text_engine import Detokenizer, InferenceOptions
+from kitforge.kits.rlhf.batching import pad_examples
+from kitforge.kits.rlhf.roles.rewards import PromptCompletion
+from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
+
+
+@final
+class StoppingEngine:
+    """Steps an engine, and ends each sample with the token that completes a stop string. What is drawn until then, and
+    with what probability, is what the engine draws without stop strings."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._texts: dict[tuple[int, int], Detokenizer] = {}
+        self._stopped: set[tuple[int, int]] = set()
+
+    def step(self) -> list[Output]:
+        """What a step added; `finish_reason` is "stop" for a stop string too, see `is_stopped`."""
+        if not self._stop:
+            return self._engine.step()
+        outputs = (each for each in self._engine.step() if not self.is_stopped(each))
+        return [self._until_stop(each) for each in outputs]
+
+    def is_stopped(self, output: Output) -> bool:
+        """Whether a stop string, and no end token, has ended this sample."""
+        return (output.request, output.sample) in self._stopped
+
+    def _until_stop(self, output: Output) -> Output:
+        name = output.request, output.sample
+        text = self._texts.setdefault(name, Detokenizer(self._tokenizer, self._stop))
+        num_kept = len(output.tokens) - (output.finish_reason == "stop")
+        for count, token in enumerate(output.tokens[:num_kept], start=1):
+            text.push([token])
+            if text.is_stopped:
+                self._stopped.add(name)
+                if output.finish_reason is None:
+                    self._engine.cancel(*name)
+                tokens, logprobs = output.tokens[:count], output.logprobs[:count]
+                return replace(output, tokens=tokens, logprobs=logprobs, finish_reason="stop")
+        return output
+
+
+# What was found out about each token that the policy wrote.
+_TOKEN_FIELDS = ("logprobs", "ref_logprobs", "values", "old_logprobs")
+# How a checkpoint holds what there is for each token; of scores where an answer has several.
+_STORED_DTYPES = {
+    "prompt_tokens": torch.int64,
+    "tokens": torch.int64,
+    "loss_mask": torch.bool,
+    **dict.fromkeys(("score", *_TOKEN_FIELDS), torch.float64),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One answer. `values` and `reference` are empty where there is no critic or no reference."""
+
+    completion: PromptCompletion
+    prompt_index: int  # which of the round's prompts
+    logprobs: tuple[float, ...]  # of each token that the policy wrote, in the distribution that it was drawn from
+    score: float | tuple[float, ...] | None = (
+        None  # of the answer, or of each token that the policy wrote; None: nobody said
+    )
+    ref_logprobs: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
+    old_logprobs: tuple[float, ...] = ()  # the trainer's own log-probabilities, where it was asked for them
+    rewards: Mapping[str, float] = field(default_factory=dict)  # what rewards say of it by name, see `Scored`
+    turn_rewards: tuple[float, ...] = ()  # what an environment gave for each turn
+    failure: str | None = None  # what went wrong in the last step of an environment
+    has_timed_out: bool = False  # it took too long
+    num_tool_calls: int | None = None  # in the episode; None where no tools are called
+    num_tool_failures: int = 0  # of these: calls that could not be run, raised or took too long
+
+    @property
+    def reward(self) -> float:
+        """What the whole answer scored."""
+        assert self.score is not None
+        return sum(self.score) if isinstance(self.score, tuple) else self.score
+
+    @property
+    def kl(self) -> float | None:
+        """How much likelier the policy finds the answer than the reference does; None where no reference was asked."""
+        if not self.ref_logprobs:
+            return None
+        return sum(
+            own - other for own, other in zip(self.old_logprobs or self.logprobs, self.ref_logprobs, strict=True)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON, bit for bit; without the columns of the prompt's row, which rewards have seen."""
+        answer = self.completion
+        return {
+            "is_finished": answer.is_finished,
+            "is_stopped": answer.is_stopped,
+            "prompt_index": self.prompt_index,
+            "score": self.score,
+            "prompt_tokens": answer.prompt,
+            "tokens": answer.tokens,
+            "loss_mask": answer.loss_mask,
+            "rewards": dict(self.rewards),
+            "turn_rewards": self.turn_rewards,
+            "failure": self.failure,
+            "has_timed_out": self.has_timed_out,
+            "num_tool_calls": self.num_tool_calls,
+            "num_tool_failures": self.num_tool_failures,
+            **{name: getattr(self, name) for name in _TOKEN_FIELDS},
+        }
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> Rollout:
+        """The inverse of `to_dict`."""
+        prompt, tokens, loss_mask = (tuple(plain[name]) for name in ("prompt_tokens", "tokens", "loss_mask"))
+        score = plain["score"]
+        return cls(
+            completion=PromptCompletion(
+                prompt=prompt,
+                tokens=tokens,
+                loss_mask=loss_mask,
+                is_finished=plain["is_finished"],
+                is_stopped=plain["is_stopped"],
+                columns={},
+            ),
+            prompt_index=plain["prompt_index"],
+            score=tuple(score) if isinstance(score, list) else score,
+            rewards=dict(plain["rewards"]),
+            turn_rewards=tuple(plain["turn_rewards"]),
+            failure=plain["failure"],
+            has_timed_out=plain["has_timed_out"],
+            num_tool_calls=plain["num_tool_calls"],
+            num_tool_failures=plain["num_tool_failures"],
+            **{name: tuple(plain[name]) for name in _TOKEN_FIELDS},
+        )
+
+
+def to_state(trajectories: Sequence[Rollout]) -> dict[str, Any]:
+    """Answers for a checkpoint's state: what there is for each token in one tensor of all answers by name, with the
+    answers' numbers of tokens; the rest ready for JSON."""
+    rows = [each.to_dict() for each in trajectories]
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, dtype in _STORED_DTYPES.items():
+        held = [row.pop(name) if isinstance(row[name], tuple) else () for row in rows]
+        values = [value for each in held for value in each]
+        lengths = torch.tensor([len(each) for each in held], dtype=torch.int64)
+        tensors[name] = {"values": torch.tensor(values, dtype=dtype), "lengths": lengths}
+    return {"rows": rows, "tensors": tensors}
+
+
+def from_state(state: dict[str, Any]) -> list[Rollout]:
+    """What `to_state` was given."""
+    rows = [dict(row) for row in state["rows"]]
+    for name, stored in state["tensors"].items():
+        for row, values in zip(rows, stored["values"].split(stored["lengths"].tolist()), strict=True):
+            row.setdefault(name, values.tolist())
+    return [Rollout.from_dict(row) for row in rows]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBatch:
+    """All answers of a round as tensors, on every rank: what each token was found to be worth.
+
+    Grids are [S, T]: the number of the token at i + 1 stands at i, where it is predicted.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    old_logprobs: Tensor  # log-probabilities under the policy that wrote the answers
+    importance_weights: Tensor  # what corrects for their having been drawn from a slightly different one
+    ref_logprobs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    keep_mask: Tensor  # [S], whether an answer counts
+    metrics: dict[str, float]  # of the round, for metrics
+
+    @property
+    def mask(self) -> Tensor:
+        """True [S, T] where a token was generated."""
+        return self.targets != IGNORED
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for a checkpoint's state: the tensors and the figures by name."""
+        return {name: getattr(self, name) for name in (*_TENSORS, "metrics")}
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> RolloutBatch:
+        """What `to_plain` gave, in memory of its own."""
+        return cls(metrics=plain["metrics"], **{name: plain[name].clone() for name in _TENSORS})
+
+
+_TENSORS = [each.name for each in dataclasses.fields(RolloutBatch) if each.name != "metrics"]
+_GRIDS = [name for name in _TENSORS if name != "keep_mask"]
+
+
+def generate_rollouts(
+    engine: Engine,
+    prompts: Sequence[tuple[int, PromptExample]],
+    options: InferenceOptions,
+    num_samples: int,
+    name: str,
+    *,
+    tokenizer: Tokenizer,
+) -> list[Rollout]:
+    """`num_samples` answers to each of the numbered prompts. Noise is keyed by `name` and the prompt's number, so that
+    an answer depends neither on ranks nor on what else is asked."""
+    requests: dict[int, tuple[int, PromptExample]] = {}
+    for number, prompt in prompts:
+        key = seeds.key(name, number)
+        request = engine.submit(prompt.tokens, options, num_samples=num_samples, key=key)
+        requests[request] = (number, prompt)
+    tokens: dict[tuple[int, int], list[int]] = {}
+    log_probs: dict[tuple[int, int], list[float]] = {}
+    ended: dict[tuple[int, int], bool] = {}
+    stopping = StoppingEngine(engine, tokenizer, options.stop)
+    stopped: set[tuple[int, int]] = set()
+    while engine.has_work:
+        for output in stopping.step():
+            sample_key = (output.request, output.sample)
+            tokens.setdefault(sample_key, []).extend(output.tokens)
+            log_probs.setdefault(sample_key, []).extend(output.logprobs)
+            ended[sample_key] = output.finish_reason == "stop"
+            if stopping.is_stopped(output):
+                stopped.add(sample_key)
+    return [
+        Rollout(
+            completion=PromptCompletion(
+                prompt=prompt.tokens,
+                tokens=tuple(tokens[request, sample]),
+                is_finished=ended[request, sample],
+                is_stopped=(request, sample) in stopped,
+                columns=prompt.columns,
+            ),
+            prompt_index=number,
+            logprobs=tuple(log_probs[request, sample]),
+        )
+        for request, (number, prompt) in requests.items()
+        for sample in range(num_samples)
+    ]
+
+
+def pad_rollouts(rollouts: Sequence[Rollout], pad_id: int) -> dict[str, Tensor]:
+    """`tokens` and `targets` [S, T], see `collate.padded`; every token that the policy wrote is learnt, its end too,
+    whatever number fills the rows."""
+    responses = [
+        TokenizedExample(
+            tokens=(*each.completion.prompt, *each.completion.tokens),
+            loss_mask=(False,) * len(each.completion.prompt)
+            + (each.completion.loss_mask or (True,) * len(each.completion.tokens)),
+        )
+        for each in rollouts
+    ]
+    return pad_examples(responses, pad_id)
+
+
+def to_token_grid(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
+    """Numbers of generated tokens [S, T], 0 elsewhere; in float64, which holds any network's own numbers."""
+    flat = torch.tensor([number for row in rows for number in row], dtype=torch.float64)
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, flat)
+
+
+def token_logprobs(model: nn.Module, tokens: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the targets [B, T], 0 where there is none."""
+    network = cast(CausalLM, model)
+    device = network.head_weight.device
+    tokens, targets = tokens.to(device), targets.to(device)
+    mask = targets != IGNORED
+    hidden = network.hidden(tokens)
+    found = network.kernels.linear_log_probs(hidden[mask], network.head_weight, targets[mask], temperature)
+    log_probs, entropies = (torch.zeros_like(targets, dtype=each.dtype).masked_scatter(mask, each) for each in found)
+    return log_probs, entropies
+
+
+def token_values(critic: ValueHeadModel, tokens: Tensor, mask: Tensor) -> Tensor:
+    """What the critic expects before each generated token [B, T], 0 elsewhere."""
+    device = critic.score.weight.device
+    values = critic(tokens.to(device))
+    return torch.where(mask.to(device), values, 0.0)
+
+
+def slice_batch(batch: RolloutBatch, rows: Tensor) -> dict[str, Tensor]:
+    """Some rows of a rollout batch, as wide as the longest; on a rank without rows, one padding row."""
+    chosen = rows if len(rows) else torch.zeros(1, dtype=torch.int64)
+    width = last_index(batch.mask[chosen].any(0))
+    grids = {name: getattr(batch, name)[chosen, :width] for name in _GRIDS}
+    is_real = torch.full((len(chosen),), len(rows) > 0)
+    return {**grids, "keep_mask": batch.keep_mask[chosen] & is_real, "is_real": is_real}
+
+
+def last_index(mask: Tensor) -> int:
+    """The length of a row, or of the longest of several, from its loss mask [T] over predicted positions."""
+    return int(mask.nonzero().max()) + 2 if mask.any() else 1
+
+
+def loss_mask(micro_batch: MicroBatch) -> Tensor:
+    """True [B, T] at the tokens that are trained on."""
+    mask: Tensor = (micro_batch["targets"] != IGNORED) & micro_batch["keep_mask"].unsqueeze(-1)
+    return mask

@@ -1,0 +1,156 @@
+"""Writes the rollouts of a run: rollouts/round_N.jsonl for replay, samples/step_N.json for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from kitforge.core.checkpoint.manifest import steps
+from kitforge.data.tokenizer import Tokenizer
+from kitforge.foundation.errors import DataError
+from kitforge.foundation.files import write_text
+from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
+from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
+
+FOLDER = "rollouts"
+MOST_SHOWN = 16  # answers of a round in a tracker's table
+
+
+@final
+class RolloutLog(Callback):
+    """Writes rollouts/round_N.jsonl once a round has had its first update, and keeps the latest `most` of them, and as
+    many behind each checkpoint that is kept, from which they are replayed. Its first answers go to what tracks the
+    run, as a table."""
+
+    def __init__(self, task: PolicyGradientTask, tokenizer: Tokenizer, num_kept: int, updates_per_rollout: int) -> None:
+        self._task = task
+        self._tokenizer = tokenizer
+        self._num_kept = num_kept
+        self._updates_per_rollout = updates_per_rollout
+        self._written: int | None = None
+
+    def on_event(self, event: Event, run: RunContext) -> None:
+        """After a step."""
+        found = self._task.collected
+        if event.kind != "step" or run.folder is None or run.world.rank > 0 or found is None:
+            return
+        number, answers = found
+        if number == self._written:
+            return
+        self._written = number
+        self._show(answers, run)
+        if self._num_kept == 0:
+            return
+        lines = zip(answers, self._task.completion_outcomes, strict=True)
+        text = "".join(json.dumps(self._line(*each), ensure_ascii=False) + "\n" for each in lines)
+        write_text(rollout_file(run.folder, number), text)
+        first = [first_rollout(step, self._updates_per_rollout) for step in steps(run.folder / "checkpoints")]
+        for kept in logged_rollouts(run.folder):
+            if kept <= number - self._num_kept and not any(each <= kept < each + self._num_kept for each in first):
+                rollout_file(run.folder, kept).unlink()
+
+    def _show(self, answers: Sequence[Rollout], run: RunContext) -> None:
+        """The first answers as a table, for whatever tracks the run."""
+        shown = list(zip(answers[:MOST_SHOWN], self._task.completion_outcomes, strict=False))
+        named = list(dict.fromkeys(name for each, _ in shown for name in each.rewards))
+        others = list(shown[0][1])
+        rows = [
+            [
+                self._tokenizer.decode(each.completion.prompt),
+                self._tokenizer.decode(each.completion.text_tokens),
+                each.reward,
+                *(each.rewards.get(name) for name in named),
+                *(outcome[name] for name in others),
+            ]
+            for each, outcome in shown
+        ]
+        run.log_table(
+            "completions", ["prompt", "completion", "reward", *(f"rewards/{n}" for n in named), *others], rows
+        )
+
+    def _line(self, trajectory: Rollout, outcome: Mapping[str, float | None]) -> dict[str, Any]:
+        """What people look for comes first."""
+        answer = trajectory.completion
+        return {
+            "prompt": self._tokenizer.decode(answer.prompt),
+            "completion": self._tokenizer.decode(answer.text_tokens),
+            "reward": trajectory.reward,
+            **outcome,
+            **({} if trajectory.kl is None else {"kl": trajectory.kl}),
+            **trajectory.to_dict(),
+        }
+
+
+def first_rollout(step: int, updates_per_rollout: int) -> int:
+    """The first round whose answers a run draws that goes on from the checkpoint of that step."""
+    return -(-step // updates_per_rollout)
+
+
+def logged_rollouts(run: Path) -> list[int]:
+    """The rounds whose answers lie in the folder of a run."""
+    return sorted(int(each.stem.removeprefix("round_")) for each in (run / FOLDER).glob("round_*.jsonl"))
+
+
+def rollout_file(run: Path, number: int) -> Path:
+    """Where the answers of a round lie."""
+    return run / FOLDER / f"round_{number}.jsonl"
+
+
+def read_rollouts(run: Path, number: int) -> list[Rollout]:
+    """The answers of a round, bit for bit as they were trained on. Raises DataError."""
+    path = rollout_file(run, number)
+    if not path.is_file():
+        kept = logged_rollouts(run)
+        raise DataError(
+            f"the answers of round {number} are not there",
+            got=f"rounds {', '.join(map(str, kept)) or 'none'} in {run / FOLDER}",
+            fix="train with a larger rollout.keep_rollout_files",
+        )
+    found = []
+    # Text may hold what `splitlines` would take for the end of a line.
+    with open(path, encoding="utf-8") as lines:
+        for line_number, line in enumerate(lines, start=1):
+            try:
+                found.append(Rollout.from_dict(json.loads(line)))
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"{path} line {line_number} is no answer", got=repr(error), fix="put the file back"
+                ) from None
+    return found
+
+
+MAX_SAMPLES = 8
+
+
+@final
+class SampleLogger(Callback):
+    """Writes samples/step_N.json after every evaluation, the same prompts each time."""
+
+    def __init__(self, task: PolicyGradientTask, tokenizer: Tokenizer) -> None:
+        self._task = task
+        self._tokenizer = tokenizer
+
+    def on_event(self, event: Event, run: RunContext) -> None:
+        """After an evaluation."""
+        if event.kind != "evaluate" or run.folder is None or run.world.rank > 0:
+            return
+        step = run.state.cursor.step
+        # A prompt that comes twice is shown once, with its first answer.
+        distinct: dict[tuple[int, ...], Rollout] = {}
+        for each in self._task.eval_rollouts:
+            distinct.setdefault(tuple(each.completion.prompt), each)
+        samples = [self._sample(each) for each in list(distinct.values())[:MAX_SAMPLES]]
+        page = json.dumps({"step": step, "samples": samples}, ensure_ascii=False, indent=1)
+        write_text(run.folder / "samples" / f"step_{step}.json", page)
+
+    def _sample(self, trajectory: Rollout) -> dict[str, Any]:
+        answer = trajectory.completion
+        end = "" if answer.is_finished else " \N{HORIZONTAL ELLIPSIS}"
+        figures = {"reward": trajectory.reward}
+        if (kl := trajectory.kl) is not None:
+            figures["kl"] = round(kl, 4)
+        text = self._tokenizer.decode(answer.text_tokens) + end
+        return {"prompt": self._tokenizer.decode(answer.prompt), "text": text, "figures": figures}

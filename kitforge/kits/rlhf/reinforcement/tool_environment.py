@@ -1,0 +1,298 @@
+"""Python functions as tools: a policy calls them in its text, and is told what they return."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, Union, cast, final
+
+from kitforge.data.chat_datasets import PromptExample
+from kitforge.data.template import ChatTemplate, Message
+from kitforge.data.tokenizer import Tokenizer
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import ConfigError, nearest
+from kitforge.kits.rlhf.config import RLOptions
+from kitforge.kits.rlhf.reinforcement.environment import EnvironmentRunner
+
+_PLAIN = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+_SECTION = re.compile(
+    r"^(Args|Arguments|Parameters|Returns|Return|Raises|Examples?|Yields|Notes?):[ \t]*$", re.MULTILINE
+)
+# An argument of a docstring in Google's style: `name: words` or `name (type): words`, with lines that go on with it.
+_ARGUMENT = re.compile(r"^(\w+)(?: ?\([^)]*\))?:\s*(.*?)(?=^\w+(?: ?\([^)]*\))?:|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """What `transformers.utils.get_json_schema` makes of a function with type hints and a docstring in Google's style.
+    Raises ConfigError where one of them says too little."""
+    name = getattr(function, "__name__", type(function).__name__)
+    text, arguments, returns = _parse_docstring(inspect.getdoc(function) or "")
+    if not text:
+        raise ConfigError(f"the tool {name!r} has no docstring", expected="what it does, and an entry of Args: each")
+    hints = typing.get_type_hints(function)
+    properties: dict[str, Any] = {}
+    required = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ConfigError(f"the tool {name!r} cannot be called by names", got=str(parameter))
+        if parameter.name not in hints or parameter.name not in arguments:
+            raise ConfigError(
+                f"the tool {name!r} says too little of its argument {parameter.name!r}",
+                got="no type hint" if parameter.name not in hints else "nothing in the docstring",
+                expected=f'a type hint, and "{parameter.name}: what it means" below Args:',
+            )
+        properties[parameter.name] = _schema(hints[parameter.name], name) | {"description": arguments[parameter.name]}
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    found: dict[str, Any] = {"type": "object", "properties": properties}
+    if required:
+        found["required"] = required
+    function_part = {"name": name, "description": text, "parameters": found}
+    if "return" in hints:
+        function_part["return"] = _schema(hints["return"], name) | ({"description": returns} if returns else {})
+    return {"type": "function", "function": function_part}
+
+
+def schema_mismatch(value: Any, schema: Mapping[str, Any]) -> str | None:
+    """Why a value from JSON is none of a schema's, in words; None where it is one."""
+    if "enum" in schema and value not in schema["enum"]:
+        return f"expected one of {schema['enum']}"
+    if "anyOf" in schema:
+        return (
+            None if any(schema_mismatch(value, each) is None for each in schema["anyOf"]) else "expected another type"
+        )
+    kinds = schema.get("type")
+    if kinds is None or (value is None and schema.get("nullable")):
+        return None
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if not any(_is_of(value, kind) for kind in kinds):
+        return f"expected {' or '.join(kinds)}"
+    if isinstance(value, list) and "items" in schema:
+        return next((each for each in (schema_mismatch(item, schema["items"]) for item in value) if each), None)
+    return None
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    if isinstance(value, bool) or value is None:
+        return kind == {True: "boolean", False: "boolean", None: "null"}[value]
+    kinds: dict[str, Any] = {"integer": int, "number": (int, float), "string": str, "array": list, "object": dict}
+    return isinstance(value, kinds.get(kind, ()))
+
+
+def _parse_docstring(doc: str) -> tuple[str, dict[str, str], str]:
+    """What the function does, what each argument means, and what it returns."""
+    text, *sections = _SECTION.split(doc)
+    found = dict(zip(sections[::2], (inspect.cleandoc(each) for each in sections[1::2]), strict=True))
+    entries = next((found[each] for each in ("Args", "Arguments", "Parameters") if each in found), "")
+    arguments = {each[1]: " ".join(each[2].split()) for each in _ARGUMENT.finditer(entries)}
+    returns = found.get("Returns", found.get("Return", ""))
+    return text.strip(), arguments, " ".join(returns.split())
+
+
+def _schema(hint: Any, name: str) -> dict[str, Any]:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return {}
+    if hint in _PLAIN:
+        return {"type": _PLAIN[hint]}
+    if origin is Literal:
+        kinds = list(dict.fromkeys(_PLAIN[type(each)] for each in args))
+        return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(args)}
+    if origin in (Union, types.UnionType):
+        members = [_schema(each, name) for each in args if each is not type(None)]
+        if len(members) == 1:
+            found = members[0]
+        elif all(list(each) == ["type"] for each in members):
+            found = {"type": sorted(each["type"] for each in members)}
+        else:
+            found = {"anyOf": members}
+        return found | ({"nullable": True} if type(None) in args else {})
+    if hint is list or origin is list:
+        return {"type": "array"} | ({"items": _schema(args[0], name)} if args else {})
+    if hint is dict or origin is dict:
+        return {"type": "object"} | ({"additionalProperties": _schema(args[1], name)} if args else {})
+    raise ConfigError(
+        f"the tool {name!r} has a type that JSON does not have",
+        got=str(hint),
+        expected="int, float, str, bool, list, dict, Literal, Any, or a union of these",
+    )
+
+
+_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_PYTHON_TAG = "<|python_tag|>"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call in a policy's text; with a `problem` it cannot be run."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] | None = None
+    problem: str | None = None
+
+
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    """The calls in a reply: JSON of name and arguments in <tool_call> and </tool_call> (Qwen, Hermes), or else a reply
+    that is JSON of name and parameters (Llama 3.1). None in a reply that calls nothing."""
+    bodies = _HERMES.findall(text)
+    if bodies:
+        return [_parse_call(body, "arguments") for body in bodies]
+    body = text.strip().removeprefix(_PYTHON_TAG).strip()
+    if body.startswith("{") and '"name"' in body:
+        return [_parse_call(body, "parameters")]
+    return []
+
+
+class ToolEnvironment(ABC):
+    """An environment of plain Python functions, sync or async, with type hints and docstrings. The policy is told what
+    they return, as messages of the role tool, and why a call cannot be run. A reply without a call ends the episode, as
+    does the last of `max_turns`. A tool that raises is a step that fails: see `environment.on_error`."""
+
+    def __init__(self, tools: Sequence[Callable[..., Any]], max_turns: int | None = None) -> None:
+        self.schemas = [function_schema(each) for each in tools]
+        self.row: Mapping[str, Any] = {}
+        self.num_tool_calls = self.num_tool_results = 0
+        self._tools = {schema["function"]["name"]: tool for schema, tool in zip(self.schemas, tools, strict=True)}
+        self._parameters = {each["function"]["name"]: each["function"]["parameters"] for each in self.schemas}
+        if len(self._tools) < len(tools) or not tools:
+            got = ", ".join(each["function"]["name"] for each in self.schemas)
+            raise ConfigError(
+                "tools need names of their own", got=got or "no tools", expected="at least one, each once"
+            )
+        self._turns_left = max_turns
+
+    @abstractmethod
+    def reward(self, response: str) -> float:
+        """What the reply that ends the episode is worth; `self.row` has the prompt's columns."""
+
+    def reset(self, row: Mapping[str, Any]) -> str:
+        """Begin an episode."""
+        self.row = row
+        return ""
+
+    async def _step(self, response: str, calls: Sequence[ToolCall], results: Sequence[Any]) -> Any:
+        return self._tool_messages(
+            response, calls, [await each if inspect.isawaitable(each) else each for each in results]
+        )
+
+    def step(self, response: str) -> Any:
+        """Run the calls of a reply; an awaitable where a tool is async."""
+        calls = [self._validated_call(each) for each in parse_tool_calls(response)]
+        if not calls:
+            return "", self.reward(response), True
+        self.num_tool_calls += len(calls)
+        results = [
+            {"error": each.problem} if each.problem is not None else self._tools[each.name](**(each.arguments or {}))
+            for each in calls
+        ]
+        if any(inspect.isawaitable(each) for each in results):
+            return self._step(response, calls, results)
+        return self._tool_messages(response, calls, results)
+
+    def _tool_messages(self, response: str, calls: Sequence[ToolCall], results: Sequence[Any]) -> Any:
+        self.num_tool_results += sum(each.problem is None for each in calls)
+        messages: list[Message] = [
+            {"role": "tool", "name": call.name, "content": result if isinstance(result, str) else _to_json(result)}
+            for call, result in zip(calls, results, strict=True)
+        ]
+        if self._turns_left is None:
+            return messages, 0.0, False
+        self._turns_left -= 1
+        is_over = self._turns_left <= 0
+        return messages, self.reward(response) if is_over else 0.0, is_over
+
+    def _validated_call(self, call: ToolCall) -> ToolCall:
+        """The call, with a problem if no tool takes it."""
+        if call.problem is not None:
+            return call
+        if call.name not in self._tools:
+            return replace(call, problem=f"there is no tool {call.name!r}; {nearest(call.name, self._tools)}")
+        given, parameters = call.arguments or {}, self._parameters[call.name]
+        known = parameters["properties"]
+        problems = [f"unknown argument {each!r}" for each in given if each not in known]
+        problems += [f"missing argument {each!r}" for each in parameters.get("required", ()) if each not in given]
+        found = {each: schema_mismatch(value, known[each]) for each, value in given.items() if each in known}
+        problems += [f"argument {each!r}: {problem}" for each, problem in found.items() if problem]
+        return replace(call, problem="; ".join(problems)) if problems else call
+
+
+@final
+class FunctionTools(ToolEnvironment):
+    """Tools whose use is scored by the role `reward`."""
+
+    def reward(self, response: str) -> float:
+        """Nothing: others say that."""
+        return 0.0
+
+
+def with_tools(prompt: PromptExample, template: ChatTemplate, schemas: Sequence[Mapping[str, Any]]) -> PromptExample:
+    """The prompt in which the chat template names the tools. Raises ConfigError where it cannot."""
+    expected = "a chat template that writes `tools`, as those of Qwen 2.5 and Llama 3.1"
+    if prompt.messages is None:
+        raise ConfigError("tools need prompts of messages", got="a prompt that is text", expected="role and content")
+    if prompt.inputs.get("tools"):
+        raise ConfigError("a prompt has tools of its own", expected="no column tools beside functions as tools")
+    inputs = {**prompt.inputs, "tools": schemas}
+    tokens = tuple(template.tokens(prompt.messages, opens_reply=True, **inputs))
+    if tokens == prompt.tokens:
+        raise ConfigError("the chat template leaves the tools out", expected=expected)
+    return replace(prompt, tokens=tokens, inputs=inputs)
+
+
+def environment_runner_of(
+    roles: Mapping[str, Any], options: RLOptions, tokenizer: Tokenizer
+) -> EnvironmentRunner | None:
+    """Where answers of several turns are played; None without the role `environment` or `tools`."""
+    make, functions = (roles.get(name) for name in ("environment", "tools"))
+    schemas = None
+    if functions is not None:
+        if make is not None:
+            raise ConfigError(
+                "tools beside an environment", fix="let the environment be a ToolEnvironment of these tools"
+            )
+        make = partial(FunctionTools, functions)
+        schemas = make().schemas
+    elif make is None:
+        return None
+    else:
+        check(callable(make), "the role environment", make, "a class, or a function that gives an Environment")
+        placed, penalties = options.role_ranks.reward, ("missing_eos_penalty", "overlong_buffer")
+        check(placed is None, "role_ranks.reward", placed, "none: it gives the rewards")
+        for name in penalties:
+            check(
+                not getattr(options.rl, name), f"rl.{name}", getattr(options.rl, name), "0, as the environment judges"
+            )
+        if isinstance(make, type) and issubclass(make, ToolEnvironment):
+            schemas = cast(Any, make)().schemas
+    return EnvironmentRunner(
+        make=make,
+        tokenizer=tokenizer,
+        max_turns=options.rollout.max_turns,
+        max_tokens=options.data.sequence_length,
+        options=options.environment,
+        tools=schemas,
+        has_rewards=functions is None,
+    )
+
+
+def _parse_call(body: str, arguments: str) -> ToolCall:
+    try:
+        found = json.loads(body)
+    except ValueError as error:
+        return ToolCall(problem=f"the call is not JSON: {error}")
+    given = found.get(arguments, {}) if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not isinstance(given, dict):
+        return ToolCall(problem=f'the call is not of the form {{"name": ..., "{arguments}": {{...}}}}')
+    return ToolCall(name=found["name"], arguments=given)
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,1 @@
+"""The models beside the policy: loading, reference model, value head, rewards, and their ranks."""

@@ -1,0 +1,150 @@
+"""Copies models, with or without LoRA, casts frozen weights, and fingerprints models."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.kernels.dispatch import CompileLevel
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.linear import Linear
+from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, config_of, copy_factors, deltas
+from kitforge.core.optim.groups import ParameterGroup, decay_groups
+from kitforge.core.parallel.fsdp import local_tensor
+from kitforge.core.parallel.parallelize import ParallelModel
+from kitforge.kits.rlhf.config import CriticOptions
+from kitforge.kits.rlhf.roles.value_head import critic_of
+from kitforge.models.catalog import config_of_network
+from kitforge.models.loading import build, build_on_meta
+
+# Embedding tables and output heads, which have no weight decay.
+_TABLES = ("embedding.weight", "position.weight", "output")
+
+# Elements of a weight per chunk of its digest.
+DIGEST_CHUNK = 2**16
+
+
+def decoder_groups(model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
+    """Matrices decay; embeddings, heads, norms and biases do not."""
+    names = [name for name, _ in model.named_parameters()]
+    tables = [name for name in names if name.endswith(tuple(f".{table}" for table in _TABLES)) or name in _TABLES]
+    heads = [name for name in names if name.endswith("score.weight")]
+    return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=tables, heads=heads)
+
+
+def actor_critic_groups(model: nn.Module, weight_decay: float, options: CriticOptions) -> list[ParameterGroup]:
+    """Parameter groups of policy and critic; the critic has its own learning rate and gradient clipping."""
+    groups = decoder_groups(model, weight_decay)
+    if critic_of(model) is None:
+        return groups
+    found = []
+    for part, rate, norm in (("policy", None, None), ("critic", options.learning_rate, options.max_grad_norm)):
+        for group in groups:
+            members = [
+                pair for pair in zip(group.names, group.parameters, strict=True) if pair[0].startswith(f"{part}.")
+            ]
+            if members:
+                names, parameters = zip(*members, strict=True)
+                own = replace(group, names=names, parameters=parameters, part=part)
+                found.append(replace(own, learning_rate=rate, max_grad_norm=norm))
+    return found
+
+
+@torch.no_grad()
+def copy_model(network: nn.Module, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
+    """An unsharded copy with its own weights, adapters merged."""
+    config = config_of_network(network)
+    if config is None:
+        return copy.deepcopy(network).to(device)
+    twin = build(config, device=device, level=level).to(cast(CausalLM, network).head_weight.dtype)
+    sources, added = dict(network.named_parameters()), deltas(network)
+    for name, parameter in twin.named_parameters():
+        parameter.copy_(sources[name])
+        if (path := name.removesuffix(".weight")) in added:
+            parameter.add_(added[path])
+    return twin
+
+
+def alias_weights(network: nn.Module, level: CompileLevel = "O1") -> nn.Module:
+    """A frozen model that shares the weights of another and may get its own adapter."""
+    config = config_of_network(network)
+    assert config is not None
+    twin = build_on_meta(config, level)
+    sources = dict(network.named_parameters())
+    for name in [name for name, _ in twin.named_parameters()]:
+        path, _, last = name.rpartition(".")
+        setattr(twin.get_submodule(path), last, nn.Parameter(sources[name].detach(), requires_grad=False))
+    return twin
+
+
+def copy_with_adapter(
+    network: nn.Module, name: str, fresh: LoraConfig, seed: int, level: CompileLevel = "O1"
+) -> nn.Module:
+    """A model that shares the weights, with a copy of the active adapter, or a new one."""
+    twin, config = alias_weights(network, level), config_of(network)
+    attach(twin, name, config or fresh, seed)
+    if config is not None:
+        copy_factors(network, twin)
+    return twin
+
+
+def full_lora_factors(network: nn.Module, name: str, parallel: ParallelModel) -> dict[str, tuple[Tensor, Tensor]]:
+    """The LoRA factors of every adapted layer, gathered from all shards."""
+    names = {id(parameter): own for own, parameter in parallel.model.named_parameters()}
+    return {
+        path: (parallel.full_tensor(names[id(down)]), parallel.full_tensor(names[id(up)]))
+        for path, (down, up) in adapter_tensors(network, name).items()
+    }
+
+
+@torch.no_grad()
+def to_half(networks: Iterable[nn.Module], keep: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Cast the matrices of linear layers to `dtype`, the autocast dtype, so that no output changes. Weights of `keep`
+    and FSDP shards keep their dtype.
+
+    A CPU without arithmetic in `dtype` multiplies in fp32; there a matrix that would lose precision keeps its dtype.
+    """
+    kept = {each.data_ptr() for network in keep for each in network.parameters()}
+    # Models may share memory: all holders of a matrix get the same new one.
+    holders: dict[int, list[nn.Parameter]] = {}
+    for layer in (each for network in networks for each in network.modules() if isinstance(each, Linear)):
+        weight = layer.weight
+        if weight.dtype is torch.float32 and local_tensor(weight) is weight and weight.data_ptr() not in kept:
+            holders.setdefault(weight.data_ptr(), []).append(weight)
+    for weights in holders.values():
+        first = weights[0]
+        rounded = first.to(dtype)
+        if (first.is_cpu and not NATIVE_DTYPES[dtype]) and not torch.equal(rounded.float(), first):
+            continue
+        for each in weights:
+            each.requires_grad_(False)
+            each.data = rounded
+
+
+@torch.no_grad()
+def fingerprint(network: nn.Module) -> str:
+    """A hash of all weights, bit for bit."""
+    return fingerprint_of({name: weight_digest(each) for name, each in network.named_parameters()})
+
+
+def fingerprint_of(digests: Mapping[str, str]) -> str:
+    """The fingerprint of a model from the digests of its weights by name."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, digest in sorted(digests.items()):
+        found.update(f"{name} {digest}\n".encode())
+    return found.hexdigest()
+
+
+def weight_digest(weight: Tensor, dtype: torch.dtype | None = None) -> str:
+    """A hash of a weight in `dtype`, by default its own, independent of its memory layout."""
+    found = hashlib.blake2b(digest_size=16)
+    for chunk in torch.split(weight.detach(), max(1, DIGEST_CHUNK * len(weight) // weight.numel())):
+        found.update(chunk.to(dtype or weight.dtype).cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -1,0 +1,432 @@
+"""Rewards: reward models, reward functions, verifiers, and weighted sums of them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import math
+import os
+import re
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast, final
+
+import numpy as np
+import torch
+
+from kitforge.data.chat_datasets import TokenizedExample
+from kitforge.data.template import ChatTemplate, template_of
+from kitforge.data.tokenizer import Tokenizer
+from kitforge.foundation.config import check
+from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, TrainingError, nearest
+from kitforge.foundation.untrusted import names_function
+from kitforge.kits.rlhf.batching import forward_batches, pad_examples
+from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
+from kitforge.trainer.run_folder import Run
+
+# The reward of a completion, or of each of its tokens.
+Score: TypeAlias = float | list[float]
+# TRL's argument names of a reward function, and ours.
+_TRL_NAMES = {"prompt_ids": "prompt_tokens", "completion_ids": "completion_tokens"}
+# A number with sign, thousands separators and decimals.
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCompletion:
+    """A prompt and its completion."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]  # with the EOS token, if generated
+    is_finished: bool
+    is_stopped: bool = False  # ended by a stop string, which it keeps, without an EOS token
+    columns: Mapping[str, Any]  # of the prompt's row
+    loss_mask: tuple[bool, ...] = ()  # False for observations of an environment; (): all are the policy's
+
+    @property
+    def text_tokens(self) -> tuple[int, ...]:
+        """The tokens without the EOS token."""
+        return self.tokens[:-1] if self.is_finished and not self.is_stopped else self.tokens
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOutput:
+    """The reward of a completion, and named values to log."""
+
+    score: Score | None  # None: the reward does not apply to this row
+    # Each member of a weighted sum, unweighted, and further numbers of a reward function.
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+
+class Scorer(ABC):
+    """Computes rewards of completions."""
+
+    def scores(self, completions: Sequence[PromptCompletion]) -> list[Score]:
+        """One number per completion or per token. Raises TrainingError for a completion without a reward."""
+        return [each.score for each in self.checked_rewards(completions) if each.score is not None]
+
+    def checked_rewards(self, completions: Sequence[PromptCompletion]) -> list[RewardOutput]:
+        """`rewards`, checked. Raises TrainingError for a completion without a reward."""
+        found = self.rewards(completions)
+        num_without = sum(each.score is None for each in found)
+        if num_without:
+            raise TrainingError(
+                "no reward applies to some completions",
+                got=f"None for {num_without} of {len(completions)}",
+                expected="a number from at least one reward for each completion",
+                fix="return a number where no other reward does, or add a reward that applies to every row",
+            )
+        return found
+
+    @abstractmethod
+    def rewards(self, completions: Sequence[PromptCompletion]) -> list[RewardOutput]:
+        """The reward of each completion; None where the reward does not apply."""
+
+
+@final
+class ModelScorer(Scorer):
+    """A reward model. With its own tokenizer it reads text: messages of the column `prompt` and the completion through
+    its chat template, other prompts as plain text. Otherwise it reads the policy's tokens."""
+
+    def __init__(
+        self, model: ValueHeadModel, tokenizer: Tokenizer, own: Tokenizer | None = None, most_tokens: int | None = None
+    ) -> None:
+        """`most_tokens` per forward pass, see `forward_batches`."""
+        self.model = model
+        self._most_tokens = most_tokens
+        self._tokenizer = tokenizer
+        is_other = own is not None and own.fingerprint != tokenizer.fingerprint
+        self._own = own if is_other else None
+        self._template: ChatTemplate | None = template_of(own) if own is not None and is_other else None
+
+    @torch.no_grad()
+    def rewards(self, completions: Sequence[PromptCompletion]) -> list[RewardOutput]:
+        """Normalized scores at the last token of each completion."""
+        found = [RewardOutput(score=0.0)] * len(completions)
+        device = self.model.score.weight.device
+        whole = [self._tokens(each) for each in completions]
+        pad_id = (self._own or self._tokenizer).pad_id
+        for indices in forward_batches([len(each) for each in whole], self._most_tokens, device):
+            texts = [TokenizedExample(tokens=whole[index], loss_mask=(False,) * len(whole[index])) for index in indices]
+            batch = pad_examples(texts, pad_id)
+            scores = self.model.scores_at(batch["tokens"].to(device), batch["ends"].to(device))
+            for index, score in zip(indices, self.model.normalized(scores).tolist(), strict=True):
+                found[index] = RewardOutput(score=score)
+        return found
+
+    def _tokens(self, answer: PromptCompletion) -> tuple[int, ...]:
+        """The input tokens. A truncated completion has no EOS token, unless the chat template always writes one."""
+        if self._own is None or self._template is None:
+            return (*answer.prompt, *answer.tokens)
+        text, said = self._tokenizer.decode(answer.text_tokens), answer.columns.get("prompt")
+        if isinstance(said, (list, tuple)) and said and all(isinstance(each, Mapping) for each in said):
+            return self._template.training([*said, {"role": "assistant", "content": text}]).tokens
+        prompt = said if isinstance(said, str) else self._tokenizer.decode(answer.prompt)
+        end = [self._own.eos_id] if answer.is_finished else []
+        return (*self._own.encode_prompt(prompt), *self._own.encode(text), *end)
+
+
+@final
+class FunctionScorer(Scorer):
+    """A function `f(*, prompts, completions, prompt_tokens, completion_tokens, **columns)`, plain or async.
+
+    It gets the arguments that it names; texts and tokens are without the EOS token. It returns per completion a number,
+    a list of one number per token, or a mapping with "score" whose other numbers are logged by name.
+    """
+
+    def __init__(self, function: Callable[..., Any], tokenizer: Tokenizer) -> None:
+        self._function = function
+        self._tokenizer = tokenizer
+        self._name = getattr(function, "__name__", type(function).__name__)
+        parameters = inspect.signature(function).parameters.values()
+        self._wants_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+        self._wanted = {each.name for each in parameters}
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        self._needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
+
+    def rewards(self, completions: Sequence[PromptCompletion]) -> list[RewardOutput]:
+        """Call the function. Raises TrainingError if it raises or returns no valid rewards."""
+        arguments = self._arguments(completions)
+        try:
+            found = self._function(**arguments)
+            if inspect.isawaitable(found):
+                found = _run_awaitable(found)
+        except KitforgeError:
+            raise
+        except Exception as error:
+            raise TrainingError(f"the reward function {self._name!r} failed", got=repr(error)) from error
+        found = _to_python(found)
+        values = [found] if isinstance(found, (int, float)) and len(completions) == 1 else found
+        if not isinstance(values, list) or len(values) != len(completions):
+            raise TrainingError(
+                f"the reward function {self._name!r} returned the wrong number of rewards",
+                got=len(values) if isinstance(values, list) else f"{type(found).__name__} {str(found)[:60]}",
+                expected=f"a list of {len(completions)}, one for each completion",
+            )
+        return [
+            RewardOutput(score=self._score(value, answer), rewards=self._figures(value))
+            for value, answer in zip(values, completions, strict=True)
+        ]
+
+    def _arguments(self, completions: Sequence[PromptCompletion]) -> dict[str, Any]:
+        known: dict[str, Any] = {
+            "prompts": [self._tokenizer.decode(each.prompt) for each in completions],
+            "completions": [self._tokenizer.decode(each.text_tokens) for each in completions],
+            "prompt_tokens": [list(each.prompt) for each in completions],
+            "completion_tokens": [list(each.text_tokens) for each in completions],
+        }
+        columns = dict.fromkeys(name for each in completions for name in each.columns)
+        known = {name: [each.columns.get(name) for each in completions] for name in columns} | known
+        if missing := [name for name in self._needed if name not in known]:
+            raise DataError(
+                f"the reward function {self._name!r} needs a column that the dataset does not have",
+                got=f"columns {', '.join(columns)}",
+                expected=", ".join(missing),
+                fix=f"name the argument {_TRL_NAMES[missing[0]]}"
+                if missing[0] in _TRL_NAMES
+                else f"data.columns.{missing[0]}=NAME; {nearest(missing[0], columns)}",
+            )
+        return {name: value for name, value in known.items() if self._wants_all or name in self._wanted}
+
+    def _figures(self, value: Any) -> dict[str, float]:
+        """The named values of a mapping."""
+        given = value if isinstance(value, Mapping) else {}
+        found = {str(name): _to_python(each) for name, each in given.items() if name != "score" and each is not None}
+        for name, each in found.items():
+            if "score" in given and not (isinstance(each, (int, float)) and math.isfinite(each)):
+                raise TrainingError(
+                    f"the reward function {self._name!r} returned a value that cannot be logged",
+                    got=f"{name}: {each!r}",
+                    expected="a finite number, or None where it does not apply",
+                    fix="leave it out of the mapping",
+                )
+        return {name: float(each) for name, each in found.items()} if "score" in given else {}
+
+    def _score(self, value: Any, answer: PromptCompletion) -> Score | None:
+        if isinstance(value, Mapping):
+            value = _to_python(value.get("score", value))
+        if value is None:
+            return None
+        numbers = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, (int, float)) and math.isfinite(each) for each in numbers):
+            raise TrainingError(
+                f"the reward function {self._name!r} returned an invalid reward",
+                got=repr(value),
+                expected="a finite number, a list of them, a mapping with 'score', or None where it does not apply",
+            )
+        if not isinstance(value, list):
+            return float(value)
+        wanted = len(answer.text_tokens)
+        if len(numbers) != wanted:
+            raise TrainingError(
+                f"the reward function {self._name!r} returned the wrong number of token rewards",
+                got=len(numbers),
+                expected=f"{wanted}, one for each token",
+            )
+        # The EOS token was not passed to the function; its reward is 0.
+        return [float(each) for each in numbers] + [0.0] * (len(answer.tokens) - wanted)
+
+
+@final
+class WeightedScorer(Scorer):
+    """A weighted sum of rewards, each one number per completion, or None, which adds nothing."""
+
+    def __init__(self, scorers: Mapping[str, tuple[float, Scorer]]) -> None:
+        self._scorers = dict(scorers)
+
+    def rewards(self, completions: Sequence[PromptCompletion]) -> list[RewardOutput]:
+        """The weighted sums; None where no reward applies. Further values are named REWARD/NAME."""
+        sums: list[float | None] = [None] * len(completions)
+        rewards: list[dict[str, float]] = [{} for _ in completions]
+        for name, (weight, scorer) in self._scorers.items():
+            for index, each in enumerate(scorer.rewards(completions)):
+                if isinstance(each.score, list):
+                    raise TrainingError(f"reward {name!r} returns token rewards", expected="one number per completion")
+                if each.score is not None:
+                    sums[index] = (sums[index] or 0.0) + weight * each.score
+                    rewards[index][name] = each.score
+                rewards[index] |= {f"{name}/{own}": value for own, value in each.rewards.items()}
+        return [RewardOutput(score=total, rewards=own) for total, own in zip(sums, rewards, strict=True)]
+
+
+def exact_match(*, completions: list[str], answer: list[Any]) -> list[float]:
+    """1 if the completion equals the column `answer`, surrounding whitespace ignored."""
+    return [float(text.strip() == str(wanted).strip()) for text, wanted in zip(completions, answer, strict=True)]
+
+
+def gsm8k_match(*, completions: list[str], answer: list[Any]) -> list[float]:
+    """1 if the last number of the completion equals the one after "####" in the column `answer`."""
+    wanted = [last_number(str(each).split("####")[-1]) for each in answer]
+    if None in wanted:
+        raise DataError("no number in column 'answer'", got=str(answer[wanted.index(None)])[-60:], expected="#### 42")
+    return [float(last_number(text) == number) for text, number in zip(completions, wanted, strict=True)]
+
+
+def lowercase_fraction(*, completions: list[str]) -> list[float]:
+    """Toy reward: the fraction of lower-case letters."""
+    return [sum("a" <= each <= "z" for each in text) / max(len(text), 1) for text in completions]
+
+
+def last_number(text: str) -> float | None:
+    """The last number in a text, None where there is none."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+VERIFIERS: dict[str, Callable[..., list[float]]] = {
+    "exact": exact_match,
+    "gsm8k": gsm8k_match,
+    "lowercase": lowercase_fraction,
+}
+
+
+async def await_result(value: Awaitable[Any]) -> Any:
+    """A coroutine of any awaitable."""
+    return await value
+
+
+def _run_awaitable(value: Awaitable[Any]) -> Any:
+    """Run a coroutine, also inside a running event loop (notebooks)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(await_result(value))
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, await_result(value)).result()
+
+
+def _to_python(value: Any) -> Any:
+    """Tensors, arrays and iterables as lists, NumPy scalars as Python numbers."""
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        return value.tolist()
+    is_several = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+    return [_to_python(each) for each in value] if is_several else value
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModel:
+    """A reward model and its tokenizer; None: the policy's."""
+
+    model: ValueHeadModel
+    tokenizer: Tokenizer | None
+
+
+def networks_in(given: Any) -> list[torch.nn.Module]:
+    """All models in the value of a role: a run, a reward model, a module, or several."""
+    if isinstance(given, (Run, RewardModel)):
+        return [given.model]
+    if isinstance(given, torch.nn.Module):
+        return [given]
+    members = list(given.values()) if isinstance(given, Mapping) else given if isinstance(given, (list, tuple)) else []
+    return [network for each in members for network in networks_in(each)]
+
+
+def find_function(path: str) -> Callable[..., Any]:
+    """The function `package.module:function`, of an installed package or of the current folder. Raises ConfigError."""
+    module_name, _, name = path.partition(":")
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"there is no reward function {path!r}",
+            got=f"{type(error).__name__}: {error}",
+            expected="reward=package.module:function, installed or in the current folder",
+        ) from error
+    finally:
+        sys.path.remove(folder)
+    if not callable(found):
+        raise ConfigError(f"{path!r} is not a function", got=type(found).__name__)
+    function: Callable[..., Any] = found
+    return function
+
+
+def reward_tokenizer(model: Any) -> Tokenizer | None:
+    """The tokenizer that a reward model came with; None: it reads the policy's tokens."""
+    if isinstance(model, Run):
+        return cast(Tokenizer, model.processor)
+    return model.tokenizer if isinstance(model, RewardModel) else None
+
+
+def critic_init(judge: Any, tokenizer: Tokenizer) -> ValueHeadModel | None:
+    """The reward model that initialises the critic; None if there is none, or it reads other tokens than the policy."""
+    own = reward_tokenizer(judge)
+    model = judge.model if isinstance(judge, (Run, RewardModel)) else judge
+    reads_same = own is None or own.fingerprint == tokenizer.fingerprint
+    return model if isinstance(model, ValueHeadModel) and reads_same else None
+
+
+def scorer_of(given: Any, tokenizer: Tokenizer, most_tokens: int | None = None) -> Scorer:
+    """The scorer of the role `reward`: a reward model, a function, the name of a verifier, `package.module:function`,
+    or several in a list or mapping, each with an optional weight: `{"short": (0.1, shortness), "exact": "exact"}`.
+    `most_tokens` per forward pass of a model."""
+    if isinstance(given, Scorer):
+        return given
+    if several := reward_members(given):
+        parts = {name: weighted_member(name, each) for name, each in several.items()}
+        found = {name: (weight, scorer_of(each, tokenizer, most_tokens)) for name, (weight, each) in parts.items()}
+        return WeightedScorer(found)
+    own = reward_tokenizer(given)
+    given = given.model if isinstance(given, (Run, RewardModel)) else given
+    if isinstance(given, ValueHeadModel):
+        return ModelScorer(given, tokenizer, own, most_tokens)
+    if isinstance(given, str) and given in VERIFIERS:
+        return FunctionScorer(VERIFIERS[given], tokenizer)
+    if isinstance(given, str) and names_function(given):
+        return FunctionScorer(find_function(given), tokenizer)
+    if callable(given) and not isinstance(given, torch.nn.Module):
+        return FunctionScorer(given, tokenizer)
+    names = f"{', '.join(VERIFIERS)}, package.module:function"
+    missing = ", and there is no such folder" if isinstance(given, str) and "/" in given else ""
+    raise ConfigError(
+        "invalid reward",
+        got=f"{given}{missing}" if isinstance(given, str) else type(given).__name__,
+        expected=f"a run of the task reward, a function, {names}, or several in a list or by name",
+    )
+
+
+def reward_members(given: Any) -> dict[str, Any]:
+    """The members of a sum of rewards by name; empty for a single reward."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    if not isinstance(given, list):
+        return {}
+    found: dict[str, Any] = {}
+    for number, each in enumerate(given):
+        one = each[-1] if isinstance(each, (tuple, list)) and each else each
+        own = one if isinstance(one, str) else getattr(one, "__name__", type(one).__name__)
+        name = own.rpartition(":")[2]
+        found[name if name not in found else f"{name}_{number}"] = each
+    return found
+
+
+def reward_reference(given: Any) -> Any:
+    """The reward as config.yaml records it: a run folder or `package.module:function`; None without a name."""
+    if several := reward_members(given):
+        parts = {name: weighted_member(name, each) for name, each in several.items()}
+        named = {name: [weight, reward_reference(each)] for name, (weight, each) in parts.items()}
+        return None if any(each is None for _, each in named.values()) else named
+    if isinstance(given, (str, os.PathLike, Run)):
+        return str(given.folder if isinstance(given, Run) else given)
+    module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", None)
+    found = sys.modules.get(str(module)) if module != "__main__" else None
+    return f"{module}:{name}" if name is not None and getattr(found, name, None) is given else None
+
+
+def weighted_member(name: str, given: Any) -> tuple[float, Any]:
+    """Weight and reward of a member; the default weight is 1."""
+    is_pair = isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[0], (int, float))
+    if not is_pair and not isinstance(given, tuple):
+        return 1.0, given
+    is_sound = is_pair and math.isfinite(given[0])
+    check(is_sound, f"the role reward, {name}", given, "a weight and what gives the reward, as in (0.1, FUNCTION)")
+    return float(given[0]), given[1]

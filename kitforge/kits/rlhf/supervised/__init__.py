@@ -1,0 +1,1 @@
+"""Tasks over datasets: supervised fine-tuning, reward modelling and preference optimisation."""

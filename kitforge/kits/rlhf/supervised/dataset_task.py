@@ -1,0 +1,100 @@
+"""What the stages that read rows batch by batch have in common: a stage adds what a batch holds, and its loss."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from kitforge.core.optim.groups import ParameterGroup
+from kitforge.core.parallel.world import World
+from kitforge.foundation.progress import heartbeat
+from kitforge.foundation.types import Cursor, MicroBatch, Sums
+from kitforge.kits.rlhf.batching import row_schedule
+from kitforge.kits.rlhf.config import StageOptions
+from kitforge.kits.rlhf.dataset import DatasetSplits, Row
+from kitforge.kits.rlhf.roles.model_copy import decoder_groups
+from kitforge.kits.rlhf.roles.reference_model import ReferenceModel
+from kitforge.trainer.metric_means import weighted_means
+from kitforge.trainer.task import Task
+
+Options = TypeVar("Options", bound=StageOptions)
+
+
+class DatasetTask(Task, Generic[Options, Row]):
+    """Needs `micro_batches`, `count` and `loss`."""
+
+    def __init__(
+        self,
+        options: Options,
+        rows: DatasetSplits[Row],
+        build: Callable[[World], nn.Module],
+        world: World,
+        frozen: ReferenceModel,
+    ) -> None:
+        self._options = options
+        self._rows = rows
+        self._build = build
+        self._world = world
+        self._reference_model = frozen
+        self._schedule = row_schedule(len(rows.train), options, world)
+
+    @abstractmethod
+    def micro_batches(self, model: nn.Module, rows: Sequence[Row], step: int) -> list[MicroBatch]:
+        """This rank's part of the rows of a batch, which is that of a step, or 0 in evaluation."""
+
+    def build(self, world: World) -> nn.Module:
+        """The network, on the device, cut as the world's degrees say."""
+        model = self._build(world)
+        self._reference_model.hold_in(self._options.precision, model)
+        return model
+
+    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
+        """Matrices decay; embeddings, the head, norms and biases do not."""
+        return decoder_groups(model, weight_decay)
+
+    def num_steps(self, epochs: float) -> int | None:
+        """Steps in that many passes over the rows."""
+        return self._schedule.num_steps(epochs)
+
+    def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
+        """Batches from the cursor on."""
+        for step, batch in enumerate(self._schedule.batches(cursor.samples), start=cursor.step):
+            yield self.micro_batches(model, [self._rows.train[index] for index in batch.rows], step)
+
+    def eval_sums(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+        """What evaluation sums up: the loss and what comes with it, unless a stage looks at more."""
+        return self.loss(model, micro_batch)
+
+    def eval_counts(self, micro_batch: MicroBatch) -> Sums:
+        """What divides the sums of `measured`."""
+        return self.count([micro_batch])
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """eval/NAME for all that is measured, over the evaluation rows; independent of the batch size."""
+        rows = self._rows.eval
+        if not rows:
+            return {}
+        batches = ([rows[index] for index in batch] for batch in self._schedule.eval_batches(len(rows)))
+        means = weighted_means(
+            heartbeat(
+                (each for batch in batches for each in self.micro_batches(model, batch, 0)),
+                "batches evaluated",
+                enabled=self._options.trainer.progress,
+            ),
+            lambda batch: self.eval_sums(model, batch),
+            self.eval_counts,
+            self._world.sum,
+        )
+        return {f"eval/{name}": value for name, value in means.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Which rows the cursor counts, and what stays as it is beside the model."""
+        return {"rows": self._rows.fingerprint, **self._reference_model.state}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Refuse to go on over other rows or beside another reference or base than the run began with."""
+        self._rows.check_same(state["rows"], self._options.trainer.allow_data_changes)
+        self._reference_model.check_same(state, self._options.trainer.allow_config_changes)

@@ -1,0 +1,95 @@
+"""The tasks `dpo`, `ipo`, `orpo` and `simpo`: a policy learns from pairs, without a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.data.chat_datasets import PreferencePair
+from kitforge.data.packing import IGNORED
+from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.kits.rlhf.algorithms.preference_losses import (
+    dpo_loss,
+    ipo_loss,
+    logratio_margin,
+    orpo_loss,
+    rpo_loss,
+    simpo_loss,
+)
+from kitforge.kits.rlhf.batching import pair_batches, pair_count, split_pairs
+from kitforge.kits.rlhf.config import PreferenceOptions
+from kitforge.kits.rlhf.supervised.dataset_task import DatasetTask
+
+
+@final
+class PreferenceTask(DatasetTask[PreferenceOptions, PreferencePair]):
+    """See `pair_batches` for what a micro-batch holds. Dropout is off, for both policies."""
+
+    def micro_batches(self, model: nn.Module, rows: Sequence[PreferencePair], step: int) -> list[MicroBatch]:
+        """See `pair_batches`."""
+        return pair_batches(rows, self._schedule, self._rows.pad_id)
+
+    def count(self, step: Sequence[MicroBatch]) -> Sums:
+        """Pairs."""
+        return pair_count(step)
+
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+        """Sums of the pairs' losses, of what the policy's implicit rewards are, and of how often they are ordered
+        rightly."""
+        sums, lengths = sequence_logprobs(model, micro_batch)
+        reference = torch.zeros_like(sums)
+        if self._reference_model.model is not None:
+            with torch.no_grad():
+                reference, _ = sequence_logprobs(self._reference_model.model, micro_batch)
+            self._reference_model.reshard()
+        losses = self._losses(sums, reference, lengths)
+        weights = micro_batch["weights"].to(losses.device)
+        rewards = self._options.preference.beta * (
+            self._length_scaled(sums, lengths) - self._length_scaled(reference, lengths)
+        )
+        chosen, rejected = split_pairs(rewards.detach())
+        return {
+            "loss": (losses * weights).sum(),
+            "rewards/accuracy": ((chosen > rejected) * weights).sum(),
+            "rewards/margins": ((chosen - rejected) * weights).sum(),
+            "rewards/chosen": (chosen * weights).sum(),
+            "rewards/rejected": (rejected * weights).sum(),
+        }
+
+    def _length_scaled(self, sums: Tensor, lengths: Tensor) -> Tensor:
+        """What the loss compares: sums over tokens, or means of them."""
+        return sums if self._options.preference.loss == "dpo" else sums / lengths
+
+    def _losses(self, sums: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
+        """The loss of each pair [P]."""
+        options = self._options.preference
+        scaled, frozen = self._length_scaled(sums, lengths), self._length_scaled(reference, lengths)
+        chosen, rejected = split_pairs(scaled)
+        if options.needs_reference:
+            log_ratio = logratio_margin(chosen, rejected, *split_pairs(frozen))
+            if options.loss == "ipo":
+                return ipo_loss(log_ratio, options.beta)
+            losses = dpo_loss(log_ratio, options.beta, options.label_smoothing)
+            demonstrated = rpo_loss(chosen, split_pairs(lengths)[0])
+            return losses + options.rpo_alpha * demonstrated if options.rpo_alpha else losses
+        if options.loss == "simpo":
+            return simpo_loss(chosen, rejected, options.beta, options.simpo_gamma)
+        return -chosen + options.orpo_lambda * orpo_loss(chosen, rejected)
+
+
+def sequence_logprobs(model: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """The sums [B] of the log-probabilities of the learnt tokens of each row, and how many there are (1 for none)."""
+    network = cast(CausalLM, model)
+    device = network.head_weight.device
+    targets = micro_batch["targets"].to(device)
+    loss_mask = targets != IGNORED
+    hidden = network.hidden(micro_batch["tokens"].to(device))
+    # Only rows that count are multiplied with the head.
+    log_probs, _ = network.kernels.linear_log_probs(hidden[loss_mask], network.head_weight, targets[loss_mask])
+    rows = loss_mask.nonzero()[:, 0]
+    sums = torch.zeros(len(targets), dtype=log_probs.dtype, device=device).index_add(0, rows, log_probs)
+    return sums, loss_mask.sum(-1).clamp(min=1)

@@ -1,0 +1,110 @@
+"""The task `reward`: a model learns to score what people preferred above what they did not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import cast, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.data.chat_datasets import PreferencePair
+from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.kits.rlhf.algorithms.preference_losses import pairwise_loss
+from kitforge.kits.rlhf.batching import pair_batches, pair_count, split_pairs
+from kitforge.kits.rlhf.config import RewardOptions
+from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
+from kitforge.kits.rlhf.supervised.dataset_task import DatasetTask
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
+
+# Pairs whose scores tell mean and deviation.
+NORMALIZATION_PAIRS = 256
+
+
+@final
+class RewardTask(DatasetTask[RewardOptions, PreferencePair]):
+    """See `pair_batches` for what a micro-batch holds."""
+
+    def micro_batches(self, model: nn.Module, rows: Sequence[PreferencePair], step: int) -> list[MicroBatch]:
+        """See `pair_batches`."""
+        return pair_batches(rows, self._schedule, self._rows.pad_id)
+
+    def count(self, step: Sequence[MicroBatch]) -> Sums:
+        """Pairs."""
+        return pair_count(step)
+
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+        """The sum of the pairs' losses, how many are ordered rightly, half for a tie, and how far apart they are."""
+        device = cast(ValueHeadModel, model).score.weight.device
+        chosen, rejected = split_pairs(_scores(model, micro_batch))
+        weights, options = micro_batch["weights"].to(device), self._options.reward
+        margins = micro_batch["margins"].to(device) if options.use_margins else 0.0
+        losses = pairwise_loss(chosen.float(), rejected.float(), margins, options.center_coefficient)
+        return {
+            "loss": (losses * weights).sum(),
+            "rewards/accuracy": (_ranking_accuracy(chosen, rejected) * weights).sum(),
+            "rewards/margins": ((chosen - rejected).detach() * weights).sum(),
+        }
+
+    def eval_sums(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+        """The same, and the accuracy for the pairs of each source."""
+        chosen, rejected = split_pairs(_scores(model, micro_batch))
+        right = (_ranking_accuracy(chosen, rejected) * micro_batch["weights"].to(chosen.device)).cpu()
+        by_source = {name: (right * _source_mask(micro_batch, source)).sum() for name, source in self._sources}
+        return self.loss(model, micro_batch) | by_source
+
+    def eval_counts(self, micro_batch: MicroBatch) -> Sums:
+        """Pairs, and those of each source."""
+        weights = micro_batch["weights"]
+        by_source = {name: (weights * _source_mask(micro_batch, source)).sum() for name, source in self._sources}
+        return self.count([micro_batch]) | by_source
+
+    def normalize(self, model: nn.Module) -> None:
+        """Set mean and deviation of the model to those of its scores of training responses, over all ranks."""
+        network, scores, counted = cast(ValueHeadModel, model), [], []
+        with torch.no_grad():
+            for batch in self.micro_batches(model, self._rows.train[:NORMALIZATION_PAIRS], 0):
+                scores.append(_scores(model, batch).double().cpu())
+                counted.append(batch["weights"].double().repeat(2))
+        values, weights = torch.cat(scores), torch.cat(counted)
+        found = self._world.sum({"count": weights.sum(), "sum": (values * weights).sum()})
+        mean = found["sum"] / found["count"]
+        squares = self._world.sum({"squares": ((values - mean).square() * weights).sum()})["squares"]
+        network.mean.copy_(mean)
+        network.deviation.copy_((squares / found["count"]).sqrt().clamp(min=1e-6))
+
+    @cached_property
+    def _sources(self) -> list[tuple[str, str]]:
+        """Each source of the evaluation pairs, after the name of its accuracy."""
+        sources = {pair.source for pair in self._rows.eval if pair.source}
+        return [(f"rewards/accuracy/{source}", source) for source in sorted(sources)]
+
+
+@final
+class NormalizeRewards(Callback):
+    """Keeps mean and deviation of the scores up to date wherever weights are looked at or saved."""
+
+    def __init__(self, task: RewardTask) -> None:
+        self._task = task
+
+    def on_event(self, event: Event, run: RunContext) -> None:
+        """Measure at evaluations, before a checkpoint and at the end."""
+        if event.kind in ("evaluate", "checkpoint") or can_save_at_end(event, run):
+            self._task.normalize(run.model)
+            run.state.parallel.reshard()
+
+
+def _scores(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Scores [2P] of both responses of each pair, at their last tokens."""
+    network = cast(ValueHeadModel, model)
+    device = network.score.weight.device
+    return network.scores_at(batch["tokens"].to(device), batch["ends"].to(device))
+
+
+def _ranking_accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
+    return ((chosen > rejected).float() + (chosen >= rejected).float()) / 2
+
+
+def _source_mask(batch: MicroBatch, source: str) -> Tensor:
+    return torch.tensor([each == source for each in batch["sources"]])

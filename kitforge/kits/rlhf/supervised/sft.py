@@ -1,0 +1,73 @@
+"""The task `sft`: a model learns to answer as demonstrations do. Only what it is to say itself is learnt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast, final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.context import Context, DropoutKey
+from kitforge.data.chat_datasets import TokenizedExample
+from kitforge.data.collate import drop_trivial_columns
+from kitforge.data.packing import IGNORED
+from kitforge.data.schedule import Indices
+from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.kits.rlhf.batching import input_tokens, pack_examples
+from kitforge.kits.rlhf.config import SFTOptions
+from kitforge.kits.rlhf.supervised.dataset_task import DatasetTask
+
+
+@final
+class SFTTask(DatasetTask[SFTOptions, TokenizedExample]):
+    """A micro-batch holds tokens, targets and positions [rows, length], documents where a row holds more than one,
+    members and places [rows], how many responses each holds and which row of the batch it is, and the step's number.
+
+    The whole batch is packed before it is shared out, so that neither ranks nor micro-batches change a row.
+    """
+
+    def micro_batches(self, model: nn.Module, rows: Sequence[TokenizedExample], step: int) -> list[MicroBatch]:
+        """The same rows however many ranks share them."""
+        whole = pack_examples(rows, self._rows.pad_id, packing=self._options.packing)
+        num_rows, width = whole["tokens"].shape
+        parts = self._schedule.length_buckets([width] * num_rows)
+        return [{**drop_trivial_columns(_slice_rows(whole, part)), "step": step} for part in parts]
+
+    def count(self, step: Sequence[MicroBatch]) -> Sums:
+        """Learnt tokens of this rank's part of the step."""
+        num_trained = torch.as_tensor(sum((micro_batch["targets"] != IGNORED).sum() for micro_batch in step))
+        samples = torch.tensor(sum(int(micro_batch["members"].sum()) for micro_batch in step))
+        return {"loss": num_trained, "samples": samples, "tokens": num_trained, "input_tokens": input_tokens(step)}
+
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+        """The sum of cross entropies over the learnt tokens."""
+        network = cast(CausalLM, model)
+        device = network.head_weight.device
+        documents = micro_batch.get("documents")
+        indices = tuple(micro_batch["places"].tolist())
+        noise = DropoutKey(seed=self._options.seed, step=micro_batch["step"], samples=indices)
+        context = Context.packed(
+            micro_batch["positions"].to(device),
+            None if documents is None else documents.to(device),
+            noise if model.training else None,
+        )
+        hidden = network.hidden(micro_batch["tokens"].to(device), context)
+        targets = micro_batch["targets"].to(device).flatten()
+        return {"loss": network.kernels.linear_cross_entropy(hidden.flatten(0, 1), network.head_weight, targets)}
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """eval/loss in nats per learnt token, eval/perplexity."""
+        found = super().evaluate(model)
+        return found and found | {"eval/perplexity": math.exp(min(found["eval/loss"], 700.0))}
+
+
+def _slice_rows(whole: dict[str, Tensor], part: Indices) -> dict[str, Tensor]:
+    """Some rows of a batch; for a rank without any, one in which nothing counts."""
+    if len(part):
+        return {name: column[part] for name, column in whole.items()} | {"places": torch.from_numpy(part)}
+    dry = {name: column[:1] for name, column in whole.items()}
+    nothing = torch.zeros(1, dtype=torch.int64)
+    return dry | {"targets": torch.full_like(dry["targets"], IGNORED), "members": nothing, "places": nothing}

@@ -1,0 +1,59 @@
+"""A policy learns from single answers, beside the policy that it began as."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.types import Cursor
+from kitforge.kits.rlhf.supervised.kto import KTOTask
+from tests.kits.rlhf import runs
+
+
+def first_step(size: int | None = None, moved: float = 0.05) -> tuple[KTOTask, Any, list[dict[str, Any]]]:
+    """The first step of a policy that is some way from its reference, in float64."""
+    choices = {"trainer.micro_batch_size": size, "data.shuffle": False, "data.eval_fraction": 0.0}
+    assembly = runs.begin("kto", None, choices, model=runs.network(torch.float64))
+    task, model = cast(KTOTask, assembly.loop.task), assembly.loop.model
+    with torch.no_grad():
+        next(iter(model.parameters())).mul_(1 + moved)
+    return task, model, next(iter(task.steps(model, Cursor())))
+
+
+def test_before_the_first_update_every_answer_costs_a_half() -> None:
+    task, model, step = first_step(moved=0.0)
+    assert float(step[0]["kl_baseline"]) == 0
+    assert task.loss(model, step[0])["loss"].item() == pytest.approx(len(step[0]["weights"]) / 2, abs=1e-10)
+
+
+def test_the_baseline_is_of_answers_to_other_prompts_of_the_whole_step() -> None:
+    # huggingface/trl 1.12, trainer/kto_trainer.py: each micro-batch has a baseline of its own.
+    whole, parts = first_step(None)[2], first_step(1)[2]
+    assert len(parts) == 4
+    assert all(torch.allclose(part["kl_baseline"], whole[0]["kl_baseline"], atol=1e-12, rtol=0) for part in parts)
+    rows = [row["tokens"][0][row["tokens"][0] != 257].tolist() for row in parts]
+    task, model, _ = first_step()
+    crossed = [rows[i][:4] + rows[i - 1][4:] for i in range(4)]
+    with torch.no_grad():
+        ratios = [answer(model, row) - answer(cast(Any, task)._reference_model.model, row) for row in crossed]
+    assert float(whole[0]["kl_baseline"]) == pytest.approx(max(sum(ratios) / 4, 0.0), abs=1e-10)
+    assert abs(sum(ratios)) > 1e-3
+
+
+def answer(model: Any, tokens: list[int]) -> float:
+    log_probs = model(torch.tensor([tokens]))[0].log_softmax(-1)
+    return sum(float(log_probs[i, tokens[i + 1]]) for i in range(3, len(tokens) - 1))
+
+
+def test_good_answers_become_likelier_and_bad_ones_less() -> None:
+    metrics = runs.finish(runs.begin("kto", None, {"trainer.max_steps": 25}))
+    assert metrics["eval/rewards/accuracy"] == 1.0
+    assert metrics["eval/rewards/desirable"] > 0 > metrics["eval/rewards/undesirable"]
+
+
+def test_a_batch_of_one_has_no_other_prompt() -> None:
+    with pytest.raises(ConfigError, match="at least 2"):
+        runs.begin("kto", None, {"data.batch_size": 1})

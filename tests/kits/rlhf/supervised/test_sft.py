@@ -1,0 +1,160 @@
+"""Only replies are learnt, whatever they are packed with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.nn import functional
+
+from kitforge.data.chat_datasets import TokenizedExample
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.errors import ConfigError, DataError
+from kitforge.kits.rlhf.batching import input_tokens, pack_examples, pad_examples
+from tests.kits.rlhf import runs
+from tests.trainer import tiny
+
+RESPONSES = [
+    TokenizedExample(tokens=tuple(range(size)), loss_mask=tuple(place >= size // 2 for place in range(size)))
+    for size in (9, 3, 4, 2, 9, 5)
+]
+
+
+def evaluated(choices: dict[str, Any], **inputs: Any) -> float:
+    assembly = runs.begin("sft", None, choices, model=runs.network(torch.float64), **inputs)
+    with torch.no_grad():
+        return assembly.loop.task.evaluate(assembly.loop.model)["eval/loss"]
+
+
+def test_the_loss_is_that_of_every_completion_after_its_prompt_alone() -> None:
+    model, tokenizer = runs.network(torch.float64), ByteTokenizer()
+    total, count = 0.0, 0
+    for row in runs.DEMONSTRATIONS:
+        prompt, answer = tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["completion"]), tokenizer.eos_id]
+        logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1]
+        total += functional.cross_entropy(logits, torch.tensor(answer), reduction="sum").item()
+        count += len(answer)
+    assert evaluated({}, eval_dataset=runs.DEMONSTRATIONS) == pytest.approx(total / count, abs=1e-12)
+
+
+def test_tokens_are_counted_that_are_read_and_not_the_filling() -> None:
+    wanted = sum(len(each.tokens) for each in RESPONSES)
+    wide = [pack_examples(RESPONSES, 99), pack_examples(RESPONSES, 99, packing=False), pad_examples(RESPONSES, 99)]
+    assert [int(input_tokens([each])) for each in wide] == [wanted] * 3
+    assert int(input_tokens([pad_examples([], 99)])) == 0
+    # Two micro-batches are one batch.
+    assert int(input_tokens([pad_examples(RESPONSES[:2], 99), pad_examples(RESPONSES[2:], 99)])) == wanted
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo", "reward", "kto"])
+def test_every_stage_over_rows_says_how_many_tokens_it_reads(task: str, tmp_path: Path) -> None:
+    runs.finish(runs.begin(task, tmp_path, {"trainer.max_steps": 1}))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    line = next(each for each in lines if each["kind"] == "train")
+    assert line["time/input_tokens_per_second"] > line.get("time/tokens_per_second", 0) >= 0
+
+
+@pytest.mark.parametrize("family", [tiny.LLAMA, tiny.GPT2], ids=["rotary", "learned"])
+def test_packing_changes_nothing(family: dict[str, Any]) -> None:
+    def gradient(is_packed: bool) -> torch.Tensor:
+        choices = {"packing": is_packed, "data.batch_size": 8}
+        return runs.gradient(runs.begin("sft", None, choices, model=runs.network(torch.float64, family)))
+
+    alone = gradient(False)
+    assert float((gradient(True) - alone).norm() / alone.norm()) < 1e-12
+
+
+@pytest.mark.parametrize("pad_id", [0, 3, 257])
+def test_neither_the_filling_nor_the_batch_size_is_seen(pad_id: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = evaluated({"data.batch_size": 1, "packing": False})
+    monkeypatch.setattr(ByteTokenizer, "pad_id", pad_id)
+    for choices in ({"data.batch_size": 5}, {"data.batch_size": 5, "packing": False}, {"trainer.micro_batch_size": 1}):
+        assert evaluated(choices) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_an_end_that_also_fills_rows_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where pad = eos, DeepSpeed-Chat masks the end by its number, and models never learn to stop.
+    assembly = runs.begin("sft", None, {"packing": False})
+    monkeypatch.setattr(ByteTokenizer, "pad_id", ByteTokenizer.eos_id)
+    filled = runs.begin("sft", None, {"packing": False})
+    ends = [
+        sum(
+            int((part["targets"] == ByteTokenizer.eos_id).sum())
+            for part in runs.first_step(each.loop.task, each.loop.model)
+        )
+        for each in (assembly, filled)
+    ]
+    assert ends == [4, 4]
+
+
+def test_packed_rows_hold_every_response_once_and_no_token_twice() -> None:
+    rows = pack_examples(RESPONSES, pad_id=99)
+    assert rows["tokens"].shape == (4, 9)
+    assert int(rows["members"].sum()) == len(RESPONSES)
+    found = sorted(
+        tuple(row[documents == document].tolist())
+        for row, documents in zip(rows["tokens"], rows["documents"], strict=True)
+        for document in documents.unique()
+        if 99 not in row[documents == document]
+    )
+    assert len(found) >= 4
+    alone = pad_examples(RESPONSES, pad_id=99)
+    assert sorted(rows["targets"][rows["targets"] >= 0].tolist()) == sorted(
+        alone["targets"][alone["targets"] >= 0].tolist()
+    )
+
+
+def test_the_token_after_a_prompt_is_the_first_that_is_learnt() -> None:
+    # volcengine/verl #3287 was off by one here.
+    row = pad_examples([TokenizedExample(tokens=(5, 6, 7, 8), loss_mask=(False, False, True, True))], pad_id=0)
+    assert row["targets"].tolist() == [[-100, 7, 8, -100]]
+
+
+def test_rows_that_are_too_long_are_refused_or_counted(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [*runs.DEMONSTRATIONS, {"prompt": "a", "completion": "b" * 40}]
+    with pytest.raises(DataError, match="1 of 25 rows are too long"):
+        runs.begin("sft", None, train_dataset=rows)
+    runs.begin("sft", None, {"data.on_too_long": "drop"}, train_dataset=rows)
+    assert "1 of 25 rows" in caplog.text
+
+
+def test_a_run_goes_on_over_the_rows_it_began_with() -> None:
+    assembly = runs.begin("sft")
+    other = runs.begin("sft", None, train_dataset=runs.DEMONSTRATIONS[1:])
+    with pytest.raises(ConfigError, match="training rows"):
+        assembly.loop.task.load_state(other.loop.task.state())
+
+
+WRONG = [
+    ({"data.sequence_length": 1024}, "max_length"),
+    ({"data.on_too_long": "cut"}, "on_too_long"),
+    ({"data.eval_fraction": 1.0}, "eval_fraction"),
+]
+
+
+@pytest.mark.parametrize(("choices", "words"), WRONG)
+def test_options_that_cannot_be_are_refused(choices: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        runs.begin("sft", None, choices)
+
+
+@pytest.mark.parametrize(
+    ("stage", "columns"),
+    [("sft", "prompt and completion"), ("dpo", "chosen and rejected"), ("kto", "label"), ("grpo", "prompt")],
+)
+def test_nothing_to_train_on_is_said_with_the_columns_and_a_run_that_needs_none(stage: str, columns: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s){stage} has nothing to train on.*{columns}.*recipe=rlhf_tiny"):
+        runs.begin(stage, None, train_dataset=None)
+
+
+def test_dropout_noise_depends_on_the_row_alone() -> None:
+    losses = []
+    for size in (None, 1):
+        choices = {"trainer.micro_batch_size": size}
+        assembly = runs.begin("sft", None, choices, model=runs.network(torch.float64, tiny.GPT2 | tiny.DROPOUT))
+        model, task = assembly.loop.model.train(), assembly.loop.task
+        losses.append(sum(task.loss(model, part)["loss"].item() for part in runs.first_step(task, model)))
+    assert cast(float, losses[1]) == pytest.approx(losses[0], abs=1e-10)
