@@ -143,9 +143,8 @@ def test_evaluation_takes_the_same_rows_in_every_layout(
     options: dict[str, Any], replicas: int, limit: int | None, num_rows: int
 ) -> None:
     wanted = range(num_rows if limit is None else min(num_rows, limit * options["batch_size"]))
-    parts = [
-        list(each.eval_shards(num_rows)) for each in schedules(replicas, seed=1, max_eval_batches=limit, **options)
-    ]
+    options = {**options, "seed": 1, "max_eval_batches": limit}
+    parts = [list(each.eval_shards(num_rows)) for each in schedules(replicas, **options)]
     assert len({len(each) for each in parts}) == 1
     assert sorted(index for part in parts for each in part for index in each.tolist()) == list(wanted)
     batches = BatchSchedule(**options).eval_batches(num_rows)

@@ -103,9 +103,9 @@ def completion_outcomes(
     """Of each answer drawn for a round its reward after penalties, where there are any, and the mean of its tokens'
     advantages; None for one that is not trained on."""
     rl = options.rl
-    places = select_groups(rollouts, options).indices if rl.filter_zero_variance_groups else range(len(rollouts))
+    indices = select_groups(rollouts, options).indices if rl.filter_zero_variance_groups else range(len(rollouts))
     means = (batch.advantages * batch.mask).sum(-1) / batch.mask.sum(-1)
-    advantage = dict(zip(places, means.tolist(), strict=True))
+    advantage = dict(zip(indices, means.tolist(), strict=True))
     named: list[dict[str, float | None]] = [{"advantage": advantage.get(index)} for index in range(len(rollouts))]
     if rl.shapes_rewards:
         shaped = shaped_rewards(rollouts, options)
