@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import final
 
 from kitforge.data.document_shard import DocumentShard, EncodingErrors, RecordShard, fingerprint_of
+from kitforge.data.file_resolver import resolve_files
 from kitforge.data.in_memory import dataset_rows, dataset_shards, is_dataset, memory_rows, memory_shards
 from kitforge.data.readers import file_shards, is_known, row_file_shards
 from kitforge.data.standard_library import standard_library_shards
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError
-from kitforge.foundation.files import missing_file_error
 
 STANDARD_LIBRARY = "python_stdlib"
 
@@ -98,7 +97,7 @@ def open_rows(spec: object) -> Iterator[RecordShard]:
     """The shards of a file of rows, a folder, a pattern, a list of these, a datasets.Dataset, or an iterable of rows,
     in order."""
     if isinstance(spec, (str, os.PathLike)):
-        for file in _files(Path(spec).expanduser()):
+        for file in _text_files(spec):
             yield from row_file_shards(file)
     elif isinstance(spec, Mapping) or not isinstance(spec, Iterable):
         raise _unusable(spec)
@@ -155,7 +154,7 @@ def _path_shards(spec: str | os.PathLike[str], config: SourceConfig) -> list[Doc
     path = Path(spec).expanduser()
     shards = [
         shard
-        for file in _files(path)
+        for file in _text_files(spec)
         for shard in file_shards(file, config.column, config.separator, config.encoding_errors)
         if shard.size > 0
     ]
@@ -164,36 +163,5 @@ def _path_shards(spec: str | os.PathLike[str], config: SourceConfig) -> list[Doc
     return list(shards)
 
 
-def _files(path: Path) -> list[Path]:
-    """The files that a path or pattern names, in the order of reading."""
-    if os.path.isdir(path):
-        return _files_below(path)
-    if os.path.isfile(path):
-        return [path]
-    if os.path.exists(path):
-        raise DataError(f"cannot read {path}", got="neither a file nor a folder", expected="a file or a folder")
-    if glob.has_magic(str(path)):
-        files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
-        if files:
-            return files
-        raise DataError(
-            f"no file matches {path}", got=f"in {Path.cwd()}", fix="check the pattern, and quote it in a shell"
-        )
-    raise missing_file_error(path, [STANDARD_LIBRARY])
-
-
-def _files_below(folder: Path) -> list[Path]:
-    files = [
-        path
-        for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix())
-        if is_known(path)
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and path.is_file()
-    ]
-    if not files:
-        raise DataError(
-            f"the folder {folder} holds no files that can be read",
-            got=", ".join(sorted(os.listdir(folder))[:8]) or "nothing",
-            expected=".txt .py .md .jsonl .json .csv .tsv .parquet, at any depth",
-        )
-    return files
+def _text_files(spec: str | os.PathLike[str]) -> list[Path]:
+    return resolve_files(spec, is_known, ".txt .py .md .jsonl .json .csv .tsv .parquet", [STANDARD_LIBRARY])

@@ -115,7 +115,7 @@ def test_a_pattern_that_matches_nothing_is_refused(folder: Path) -> None:
 
 def test_a_folder_without_known_files_lists_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "a.xyz").write_text("text")
-    with pytest.raises(DataError, match=r"(?s)holds no files.*a\.xyz.*\.jsonl"):
+    with pytest.raises(DataError, match=r"(?s)holds no readable files.*a\.xyz.*\.jsonl"):
         open_source(tmp_path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Literal, Protocol, final
 
 from kitforge.data.document_shard import fingerprint_of
+from kitforge.data.file_resolver import resolve_files
 from kitforge.data.in_memory import is_dataset
 from kitforge.data.tables.bad_rows import OnBadRow
 from kitforge.data.tables.csv_files import CRITEO_COLUMNS, Job, TextFile, first_line
@@ -23,7 +23,6 @@ from kitforge.data.tables.python_rows import HFDatasetTable, open_rows
 from kitforge.data.tables.times import as_times
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError, nearest
-from kitforge.foundation.files import missing_file_error
 
 TableFormat = Literal["auto", "criteo", "csv", "tsv", "parquet", "jsonl", "interactions"]
 _SUFFIXES = (".csv", ".tsv", ".txt", ".inter", ".parquet", ".jsonl")
@@ -123,7 +122,7 @@ def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSourc
     Raises DataError for what is missing, empty or unreadable.
     """
     if isinstance(spec, (str, os.PathLike)):
-        return _of_files(str(spec), _files(Path(spec).expanduser()), config)
+        return _of_files(str(spec), _table_files(spec), config)
     if is_dataset(spec):
         names = tuple(spec.column_names)  # type: ignore[attr-defined]
         mark = fingerprint_of("dataset", spec._fingerprint)  # type: ignore[attr-defined]
@@ -134,7 +133,7 @@ def open_table(spec: object, config: TableSourceConfig = _DEFAULT) -> TableSourc
         frame, missing = open_frame(spec), config.missing_values
         return TableSource(name="the data", parts=(frame,), fingerprint=None, missing_values=missing)
     if isinstance(spec, (list, tuple)) and spec and all(isinstance(item, (str, os.PathLike)) for item in spec):
-        files = [file for item in spec for file in _files(Path(item).expanduser())]
+        files = [file for item in spec for file in _table_files(item)]
         return _of_files(", ".join(map(str, spec)), files, config)
     if isinstance(spec, Iterable) and not isinstance(spec, (bytes, bytearray)):
         return TableSource(
@@ -166,21 +165,8 @@ def _stamp(path: Path) -> tuple[Path, int, int]:
     return path, status.st_size, status.st_mtime_ns
 
 
-def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        files = sorted(item for item in path.rglob("*") if item.is_file() and _suffix(item) in _SUFFIXES)
-        if files:
-            return files
-        got = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"
-        raise DataError(f"the folder {path} holds no tables", got=got, expected=" ".join(_SUFFIXES))
-    if path.is_file():
-        return [path]
-    matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
-    if matches:
-        return matches
-    if glob.has_magic(str(path)):
-        raise DataError(f"no file matches {path}", got=f"in {Path.cwd()}", fix="check the pattern, and quote it")
-    raise missing_file_error(path)
+def _table_files(spec: str | os.PathLike[str]) -> list[Path]:
+    return resolve_files(spec, lambda path: _suffix(path) in _SUFFIXES, " ".join(_SUFFIXES))
 
 
 def _suffix(path: Path) -> str:

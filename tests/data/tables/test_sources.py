@@ -254,7 +254,7 @@ def test_folders_patterns_and_lists_are_read_in_order(tmp_path: Path) -> None:
         ("none/a.csv", "does not exist"),
         ("notes.md", r"(?s)of no format that is known.*data\.format"),
         ("prose.txt", r"(?s)of no format that is known.*a first line 'a text'"),
-        ("folder", "holds no tables"),
+        ("folder", "holds no readable files"),
     ],
 )
 def test_a_spec_that_names_no_table_is_refused(tmp_path: Path, name: str, message: str) -> None:
