@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 
 from tests.architecture.source import Findings, Function, Source
 
@@ -13,6 +14,9 @@ PARAMETERS = 6
 NESTING = 3
 # Rows, what belongs to a row, columns, and one choice among them.
 KERNEL_NESTING = 4
+# Share of functions of at most SMALL_LINES lines: a page of fragments is read by jumping. To fall below 0.30.
+SMALL_LINES = 3
+SMALL_SHARE = 0.31
 # What opens a branch or a loop. A `with` opens neither, so it does not count.
 BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.TryStar, ast.Match)
 
@@ -33,6 +37,27 @@ def function_length(sources: list[Source]) -> Findings:
             lines = last_line(node) - node.lineno + 1 - doc
             if lines > FUNCTION_LINES:
                 yield f"{source.at(node)} {node.name} has {lines} lines, over {FUNCTION_LINES}"
+
+
+def small_functions(sources: list[Source]) -> Findings:
+    """Few functions are fragments. Declarations without a body (protocols, abstract methods) do not count."""
+    small: Counter[str] = Counter()
+    num_functions = 0
+    for source in sources:
+        for node in source.functions():
+            has_doc = ast.get_docstring(node) is not None
+            if all(isinstance(each, ast.Raise) or is_ellipsis(each) for each in node.body[has_doc:]):
+                continue
+            doc = last_line(node.body[0]) - node.body[0].lineno + 1 if has_doc else 0
+            num_functions += 1
+            small[str(source.path)] += last_line(node) - node.lineno + 1 - doc <= SMALL_LINES
+    if small.total() > SMALL_SHARE * num_functions:
+        worst = ", ".join(path for path, _ in small.most_common(5))
+        yield f"{small.total()} of {num_functions} functions have at most {SMALL_LINES} lines, most in {worst}"
+
+
+def is_ellipsis(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.value.value is Ellipsis
 
 
 def parameters(sources: list[Source]) -> Findings:

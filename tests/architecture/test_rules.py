@@ -23,6 +23,11 @@ PLANTED: list[Plant] = [
     (sizes.file_length, "core/kernels/norm/long.py", "x = 1\n" * 601),
     (sizes.function_length, "data/long.py", "def f():\n" + " x = 1\n" * 60),
     (sizes.function_length, "data/long.py", "class A:\n def f(self):\n" + "  x = 1\n" * 60),
+    (
+        sizes.small_functions,
+        "data/small.py",
+        "def f():\n return 1\n" * 2 + "def g():\n a = 1\n b = 2\n c = 3\n return a\n" * 4,
+    ),
     (sizes.parameters, "data/wide.py", f"def f({SEVEN}): ..."),
     (sizes.parameters, "data/wide.py", f"class A:\n def f(self, *, {SEVEN}): ..."),
     (sizes.nesting, "data/deep.py", f"def f(a, b, c, d):\n {IFS}"),
