@@ -21,6 +21,7 @@ from kitforge.cli.serve import serve
 from kitforge.cli.sweep import run_sweep, sweep_runs
 from kitforge.cli.train import train
 from kitforge.composition import compose_config, dotted, groups, option_help, parse, presets, task_of
+from kitforge.core.parallel.config import UNBUILT_AXES
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.log import console, errors, log_to_terminal
 from kitforge.kits.registry import kit_of
@@ -146,6 +147,8 @@ def _help_options(name: str, overrides: Sequence[str]) -> None:
     lines += ["", f"Several values with commas and -m run one after the other. Options of task={task}:"]
     words = option_help(kit.OPTIONS)
     for option, default in dotted(kit.resolved(kit.read_options(compose_config(task, {}).values))).items():
+        if option.removeprefix("parallel.") in UNBUILT_AXES:
+            continue
         shown = f"{option}={json.dumps(default)}".replace('"', "")
         lines.append(f"  {shown:<38} {words.get(option, '').replace('None:', 'null:')}".rstrip())
     say("\n".join(lines))

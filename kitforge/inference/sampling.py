@@ -38,7 +38,7 @@ class SamplingOptions:
     min_new_tokens: int = 0  # stop tokens are excluded before so many tokens
     # Return log-probabilities of the prompt tokens, with so many most likely tokens each; max_new_tokens may then be 0.
     prompt_logprobs: int | None = None
-    seed: int = 0
+    seed: int = 0  # of the sampling noise
 
     def __post_init__(self) -> None:
         least = 1 if self.prompt_logprobs is None else 0

@@ -1,4 +1,4 @@
-"""How many ways a run is split, and along which axes."""
+"""The parallel degrees of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
 
-# Outermost first: ranks that talk most stand next to one another.
+# Outermost first: the ranks of an inner axis are neighbours, as they communicate most.
 AXES = ("pipeline", "data", "shard", "context", "tensor")
 UNBUILT_AXES = ("context", "pipeline", "expert")
 
@@ -17,18 +17,16 @@ UNBUILT_AXES = ("context", "pipeline", "expert")
 class ParallelConfig:
     """Degrees of parallelism: world = data x shard x tensor x context x pipeline."""
 
-    data: int = 1  # copies of the model, each with a share of every batch
-    shard: int = 1  # pieces of weights, gradients and optimizer state, each with a share of every batch
-    tensor: int = 1  # pieces of every matrix, all with the same batch
+    data: int = 1  # data parallel (DDP): replicas of the model, each with a part of every batch
+    shard: int = 1  # fully sharded data parallel (FSDP, ZeRO): shards of the state, each with a part of every batch
+    tensor: int = 1  # tensor parallel: shards of every matrix, all with the same batch
     context: int = 1
     pipeline: int = 1
     expert: int = 1
-    sequence_parallel: bool = (
-        True  # tensor parallel: split norms, dropout and the stream between blocks along the sequence
-    )
-    zero_stage: Literal[1, 2, 3] = 3  # shard: 1 splits optimizer state, 2 gradients too, 3 weights too
-    timeout: float = 600.0  # seconds that a rank waits for another before the run is given up
-    restarts: int = 0  # how often local ranks that died are started again, with resume=auto
+    sequence_parallel: bool = True  # with tensor: norms, dropout and residuals are sharded along the sequence
+    zero_stage: Literal[1, 2, 3] = 3  # with shard: 1 shards optimizer state, 2 also gradients, 3 also weights
+    timeout: float = 600.0  # seconds that a rank waits in a collective before the run fails
+    restarts: int = 0  # restarts of local ranks that died, with resume=auto
 
     def __post_init__(self) -> None:
         for name in (*AXES, "expert"):
@@ -41,12 +39,12 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Ranks that these degrees need."""
+        """Ranks of these degrees."""
         return self.data * self.shard * self.tensor * self.context * self.pipeline
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that hold different samples of a batch."""
+        """Ranks with different samples of a batch."""
         return self.data * self.shard
 
     def describe(self) -> str:

@@ -100,8 +100,8 @@ class ImportanceSamplingOptions:
     # One ratio per token or per sequence: the product of the token ratios, or their geometric mean, which does not grow
     # with the length.
     level: Literal["token", "sequence", "geometric"] = "token"
-    min: float = 0.0
-    max: float = 2.0
+    min: float = 0.0  # lower bound of the ratio
+    max: float = 2.0  # upper bound of the ratio
 
     def __post_init__(self) -> None:
         check(0 <= self.min <= 1, "importance_sampling.min", self.min, "at least 0, at most 1")
