@@ -424,7 +424,7 @@ BAD_FILES = {
         ("latin.txt", ["not UTF-8", "offset 3", "data.encoding_errors=replace"]),
         ("broken.jsonl", ["broken.jsonl:2", "not JSON"]),
         ("other.jsonl", ["no column 'text'", "did you mean 'txt'?"]),
-        ("void", ["holds no files"]),
+        ("void", ["holds no readable files"]),
         ("*.csv", ["no file matches"]),
         ("null", ["nothing to train on", "data.train"]),
     ],

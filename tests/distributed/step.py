@@ -170,14 +170,14 @@ def _not_summed() -> Any:
 
 
 def _tied_once() -> Any:
-    def wrap(model: Any, split: Any, prefix: str, original: Callable[..., None] = tensor._wrap_decoder) -> None:
+    def wrap(model: Any, split: Any, prefix: str, original: Callable[..., None] = tensor._wrap_language_model) -> None:
         original(model, split, prefix)
         whole = model.kernels.linear_cross_entropy
         model.kernels = dataclasses.replace(
             model.kernels, linear_cross_entropy=lambda hidden, weight, targets: whole(hidden, weight.detach(), targets)
         )
 
-    return mock.patch.object(tensor, "_wrap_decoder", wrap)
+    return mock.patch.object(tensor, "_wrap_language_model", wrap)
 
 
 def _counted_twice() -> Any:

@@ -204,7 +204,7 @@ def test_a_killed_run_goes_on_under_another_placement(tmp_path: Path) -> None:
         found, _ = tiny.last_checkpoint(copy)
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items()), copy.name
         assert tiny.records(copy) == logged, copy.name
-    with pytest.raises(ConfigError, match="the reference is not the one"):
+    with pytest.raises(ConfigError, match="the reference model changed"):
         together(copies[-1:], cases[-1:], beside_another)
 
 
