@@ -1,6 +1,6 @@
-"""Documents laid end to end and cut into rows of equal length, none losing or sharing a token. Knows no order.
+"""Packing: documents are concatenated and cut to rows of equal length without losing or repeating a token.
 
-Shapes: rows is the number of rows asked for, length the tokens of a row; a run is what one row holds of one document.
+Shapes: rows is the number of requested rows, length the tokens of a row. A run is the part of one document in one row.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.seed import key
 
-# What the loss passes over.
+# Ignored by the loss.
 IGNORED = -100
-# With fewer documents a split by document would be a matter of luck.
+# With fewer documents every document is split instead.
 _ENOUGH_DOCUMENTS = 20
-# Documents that share an entry of the index in memory. A row costs reading where a whole block's documents begin.
+# Documents per entry of the index in memory. A row reads the offsets of a whole block.
 _BLOCK_DOCUMENTS = 128
-# How many are looked at together while the index is made.
+# Documents per pass of building the index.
 _DOCUMENT_BATCH = 16384
 
 Integers = NDArray[np.int64]
@@ -35,17 +35,18 @@ Integers = NDArray[np.int64]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentSplit:
-    """Some of a corpus: all of it, whole documents, or one end of every document. A rule, so it takes no memory."""
+    """A part of a corpus: all of it, some documents, or one end of every document. A rule without memory per
+    document."""
 
     rule: Literal["all", "documents", "tail"]
-    fraction: float = 0.0  # held out: of all documents, or of each document's tokens
-    key: int = 0  # of the scramble that draws documents
-    is_held_out: bool = False  # whether the part is what is held out, or the rest
+    fraction: float = 0.0  # validation fraction: of the documents, or of the tokens of each document
+    key: int = 0  # of the hash that selects documents
+    is_held_out: bool = False  # the validation part, or the training part
 
     def cut(self, numbers: Integers, begins: Integers, ends: Integers) -> tuple[Integers, Integers]:
-        """What belongs to the part of the documents of these numbers, given as first token and the one after the last.
+        """The tokens of documents that belong to the part: first token, and the one after the last.
 
-        All arrays have one shape. A document outside the part ends where it begins.
+        All arrays have one shape. A document outside the part is an empty range.
         """
         if self.rule == "tail":
             cuts = ends - np.round((ends - begins) * self.fraction).astype(np.int64)
@@ -57,11 +58,11 @@ class DocumentSplit:
 
 
 def split_documents(cache: TokenCache, fraction: float, seed: int) -> tuple[DocumentSplit, DocumentSplit | None]:
-    """The parts to train on and to validate on; no validation part when `fraction` is 0.
+    """The training and validation parts; no validation part for `fraction` 0.
 
-    A document belongs to the validation part when its number, scrambled with the seed, falls below `fraction`; so it
-    stays where it is when others are added. In a corpus of fewer than 20 documents the last `fraction` of each one's
-    tokens is validation instead.
+    A document is in the validation part if the hash of its number and the seed is below `fraction`, so that it stays in
+    its part when documents are added. In a corpus of fewer than 20 documents the last `fraction` of the tokens of each
+    document is the validation part.
     """
     check(0 <= fraction < 1, "data.eval_fraction", fraction, "a number from 0 to below 1")
     if fraction == 0:
@@ -76,12 +77,12 @@ def split_documents(cache: TokenCache, fraction: float, seed: int) -> tuple[Docu
 
 
 def _chances(numbers: Integers, key_: int) -> NDArray[np.float64]:
-    """A number from 0 to 1 for each document."""
+    """A hash from 0 to 1 per document."""
     return hash_array(numbers.astype(np.uint64), key_) / 2.0**64
 
 
 def _effective(fraction: float, num_documents: int, key_: int) -> float:
-    """The fraction, moved as far as needed for one document to be below it and one not, however few there are."""
+    """The fraction, adjusted so that both parts have a document."""
     lowest, highest = 1.0, 0.0
     for first in range(0, num_documents, _DOCUMENT_BATCH):
         chances = _chances(np.arange(first, min(first + _DOCUMENT_BATCH, num_documents)), key_)
@@ -94,7 +95,7 @@ def _effective(fraction: float, num_documents: int, key_: int) -> float:
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Runs:
-    """What rows hold, run by run; every field is [runs]."""
+    """The runs of rows; every field is [runs]."""
 
     positions: Integers  # of the run in its row
     begins: Integers  # in the stream
@@ -138,7 +139,7 @@ class PackedRows:
                 expected="a document of at least two tokens",
                 fix="more text, or another data.eval_fraction",
             )
-        # The blocks that hold a token of the part, and where each begins in the stream, then where the stream ends.
+        # Blocks with tokens of the part, their offsets in the stream, and the length of the stream.
         self._blocks = np.flatnonzero(num_tokens)
         self._edges = np.concatenate([[0], num_tokens[self._blocks].cumsum()])
         self.num_rows = -(-(int(self._edges[-1]) - 1) // length)
@@ -160,15 +161,15 @@ class PackedRows:
     def _documents(self, blocks: Integers) -> tuple[Integers, Integers]:
         """The first token, and how many there are, of what each document of these blocks adds, [blocks, 128]."""
         numbers = blocks[:, None] * _BLOCK_DOCUMENTS + np.arange(_BLOCK_DOCUMENTS + 1)
-        # Beyond the corpus all documents are empty.
+        # Documents beyond the corpus are empty.
         edges = self._offsets.take(numbers, mode="clip")
         begins, ends = self._part.cut(numbers[:, :-1], edges[:, :-1], edges[:, 1:])
         return begins, ends - begins
 
     def rows(self, indices: NDArray[np.integer]) -> dict[str, Tensor]:
-        """The rows of these numbers, as new tensors of [rows, length].
+        """Rows by number, as new tensors [rows, length].
 
-        `tokens` int64; `targets` int64, -100 where the next token belongs to another document or is filling;
+        `tokens` int64; `targets` int64, -100 if the next token belongs to another document or is padding;
         `positions` int64, from 0 at each document's first token in the row; `documents` int32, from 0 in each row.
         """
         self._check_rows(indices)
@@ -195,7 +196,7 @@ class PackedRows:
         return {name: torch.from_numpy(column).view(len(indices), self.length) for name, column in columns.items()}
 
     def _runs(self, begins: Integers) -> _Runs:
-        """The runs of rows that begin at these places of the stream, [rows]."""
+        """The runs of rows with these offsets [rows] in the stream."""
         first = self._edges.searchsorted(begins, side="right") - 1
         num_blocks = self._edges.searchsorted(begins + self.length, side="left") - first
         # A pair for each row and each block that it reaches into; then what it holds of the block's documents.
@@ -226,7 +227,7 @@ class PackedRows:
         )
 
     def _check_rows(self, indices: NDArray[np.integer]) -> None:
-        """Raises IndexError for a number that is no row's."""
+        """Raise IndexError for invalid row numbers."""
         if len(indices) == 0:
             return
         lowest, highest = indices.min(), indices.max()
@@ -235,5 +236,5 @@ class PackedRows:
 
 
 def _count_up(counts: Integers) -> Integers:
-    """0 .. count - 1 for each count, end to end."""
+    """0 .. count - 1 for each count, concatenated."""
     return np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)

@@ -1,4 +1,4 @@
-"""Work ahead in a background thread. Knows nothing of what the items are."""
+"""Prefetching of any iterator in a background thread."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kitforge.foundation.config import check
 
 T = TypeVar("T")
 
-# How long `close` waits for an item that is being made; the thread ends after it in any case.
+# Seconds that `close` waits for the item in progress; the thread ends after it in any case.
 _JOIN_TIMEOUT_SECONDS = 5.0
 
 
 @final
 class _BoundedQueue(Generic[T]):
-    """What the two threads share. Does not know the Prefetcher, so that a forgotten one is collected and closed."""
+    """The queue of both threads. It has no reference to the prefetcher, so that an unused one is garbage collected."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -30,7 +30,7 @@ class _BoundedQueue(Generic[T]):
         self.error: BaseException | None = None
 
     def put(self, item: T) -> bool:
-        """Wait for room; False when nobody wants more."""
+        """Wait for a free slot; False once the consumer has closed."""
         with self.changed:
             self.changed.wait_for(lambda: self.is_closed or len(self.items) < self.depth)
             if not self.is_closed:
@@ -39,7 +39,7 @@ class _BoundedQueue(Generic[T]):
             return not self.is_closed
 
     def take(self) -> T:
-        """Wait for an item; after the last one raise what ended the producer, then StopIteration."""
+        """Wait for an item; after the last one raise the error of the producer, if any, then StopIteration."""
         with self.changed:
             self.changed.wait_for(lambda: self.is_closed or self.is_finished or bool(self.items))
             if self.items and not self.is_closed:
@@ -57,7 +57,7 @@ class _BoundedQueue(Generic[T]):
             self.changed.notify_all()
 
     def close(self, thread: threading.Thread) -> None:
-        """Nobody wants more: wake the producer and wait for it to end."""
+        """Close the consumer side, wake the producer and wait for its end."""
         with self.changed:
             self.is_closed = True
             self.items.clear()
@@ -68,15 +68,15 @@ class _BoundedQueue(Generic[T]):
 
 @final
 class BackgroundPrefetcher(Generic[T]):
-    """An iterator that has up to `depth` items of another one ready. Order and exceptions are those of the other one.
+    """Prefetches up to `depth` items of an iterator. Order and exceptions are those of the iterator.
 
-    Close it, use it as a context, or drop it: the thread then ends, also when it waits for room.
+    Closing it, leaving its context or dropping it ends the thread, also while the queue is full.
     """
 
     def __init__(self, items: Iterable[T], depth: int = 2) -> None:
         check(depth >= 1, "data.prefetch", depth, "at least 1")
         self._shelf: _BoundedQueue[T] = _BoundedQueue(depth)
-        # A daemon, because the interpreter waits for other threads before anybody could tell them to stop.
+        # A daemon thread: at exit the interpreter would wait for other threads before they could be stopped.
         self._thread = threading.Thread(target=_produce, args=(items, self._shelf), name="prefetch", daemon=True)
         self._close = weakref.finalize(self, self._shelf.close, self._thread)
         self._thread.start()
@@ -96,7 +96,7 @@ class BackgroundPrefetcher(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Stop the thread; items that were ready are dropped. May be called again."""
+        """Stop the thread and drop prefetched items. May be called more than once."""
         self._close()
 
 

@@ -20,7 +20,7 @@ from kitforge.foundation.seed import key
 
 Indices: TypeAlias = NDArray[np.int64]
 _ROUNDS = 8
-# A call for a few rows costs as much as one for a block, so blocks are made whole and the last ones kept.
+# A few rows cost as much as a block, so whole blocks are computed and the last ones cached.
 _BLOCK_ROWS = 4096
 
 
@@ -36,7 +36,7 @@ class Batch:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSchedule:
-    """Which rows each step takes, and which of them this replica."""
+    """The rows of each step, and the part of this replica."""
 
     num_rows: int
     batch_size: int  # samples of a step, over all replicas
@@ -143,7 +143,7 @@ def shuffled_indices(seed: int, num_rows: int, start: int, count: int, *, shuffl
 
 @lru_cache(maxsize=8)
 def _block(seed: int, num_rows: int, epoch: int, block: int) -> Indices:
-    """The rows of one block of an epoch. A number that the network sends beyond the rows is sent on (cycle walking)."""
+    """The rows of one block of an epoch. Outputs of the network beyond `num_rows` are mapped again (cycle walking)."""
     keys = [key(seed, "order", epoch, round_) for round_ in range(_ROUNDS)]
     first = block * _BLOCK_ROWS
     positions = np.arange(first, min(first + _BLOCK_ROWS, num_rows), dtype=np.uint64)
@@ -154,7 +154,7 @@ def _block(seed: int, num_rows: int, epoch: int, block: int) -> Indices:
 
 
 def _feistel(numbers: NDArray[np.uint64], num_rows: int, keys: list[int]) -> NDArray[np.uint64]:
-    """A keyed bijection of 0 .. width * height - 1, the smallest such near-square with room for `num_rows`.
+    """A keyed bijection of 0 .. width * height - 1, the smallest near-square of at least `num_rows`.
 
     An unbalanced Feistel network over remainders (Black and Rogaway 2002, generalised): each round adds to one half
     a keyed function of the other.

@@ -1,4 +1,4 @@
-"""Whole arrays of numbers turned into random-looking ones, each a pure function of itself and a key."""
+"""SplitMix64: a keyed hash of integer arrays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def hash_array(numbers: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """SplitMix64 (Steele, Lea and Flood 2014) of every number plus `key`, element by element."""
+    """SplitMix64 (Steele, Lea and Flood 2014) of each number plus `key`."""
     mixed = numbers + np.uint64(key)
     mixed ^= mixed >> np.uint64(30)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""Some rows of a table as Arrow columns, and what is done about those that cannot be read."""
+"""Chunks of a table as Arrow columns, and the policy for invalid rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OnBadRow = Literal["error", "skip"]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is wrong with a row."""
+    """Why a row is invalid."""
 
     reason: str  # goes on after the row's place: "has the wrong number of cells"
     got: object
@@ -29,7 +29,7 @@ class Problem:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRow:
-    """A row that cannot be used. Its place is found out only when somebody asks."""
+    """An invalid row. Its location is computed on demand."""
 
     problem: Problem
     location: Callable[[], str]
@@ -38,23 +38,23 @@ class BadRow:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrowChunk:
-    """Rows that were read together."""
+    """A chunk of rows."""
 
     table: Any  # pyarrow.Table with the columns that were asked for
-    location: Callable[[int], str]  # where a row of it stands, for a person
-    bad: tuple[BadRow, ...] = ()  # rows that did not even become part of the table
+    location: Callable[[int], str]  # location of a row, for messages
+    bad: tuple[BadRow, ...] = ()  # rows that could not be parsed into the table
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class BadRows:
-    """The policy about bad rows, and how many were left out by it, by reason."""
+    """The policy for invalid rows, with the numbers of skipped rows by reason."""
 
     policy: OnBadRow = "error"
     counts: Counter[str] = field(default_factory=Counter)
 
     def handle(self, rows: Iterable[BadRow]) -> None:
-        """Raise the DataError about the first one, or count them all."""
+        """Raise DataError for the first invalid row, or count all of them."""
         for row in rows:
             problem = row.problem
             if self.policy == "error":
@@ -72,7 +72,7 @@ class BadRows:
             self.counts[problem.reason] += 1
 
     def log_summary(self, name: str, num_rows: int) -> None:
-        """Say how many rows of a table were left out, beside those that were kept."""
+        """Log the numbers of skipped and kept rows of a table."""
         if self.total:
             reasons = "; ".join(f"{reason} ({count:,})" for reason, count in self.counts.most_common())
             count_text = f"{self.total:,} of {self.total + num_rows:,}"
@@ -80,5 +80,5 @@ class BadRows:
 
     @property
     def total(self) -> int:
-        """Rows left out."""
+        """Skipped rows."""
         return self.counts.total()

@@ -1,4 +1,4 @@
-"""How often 64-bit keys occur, counted over any number of chunks in bounded memory."""
+"""Frequencies of 64-bit keys over any number of chunks, in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _SALT = 0x2545F4914F6CDD1D
 
 @final
 class FrequencyCounter:
-    """Counts of keys. Exact up to `limit` distinct ones; beyond, of a sample of them.
+    """Counts of keys: exact up to `limit` distinct keys, beyond that of a sample of the keys.
 
-    The sample keeps the keys whose hash is divisible by a power of two, halved whenever it overflows (Gibbons 2001):
-    which keys it holds depends on the keys alone, and `scale` times what it holds estimates what there is.
+    The sample holds the keys whose hash is divisible by a power of two, which doubles on overflow (Gibbons 2001). It
+    depends on the set of keys alone; `scale` times its size estimates the number of distinct keys.
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        self.keys = np.zeros(0, np.int64)  # distinct, rising
+        self.keys = np.zeros(0, np.int64)  # distinct, ascending
         self.counts = np.zeros(0, np.int64)
         self.scale = 1
         self._limit = limit
 
     def add(self, keys: NDArray[np.int64]) -> None:
-        """Count each of the keys [n] once more."""
+        """Add the keys [n] to the counts."""
         distinct, counts = np.unique(keys[self._is_kept(keys)] if self.scale > 1 else keys, return_counts=True)
         positions = np.searchsorted(self.keys, distinct)
         at = np.minimum(positions, max(len(self.keys) - 1, 0))
@@ -45,7 +45,7 @@ class FrequencyCounter:
         return kept
 
     def by_frequency(self, min_count: int = 1, max_size: int | None = None) -> NDArray[np.int64]:
-        """Keys by falling count, equal ones by rising key."""
+        """Keys by descending count, then ascending key."""
         order = np.lexsort((self.keys, -self.counts))
         order = order[self.counts[order] >= min_count]
         return self.keys[order[:max_size]]

@@ -1,4 +1,4 @@
-"""Where each of many 64-bit keys stands in a list, whole arrays at a time. Any int64 is a key."""
+"""A vectorised index from 64-bit keys to list positions. Any int64 is a valid key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SALT = 0x5851F42D4C957F2D
 
 @final
 class IdIndex:
-    """Places of distinct keys, by open addressing with linear probes in a table at most half full."""
+    """Positions of distinct keys: an open-addressing hash table with linear probing, at most half full."""
 
     def __init__(self, keys: NDArray[np.int64]) -> None:
         size = 2 ** max(int(2 * max(len(keys), 1) - 1).bit_length(), 3)
@@ -24,7 +24,7 @@ class IdIndex:
         waiting = np.arange(len(keys), dtype=np.int64)
         slots = self._first(keys)
         while len(waiting):
-            # Of those that want one free slot, the first in the list gets it.
+            # If several keys probe one free slot, the first in the list gets it.
             free = self._positions[slots] < 0
             wanted, first = np.unique(slots[free], return_index=True)
             winners = waiting[free][first]
@@ -34,7 +34,7 @@ class IdIndex:
             waiting, slots = waiting[left], (slots[left] + 1) & self._mask.astype(np.int64)
 
     def find(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The place of each key [n] in the list, -1 for a key that is not there."""
+        """The position of each key [n], -1 for unknown keys."""
         slots = self._first(keys)
         candidates = self._positions[slots]
         rows = np.flatnonzero((candidates >= 0) & (self._keys[slots] != keys))

@@ -1,4 +1,4 @@
-"""What the rows of a table call the things whose texts became keys."""
+"""The original texts of hashed ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMAT = 1
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextArray:
-    """Texts end to end, as UTF-8: text i is data[offsets[i] : offsets[i + 1]]."""
+    """Texts in one UTF-8 buffer: text i is data[offsets[i] : offsets[i + 1]]."""
 
     data: NDArray[np.uint8]  # [total]
     offsets: NDArray[np.int64]  # [n + 1], from 0
@@ -38,7 +38,7 @@ class TextArray:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> TextArray:
-        """These texts."""
+        """A TextArray of texts."""
         raw = [text.encode() for text in texts]
         offsets = np.cumsum([0, *map(len, raw)], dtype=np.int64)
         return cls(data=np.frombuffer(b"".join(raw), np.uint8), offsets=offsets)
@@ -47,8 +47,8 @@ class TextArray:
 def load_id_names(
     source: TableSource, column: KeyColumn | ListColumn, keys: NDArray[np.int64], root: Path
 ) -> TextArray:
-    """The texts whose keys [n] a column of texts gave. The column is read once, and what was found is kept below
-    `root`, where the source has a fingerprint. Raises DataError for what is wrong with the rows or the disk."""
+    """The texts of keys [n] of a text column. The column is read once and the result is cached below `root` if the
+    source has a fingerprint. Raises DataError for invalid rows and disk errors."""
     if source.fingerprint is None:
         return TextArray.of(_find_names(source, column, keys))
     mark = fingerprint_of("names", FORMAT, source.fingerprint, column, keys.tobytes())
@@ -73,7 +73,7 @@ def load_id_names(
 
 
 def _find_names(source: TableSource, column: KeyColumn | ListColumn, keys: NDArray[np.int64]) -> Sequence[str]:
-    """The text of each key, the first one in the table where several have the same key."""
+    """The text of each key; of several texts with one key, the first in the table."""
     index, names, num_left = IdIndex(keys), [""] * len(keys), len(keys)
     is_open = np.ones(len(keys), bool)
     for job in source.jobs([column.name]):

@@ -1,4 +1,4 @@
-"""Rows that the caller hands over: an iterable of mappings, which may have no end, or a datasets.Dataset."""
+"""Rows in memory: an iterable of mappings, possibly endless, or a datasets.Dataset."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHUNK_ROWS = 1024
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonRows:
-    """Mappings from column to value. An iterator can be read once, and is read no further than is asked for."""
+    """Mappings from column to value. An iterator is read once and on demand."""
 
     rows: Iterable[object]
     names: tuple[str, ...]
@@ -59,7 +59,7 @@ class HFDatasetTable:
 
 
 def open_rows(rows: Iterable[object]) -> PythonRows:
-    """The columns are those of the first row. Raises DataError when there is none, or it is no mapping."""
+    """Rows with the columns of the first one. Raises DataError without rows, and for a row that is not a mapping."""
     head = iter(rows)
     first = next(head, None)
     if not isinstance(first, Mapping):
@@ -70,7 +70,7 @@ def open_rows(rows: Iterable[object]) -> PythonRows:
 
 
 def chunk_of(rows: Sequence[object], start: int, columns: Sequence[str]) -> ArrowChunk:
-    """These columns of rows, of which the first is number `start`; what is no such row is a bad one."""
+    """A chunk of these columns; `start` is the number of the first row. Rows that are not mappings are invalid."""
     good: list[Mapping[str, Any]] = []
     numbers: list[int] = []
     bad: list[BadRow] = []
@@ -101,7 +101,7 @@ def _problem(row: object, columns: Sequence[str]) -> Problem | None:
 
 
 def _array(values: list[Any]) -> Any:
-    """A column. Values of several types, or beyond int64, become texts, of which those that are bad are found later."""
+    """A column. Values of several types, or beyond int64, become text; invalid ones are detected later."""
     arrow = pyarrow()
     try:
         return arrow.array(values)

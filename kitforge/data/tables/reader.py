@@ -1,4 +1,4 @@
-"""From a source to numbers and keys: chunks are parsed by several threads and come in their order all the same."""
+"""Reading of tables: several threads parse chunks to numbers and keys; the order of chunks is kept."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _MAX_WORKERS = 4
 def read_columns(
     source: TableSource, layout: ColumnLayout, bad: BadRows, num_workers: int | None = None, start: int = 0
 ) -> Iterator[Columns]:
-    """The good rows of each chunk from number `start` on, in their order; memory holds a few chunks.
+    """The valid rows of each chunk from chunk `start` on, in order; a few chunks are in memory.
 
-    Chunks in front of `start` are not parsed, and must have held good rows. Raises DataError by the policy on bad rows,
-    when a file has changed meanwhile, and when there is no row at all. `num_workers` threads parse; None: one per core,
-    up to four.
+    Chunks before `start` are not parsed and must have valid rows only. Raises DataError by the policy for invalid rows,
+    for a file that has changed since it was opened, and for a table without rows. `num_workers` threads parse; None:
+    one per core, at most four.
     """
     is_empty = start == 0
-    # Rows that are still being made are not waited for before those that are there are handed on.
+    # Finished chunks are yielded without waiting for chunks in progress.
     count = 1 if source.is_once else num_workers or min(os.cpu_count() or 1, _MAX_WORKERS)
     for columns, rows in _in_order(islice(source.jobs(layout.names), start, None), layout, count):
         bad.handle(rows)
@@ -65,7 +65,7 @@ def _made(job: Job, layout: ColumnLayout) -> tuple[Columns, list[BadRow]]:
 
 
 def blocks(parts: Iterator[Columns], size: int, start: int = 0) -> Iterator[Columns]:
-    """The rows from number `start` on, `size` at a time; the last block may be smaller."""
+    """Blocks of `size` rows from row `start` on; the last one may be smaller."""
     held: list[Columns] = []
     num_held = 0
     for part in parts:

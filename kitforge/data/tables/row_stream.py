@@ -1,4 +1,4 @@
-"""Rows of an iterator, in order. Each row is accounted for until it is marked as trained, so that none is lost."""
+"""A stream of rows from an iterator. Rows are kept until they are marked as trained, so that a resume loses none."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kitforge.foundation.errors import DataError, nearest
 
 @runtime_checkable
 class SeekableSource(Protocol):
-    """An iterator of rows that can go back, such as a consumer of a Kafka partition. Checkpoints hold its position.
+    """An iterator of rows with seek, such as a consumer of a Kafka partition. Checkpoints hold its position.
 
-    Positions are plain JSON values. They are asked for by the thread that reads.
+    Positions are JSON values. The reading thread calls `position`.
     """
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
@@ -33,30 +33,31 @@ class SeekableSource(Protocol):
         ...
 
     def seek(self, position: Any) -> None:
-        """Go to a position, so that `next` returns its row."""
+        """Move to a position: `next` returns its row."""
         ...
 
 
 @final
 class RowStream:
-    """Reads a source no further than it is asked to. One thread reads; another may mark rows and take the state."""
+    """Reads a source on demand, never ahead. One thread reads; another one may mark rows and take the state."""
 
     def __init__(self, source: Iterator[Any], layout: ColumnLayout) -> None:
         self._source = source
         self._seekable = source if isinstance(source, SeekableSource) else None
         self._layout = layout
-        # Pairs (position or None, row). `_unread` was read before and comes again, before the source goes on.
+        # Pairs (position or None, row). Rows in `_unread` were read before and are read again before the source
+        # continues.
         self._unread: deque[tuple[Any, object]] = deque()
         self._untrained: deque[tuple[Any, object]] = deque()
-        self._batches: deque[int] = deque()  # how many rows each batch that was read has, those left out among them
+        self._batches: deque[int] = deque()  # rows of each batch that was read, skipped ones included
         self._position = None if self._seekable is None else self._seekable.position()
         self._num_read = 0
-        self._is_checked = False  # whether the first row has been looked at
+        self._is_checked = False  # whether the first row has been checked
         self._is_closed = False
         self._lock = Lock()
 
     def read(self, num_rows: int, bad: BadRows) -> Columns | None:
-        """The next good rows: `num_rows`, fewer where the source ends, None behind its end."""
+        """The next valid rows: `num_rows`, fewer at the end of the source, None after it."""
         parts: list[Columns] = []
         num_good = num_pulled = 0
         while num_good < num_rows and (rows := self._pull(num_rows - num_good)):
@@ -71,7 +72,7 @@ class RowStream:
         return concatenate(parts)
 
     def rewind(self) -> None:
-        """Let all rows that are not marked as trained be read again."""
+        """Read all rows again that are not marked as trained."""
         with self._lock:
             self._num_read -= len(self._untrained)
             self._unread.extendleft(reversed(self._untrained))
@@ -79,17 +80,17 @@ class RowStream:
             self._batches.clear()
 
     def mark_trained(self) -> None:
-        """The oldest batch that was read is trained on: its rows need not be kept."""
+        """Mark the oldest batch as trained and drop its rows."""
         with self._lock:
             for _ in range(self._batches.popleft()):
                 self._untrained.popleft()
 
     def close(self) -> None:
-        """Take no more rows of the source, though a thread is about to."""
+        """Stop reading, also in a thread that waits for the source."""
         self._is_closed = True
 
     def state(self) -> dict[str, Any]:
-        """Where to go on: rows without a position themselves, as JSON, and the position behind them."""
+        """State for a checkpoint: the untrained rows of a source without positions, and the next position."""
         with self._lock:
             waiting = [*self._untrained, *self._unread]
             position = self._position
@@ -98,7 +99,7 @@ class RowStream:
         return {"rows": json.dumps([self._plain_row(row) for row in kept]), "position": position}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on there. A source that cannot seek goes on with what it gives next, behind the rows of the state."""
+        """Restore `state`. A source without seek continues with its next row after the rows of the state."""
         self._is_checked = True
         self._unread.extendleft((None, row) for row in reversed(json.loads(state["rows"])))
         if self._seekable is not None and state["position"] is not None:
@@ -150,7 +151,7 @@ class RowStream:
 
 
 def _plain(value: object) -> object:
-    """A cell as JSON has it; what no column can hold becomes its text, as it does when it is read."""
+    """A cell as a JSON value; values that no column can hold become text, as in reading."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, (np.ndarray, np.generic)):
