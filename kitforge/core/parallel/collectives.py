@@ -1,6 +1,6 @@
-"""Every word that ranks exchange goes through this file. Each function is the identity when its group is None.
+"""All collectives. Each function is the identity if its group is None.
 
-The differentiable ones name what their backward pass does, because that is where silent mistakes live.
+The docstrings of differentiable collectives state their backward pass, where mistakes are silent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def group_size(group: Group) -> int:
 
 
 def group_rank(group: Group) -> int:
-    """This rank's place in the group."""
+    """This rank in the group."""
     return 0 if group is None else dist.get_rank(group)
 
 
@@ -42,18 +42,18 @@ def all_reduce_(input: Tensor, group: Group, op: Any = SUM) -> Tensor:
 
 
 def start_all_reduce_(input: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begin to sum in place over the ranks; `wait` of what is returned ends it."""
+    """Start an in-place all-reduce; `wait` of the returned work finishes it."""
     work: dist.Work = dist.all_reduce(input, group=group, async_op=True)
     return work
 
 
 def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Fill the tensors with the values of the group's first rank, many small ones in one message."""
+    """Broadcast tensors from the first rank of the group in place; small ones are coalesced."""
     dist._broadcast_coalesced(group, list(tensors), BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
 
 
 def all_gather_object(value: Any, group: Group) -> list[Any]:
-    """Every rank's plain value, in rank order."""
+    """The objects of all ranks, in rank order."""
     if group is None:
         return [value]
     values: list[Any] = [None] * group_size(group)
@@ -62,7 +62,7 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
 
 
 def gather_object(value: Any, group: Group) -> list[Any]:
-    """Every rank's plain value, in rank order, on the group's first rank; nothing on the others."""
+    """The objects of all ranks, in rank order, on the first rank of the group; empty on the others."""
     if group is None:
         return [value]
     values: list[Any] | None = [None] * group_size(group) if group_rank(group) == 0 else None
@@ -71,7 +71,7 @@ def gather_object(value: Any, group: Group) -> list[Any]:
 
 
 def broadcast_object(value: Any, group: Group) -> Any:
-    """The plain value of the group's first rank."""
+    """The object of the first rank of the group."""
     if group is None:
         return value
     values = [value]
@@ -80,18 +80,18 @@ def broadcast_object(value: Any, group: Group) -> Any:
 
 
 def send(input: Tensor, rank: int) -> None:
-    """Give a rank, by its number in the whole run, a tensor that it takes with `receive_`."""
+    """Send a tensor to a rank of the world, which calls `receive_`."""
     dist.send(input, rank)
 
 
 def receive_(input: Tensor, rank: int) -> Tensor:
-    """Fill a tensor with what that rank sends."""
+    """Receive a tensor from that rank, in place."""
     dist.recv(input, rank)
     return input
 
 
 def all_gather(input: Tensor, group: Group, dim: int) -> Tensor:
-    """The ranks' tensors, of equal shapes, joined along `dim`. Not differentiable."""
+    """The tensors of all ranks, of equal shapes, concatenated along `dim`. Not differentiable."""
     if group is None:
         return input
     ranks = group_size(group)
@@ -106,7 +106,7 @@ def all_gather(input: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def reduce_scatter(input: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's piece along `dim`, which the degree divides, of the sum over the ranks. Not differentiable."""
+    """This rank's shard along `dim`, whose size the degree divides, of the sum over ranks. Not differentiable."""
     if group is None:
         return input
     ranks = group_size(group)
@@ -118,7 +118,7 @@ def reduce_scatter(input: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def all_to_all(input: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
-    """Send `sent[r]` rows to rank r, in order, and take `received[r]` rows from it. Not differentiable."""
+    """Send `sent[r]` rows to rank r, in order, and receive `received[r]` rows from it. Not differentiable."""
     if group is None:
         return input
     output = input.new_empty((sum(received), *input.shape[1:]))
@@ -127,12 +127,12 @@ def all_to_all(input: Tensor, received: Sequence[int], sent: Sequence[int], grou
 
 
 def all_gather_autograd(input: Tensor, group: Group, dim: int) -> Tensor:
-    """`all_gather`; backward: `reduce_scatter`, since each rank's use of the whole gives a part of the gradient."""
+    """`all_gather`; backward: `reduce_scatter`, as each rank computes a partial gradient of the whole."""
     return input if group is None else _apply(_AllGather, input, group, dim)
 
 
 def all_gather_replicated(input: Tensor, group: Group, dim: int) -> Tensor:
-    """`all_gather`; backward: this rank's piece of the gradient, since all ranks compute the same from the whole."""
+    """`all_gather`; backward: this rank's shard of the gradient, as all ranks compute the same from the whole."""
     return input if group is None else _apply(_AllGatherReplicated, input, group, dim)
 
 
@@ -142,17 +142,17 @@ def reduce_scatter_autograd(input: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def all_reduce_fwd(input: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks, on all of them; backward: the identity, since all of them use it alike."""
+    """The sum over ranks on all of them; backward: the identity, as all ranks use it alike."""
     return input if group is None else _apply(_AllReduceForward, input, group)
 
 
 def copy_to_group(input: Tensor, group: Group) -> Tensor:
-    """The identity; backward: the sum over the ranks, since each computed something else from it."""
+    """The identity; backward: the sum over ranks, as each computes something else from it."""
     return input if group is None else _apply(_CopyToGroup, input, group)
 
 
 def all_to_all_autograd(input: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
-    """`all_to_all`; backward: the same the other way round."""
+    """`all_to_all`; backward: the reverse `all_to_all`."""
     return input if group is None else _apply(_AllToAll, input, tuple(received), tuple(sent), group)
 
 

@@ -1,4 +1,4 @@
-"""The data axis: copies of a model sum their gradients, in buckets, while the backward pass goes on."""
+"""Data parallelism (DDP): gradients are all-reduced in buckets during the backward pass."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from kitforge.core.parallel import collectives
 from kitforge.foundation.errors import ModelError
 
-# Large enough for the link's full rate, small enough that the first is on its way early.
+# Bytes of a bucket: large enough for full bandwidth, small enough to start early.
 BUCKET_BYTES = 25 * 2**20
 
 
 @final
 class _Bucket:
-    """Parameters whose gradients travel together, in one flat tensor."""
+    """Parameters whose gradients are reduced together, in one flat tensor."""
 
     def __init__(self) -> None:
         self.parameters: list[nn.Parameter] = []
@@ -28,31 +28,31 @@ class _Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its gradients."""
+        """Bytes of the gradients."""
         return sum(parameter.nbytes for parameter in self.parameters)
 
 
 @final
 class GradientBuckets:
-    """The gradients of a model of which every rank of the group has a copy."""
+    """The gradients of a model that is replicated on every rank of the group."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._group = group
         self._is_last = True
         self._num_sent = 0
-        # The backward pass finishes the last layers first.
+        # The backward pass computes the last layers first.
         self._buckets = _make_buckets([parameter for parameter in reversed(parameters) if parameter.requires_grad])
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
 
     def micro_batch(self, is_last: bool) -> None:
-        """Whether the coming backward pass is the last of its step."""
+        """Announce the next backward pass, and whether it is the last of the step."""
         self._is_last = is_last
 
     def finish(self) -> None:
-        """Wait until every gradient is the sum over the copies. One that is missing here counts as zero; one that no
-        copy has is None on all of them, so that optimizers leave its parameter alone, as in one process."""
+        """Wait until every gradient is the sum over the replicas. A gradient missing on this rank counts as zero; one
+        missing on all ranks stays None, so that optimizers skip its parameter, as in one process."""
         if not self._buckets:
             return
         parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
@@ -86,7 +86,7 @@ class GradientBuckets:
             if not self._is_last:
                 return
             bucket.num_ready += 1
-            # All ranks send in one order, whatever the order in which their buckets fill.
+            # All ranks reduce buckets in one order, independent of the order in which they are filled.
             while self._num_sent < len(self._buckets) and self._next_bucket.num_ready == len(
                 self._next_bucket.parameters
             ):
@@ -103,17 +103,17 @@ class GradientBuckets:
         gradients = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket.parameters
         ]
-        # From here on the bucket alone holds the gradients, or all of them would be there twice.
+        # The bucket alone holds the gradients from here on, so that they are in memory once.
         for parameter in bucket.parameters:
             parameter.grad = None
         flats = [gradient.reshape(-1) for gradient in gradients]
-        # A large parameter has a bucket of its own, and sums where its gradient lies.
+        # A large parameter has its own bucket and is reduced in place.
         bucket.flat = flats[0] if len(flats) == 1 else torch.cat(flats)
         bucket.work = collectives.start_all_reduce_(bucket.flat, self._group)
 
 
 def _make_buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
-    """Buckets of at most that many bytes, each of one dtype; a larger parameter has its own."""
+    """Buckets of one dtype and at most that many bytes; a larger parameter has its own bucket."""
     buckets: list[_Bucket] = []
     for parameter in parameters:
         last = buckets[-1] if buckets else None

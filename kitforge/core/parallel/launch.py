@@ -1,7 +1,4 @@
-"""Starts the ranks of a run on this machine and answers for them: one exit status, at most one message.
-
-Torch's elastic launcher does the starting, the watching and the ending; what the ranks then do is their own affair.
-"""
+"""Starts the ranks of a run on this machine with torch's elastic launcher; one exit status, at most one message."""
 
 from __future__ import annotations
 
@@ -30,16 +27,16 @@ from kitforge.foundation import device as devices
 from kitforge.foundation.errors import KitforgeError, TrainingError
 
 PROGRAM = ("-m", "kitforge")
-# What torch's launcher takes over for itself and does not give back.
+# Signals that torch's launcher handles and does not restore.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MONITOR_SECONDS = 0.1
-# A rank that died this many seconds after the first complaint was ended by the launcher, not the cause of it.
+# A rank that died this many seconds after the first error was ended by the launcher.
 DRAIN_SECONDS = 3.0
 LAST_LINES = 20
 
 
 class RankError(Exception):
-    """The traceback of a rank, as text; the cause of the error that its parent raises."""
+    """The traceback of a rank as text, the cause of the error that the launcher raises."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -47,7 +44,7 @@ class RankError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What a rank wrote before it ended."""
+    """The error report of a rank."""
 
     rank: int
     words: str
@@ -61,14 +58,14 @@ def launch(
 ) -> int:
     """Run `python -m kitforge <arguments>` as `num_ranks` ranks, by default those of the degrees; the exit status.
 
-    Rank 0 speaks; the others are heard only when one of them fails. Ctrl-C reaches every rank as one SIGINT, and they
-    have `degrees.timeout` seconds to save. Raises KitforgeError with the words of the rank that failed first.
+    Output of ranks other than 0 is shown only if one of them fails. Ctrl-C sends one SIGINT to every rank, which has
+    `degrees.timeout` seconds to save. Raises KitforgeError with the message of the rank that failed first.
     """
     num_ranks = num_ranks or degrees.world_size
     with tempfile.TemporaryDirectory(prefix="kitforge-") as folder, _launch_environment(num_ranks):
         start = elastic_launch(_config(degrees, num_ranks, folder), sys.executable)
         try:
-            # The launcher would take a $ for a word of its own.
+            # The launcher would expand a $.
             start(*program, *(argument.replace("$", "$$") for argument in arguments))
         except SignalException:
             return INTERRUPTED
@@ -97,7 +94,7 @@ def _config(degrees: ParallelConfig, num_ranks: int, folder: str) -> LaunchConfi
 
 
 def _exit_code(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
-    """The status of ranks that were interrupted; else raises the error of the one that failed first."""
+    """The exit status of interrupted ranks. Raises the error of the rank that failed first."""
     words = sorted(
         (word for rank in failures if (word := _report_of(rank, failures[rank]))), key=lambda word: word.time
     )
@@ -129,7 +126,7 @@ def _report_of(rank: int, failure: ProcessFailure) -> RankReport | None:
 
 
 def _death(rank: int, failure: ProcessFailure, folder: Path) -> KitforgeError:
-    """Of a rank that ended without a word."""
+    """The error of a rank that ended without a report."""
     if failure.exitcode >= 0:
         problem, fix = f"rank {rank} ended with status {failure.exitcode} and without a word", RESUME
     else:
@@ -143,7 +140,7 @@ def _death(rank: int, failure: ProcessFailure, folder: Path) -> KitforgeError:
 
 
 def _last_lines(rank: int, folder: Path) -> str | None:
-    """The end of what the rank complained about in its last attempt; rank 0 has done so in public."""
+    """The last lines of stderr of the rank in its last attempt; those of rank 0 are already on the terminal."""
     files = sorted(folder.glob(f"*/attempt_*/{rank}/stderr.log"), key=lambda path: int(path.parts[-3].split("_")[1]))
     lines = files[-1].read_text(errors="replace").splitlines() if files else []
     return "\n            ".join(lines[-LAST_LINES:]) or None
@@ -151,7 +148,7 @@ def _last_lines(rank: int, folder: Path) -> str | None:
 
 @contextmanager
 def _launch_environment(num_ranks: int) -> Iterator[None]:
-    """What the ranks inherit, and a launcher that keeps its own counsel; all of it as before in the end."""
+    """The environment of the ranks and a silent launcher, restored afterwards."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     has_gloo_alone = all(devices.BACKENDS.get(kind, "gloo") == "gloo" for kind in devices.available())
     wanted = {

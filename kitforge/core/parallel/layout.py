@@ -1,6 +1,6 @@
-"""Where each rank's piece of a tensor lies, as plain arithmetic that any rank can do for any other.
+"""The regions of shards of a tensor, as plain arithmetic that every rank can compute for every other.
 
-A dim of n that is split k ways has pieces of ceil(n / k); the last ones may be shorter or empty, as with `torch.chunk`.
+A dim of n split k ways has shards of ceil(n / k); the last ones may be shorter or empty, as with `torch.chunk`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kitforge.foundation.types import Region
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A dim of a tensor that is split along a mesh axis of that degree."""
+    """A dim of a tensor, sharded along a mesh axis of that degree."""
 
     axis: str
     dim: int
@@ -22,21 +22,21 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a tensor of a global shape is cut: by each split in turn, the later ones within the pieces of the earlier."""
+    """The sharding of a tensor of a global shape: splits in order, later ones within the shards of earlier ones."""
 
     shape: tuple[int, ...]
     splits: tuple[Split, ...] = ()
 
     @property
     def num_shards(self) -> int:
-        """Distinct pieces; every rank beyond holds a copy of one of them."""
+        """Number of distinct shards; further ranks hold replicas."""
         count = 1
         for split in self.splits:
             count *= split.degree
         return count
 
     def region(self, index: Mapping[str, int]) -> Region:
-        """The piece of the rank that has these indices along the axes."""
+        """The region of the rank with these indices along the axes."""
         offset, shape = [0] * len(self.shape), list(self.shape)
         for split in self.splits:
             size = shape[split.dim]
@@ -47,7 +47,7 @@ class Layout:
         return Region(global_shape=self.shape, offset=tuple(offset), shape=tuple(shape))
 
     def split(self, axis: str, dim: int, degree: int) -> Layout:
-        """The layout after one more split; the same when the degree is 1."""
+        """The layout with one more split; unchanged for degree 1."""
         if degree == 1:
             return self
         return Layout(shape=self.shape, splits=(*self.splits, Split(axis=axis, dim=dim, degree=degree)))

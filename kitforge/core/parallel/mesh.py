@@ -1,4 +1,4 @@
-"""One rank's place among all, and the groups of ranks that it talks to."""
+"""The device mesh: the coordinates of a rank and its process groups."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from kitforge.core.parallel.config import AXES, ParallelConfig
 
-# Axes whose ranks hold different samples.
+# Axes whose ranks have different samples.
 REPLICA_AXES = ("data", "shard")
 
 
 @final
 class Mesh:
-    """The world as a grid of the axes that are split; an axis of degree 1 costs no process group.
+    """The ranks as a grid of parallel axes; an axis of degree 1 has no process group.
 
-    Views: `group(axis)` of one axis, `replicas` of all ranks that hold different samples (their sums are those of the
-    batch), `world` of all ranks (the norm, and the rows of tables).
+    Views: `group(axis)` of one axis, `replicas` of all ranks with different samples (sums over the batch), `world` of
+    all ranks (gradient norm, table rows).
     """
 
     def __init__(self, degrees: ParallelConfig, device_type: str, num_inference_ranks: int = 0) -> None:
-        """`num_beside` further ranks have no place on the grid; they make it with the others, and no use of it."""
+        """`num_beside` further ranks are not on the grid; they take part in its creation only."""
         degrees.check_world(dist.get_world_size() - num_inference_ranks)
         self.degrees = degrees
         self.size = degrees.world_size
@@ -37,7 +37,7 @@ class Mesh:
         grid = torch.arange(self.size).view(tuple(self.shape.values()))
         self.device_mesh = DeviceMesh(device_type, grid, mesh_dim_names=names)
         world = dist.new_group(list(range(self.size))) if num_inference_ranks else dist.group.WORLD
-        assert world is not None  # there is one as soon as torch.distributed is initialised
+        assert world is not None  # exists once torch.distributed is initialised
         self.world: dist.ProcessGroup = world
         self.replicas = self._view(REPLICA_AXES)
 
@@ -47,22 +47,22 @@ class Mesh:
 
     @cached_property
     def index(self) -> Mapping[str, int]:
-        """This rank's place along every axis."""
+        """The coordinates of this rank by axis."""
         return self.index_of(self.rank)
 
     def index_of(self, rank: int) -> Mapping[str, int]:
-        """A rank's place along every axis; 0 along those that are not split."""
+        """The coordinates of a rank by axis; 0 for axes of degree 1."""
         coords = np.unravel_index(rank, tuple(self.shape.values()))
         return dict.fromkeys(AXES, 0) | {axis: int(coord) for axis, coord in zip(self.shape, coords, strict=True)}
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The ranks along the axis through this one; None where it is not split, and for a rank beside the grid."""
+        """The process group of this rank along the axis; None for degree 1, and for a rank that is not on the grid."""
         return self.device_mesh.get_group(axis) if axis in self.shape and self.rank < self.size else None
 
     def new_cpu_group(self) -> dist.ProcessGroup:
-        """A new group of all ranks, on the CPU, for a background thread whose words must not mix with the training's.
+        """A new CPU group of all ranks for a background thread, separate from the collectives of training.
 
-        All ranks of the grid make it at the same point of the program.
+        All ranks of the grid create it at the same point of the program.
         """
         group: dist.ProcessGroup = dist.new_group(
             list(range(self.size)),
@@ -73,22 +73,22 @@ class Mesh:
         return group
 
     def sub_mesh(self, *axes: str) -> DeviceMesh:
-        """torch's own mesh of those axes that are split; at least one must be."""
+        """The torch DeviceMesh of the axes with a degree above 1; there must be one."""
         names = tuple(axis for axis in axes if axis in self.shape)
         return self.device_mesh[names]
 
     @property
     def num_replicas(self) -> int:
-        """Ranks among which a batch is divided."""
+        """Number of parts of a batch."""
         return self.degrees.num_replicas
 
     @property
     def replica(self) -> int:
-        """Which share of a batch this rank has; ranks along other axes have the same."""
+        """The index of this rank's part of a batch; ranks along other axes share it."""
         return self.index["data"] * self.degree("shard") + self.index["shard"]
 
     def _view(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
-        """The group of all ranks that differ from this one along `axes` only."""
+        """The group of all ranks that differ from this one only along `axes`."""
         split = [axis for axis in axes if axis in self.shape]
         if len(split) < 2:
             return self.group(split[0]) if split else None

@@ -1,4 +1,4 @@
-"""What ranks say when one of them fails: to one another, to whoever started them, and to people."""
+"""Errors of ranks: propagation to the other ranks, to the launcher and to the user."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from torch._C._distributed_c10d import Store
 from kitforge.foundation.errors import KitforgeError, PeerError
 from kitforge.foundation.files import write_text
 
-# Set by our own launch, whose parent process tells people what went wrong.
+# Set by `launch`, whose parent process reports errors to the user.
 LAUNCHED = "KITFORGE_LAUNCHED"
 RESUME = "its own message says why; resume=auto goes on from the last checkpoint"
-# Exit status of a rank that a person has interrupted.
+# Exit status of an interrupted rank.
 INTERRUPTED = 130
 # Seconds between two looks at whether a rank failed, and that ranks are given to end by themselves after it: a failure
 # has reached everybody within the sum of both.
 LOOK, GRACE = 0.5, 3.0
-# The same for a store that is gone, which may mean that rank 0 has ended as it should and this one is about to.
+# The same after the loss of the store, which may mean that rank 0 ended normally and this rank is about to.
 STORE_GRACE = 5.0
-# Seconds that a process which ends by an error waits for its threads that are still at work.
+# Seconds that a failing process waits for its threads.
 EXIT_GRACE = 1.0
 
 # Bytes that are kept free for the error file, as a full disk is what it often has to tell of; and under which name.
 RESERVED_BYTES, RESERVED_NAME = 2**16, "room"
 
-# The error file is read and written by the rank and by its watch.
+# The rank and its monitor thread both use the error file.
 _file_lock = threading.Lock()
 
 
 def explain(
     error: BaseException, *, waited: float | None = None, silent: list[int] | None = None
 ) -> KitforgeError | None:
-    """An error of torch.distributed in words; None for any other, which is then this rank's own."""
+    """A message for an error of torch.distributed; None for other errors, which are this rank's own."""
     if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and "gloo" in str(error)):
         return None
     who = f"rank {', '.join(map(str, silent))}" if silent else "another rank"
@@ -57,7 +57,7 @@ def explain(
 
 
 def describe_error(error: BaseException) -> str:
-    """What a person is told of an error that ends the process."""
+    """The message of an error that ends the process."""
     if isinstance(error, KitforgeError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -74,8 +74,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def write_error_file(words: str, trace: str, *, is_cause: bool) -> None:
-    """Write why this rank ends to the file that its launcher named, if it did. What another rank's failure has done to
-    this one never replaces its own."""
+    """Write the error of this rank to the error file of the launcher, if there is one. An error caused by another rank
+    never replaces the rank's own."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -83,7 +83,7 @@ def write_error_file(words: str, trace: str, *, is_cause: bool) -> None:
         before = json.loads(Path(path).read_bytes())["kitforge"] if Path(path).exists() else {}
         if before.get("is_cause") and not is_cause:
             return
-        # Of the same words, the first time counts: the launcher asks who failed first.
+        # Of equal reports the first time counts, as the launcher looks for the first failure.
         now = before["time"] if before.get("words") == words else time.time()
         # The shape that torch's own launcher reads, and below `kitforge` what ours does.
         extra = {"py_callstack": trace or words, "timestamp": str(int(now))}
@@ -96,15 +96,15 @@ def write_error_file(words: str, trace: str, *, is_cause: bool) -> None:
 
 
 def reserve_error_file() -> None:
-    """Take now the room on the disk that `write_error_file` needs."""
+    """Reserve disk space for `write_error_file`."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):
             Path(path).with_name(RESERVED_NAME).write_bytes(bytes(RESERVED_BYTES))
 
 
 def write_rank_report(words: str, trace: str, *, is_cause: bool) -> bool:
-    """Write the error file of a rank that ends. Returns whether this rank is to tell people as well: its own parent
-    does, and under another launcher one rank of a machine is enough."""
+    """Write the error file of a failing rank. Returns whether this rank also reports to the user: not under `launch`,
+    and under another launcher only one rank of each machine."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return True
@@ -113,12 +113,12 @@ def write_rank_report(words: str, trace: str, *, is_cause: bool) -> bool:
 
 
 def report(error: BaseException, words: str) -> bool:
-    """`leave_word` for an error that ends this rank."""
+    """`write_rank_report` for an error that ends this rank."""
     return write_rank_report(words, _trace(error), is_cause=not isinstance(error, PeerError))
 
 
 def first_failure(store: Store) -> dict[str, Any] | None:
-    """Which rank was the first to say that it failed, and in which words."""
+    """The rank that reported a failure first, and its message."""
     if not store.check(["failure"]):
         return None
     first: dict[str, Any] = json.loads(store.get("failure"))
@@ -126,18 +126,18 @@ def first_failure(store: Store) -> dict[str, Any] | None:
 
 
 def publish_failure(store: Store, rank: int, words: str) -> None:
-    """Say that this rank failed, unless another has said so before."""
+    """Report a failure of this rank unless another rank has reported one."""
     store.compare_set("failure", "", json.dumps({"rank": rank, "words": words.split("\n")[0]}))
 
 
 @final
 class FailureMonitor:
-    """Tells the other ranks that this one failed, and ends this process when any rank has failed, or the store is gone,
-    and it does not end by itself: in its own work, or in a collective, it would otherwise be there for ever.
+    """Publishes a failure of this rank, and ends this process after a failure of any rank or the loss of the store, if
+    it does not end by itself. Otherwise it could wait in a collective forever.
 
-    It has a thread and a connection to the store of its own, so it also works while the process waits in C++ for a
-    message of another rank. On NCCL the watchdog may abort the process at any moment once a connection is lost, so the
-    error file is written as soon as a failure is known.
+    It has its own thread and store connection, so that it works while the process waits in C++ for another rank. The
+    NCCL watchdog may abort the process once a connection is lost, so the error file is written as soon as a failure is
+    known.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -149,8 +149,7 @@ class FailureMonitor:
         threading.Thread(target=self._poll, name="kitforge-watch", daemon=True).start()
 
     def publish(self, error: BaseException) -> None:
-        """Tell the launcher and the other ranks at once that this rank failed. An error that is what another rank's
-        failure has done to this one is nothing to tell."""
+        """Report a failure of this rank to the launcher and the other ranks at once, unless another rank caused it."""
         if isinstance(error, PeerError) or explain(error) is not None or self._own is not None:
             return
         self._own = error
@@ -161,8 +160,8 @@ class FailureMonitor:
             publish_failure(self._store, self._rank, words)
 
     def end(self, *, failed: bool = False) -> None:
-        """Look no more at the others. A process that ends by an error is still not let wait for long: Python would wait
-        for threads that write to a disk, or for ranks that are not there any more."""
+        """Stop monitoring. A failing process still has a time limit: Python would wait for threads that write to disk,
+        or for ranks that have ended."""
         self._left.set()
         if failed:
             sys.excepthook = partial(self._exit_soon, sys.excepthook)
@@ -198,7 +197,7 @@ class FailureMonitor:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether the error came of waiting."""
+    """Whether the error is a time-out."""
     return any(words in str(error).lower() for words in ("timed out", "timeout"))
 
 
@@ -207,7 +206,7 @@ def _trace(error: BaseException) -> str:
 
 
 def _is_first_report(words: str, folder: Path) -> bool:
-    """Whether no other rank of this machine has said the same before; the launcher's folder is theirs alone."""
+    """Whether no other rank of this machine has reported the same error, by the folder of the launcher."""
     try:
         (folder / f"told-{hashlib.sha256(words.encode()).hexdigest()[:16]}").touch(exist_ok=False)
     except FileExistsError:

@@ -1,6 +1,6 @@
-"""Where the ranks of a run meet: they find one another, take turns, compare what they are about to run, and part.
+"""Rendezvous of the ranks of a run: connection, turns, comparison of configurations, process group, shutdown.
 
-Reads the environment that torchrun (or our own launch) sets, and starts no process. Alone, all of it does nothing.
+It reads the environment that torchrun or `launch` sets, and starts no process. With one process it does nothing.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from kitforge.core.parallel.world import World
 from kitforge.foundation import device as devices
 from kitforge.foundation.errors import ConfigError, DeviceError, KitforgeError, PeerError, TrainingError
 
-# Seconds between two looks at what another rank is to say, and how long ranks wait for one another's complaints.
+# Seconds between two polls of a key of another rank, and seconds that ranks wait for one another's errors.
 LOOK, PATIENCE = 0.5, 1.0
 PACKAGE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchInfo:
-    """What the launcher says of this process: its number among all ranks and among those of its machine."""
+    """The environment of a launched process: its rank and local rank."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     node: str
-    restarts: int = 0  # how often the ranks have been started again
+    restarts: int = 0  # restarts of the ranks so far
 
     @property
     def round(self) -> str:
-        """A name that no earlier start of the same ranks had, as their store may outlive them."""
+        """A prefix of store keys that no earlier start used, as the store may outlive the ranks."""
         return f"kitforge/{self.restarts}"
 
 
 def launch_info() -> LaunchInfo | None:
-    """This process's place among the ranks that a launcher started; None where none did."""
+    """The launch environment of this process; None without a launcher."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     rank = _number("RANK")
@@ -78,7 +78,7 @@ def launch_info() -> LaunchInfo | None:
 
 @final
 class Rendezvous:
-    """The way of a rank into its run and out of it: `with Lobby.open(...) as lobby`, turns, join, check_same."""
+    """Connects a rank to its run: `with Rendezvous.open(...) as rendezvous`, then turns, check_same, process group."""
 
     def __init__(
         self, degrees: ParallelConfig, device: torch.device, where: LaunchInfo | None, store: Store | None
@@ -87,7 +87,7 @@ class Rendezvous:
         self._degrees = degrees
         self._launch = where
         self._store = store
-        # From the start, as a rank may be at work on its own for hours before it joins the others.
+        # From the start, as a rank may work alone for hours before it joins the process group.
         self._watch = None if where is None or store is None else FailureMonitor(cast(Any, store).clone(), where.rank)
         self._world: World | None = None
         self._has_joined = False
@@ -96,8 +96,8 @@ class Rendezvous:
 
     @classmethod
     def open(cls, degrees: ParallelConfig, device: str, num_ranks: int | None = None) -> Rendezvous:
-        """Find the other ranks: those that the degrees ask for and, up to `num_ranks`, some beside them. Raises
-        ConfigError where others were started, and DeviceError where this machine has fewer accelerators than ranks."""
+        """Connect to the other ranks: those of the degrees and, up to `num_ranks`, inference-only ones. Raises
+        ConfigError for another number of started ranks, and DeviceError for fewer accelerators than local ranks."""
         where, wanted = launch_info(), num_ranks or degrees.world_size
         if where is None and wanted > 1:
             further = f" and {wanted - degrees.world_size} beside" if wanted > degrees.world_size else ""
@@ -114,7 +114,7 @@ class Rendezvous:
         own = devices.of_rank(device, where.local_rank, where.local_world_size)
         _check_restarts()
         store = PrefixStore(where.round, _connect_store(degrees))
-        # A program may hold several runs, one after the other, and each has keys of its own.
+        # A program may run several runs in sequence, each with its own keys.
         number = store.add(f"opened/{where.rank}", 1)
         return cls(degrees, own, where, PrefixStore(str(number), store))
 
@@ -133,14 +133,14 @@ class Rendezvous:
 
     @property
     def rank(self) -> int:
-        """This process's number among all."""
+        """The rank of this process."""
         return 0 if self._launch is None else self._launch.rank
 
     @contextmanager
     def local_rank_zero_first(self) -> Iterator[None]:
-        """The first rank of each machine runs the block, then its others do; all leave it together.
+        """Local rank 0 of each machine runs the block first, then the others; all leave it together.
 
-        The block may take hours. One that fails ends the waiting of all the others at once.
+        The block may take hours. A failure in it ends the waiting of all other ranks at once.
         """
         if self._launch is None or self._store is None:
             yield
@@ -162,7 +162,7 @@ class Rendezvous:
         self._wait(f"{done}/all")
 
     def init_process_group(self) -> World:
-        """Make the process groups; from here on the ranks are one world. A second call gives the same one."""
+        """Create the process groups and return the world. A second call returns the same one."""
         if self._world is not None:
             return self._world
         if self._launch is None or self._store is None:
@@ -171,7 +171,7 @@ class Rendezvous:
         if not dist.is_backend_available(backend):
             raise DeviceError(f"this torch was built without {backend}", got=self.device, fix="device=cpu uses gloo")
         devices.use(self.device)
-        # A program under torchrun may have joined its ranks before; it then parts them as well.
+        # A program under torchrun may have created the default process group, and then destroys it too.
         if not dist.is_initialized():
             dist.init_process_group(
                 backend,
@@ -186,8 +186,7 @@ class Rendezvous:
         return self._world
 
     def check_same(self, facts: Mapping[str, str]) -> None:
-        """Raise ConfigError on all ranks, naming the fact and the ranks, unless every rank has the same facts and runs
-        the same code."""
+        """Raise ConfigError on all ranks, with the fact and the ranks, unless facts and code are equal on all ranks."""
         if self._launch is None or self._store is None:
             return
         self._num_checks += 1
@@ -201,7 +200,7 @@ class Rendezvous:
             explained = [json.loads(self._store.get(f"{name}/{rank}")) for rank in range(self._launch.world_size)]
             self._store.set(f"{name}/verdict", json.dumps(_differences(explained)))
         differences = json.loads(self._store.get(f"{name}/verdict"))
-        # Rank 0 may hold the store itself, and is about to go where there are differences.
+        # Rank 0 may own the store, and ends if facts differ.
         if self._store.add(f"{name}/read", 1) == self._launch.world_size:
             self._store.set(f"{name}/all", "read")
         self._store.wait([f"{name}/all"])
@@ -214,13 +213,13 @@ class Rendezvous:
             )
 
     def explain(self, error: BaseException) -> KitforgeError | None:
-        """`explain`, with the ranks that gave no sign of life or the one that said that it failed."""
+        """`explain`, with the ranks that did not respond, or the one that reported a failure."""
         is_explained = isinstance(error, PeerError)
         if self._launch is None or self._store is None or not (is_explained or explain(error)):
             return None
         waited = self._degrees.timeout if is_timeout(error) else None
         with suppress(dist.DistError):
-            # The store may be gone with rank 0 by now.
+            # The store may have ended with rank 0.
             known = None if self._watch is None else self._watch.first
             if (first := known or first_failure(self._store)) is not None:
                 return PeerError(f"rank {first['rank']} failed: {first['words']}", fix=RESUME)
@@ -229,7 +228,7 @@ class Rendezvous:
         return explain(error, waited=waited)
 
     def shutdown(self, *, failed: bool, words: str = "") -> None:
-        """Part: quietly, or after telling the others that this rank failed, and then without waiting for them."""
+        """Leave the run; after a failure of this rank, report it and do not wait for the others."""
         if self._launch is None or self._store is None:
             return
         if failed:
@@ -241,14 +240,14 @@ class Rendezvous:
                     _world_group().abort()
             dist.destroy_process_group()
         if failed and self._launch.rank == 0 and not _launcher_keeps_store():
-            # The store goes with this process, so the others get the time to read it.
+            # The store ends with this process: leave the others time to read it.
             time.sleep(2 * LOOK)
-        # It ends this process when one of the lines above does not return.
+        # It ends this process if one of the calls above does not return.
         if self._watch is not None:
             self._watch.end(failed=failed)
 
     def _wait(self, name: str) -> None:
-        """Until a rank has set `name`, however long that takes; raises PeerError as soon as one has failed."""
+        """Wait without time-out until a rank has set `name`. Raises PeerError as soon as a rank has failed."""
         assert self._store is not None
         pause = 0.01
         while not self._store.check([name]):
@@ -258,7 +257,7 @@ class Rendezvous:
             pause = min(2 * pause, LOOK)
 
     def _missing_ranks(self, where: LaunchInfo, store: Store) -> list[int]:
-        """The ranks that do not say, as this one does, that they wait for another."""
+        """The ranks that have not reported that they wait."""
         store.set(f"waits/{where.rank}", "")
         silent = [rank for rank in range(where.world_size) if rank != where.rank]
         until = time.monotonic() + PATIENCE
@@ -281,7 +280,7 @@ def code_version() -> str:
 
 
 def _connect_store(degrees: ParallelConfig) -> Store:
-    """The store that the launcher's environment names."""
+    """The TCP store of the launch environment."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     timeout = timedelta(seconds=degrees.timeout)
     try:
@@ -307,8 +306,8 @@ def _connect_store(degrees: ParallelConfig) -> Store:
 
 
 def _check_restarts() -> None:
-    """A restart over several machines finds the keys of the start before it in a store that the launcher keeps, and
-    its machines count restarts differently."""
+    """Refuse restarts over several machines: the launcher's store still has the keys of the previous start, and
+    machines count restarts differently."""
     if _launcher_keeps_store() and _number("GROUP_WORLD_SIZE", 1) > 1 and _number("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
         raise ConfigError(
             "ranks on several machines cannot be restarted with a store that torchrun keeps",
@@ -335,14 +334,14 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def _differences(reported: list[dict[str, str]]) -> dict[str, str]:
-    """Each fact that is not the same everywhere, with the ranks that share a value."""
+    """The facts that differ between ranks, each with the ranks of every value."""
     result = {}
     for fact in sorted({fact for facts in reported for fact in facts}):
         groups: dict[str | None, list[int]] = {}
         for rank, facts in enumerate(reported):
             groups.setdefault(facts.get(fact), []).append(rank)
         if len(groups) > 1:
-            # The many are right more often than the few.
+            # The value of most ranks first.
             most, *others = sorted(groups.values(), key=len, reverse=True)
             words = f"rank {_rank_list(sorted(sum(others, [])))} unlike rank {_rank_list(most)}"
             result[fact] = words

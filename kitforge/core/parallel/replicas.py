@@ -1,7 +1,7 @@
-"""Replicas of a tensor, which several ranks hold whole or the same piece of: made equal, and compared bit by bit.
+"""Replicated tensors: broadcast from the first rank, and bitwise comparison.
 
-A tensor without a layout is whole on every rank. Nothing is sent but among the ranks that hold the same, and of a
-comparison only one number a tensor.
+A tensor without a layout is whole on every rank. Only ranks with the same shard communicate; a comparison sends one
+number per tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kitforge.core.parallel.layout import Layout
 from kitforge.core.parallel.mesh import Mesh
 from kitforge.foundation.errors import ModelError
 
-# Words that are summed at once, so that a checksum takes little memory.
+# Words per chunk, which bounds the memory of a checksum.
 CHECKSUM_WORDS = 2**20
 # Odd numbers far from powers of two (Steele and Vigna, 2021): weights of words, and of groups of them.
 WEIGHT, NEXT = 0x27BB2EE687B0B0FD, 0x369DEA0F31A53F85
@@ -24,7 +24,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_same_parameters(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
-    """Raise ModelError, on all ranks, where they have built networks of different names, shapes or dtypes."""
+    """Raise ModelError on all ranks if their networks differ in names, shapes or dtypes."""
     own = {name: f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for name, each in tensors.items()}
     for rank, others in enumerate(collectives.all_gather_object(own, mesh.world)):
         name = next((name for name in {**own, **others} if own.get(name) != others.get(name)), None)
@@ -37,7 +37,7 @@ def check_same_parameters(tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
 
 
 def broadcast_replicas(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Give every replica, in place, the values of the first rank that holds it."""
+    """Copy the values of the first rank with a shard to all its replicas, in place."""
     for axis in mesh.shape:
         group = mesh.group(axis)
         alike = [each.detach() for name, each in tensors.items() if each.numel() and axis not in _axes(name, layouts)]
@@ -46,8 +46,8 @@ def broadcast_replicas(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layo
 
 
 def replica_drift(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, list[int]]:
-    """Names of the tensors whose replicas differ in any bit and, for each, the ranks that hold other values than the
-    first rank with the same piece; the same answer on every rank."""
+    """Names of the tensors whose replicas differ in any bit, each with the ranks that differ from the first rank with
+    the same shard; the same result on every rank."""
     held = {name: each for name, each in tensors.items() if set(mesh.shape) - _axes(name, layouts)}
     if not held:
         return {}
@@ -71,13 +71,13 @@ def replica_drift(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], 
 
 
 def describe_drift(drift: Mapping[str, Iterable[int]], shown: int = 8) -> str:
-    """The finding in words."""
+    """The drift as a message."""
     parts = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(drift.items())[:shown]]
     return "; ".join(parts) + (f"; and {len(drift) - shown} more" if len(drift) > shown else "")
 
 
 def _axes(name: str, layouts: Mapping[str, Layout]) -> set[str]:
-    """Along which a tensor is cut."""
+    """The mesh axes along which a tensor is sharded."""
     layout = layouts.get(name)
     return set() if layout is None else {split.axis for split in layout.splits}
 
@@ -90,7 +90,7 @@ def _differing_ranks(name: str, sums: list[int], layouts: Mapping[str, Layout], 
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """An int64 that bit patterns which differ share with a chance of 2**-63: a weighted sum of words, modulo 2**64."""
+    """A checksum: a weighted sum of words modulo 2**64. Different bit patterns collide with probability 2**-63."""
     flat = tensor.detach().contiguous().reshape(-1)
     words = flat.view(INTEGERS[min(flat.element_size(), 8)])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -1,4 +1,4 @@
-"""Whole parameters from the ranks that train to networks of others: what is gathered there, filled in here."""
+"""Weight synchronisation: training ranks gather parameters and send them to the networks of inference ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kitforge.core.parallel.world import World
 def sync_weights(
     parallel: ParallelModel | None, target: Mapping[str, Tensor] | None, receivers: Sequence[int], world: World
 ) -> None:
-    """Fill `target`, a rank's own whole parameters, with those that are trained, in one order on all ranks.
+    """Copy the trained parameters to `target`, the whole parameters of a rank, in one order on all ranks.
 
     The ranks that train call this together with their model, and with a target where they want one too. So do those
     `receivers` that are beside them, without a model; the n-th of these gets its part from training rank n modulo

@@ -1,4 +1,4 @@
-"""Where a run takes place: a device, and a mesh when there is more than one rank."""
+"""The world of a run: a device, and with several ranks a mesh of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kitforge.foundation.dtype import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceRanks:
-    """That there are ranks which train nothing, behind those that do."""
+    """Marks a world with ranks that do not train, after those that do."""
 
     all_ranks: dist.ProcessGroup  # of all ranks, on the CPU
     num_training: int
@@ -28,9 +28,9 @@ class InferenceRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """A rank's view of the run. Alone, every sum is the value itself and every question its own answer.
+    """A rank's view of the run. With one process all collectives are no-ops.
 
-    The mesh is that of the ranks that train; a rank beside them has none.
+    The mesh is that of the training ranks; an inference-only rank has none.
     """
 
     device: torch.device
@@ -43,8 +43,8 @@ class World:
     def of_process_group(
         cls, degrees: ParallelConfig, device: torch.device, watch: FailureMonitor | None = None
     ) -> World:
-        """That of this rank, among all that torch.distributed has joined. The first ones train, as many as the degrees
-        ask for; all of them call this together."""
+        """The world of this rank in the default process group. The first ranks train, as many as the degrees need. All
+        ranks call this together."""
         num_further = dist.get_world_size() - degrees.world_size
         mesh = Mesh(degrees, device.type, num_further) if degrees.world_size > 1 else None
         if num_further == 0:
@@ -55,50 +55,50 @@ class World:
         return cls(device=device, mesh=own, inference_ranks=inference, failure_monitor=watch)
 
     def with_precision(self, precision: Precision) -> World:
-        """The same world, for networks that are computed in that precision."""
+        """The same world with another precision."""
         return replace(self, precision=precision)
 
     @property
     def rank(self) -> int:
-        """This rank's number; rank 0 writes files and speaks to people."""
+        """The rank of this process; rank 0 writes files and messages."""
         return collectives.group_rank(self.all_ranks) if self.mesh is None else self.mesh.rank
 
     @property
     def all_ranks(self) -> collectives.Group:
-        """All ranks, those that train nothing among them; None when alone."""
+        """The group of all ranks, including inference-only ones; None with one process."""
         if self.inference_ranks is not None:
             return self.inference_ranks.all_ranks
         return None if self.mesh is None else self.mesh.world
 
     @property
     def num_training(self) -> int:
-        """Ranks that train, which are the first ones."""
+        """Number of training ranks, which are the first ones."""
         if self.inference_ranks is not None:
             return self.inference_ranks.num_training
         return 1 if self.mesh is None else self.mesh.size
 
     @property
     def is_inference_only(self) -> bool:
-        """Whether this rank trains nothing."""
+        """Whether this rank does not train."""
         return self.rank >= self.num_training
 
     @property
     def replica(self) -> int:
-        """Which share of every batch is this rank's."""
+        """Index of the data-parallel replica: its part of every batch."""
         return 0 if self.mesh is None else self.mesh.replica
 
     @property
     def num_replicas(self) -> int:
-        """Among how many ranks a batch is divided."""
+        """Number of parts of a batch."""
         return 1 if self.mesh is None else self.mesh.num_replicas
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank holds pieces of networks only."""
+        """Whether ranks hold shards of networks only."""
         return self.mesh is not None and max(self.mesh.degree("shard"), self.mesh.degree("tensor")) > 1
 
     def sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """0-dim values summed over the replicas, in float64 and on the CPU where there is more than one."""
+        """0-dim values summed over replicas; with several, in float64 on the CPU."""
         if self.mesh is None or self.mesh.replicas is None or not values:
             return dict(values)
         stacked = torch.stack([value.detach().to(self.device, torch.float64) for value in values.values()])
@@ -106,22 +106,22 @@ class World:
         return dict(zip(values, totals, strict=True))
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says yes."""
+        """Whether the value is true on any rank."""
         if self.mesh is None:
             return flag
         flags = torch.tensor(float(flag), device=self.device)
         return bool(collectives.all_reduce_(flags, self.mesh.world, collectives.MAX) > 0)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The plain value of every rank that trains, in rank order; just this one's when alone."""
+        """The object of every training rank, in rank order."""
         return collectives.all_gather_object(value, None if self.mesh is None else self.mesh.world)
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value on all ranks, those that train nothing among them."""
+        """The object of rank 0 on all ranks, including inference-only ones."""
         return collectives.broadcast_object(value, self.all_ranks)
 
     def publish_failure(self, error: BaseException) -> None:
-        """Tell the launcher and the other ranks at once that this rank failed; no collective. Alone, nothing."""
+        """Report a failure of this rank to the launcher and the other ranks at once, without a collective."""
         if self.failure_monitor is not None:
             self.failure_monitor.publish(error)
 
