@@ -1,4 +1,4 @@
-"""Work that all ranks do at once and that succeeds on all of them or on none."""
+"""Collective work that succeeds on all ranks or fails on all of them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kitforge.core.parallel.rank_errors import explain
 from kitforge.foundation.errors import CheckpointError, KitforgeError
 
 T = TypeVar("T")
-# From one rank's plain value to those of all ranks, in rank order.
+# all_gather_object: from a value to the values of all ranks.
 AllGather = Callable[[Any], list[Any]]
 
 
 def collective_try(work: Callable[[], T], agree: AllGather, error: type[KitforgeError] = CheckpointError) -> list[T]:
-    """What `work` returns on each rank. When it raises `error` on some, all raise that of the first of them.
+    """The results of `work` on all ranks. If it raises `error` on some, all ranks raise that of the first one.
 
-    An exception of another kind is a fault of the program: it goes on where it was raised, and the other ranks are told
-    before, so that they do not wait for ever. Raises PeerError when another rank is gone.
+    Another exception is a bug: it propagates on its rank, after the other ranks have been notified. Raises PeerError if
+    another rank has ended.
     """
     result: T | None = None
     failure: KitforgeError | None = None
@@ -38,7 +38,7 @@ def collective_try(work: Callable[[], T], agree: AllGather, error: type[Kitforge
 
 
 def local_try(work: Callable[[], T], agree: AllGather, error: type[KitforgeError] = CheckpointError) -> T:
-    """`together` for results that no other rank needs: only this rank's is returned, and none is sent."""
+    """`collective_try` with the result of this rank only; no results are sent."""
     results: list[T] = []
     collective_try(lambda: results.append(work()), agree, error)
     return results[0]

@@ -1,4 +1,4 @@
-"""What an interrupted process leaves beside the checkpoints, and how it is put right.
+"""Cleanup of what interrupted processes left next to the checkpoints.
 
 Names are those of `foundation.files.atomic_folder`: `.step_3.<process>.draft` was being written and
 `.step_3.<process>.old` was being replaced. Two are ours: `.step_3.<process>.trash`, a folder on its way out, renamed
@@ -32,7 +32,7 @@ _NAME = re.compile(
 
 
 def restore(root: Path) -> None:
-    """Put back each folder whose process died after it was moved aside and before its successor took the place."""
+    """Restore folders whose process died between moving the old one aside and publishing its successor."""
     for path, found in _stale_paths(root, "old"):
         original = root / found["place"]
         if original.exists():
@@ -49,7 +49,7 @@ def restore(root: Path) -> None:
 
 
 def clean(root: Path) -> None:
-    """Restore what can be, and delete the other leftovers of processes that are gone."""
+    """Restore folders, and delete the other leftovers of dead processes."""
     restore(root)
     for what in ("draft", "old", "trash", "parts"):
         for path, found in _stale_paths(root, what):
@@ -59,7 +59,7 @@ def clean(root: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Take a published folder out of sight in one rename; returns where it now waits to be deleted."""
+    """Rename a published folder for deletion; returns its new path."""
     aside = folder.with_name(f".{folder.name}.{process_name()}.trash")
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(folder, aside)
@@ -67,7 +67,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def _stale_paths(root: Path, what: str) -> Iterator[tuple[Path, re.Match[str]]]:
-    """Each leftover of that sort, and what its name says."""
+    """The leftovers of one kind with their parsed names."""
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         if match and match["what"] == what and path.is_dir():

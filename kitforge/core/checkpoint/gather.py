@@ -1,4 +1,4 @@
-"""Whole tensors out of the pieces of all ranks, one at a time and on the CPU of rank 0 alone, to be written."""
+"""Gathering of whole tensors on the CPU of rank 0, one at a time, for export."""
 
 from __future__ import annotations
 

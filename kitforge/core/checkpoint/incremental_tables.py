@@ -1,4 +1,4 @@
-"""The tables of a run as its steps are saved: whole, or only what changed since the step before."""
+"""Full and incremental saving of tables."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class IncrementalTables:
 
     @property
     def kind(self) -> str:
-        """What a step takes beside tensors and state, for people."""
+        """The kind of saving, for messages."""
         return f" and the rows of {', '.join(sorted(self._tables))}" if self._tables else ""
 
     def begin(self, step: int) -> None:
-        """Hold every table as it is now."""
+        """Take snapshots of all tables."""
         can_build = self._last is not None and self._last.step < step and self._num_since_whole < self._num_deltas
         # Tables tell once what went away. If this step does not come to be, the next one cannot do without all rows.
         self.base, self._last = self._last if can_build else None, None
@@ -50,21 +50,21 @@ class IncrementalTables:
         self._versions = {name: source.version for name, source in self._sources.items()}
 
     def write(self, draft: Path, step: int, rank: int | None) -> tuple[tuple[FileEntry, ...], tuple[TableEntry, ...]]:
-        """Write what `begin` holds, and let go of it."""
+        """Write the snapshots and release them."""
         files = TableWriter(draft, step, rank)
         files.write(self._sources)
         self.close()
         return tuple(files.files), tuple(files.tables)
 
     def published(self, root: Path, step: int) -> None:
-        """The step is where it belongs, and may be built on."""
+        """The step is published and may be a parent."""
         # Only the rank that publishes needs the checksum; to another the manifest may not be visible yet.
         manifest = step_folder(root, step) / MANIFEST
         self._last = ParentStep(step=step, sha256=sha256(manifest) if manifest.is_file() else "")
         self._num_since_whole = 0 if self.base is None else self._num_since_whole + 1
 
     def close(self) -> None:
-        """Let go of what `begin` holds."""
+        """Release the snapshots."""
         for source in self._sources.values():
             source.close()
         self._sources = {}

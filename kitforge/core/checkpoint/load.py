@@ -1,6 +1,6 @@
-"""Opening a checkpoint: checked first, then read tensor by tensor, or any part of one, through a memory map.
+"""Loading of checkpoints: verification, then memory-mapped reads of tensors or regions of them.
 
-How it was cut when it was saved makes no difference to who reads it. Writes nothing.
+The layout at saving does not matter to the reader. Nothing is written.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ class Checkpoint:
         self.folder = folder
         self.manifest = manifest
         self.state = state
-        # The step itself and those that its tables build on, the newest first.
+        # The step and its parents, newest first.
         self.increments = tuple(links) or (Increment(folder=folder, manifest=manifest),)
         self._entries = {entry.name: entry for part in PARTS for entry in manifest.entries(part)}
         self._files: dict[str, TensorFile] = {}
 
     @property
     def step(self) -> int:
-        """The step after which it was saved."""
+        """The step of the checkpoint."""
         return self.manifest.step
 
     def names(self, part: Part) -> list[str]:
-        """The names of one part's tensors, in the order in which they were saved, aliases included."""
+        """Tensor names of model or optimizer in saved order, aliases included."""
         return [entry.name for entry in self.manifest.entries(part)]
 
     def shapes(self, part: Part) -> dict[str, tuple[int, ...]]:
-        """The shapes of one part's whole tensors by name."""
+        """Global shapes of model or optimizer tensors by name."""
         return {entry.name: entry.shape for entry in self.manifest.entries(part)}
 
     def model(self, regions: Mapping[str, Region] = {}) -> Iterator[tuple[str, Tensor]]:
@@ -88,7 +88,7 @@ class Checkpoint:
 
     @property
     def tables(self) -> list[str]:
-        """The names of the tables whose rows are here."""
+        """Names of the embedding tables."""
         return [table.name for table in self.manifest.tables]
 
     def table(self, name: str, shard: RowShard = ALL) -> StoredTable:
@@ -103,11 +103,11 @@ class Checkpoint:
         load_tables(tables, self.increments)
 
     def tensor(self, name: str) -> Tensor:
-        """The whole tensor of that name, of either part. Raises CheckpointError for no such tensor."""
+        """The whole tensor of that name. Raises CheckpointError for an unknown name."""
         return self.read(name, Region.full(self.entry(name).shape))
 
     def entry(self, name: str) -> TensorEntry:
-        """How the tensor is stored. Raises CheckpointError for no such tensor."""
+        """The manifest entry of a tensor. Raises CheckpointError for an unknown name."""
         if name not in self._entries:
             raise CheckpointError(f"{self.folder} holds no tensor {name!r}")
         return self._entries[name]
@@ -202,7 +202,7 @@ def newest(
     world: World = ALONE,
     opened: Callable[[Path], Checkpoint] | None = None,
 ) -> Checkpoint | None:
-    """The newest checkpoint below `root` that verifies, or None. Each damaged one before it is told to `on_damaged`.
+    """The newest valid checkpoint below `root`, or None. Damaged ones are reported to `on_damaged`.
 
     In a world of many ranks, all of them call it, and all get the same step and are told the same. `opened` opens a
     step; by default all of it is verified.
@@ -308,7 +308,7 @@ def _open(folder: Path, parts: Sequence[Part] | None, world: World, verified: Co
 
 
 def _files_of(manifest: Manifest, parts: Sequence[Part]) -> list[FileEntry]:
-    """All files but those that only tensors of other parts are in."""
+    """Files without those that hold only tensors of other parts."""
     used = {part: {file for entry in manifest.entries(part) for file in entry.files} for part in PARTS}
     wanted = set().union(*(used[part] for part in parts))
     unwanted = set().union(*used.values()) - wanted
@@ -354,7 +354,7 @@ def _verify(folder: Path, manifest: Manifest, files: Sequence[FileEntry]) -> Non
 
 
 def _misfit(target: Tensor, tensor: Tensor) -> str | None:
-    """Why `tensor` cannot become `target` without a silent change, or None when it can."""
+    """Why `tensor` cannot be copied to `target` without a silent change, or None."""
     if target.shape != tensor.shape:
         return f"got {list(tensor.shape)}, expected {list(target.shape)}"
     # A copy into a tensor without memory does nothing, and says nothing.

@@ -14,12 +14,12 @@ from kitforge.foundation.types import Region
 
 
 def num_elements(box: Region) -> int:
-    """Elements of the box; 1 for that of a 0-dim tensor."""
+    """Number of elements of a region; 1 for a 0-dim tensor."""
     return math.prod(box.shape)
 
 
 def overlap(first: Region, second: Region) -> Region | None:
-    """The elements of one global tensor that lie in both boxes, or None when there are none."""
+    """The intersection of two regions, or None."""
     starts = tuple(map(max, first.offset, second.offset))
     shape = tuple(end - start for start, end in zip(starts, map(min, _ends(first), _ends(second)), strict=True))
     if any(length <= 0 for length in shape):
@@ -50,7 +50,7 @@ def tile(boxes: Iterable[Region], whole: Region) -> bool:
 
 
 def region_of(entry: Slice) -> Region:
-    """Where a slice lies in its tensor."""
+    """The region of a slice."""
     return Region(global_shape=entry.global_shape, offset=entry.offset, shape=entry.shape)
 
 

@@ -1,8 +1,8 @@
-"""Saving while training goes on: one memory copy in the foreground, the disk in the background.
+"""Asynchronous checkpointing: a copy in memory in the foreground, writing in the background.
 
-This file knows no optimizer and no model, only named tensors and plain state. Its promise: whenever a process dies, the
-folder of every published step is whole, and a step that was published stays until a newer one is. Of many ranks, each
-writes what it answers for into one folder that all share; the first one publishes it, and deletes.
+This file knows named tensors and plain state only. Guarantee: whenever a process dies, the folder of every published
+step is complete, and a published step stays until a newer one is published. Each rank writes the shards that it owns to
+a shared folder; rank 0 publishes and deletes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class CheckpointWriter:
             clean(root)
 
     def attach(self, tables: Mapping[str, RowTable], *, num_deltas: int = 0) -> None:
-        """From now on, save the rows of these tables with every step.
+        """Save the rows of these tables with every step from now on.
 
         After a step with all rows come at most `num_deltas` steps with those that changed since the step before; a step
         stays as long as one that is kept builds on it. Call it again when the tables have become others.
@@ -156,7 +156,7 @@ class CheckpointWriter:
                 (step_folder(self._root, step) / KEEP).unlink(missing_ok=True)
 
     def wait(self) -> None:
-        """Return when nothing is being written. Raises CheckpointError, once, when the last write failed."""
+        """Wait for the write in progress. Raises CheckpointError, once, if the last write failed."""
         if self._pending is None:
             return
         # An interrupt while waiting leaves the write pending: its buffers are still being read.
@@ -166,7 +166,7 @@ class CheckpointWriter:
             raise failure
 
     def close(self) -> None:
-        """Finish the last write and let the buffers go. Raises CheckpointError when that write failed."""
+        """Finish the last write and free the buffers. Raises CheckpointError if it failed."""
         try:
             self.wait()
         finally:
@@ -204,7 +204,7 @@ class CheckpointWriter:
         return reporting
 
     def _begin(self, stack: ExitStack, refusal: CheckpointError | None) -> str:
-        """The name of the draft, which the first rank makes."""
+        """The name of the draft folder, created by rank 0."""
         if refusal is not None:
             raise refusal
         if self._rank != 0:
@@ -233,7 +233,7 @@ class CheckpointWriter:
         self._delete_old(step_folder(self._root, self._snapshot.step))
 
     def _delete_old(self, published: Path) -> None:
-        """Steps after the published one are not this run's past, and are let be."""
+        """Delete old steps; steps after the published one are not of this run's history and stay."""
         with self._lock:
             # The step may have been protected or released while it was being written.
             if self._snapshot.step in self._protected:
@@ -258,7 +258,7 @@ class CheckpointWriter:
                 _log.warning("an old checkpoint below %s could not be deleted: %s", self._root, cause)
 
     def _with_parents(self, some: Sequence[int]) -> set[int]:
-        """The steps and those that they build on. What a step builds on is read once."""
+        """The steps with their parents, which are read once."""
         found: set[int] = set()
         for first in some:
             step: int | None = first

@@ -1,5 +1,5 @@
-"""Where the pieces of tensors lie in a world of ranks, and which rank answers for which. Arithmetic without messages:
-every rank computes the same for all."""
+"""Shards of tensors over ranks, and the owner that writes each of them. Every rank computes the same without
+communication."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Shard:
 
 @final
 class RankCoords:
-    """The places of all ranks of a world: for each its index along every axis, or None where it takes no part."""
+    """The mesh coordinates of all ranks; None for a rank that takes no part."""
 
     def __init__(self, coordinates: Sequence[Mapping[str, int] | None]) -> None:
         self.coordinates = tuple(coordinates)
@@ -62,9 +62,9 @@ class RankCoords:
 
 
 def assign_shards(tensors: Iterable[tuple[Layout, int]], ranks: RankCoords, rank: int) -> list[bool]:
-    """For each tensor, given as its layout and the bytes of an element, whether that rank answers for its piece.
+    """For each tensor, given by its layout and element size, whether that rank owns its shard.
 
-    Every piece has one owner among those that have it: the one that answers for the fewest bytes so far.
+    Every shard has one owner among its ranks: the one with the fewest bytes so far.
     """
     loads = [0] * ranks.size
     answers = []

@@ -1,4 +1,4 @@
-"""What of a snapshot goes into which file of a draft, and the manifest of what all ranks have written."""
+"""Writing of a snapshot to files, and the manifest of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A copy of everything at one instant. Training waits for the copying, so it goes as fast as memory allows."""
+"""A snapshot of all tensors in CPU memory. Training waits for the copy, so it runs at memory bandwidth."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ CopyChunk = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 @final
 class Snapshot:
-    """A copy of everything at one instant, in CPU buffers that the next instant uses again.
+    """A snapshot in CPU buffers that the next snapshot reuses.
 
-    Of many ranks, each copies what it alone answers for; no word is exchanged.
+    Each rank copies the shards that it owns, without communication.
     """
 
     def __init__(self, ranks: RankCoords | None = None, rank: int = 0) -> None:
@@ -56,7 +56,7 @@ class Snapshot:
         return sum(each.nbytes for each in tensors) + len(self.state)
 
     def region(self, name: str) -> Region:
-        """Where a buffer lies in its tensor."""
+        """The region of a buffer in its tensor."""
         found = None if self._ranks is None else self._ranks.region(self.wholes[name][0], self._rank)
         return Region.full(self.buffers[name].shape) if found is None else found
 
@@ -92,7 +92,7 @@ class Snapshot:
             synchronize(device)
 
     def _owned(self, sources: dict[str, Tensor], layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
-        """Those tensors whose pieces this rank writes: alone, all."""
+        """The tensors whose shards this rank owns; with one process all."""
         ranks = self._ranks
         if ranks is None:
             split = next((name for name, layout in layouts.items() if layout.splits), None)

@@ -1,4 +1,4 @@
-"""Tensors among the plain state of a run: kept out of state.json, in a safetensors file beside it."""
+"""Tensors in the state of a run, stored in a safetensors file next to state.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of a checkpoint: their rows read back through any number of steps that build on one another."""
+"""Tables of a checkpoint: rows of a full step and its increments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Increment:
 
 
 def increment_chain(step: Increment) -> list[Increment]:
-    """The step and those that it builds on, the newest first.
+    """The step and its parents, newest first.
 
     Raises CheckpointError when one of them is missing or not the one that was built on.
     """

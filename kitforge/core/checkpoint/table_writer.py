@@ -1,4 +1,4 @@
-"""Rows of tables into files: gathered to a file's size in memory, then written while the next ones are gathered.
+"""Writing of table rows: files are filled in memory and written while the next one is filled.
 
 A file holds `ids` [n] int64 and `rows` [n, width]; of ids that went away, rows of no width.
 """
@@ -26,7 +26,7 @@ FILE_BYTES = 2**27
 
 @final
 class TableWriter:
-    """What one rank writes of all tables into a folder. `rank` is None for a process that saves alone."""
+    """Writes the tables of one rank to a folder. `rank` is None for a single process."""
 
     def __init__(self, folder: Path, step: int, rank: int | None = None, file_bytes: int = FILE_BYTES) -> None:
         self.files: list[FileEntry] = []

@@ -1,9 +1,9 @@
-"""The shard axis: torch's `fully_shard` cuts weights, gradients and optimizer state over ranks, ZeRO stages 1 to 3.
+"""Fully sharded data parallelism with torch's `fully_shard`: weights, gradients and optimizer state, ZeRO 1 to 3.
 
 Its parameters are DTensors at rest and plain tensors in compute. Gradients are summed, never averaged: the loss is
-divided by the count of the whole batch before the backward pass. In half precision weights are rounded before they are
-gathered, so that no rank makes a rounded copy of its own, and gradients are summed in fp32. Importing torch's part
-takes half a second, which one process should not pay, so that it is imported where it is used.
+divided by the count of the whole batch before the backward pass. In half precision weights are rounded before the
+all-gather, and gradients are reduced in fp32. Importing torch's part takes half a second, so it is imported where it is
+used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
 @final
 class FSDPUnits:
-    """The units of a model that are gathered and let go together: each layer of a list of layers, then the rest."""
+    """The FSDP units of a model: each layer of a list of layers, then the rest."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, roots: Mapping[str, Sequence[str]], compute_dtype: torch.dtype
@@ -49,7 +49,7 @@ class FSDPUnits:
             )
             for unit in units
         ]
-        # What is outside of the blocks stays gathered after a forward pass, so that the head can follow.
+        # Parameters outside of the blocks stay gathered after a forward pass, for the head.
         self._roots: list[FSDPModule] = [
             fully_shard(root, mesh=grid, reshard_after_forward=False, mp_policy=policy)
             for root in map(model.get_submodule, roots)
@@ -68,24 +68,24 @@ class FSDPUnits:
                 register_fsdp_forward_method(model.get_submodule(name), way)
 
     def micro_batch(self, is_last: bool) -> None:
-        """Say what the coming backward pass has to communicate."""
+        """Set whether the next backward pass reduces gradients."""
         for root in self._roots:
             if self._stage == 1:
                 root.set_requires_gradient_sync(is_last)
             elif self._has_copies:
                 root.set_requires_all_reduce(is_last)
             if self._stage < 3:
-                # Within a step the weights do not change, so that they need not be gathered again.
+                # Weights do not change within a step, so they stay gathered.
                 root.set_reshard_after_backward(is_last)
 
     def reshard(self) -> None:
-        """Cut again what a forward pass without a backward pass has left gathered."""
+        """Reshard the parameters that a forward pass without a backward pass left gathered."""
         for unit in self._units:
             unit.reshard()
 
 
 def _policy(compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Gather weights in half precision where products are taken in it; activations are left to autocast."""
+    """The mixed precision policy: weights are gathered in half precision; autocast handles activations."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if compute_dtype.itemsize != 2:
@@ -98,14 +98,14 @@ def _restore_dtype(_module: nn.Module, _inputs: object, output: Tensor, dtype: t
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's piece of a tensor at rest, sharing its memory: the one gate out of DTensor."""
+    """The local shard of a DTensor, sharing its memory. The only place that leaves DTensor."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The members of every list of modules that is not inside another such list."""
+    """The modules of every outermost ModuleList."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [
         module for name, module in lists if not any(name.startswith(f"{other}.") for other, _ in lists if other != name)

@@ -1,4 +1,4 @@
-"""Whole tensors out of their pieces and back, for updates that are not elementwise."""
+"""Gathering of whole tensors and sharding again, for optimizer updates that are not elementwise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kitforge.core.parallel.mesh import Mesh
 
 
 def gather_full_tensor(shard: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
-    """The whole tensor, on every rank, of which each rank holds the piece that the layout says."""
+    """All-gather a tensor of that layout on every rank."""
     for number in reversed(range(len(layout.splits))):
         split = layout.splits[number]
         size = Layout(shape=layout.shape, splits=layout.splits[:number]).region(mesh.index).shape[split.dim]
@@ -34,13 +34,13 @@ class FullMatrices:
         self._mesh = mesh
 
     def full_shape(self, shard: Tensor) -> tuple[int, ...]:
-        """The shape of the whole that a parameter is a piece of."""
+        """The global shape of a parameter."""
         return self._layouts[shard].shape
 
     def full_tensor(self, value: Tensor, shard: Tensor) -> Tensor:
-        """The whole matrix of which each rank has the `value` that belongs to its piece."""
+        """The whole matrix of the shards `value` of all ranks."""
         return gather_full_tensor(value, self._layouts[shard], self._mesh)
 
     def shard_of(self, matrix: Tensor, shard: Tensor) -> Tensor:
-        """This rank's part of a whole matrix."""
+        """This rank's shard of a whole matrix."""
         return self._layouts[shard].region(self._mesh.index).of(matrix)

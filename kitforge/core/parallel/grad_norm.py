@@ -1,4 +1,4 @@
-"""The norm of all gradients of all ranks as one number, whatever mixture of meshes they lie on."""
+"""The global gradient norm over all ranks and mixed layouts."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def global_grad_norm(
     squares = rows.cpu().double()
     for num_shards, members in alike.items():
         squares = squares + global_norm(members).cpu().double() ** 2 * (num_shards / mesh.size)
-    # Not the device of the gradients: a rank may have none, and its word still has to reach the others.
+    # Not the device of the gradients: a rank without gradients takes part too.
     device = torch.device(mesh.device_mesh.device_type)
     return collectives.all_reduce_(squares.to(device), mesh.world).sqrt()

@@ -1,4 +1,4 @@
-"""Carries a declaration out: cuts a model's parameters along the axes of a mesh and says what became of them."""
+"""Applies a sharding declaration: distributes the parameters of a model over the axes of a mesh."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _ATTRIBUTE = "parallel_model"
 
 @final
 class ParallelModel:
-    """A model's place in a world: where its parameters lie, and how gradients become those of the whole batch.
+    """A distributed model: its shards, layouts and gradient reductions.
 
-    In a world of one rank every method does nothing or what the name says in plain torch.
+    With one process every method is a no-op or plain torch.
     """
 
     def __init__(self, model: nn.Module, sharding: Sharding, world: World) -> None:
@@ -54,12 +54,12 @@ class ParallelModel:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that the model lies over; None where it lies on one rank."""
+        """The mesh of the model; None on one rank."""
         return self._mesh
 
     def broadcast_replicas(self) -> None:
-        """Give every replica of a weight or buffer the values of the first rank that holds it; all ranks call this
-        once the model has its values."""
+        """Broadcast weights and buffers from their first rank to its replicas; all ranks call this after
+        initialisation."""
         if self._mesh is not None:
             broadcast_replicas({**dict(self.tensors()), **dict(self.model.named_buffers())}, self.layouts, self._mesh)
 
@@ -74,12 +74,12 @@ class ParallelModel:
         return drift
 
     def materialize(self, device: torch.device) -> None:
-        """Give a model that was laid out on the meta device its memory, without values."""
+        """Allocate the memory of a model on the meta device, without values."""
         materialize(self.model, device)
         self._bind()
 
     def _bind(self) -> None:
-        """Take hold of the parameters as they are now; materialising makes new ones."""
+        """Refer to the current parameters; `materialize` creates new ones."""
         self._parameters = dict(self.model.named_parameters())
         self._local = self._parameters
         if self._fsdp is not None:
@@ -91,54 +91,54 @@ class ParallelModel:
             self._buckets = GradientBuckets(list(self._parameters.values()), group)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's piece of every parameter by name, plain tensors that share the model's memory."""
+        """This rank's shard of every parameter by name, as plain tensors that share the memory of the model."""
         return self._local
 
     def local_groups(self, groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
-        """The same groups over the pieces."""
+        """The parameter groups over local shards."""
         return [replace(group, parameters=tuple(self._local[name] for name in group.names)) for group in groups]
 
     def full_matrices(self) -> FullMatrices | None:
-        """What an optimizer of whole matrices needs; None where nothing is cut."""
+        """Access to whole matrices for optimizers such as Muon; None without shards."""
         if self._mesh is None:
             return None
         layouts: dict[Tensor, Layout] = {shard: self.layouts[name] for name, shard in self._local.items()}
         return FullMatrices(layouts, self._mesh)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and piece of all parameters and persistent buffers; tied ones under each of their names."""
+        """Names and shards of parameters and persistent buffers; tied ones under each name."""
         shards = {id(parameter): self._local[name] for name, parameter in self._parameters.items()}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             yield name, shards.get(id(tensor), tensor)
 
     def full_tensor(self, name: str) -> Tensor:
-        """A whole parameter, gathered on all ranks, which call this together; its own memory when alone."""
+        """A whole parameter, gathered on all ranks together; with one process the parameter itself."""
         shard = self._local[name].detach()
         return shard if self._mesh is None else gather_full_tensor(shard, self.layouts[name], self._mesh)
 
     def region(self, name: str) -> Region:
-        """Which part of the global parameter this rank has."""
+        """The region of this rank in the global parameter."""
         return self.region_of(self.layouts[name])
 
     def region_of(self, layout: Layout) -> Region:
-        """Which part of a tensor of that layout this rank has."""
+        """The region of this rank in a tensor of that layout."""
         return layout.region({} if self._mesh is None else self._mesh.index)
 
     def shard(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """This rank's pieces of a stream of whole tensors; a name that is no parameter's passes whole."""
+        """This rank's shards of a stream of whole tensors; other tensors than parameters stay whole."""
         for name, tensor in tensors:
             fits = name in self.layouts and tuple(tensor.shape) == self.layouts[name].shape
             yield name, self.region(name).of(tensor) if fits else tensor
 
     def micro_batch(self, *, is_last: bool) -> None:
-        """The next forward and backward pass begins."""
+        """Announce the next forward and backward pass."""
         if self._fsdp is not None:
             self._fsdp.micro_batch(is_last)
         if self._buckets is not None:
             self._buckets.micro_batch(is_last)
 
     def reduce_gradients(self) -> None:
-        """After the last backward pass of a step: the gradient of every piece is complete, and `.grad` of it."""
+        """Complete the gradients of all shards after the last backward pass of a step."""
         if self._mesh is None:
             return
         if self._buckets is not None:
@@ -154,7 +154,7 @@ class ParallelModel:
             )
 
     def grad_norm(self, names: Collection[str] | None = None) -> Tensor:
-        """The norm, over all ranks, of all gradients, or of those of the parameters of these names."""
+        """The norm over all ranks of all gradients, or of those of the named parameters."""
         gradients = {
             name: each.grad
             for name, each in self.parameters().items()
@@ -171,12 +171,12 @@ class ParallelModel:
         return (norm.double() ** 2 + rows).sqrt() if self.tables else norm
 
     def reshard(self) -> None:
-        """After forward passes without a backward pass: everything lies cut again."""
+        """Reshard all parameters after forward passes without a backward pass."""
         if self._fsdp is not None:
             self._fsdp.reshard()
 
     def _replicate_init(self, mesh: Mesh) -> None:
-        """Let all ranks begin with the first one's values, before each keeps a piece of them."""
+        """Broadcast the values of rank 0, before each rank keeps its shard."""
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         real = {name: each for name, each in tensors.items() if not each.is_meta}
         check_same_parameters(real, mesh)
@@ -216,7 +216,7 @@ def init_sharded(network: nn.Module, sharding: Sharding, world: World, seed: int
 
 
 def parallel_model_of(model: nn.Module, world: World, sharding: Sharding | None = None) -> ParallelModel:
-    """What `apply` made of the model; a model that never was applied is now."""
+    """The ParallelModel of a model; `parallelize` is called if there is none yet."""
     found = model.__dict__.get(_ATTRIBUTE)
     return found if isinstance(found, ParallelModel) else parallelize(model, sharding or Sharding(), world)
 
@@ -228,8 +228,8 @@ def _fsdp_roots(model: nn.Module, sharding: Sharding) -> Mapping[str, Sequence[s
 
 
 def _all_reduce_partial(parameters: list[nn.Parameter], group: collectives.Group) -> None:
-    """Sum small gradients over the ranks in one message, which also says who has one: a missing gradient counts as
-    zero, and one that no rank has stays None."""
+    """All-reduce small gradients in one message, which also says which ranks have them: a missing gradient counts as
+    zero, one missing on all ranks stays None."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         return
@@ -243,7 +243,7 @@ def _all_reduce_partial(parameters: list[nn.Parameter], group: collectives.Group
 
 
 def state_layouts(layouts: Mapping[str, Layout], states: Mapping[str, Tensor]) -> dict[str, Layout]:
-    """The layouts of parameters and, under their own names, of those optimizer states that are cut like them."""
+    """The layouts of parameters and, by their own names, of the optimizer states sharded like them."""
     found = dict(layouts)
     for name, state in states.items():
         owner = layouts.get(name.rpartition(".")[0])

@@ -1,7 +1,7 @@
-"""How a family of networks declares what may be split: plain data by the names of modules and mesh axes.
+"""Sharding declarations of model families: plain data by names of modules and mesh axes.
 
-The only file of `core.parallel` that a model may import. `apply` carries a declaration out; a network stays written
-for one process.
+The only file of `core.parallel` that a model may import. `parallelize` applies a declaration; a network is written for
+one process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Redistribute = Literal["gather", "replicate", "reduce", "slice"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingRule:
-    """What the modules of a name hold, and what they exchange, by axis."""
+    """The sharding of the modules of a name, and their communication."""
 
     module: str  # dotted, `*` for one part; "" is the model itself
     splits: Mapping[str, Mapping[Axis, int]] = field(default_factory=dict)  # parameter to the dim that is cut
@@ -40,14 +40,14 @@ class ShardingRule:
     gradient: Literal["stream", "part", "whole"] = "stream"
 
     def matches(self, name: str) -> bool:
-        """Whether the module of that name is meant."""
+        """Whether the rule is for the module of that name."""
         pattern = re.escape(self.module).replace(r"\*", r"[^.]+")
         return re.fullmatch(pattern, name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """A whole network's declaration."""
+    """The sharding declaration of a network."""
 
     rules: Sequence[ShardingRule] = ()
     # Counts of the network's geometry that the degree of an axis has to divide.
@@ -56,13 +56,13 @@ class Sharding:
     fsdp_roots: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"": ()})
 
     def with_prefix(self, name: str) -> Sharding:
-        """The declaration of a network of which this one's is the part of that name."""
+        """The declaration with a prefix before all names."""
         rules = [replace(rule, module=f"{name}.{rule.module}".rstrip(".")) for rule in self.rules]
         roots = {f"{name}.{root}".rstrip("."): ways for root, ways in self.fsdp_roots.items()}
         return replace(self, rules=tuple(rules), fsdp_roots=roots)
 
     def merged_with(self, other: Sharding) -> Sharding:
-        """The declaration of a network of both parts."""
+        """The union of two declarations."""
         return Sharding(
             rules=(*self.rules, *other.rules),
             divisible={**self.divisible, **other.divisible},
@@ -70,13 +70,13 @@ class Sharding:
         )
 
     def rule(self, name: str) -> ShardingRule:
-        """The rule of the module of that name; an empty one where nothing is declared."""
+        """The rule of the module of that name, by default an empty one."""
         return next((rule for rule in self.rules if rule.matches(name)), ShardingRule(module=name))
 
 
 def check_geometry(sharding: Sharding, geometry: Any, degrees: ParallelConfig) -> None:
-    """Raise ConfigError, with the arithmetic, for a network that the degrees cannot split; None for a network without
-    a geometry."""
+    """Raise ConfigError, with the arithmetic, for degrees that do not divide the geometry of a network (None: no
+    check)."""
     if degrees.tensor > 1 and not sharding.rules:
         raise ConfigError(
             "this network does not say how its matrices are split",

@@ -1,7 +1,7 @@
-"""The table axis: rows of embedding tables live on the ranks, each on one, by a hash of its id.
+"""Row-wise sharded embedding tables: every row is on one rank, by a hash of its id.
 
-A lookup sends ids to their owners and gets vectors back; its backward pass sends gradients the same way. Nothing moves
-a row before `step`. The axis knows ids, vectors and gradients only: how an owner finds its rows is handed in.
+A lookup sends ids to their owners and receives vectors; its backward pass sends gradients. No row changes before
+`step`. This file knows ids, vectors and gradients only; the owner's lookup is passed in.
 
 Legend: N ids looked up here, u distinct ones among them, r ids that all ranks ask of this one, m distinct ones among
 those, dim the width of a row.
@@ -42,15 +42,15 @@ def logical_shift_right(numbers: Tensor, num_bits: int) -> Tensor:
 
 
 def owner(ids: Tensor, num_ranks: int) -> Tensor:
-    """The rank on which the row of each id lives, the same in every run."""
+    """The owner rank of each id, the same in every run."""
     return logical_shift_right(splitmix64(ids), 1) % num_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExchangePlan:
-    """Which ids of one lookup live where, on the side that asks and on the side that answers; it holds no vectors.
+    """The routing of one lookup: owners of its ids, and requested ids of this owner. It has no vectors.
 
-    It stays good for any number of fetches, before and after steps.
+    It is valid for any number of fetches, before and after steps.
     """
 
     inverse: Tensor  # [N] the place of each id among the u, which stand in the order of their owners
@@ -62,13 +62,13 @@ class ExchangePlan:
 
 @final
 class GradientAccumulator:
-    """The gradients of the rows that live on this rank, summed over the lookups of a step; a row counts once."""
+    """The gradients of the rows of this rank, summed over the lookups of a step."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     def add(self, ids: Tensor, gradients: Tensor) -> None:
-        """Take over the gradients [m, dim] of distinct ids [m]."""
+        """Add the gradients [m, dim] of distinct ids [m]."""
         self._parts.append((ids, gradients))
 
     def gradients(self) -> tuple[Tensor, Tensor]:
@@ -85,20 +85,20 @@ class GradientAccumulator:
         return global_norm([self.gradients()[1]]).double() ** 2
 
     def scale_(self, factor: float) -> None:
-        """Multiply all gradients."""
+        """Scale all gradients."""
         for _, gradients in self._parts:
             gradients.mul_(factor)
 
     def clear(self) -> None:
-        """Let go of all gradients, as a skipped step does."""
+        """Drop all gradients."""
         self._parts = []
 
 
 class GradientReceiver(Protocol):
-    """Whatever takes the gradients of the rows that live on this rank."""
+    """Receives the gradients of the rows of this rank."""
 
     def add(self, ids: Tensor, gradients: Tensor) -> None:
-        """Take over the gradients [m, dim] of distinct ids [m]."""
+        """Add the gradients [m, dim] of distinct ids [m]."""
         ...
 
 
@@ -110,7 +110,7 @@ OwnerOf = Callable[[Tensor, int], Tensor]
 
 @final
 class EmbeddingExchange:
-    """The exchange of ids, vectors and gradients within a group of ranks, every one of which owns rows.
+    """The exchange of ids, vectors and gradients within a group of ranks that all own rows.
 
     All ranks make the same lookups in the same order, with no ids where they have none, and run the backward pass
     through each. The gradients of all ranks add up, so ranks that share a sample must not each bring the whole of its
@@ -121,7 +121,7 @@ class EmbeddingExchange:
         self._group, self._owner_of = group, owner_of
 
     def lookup(self, ids: Tensor, rows_of: RowsOf, sink: GradientReceiver) -> Tensor:
-        """The rows [N, dim] of `ids` [N], whose gradients go to their owners' sinks."""
+        """The rows [N, dim] of `ids` [N]; gradients go to the receivers of their owners."""
         return self.fetch(self.plan(ids), rows_of, sink)
 
     def plan(self, ids: Tensor) -> ExchangePlan:

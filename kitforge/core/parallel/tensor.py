@@ -1,8 +1,8 @@
-"""The tensor axis: every matrix is cut, the stream between blocks is cut along the sequence.
+"""Tensor parallelism: matrices are sharded, residuals between blocks are sharded along the sequence.
 
-Megatron's scheme (Shoeybi et al., 2019; Korthikanti et al., 2022): a block gathers the stream, multiplies by its piece
-of the rows of the first matrices and of the columns of the last, and scatters the sum. Where the length of a text is
-not a multiple of the degree, as when tokens are generated one by one, the stream is whole on every rank for that pass.
+Megatron's scheme (Shoeybi et al., 2019; Korthikanti et al., 2022): a block gathers the residuals, multiplies by its
+shard of the rows of the first matrices and of the columns of the last one, and reduce-scatters the sum. If the sequence
+length is not a multiple of the degree, as in decoding, the residuals are replicated for that pass.
 B batch, T length.
 """
 
@@ -31,7 +31,7 @@ from kitforge.foundation.errors import ModelError
 
 @final
 class SequenceLayout:
-    """What lies between blocks, [B, T, dim], and how it is held during the pass at hand."""
+    """The layout of the residuals [B, T, dim] during the current forward pass."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.group = mesh.group(TENSOR)
@@ -41,7 +41,7 @@ class SequenceLayout:
         self._may_shard = mesh.degrees.sequence_parallel
 
     def begin(self, length: int) -> None:
-        """A pass over texts of that length begins."""
+        """Set the layout for a forward pass over sequences of that length."""
         self.is_sharded = self._may_shard and length % self.degree == 0
         if self._may_shard and not self.is_sharded and torch.is_grad_enabled():
             raise ModelError(
@@ -51,7 +51,7 @@ class SequenceLayout:
             )
 
     def redistribute(self, kind: Redistribute, input: Tensor) -> Tensor:
-        """Carry out what a rule says of the stream."""
+        """Redistribute the residuals by a rule."""
         if kind == "gather":
             if self.is_sharded:
                 return collectives.all_gather_autograd(input, self.group, input.dim() - 2)
@@ -68,7 +68,7 @@ class SequenceLayout:
         return input.narrow(-2, self.index * length, length)
 
     def dropout_shard(self) -> DropoutShard:
-        """Which part of a dropout mask is this rank's."""
+        """This rank's part of a dropout mask."""
         return DropoutShard(
             sequence=(self.index, self.degree) if self.is_sharded else (0, 1),
             heads=(self.index, self.degree),
@@ -77,7 +77,7 @@ class SequenceLayout:
 
 @final
 class TensorParallelModel:
-    """What the tensor axis made of a model: layouts, and whose gradients each rank has only a part of."""
+    """A tensor-parallel model: layouts of parameters, and the parameters with partial gradients."""
 
     def __init__(self, model: nn.Module, sharding: Sharding, mesh: Mesh) -> None:
         self.layouts: dict[str, Layout] = {}
@@ -93,7 +93,7 @@ class TensorParallelModel:
                 _wrap_language_model(module, self, f"{name}." if name else "")
 
     def partial_gradients(self) -> list[str]:
-        """Names of the parameters whose gradients have to be summed over the axis."""
+        """Names of the parameters whose gradients are summed over the axis."""
         partial = ("part", "stream") if self.stream.is_sharded else ("part",)
         return [name for name, kind in self._gradient_kinds.items() if kind in partial]
 
@@ -111,7 +111,7 @@ class TensorParallelModel:
         module.register_parameter(own, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
     def _rows_before(self, module: nn.Module, name: str) -> int:
-        """The global number of the first row of a module's weight."""
+        """The global index of the first row of a module's weight."""
         layout = self.layouts.get(f"{name}.weight")
         return 0 if layout is None or not layout.splits else layout.region({TENSOR: self.stream.index}).offset[0]
 
@@ -125,12 +125,12 @@ def _low_rank(layer: ShardingRule) -> ShardingRule:
 
 
 def _wrap(module: nn.Module, rule: ShardingRule, stream: SequenceLayout, first_row: int) -> None:
-    """Let the module's forward pass obey the rule."""
+    """Wrap the forward pass of a module by its rule."""
     compute: Callable[..., Tensor] = module.forward
     before, after = rule.input_layout.get(TENSOR), rule.output_layout.get(TENSOR)
     if rule.is_embedding and isinstance(module, nn.Embedding):
         compute = _lookup(module, first_row)
-    # A bias is added to the sum, or it would be added once a rank.
+    # A bias is added after the reduction, else once per rank.
     summing = module if after == "reduce" and isinstance(module, (Linear, nn.Linear)) else None
     if isinstance(summing, Linear):
         compute = summing.without_bias
@@ -153,7 +153,7 @@ def _product(module: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 
 def _lookup(module: nn.Embedding, first_row: int) -> Callable[[Tensor], Tensor]:
-    """The rows that are here, zero for the others."""
+    """Embedding lookup in this rank's rows; other rows are zero."""
 
     def lookup(tokens: Tensor) -> Tensor:
         weight = module.weight
