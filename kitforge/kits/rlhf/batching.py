@@ -58,9 +58,9 @@ def train_eval_split(num_rows: int, fraction: float, seed: int) -> tuple[Indices
 
 
 def pad_examples(responses: Sequence[TokenizedExample], pad_id: int) -> dict[str, Tensor]:
-    """A row for each response, filled on the right, which causal attention never looks at.
+    """A row for each response, padded on the right, which causal attention never reads.
 
-    `tokens` [B, T]; `targets` [B, T], the next token where it is learnt, -100 elsewhere; `ends` [B], where the last
+    `tokens` [B, T]; `targets` [B, T], the next token where it is trained on, -100 elsewhere; `ends` [B], where the last
     token of each stands; `lengths` [B], tokens that are no filling. One row in which nothing counts where there are no
     responses.
     """
@@ -74,12 +74,12 @@ def pad_examples(responses: Sequence[TokenizedExample], pad_id: int) -> dict[str
 
 
 def input_tokens(step: Sequence[MicroBatch]) -> Tensor:
-    """How many tokens the micro-batches have, learnt or not, without filling."""
+    """Number of tokens of the micro-batches without padding."""
     return torch.stack([micro_batch["lengths"].sum() for micro_batch in step]).sum()
 
 
 def pack_examples(responses: Sequence[TokenizedExample], pad_id: int, *, packing: bool = True) -> dict[str, Tensor]:
-    """As few rows as the longest response allows, or a row for each unless `together`.
+    """Rows packed to the length of the longest response, or without `packing` a row for each.
 
     `tokens` and `targets` [B, T] as in `padded`; `positions` from 0 in each response; `documents` from 0 in each row;
     `members` and `lengths` [B], how many responses a row holds and how many tokens they have.
@@ -111,7 +111,7 @@ def pack_examples(responses: Sequence[TokenizedExample], pad_id: int, *, packing
 
 
 def _write_row(tokens: Tensor, targets: Tensor, response: TokenizedExample, start: int) -> None:
-    """Write a response into a row [T]. The token at i is predicted at i - 1."""
+    """Write a response to a row [T]. The token at i is predicted at i - 1."""
     size = len(response.tokens)
     written = np.asarray(response.tokens, dtype=np.int64)
     tokens[start : start + size] = torch.from_numpy(written)
@@ -119,7 +119,7 @@ def _write_row(tokens: Tensor, targets: Tensor, response: TokenizedExample, star
 
 
 def _best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which sequences share a row: each, the longest first, goes where it leaves the least room (best fit)."""
+    """Best-fit packing: sequences, longest first, go to the row with the least remaining room."""
     rows: list[list[int]] = []
     left: list[int] = []
     for member in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):

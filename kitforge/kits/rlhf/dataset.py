@@ -1,4 +1,4 @@
-"""The rows of a stage: those that fit, and of the others what the options say becomes of them."""
+"""Rows of a stage: reading, length filter and truncation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSplits(Generic[Row]):
-    """What is trained on and what is evaluated on."""
+    """Training and evaluation rows."""
 
     train: Sequence[Row]
     eval: Sequence[Row]
@@ -31,7 +31,7 @@ class DatasetSplits(Generic[Row]):
     fingerprint: str
 
     def check_same(self, fingerprint: str, allowed: bool) -> None:
-        """Raise ConfigError for rows other than those of that fingerprint, unless it is allowed."""
+        """Raise ConfigError for another fingerprint, unless changes are allowed."""
         if fingerprint != self.fingerprint and not allowed:
             raise ConfigError(
                 "the training rows are not those that the run began with",
@@ -43,7 +43,7 @@ class DatasetSplits(Generic[Row]):
 
 @final
 class DatasetView(Sequence[Row]):
-    """Rows of a longer sequence, by their numbers there, cut to `room` tokens each where they are longer."""
+    """Rows of a sequence by index, truncated to `room` tokens."""
 
     def __init__(self, rows: Sequence[Row], numbers: NDArray[np.int64], room: int, truncation: str | None) -> None:
         self._rows = rows
@@ -61,7 +61,7 @@ class DatasetView(Sequence[Row]):
         return found if self._truncation is None else truncated(found, self._room, self._truncation)
 
     def take(self, indices: NDArray[np.int64]) -> DatasetView[Row]:
-        """Those rows of these."""
+        """A subset of the rows."""
         return DatasetView(self._rows, self._numbers[indices], self._room, self._truncation)
 
 

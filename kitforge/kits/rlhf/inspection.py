@@ -1,4 +1,4 @@
-"""What a stage learns of its first rows, as text."""
+"""The loss mask of the first rows, as text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ INSPECTED_ROWS = 3
 def loss_mask_lines(
     rows: Iterator[TokenizedExample | PreferencePair | UnpairedExample | PromptExample], tokenizer: Tokenizer
 ) -> Iterator[str]:
-    """Line by line the runs of tokens of the first rows that are learnt and those that are not, special tokens and line
-    breaks spelt out."""
+    """The first rows as lines: spans inside and outside of the loss mask, with visible special tokens and line
+    breaks."""
     for number, row in enumerate(islice(rows, INSPECTED_ROWS), start=1):
         for name, response in _responses(row).items():
             yield f"row {number}{name}: {len(response.tokens)} tokens, {sum(response.loss_mask)} learnt"

@@ -1,4 +1,4 @@
-"""Trains a step of a run once more, from the answers that the run has kept and the checkpoint before the step."""
+"""Replay of a step: trains it again from the kept rollouts and the checkpoint before it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kitforge.trainer.loop import Loop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a step's line says, by metric: as the run wrote it, and as it came out again."""
+    """The metrics of a step, as recorded and as replayed."""
 
     step: int
     start: int  # the checkpoint that it was trained again from
@@ -38,12 +38,12 @@ class Replay:
 
     @property
     def is_same(self) -> bool:
-        """Whether all figures are equal, to the last bit."""
+        """Whether all metrics are equal, bit for bit."""
         return self.recorded == self.replayed
 
 
 def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[TaskInputs], TaskBuilder]) -> Replay:
-    """Train from the newest checkpoint before `step` up to it. Nothing is drawn, scored or written.
+    """Train from the newest checkpoint before `step` up to it. Nothing is generated, scored or written.
 
     Raises DataError where the run has not logged the step or kept its answers, CheckpointError without a checkpoint.
     """
@@ -123,14 +123,14 @@ def _replayable_steps(start: int, per_round: int, kept: set[int]) -> range:
 
 @final
 class _StopAfterStep(Callback):
-    """Ends the run after a step, and keeps that step's line."""
+    """Stops the run after a step and keeps its metrics."""
 
     def __init__(self, step: int) -> None:
         self._step = step
         self.metrics: dict[str, float] = {}
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Listen for the step."""
+        """Handle an event."""
         if event.kind == "step" and run.state.cursor.step == self._step:
             run.stop("this is the step that was asked for")
         if event.kind == "log" and run.state.cursor.step == self._step:
@@ -138,7 +138,7 @@ class _StopAfterStep(Callback):
 
 
 def _recorded(folder: Path, step: int) -> dict[str, float]:
-    """What the run wrote about the step."""
+    """The recorded metrics of a step."""
     run = read_run(folder)
     logged = run.train["loss"].steps if "loss" in run.train else ()
     if step not in logged:
@@ -154,7 +154,7 @@ def _recorded(folder: Path, step: int) -> dict[str, float]:
 
 
 def _numeric_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line that no clock decides."""
+    """The numeric metrics without timings."""
     return {
         name: float(value)
         for name, value in line.items()

@@ -1,4 +1,4 @@
-"""What each stage needs before it can run: rows, networks and a task over them."""
+"""Task builders: rows, networks and the `Task` of each stage."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ Inputs: TypeAlias = RunInputs[Tokenizer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskInputs:
-    """What all stages begin with."""
+    """Inputs of all stages: options, rows, tokenizer, device."""
 
     options: StageOptions
     inputs: Inputs
@@ -129,7 +129,7 @@ class TaskInputs:
         return read_rows(read, specs, data, seed=seed, pad_id=pad_id, reserved=reserved)
 
     def base_model(self, given: nn.Module | None, *, is_shared: bool = False) -> BaseModelSource:
-        """What a language model is made from; `is_shared` where several are made from it at once."""
+        """The source of a language model; `is_shared` if several models are made from it."""
         return base_model_of(self.options, given, self.tokenizer, self.device, is_shared=is_shared)
 
     def reference_model(
@@ -164,7 +164,7 @@ class TaskInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskBuilder:
-    """A stage ready for its ranks to meet."""
+    """A stage before its process group: its network and the constructor of its task."""
 
     task: Callable[[World], tuple[Task, Sequence[Callback]]]  # and what watches over it
     fingerprint: str  # of the training rows
@@ -174,7 +174,7 @@ class TaskBuilder:
 def task_inputs_of(
     options: StageOptions, inputs: Inputs, device: torch.device, *, rank: int = 0, is_evaluation: bool = False
 ) -> TaskInputs:
-    """Find rows and tokenizer."""
+    """Load rows and tokenizer."""
     train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
     evaluation = options.data.eval if inputs.eval_dataset is None else inputs.eval_dataset
     # Rows that are trained on are read in an evaluation only where some of them are kept for it.
@@ -193,7 +193,7 @@ def task_inputs_of(
 
 
 def sft(parts: TaskInputs) -> TaskBuilder:
-    """Demonstrations, and the network itself."""
+    """Supervised fine-tuning on demonstrations."""
     options = cast(SFTOptions, parts.options)
     origin = parts.base_model(parts.inputs.model)
     rows = parts.rows("demonstrations", "prompt and completion, or text")
@@ -211,7 +211,7 @@ def sft(parts: TaskInputs) -> TaskBuilder:
 
 
 def reward(parts: TaskInputs) -> TaskBuilder:
-    """Pairs, and a scalar model over a copy of the policy that was given."""
+    """Reward modelling on preference pairs: a value head on a copy of the policy."""
     options = cast(RewardOptions, parts.options)
     rows, stored, trained = _pairs(parts), _stored_reward_model(parts), _loaded_reward_model(parts)
     origin = stored or parts.base_model(parts.inputs.model if trained is None else trained.backbone)
@@ -238,7 +238,7 @@ def reward(parts: TaskInputs) -> TaskBuilder:
 
 
 def preference(parts: TaskInputs) -> TaskBuilder:
-    """Pairs, a policy that is a copy of the one given, and the one given as its reference."""
+    """Preference optimisation on pairs: a copy of the policy, with the policy as reference."""
     options = cast(PreferenceOptions, parts.options)
     rows, origin = _pairs(parts), parts.base_model(parts.inputs.model)
     has_reference, build = options.preference.needs_reference, _policy(parts, origin)
@@ -251,7 +251,7 @@ def preference(parts: TaskInputs) -> TaskBuilder:
 
 
 def kto(parts: TaskInputs) -> TaskBuilder:
-    """Single answers with a verdict each, a policy that is a copy of the one given, and the one given beside it."""
+    """KTO on labelled completions: a copy of the policy, with the policy as reference."""
     options = cast(KTOOptions, parts.options)
     rows = parts.rows("unpaired", "prompt, completion and label")
     origin = parts.base_model(parts.inputs.model)
@@ -266,7 +266,7 @@ def kto(parts: TaskInputs) -> TaskBuilder:
 def _reference_model(
     parts: TaskInputs, origin: BaseModelSource, compared: BaseModelSource | None, world: World
 ) -> ReferenceModel:
-    """What stays as it is, the reference cut as what is trained is: all ranks of a replica pass the same rows."""
+    """The frozen reference model, sharded like the policy: all ranks of a replica process the same rows."""
     if compared is None:
         return parts.reference_model(origin)
     options = parts.options
@@ -355,7 +355,7 @@ def _sharded_sources(parts: TaskInputs, scores: Any) -> tuple[BaseModelSource, B
 
 
 def _full_reference(parts: TaskInputs, named: str | None, origin: Callable[[], BaseModelSource]) -> nn.Module | None:
-    """What a policy is compared with, whole on this rank: its passes are over as many answers as each rank has."""
+    """The reference model of RL, whole on this rank, as each rank has a different number of completions."""
     options, compared = parts.options, parts.reference_base(named)
     if compared is not None:
         return _prepared_for_training(compared.frozen_copy(replace(options, lora=LoraOptions()), parts.device), options)
@@ -363,7 +363,7 @@ def _full_reference(parts: TaskInputs, named: str | None, origin: Callable[[], B
 
 
 def _ptx_rows(parts: TaskInputs) -> DatasetSplits[TokenizedExample] | None:
-    """Text that the policy must not forget; None where it counts for nothing."""
+    """Pretraining rows (ptx); None for ptx.coef=0."""
     options = cast(RLOptions, parts.options)
     source = parts.inputs.roles.get("ptx", options.ptx.data)
     check(source is None or options.ptx.coef > 0, "ptx.coef", options.ptx.coef, "above 0 beside the role ptx")
@@ -374,7 +374,7 @@ def _ptx_rows(parts: TaskInputs) -> DatasetSplits[TokenizedExample] | None:
 
 
 def _reference(parts: TaskInputs, named: str | None, origin: BaseModelSource) -> BaseModelSource:
-    """What a policy is compared with: the one in that role, else the one that training begins with."""
+    """The reference model: the role `reference`, else the initial policy."""
     given = parts.reference_base(named)
     if given is None and parts.is_evaluation:
         raise ConfigError(
@@ -385,7 +385,7 @@ def _reference(parts: TaskInputs, named: str | None, origin: BaseModelSource) ->
 
 
 def _policy(parts: TaskInputs, origin: BaseModelSource) -> Callable[[World], nn.Module]:
-    """What makes a copy of the policy that was given, to be trained."""
+    """The constructor of the trained copy of the policy."""
 
     def build(world: World) -> nn.Module:
         if parts.is_evaluation or origin.is_sharded_init:
@@ -396,7 +396,7 @@ def _policy(parts: TaskInputs, origin: BaseModelSource) -> Callable[[World], nn.
 
 
 def _rewards(parts: TaskInputs) -> Any:
-    """What the role `reward` was given, or the option of that name; None where an environment gives the rewards."""
+    """The role or option `reward`; None if an environment gives the rewards."""
     options = cast(RLOptions, parts.options)
     given = parts.inputs.roles.get("reward", options.reward)
     has_environment = "environment" in parts.inputs.roles
@@ -418,7 +418,7 @@ def _rewards(parts: TaskInputs) -> Any:
 
 
 def _reward_source(parts: TaskInputs, source: Any, origin: Callable[[], BaseModelSource]) -> Any:
-    """What gives the rewards: a scalar model with its tokenizer, a function, a name, or several."""
+    """The reward source: a reward model with its tokenizer, a function, a name, or several."""
     if several := reward_members(source):
         weights = {name: weighted_member(name, each) for name, each in several.items()}
         return {name: (weight, _reward_source(parts, each, origin)) for name, (weight, each) in weights.items()}
@@ -432,7 +432,7 @@ def _reward_source(parts: TaskInputs, source: Any, origin: Callable[[], BaseMode
 
 
 def _critic(basis: ValueHeadModel | None, origin: BaseModelSource, options: RLOptions, world: World) -> ValueHeadModel:
-    """A scalar model that expects what answers will score."""
+    """The critic: a value head model."""
     if basis is not None:
         critic = ValueHeadModel(_critic_backbone(basis.backbone, options, world.device))
         critic.init_from_reward_model(basis)
@@ -443,7 +443,7 @@ def _critic(basis: ValueHeadModel | None, origin: BaseModelSource, options: RLOp
 
 
 def _critic_backbone(backbone: nn.Module, options: RLOptions, device: torch.device) -> nn.Module:
-    """What a critic reads with, beginning as what the reward model reads with."""
+    """The backbone of the critic, initialised from the reward model."""
     if options.lora.is_on and config_of_network(backbone) is not None:
         return copy_with_adapter(backbone, "critic", options.lora.config, options.seed, options.compile_level)
     return copy_model(backbone, device, options.compile_level)
@@ -481,13 +481,13 @@ def _loaded_reward_model(parts: TaskInputs) -> ValueHeadModel | None:
 
 
 def _sharded(model: nn.Module, options: StageOptions, world: World) -> nn.Module:
-    """The model ready for its trainer, and cut as the world's degrees say."""
+    """The model prepared for training and sharded over the world."""
     parallel_model_of(_prepared_for_training(model, options), world, sharding_of(model))
     return model
 
 
 def _prepared_for_training(model: nn.Module, options: StageOptions) -> nn.Module:
-    """The model as its trainer wants it: nothing kept within a block, or blocks compiled."""
+    """The model with activation checkpointing and compiled blocks, by the options."""
     for network in (each for each in model.modules() if isinstance(each, Trainable)):
         network.recompute = options.trainer.activation_checkpointing
         if options.compile_level == "O2":

@@ -1,4 +1,4 @@
-"""Answers that are drawn ahead of their round, beside the training on earlier ones."""
+"""Asynchronous rollouts: completions generated during training with an older policy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 
 @final
 class AsyncRollouts:
-    """Draws by a policy as it was `staleness` rounds ago.
+    """Generates with the policy of `staleness` rollout batches ago.
 
-    The rule: the answers of round n are those of the policy at the beginning of round max(0, n - staleness), whatever
-    takes how long; so a run with a staleness is as repeatable as one without. A thread draws them, from a copy of the
-    weights; a round that is needed before it is ready is waited for.
+    Rollout batch n comes from the policy at the beginning of batch max(0, n - staleness), independent of timing, so
+    that runs are reproducible. A thread generates with a copy of the weights; training waits for a batch that is not
+    ready.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class AsyncRollouts:
         self._worker = ThreadPoolExecutor(1, "rollouts", initializer=torch.set_num_threads, initargs=(threads,))
 
     def collect(self, policy: nn.Module, number: int) -> list[Rollout]:
-        """The answers of a round; those of a later one are begun with the policy as it is now."""
+        """The completions of a rollout batch; starts a later one with the current policy."""
         wanted = [each for each in range(number, number + self._staleness + 1) if each not in self._futures]
         if wanted:
             snapshot = self._copy(policy)
@@ -44,15 +44,15 @@ class AsyncRollouts:
         return self._futures.pop(number).result()
 
     def close(self) -> None:
-        """Begin no further round."""
+        """Start no further rollout batch."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def pending(self) -> dict[int, list[Rollout]]:
-        """The answers of the rounds to come, once they are there."""
+        """The completions of later rollout batches, once finished."""
         return {number: found.result() for number, found in self._futures.items()}
 
     def restore(self, rounds: Mapping[int, Sequence[Rollout]]) -> None:
-        """Take back what `drawn` gave."""
+        """Restore `pending`."""
         self._futures = {}
         for number, answers in rounds.items():
             self._futures[number] = Future()

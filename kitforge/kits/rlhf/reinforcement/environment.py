@@ -1,7 +1,7 @@
-"""Answers of several turns: a policy talks with something that replies, gives rewards and knows when it is over.
+"""Multi-turn rollouts with environments, which return observations, rewards and the end of the episode.
 
-Tokens that the policy wrote go back to it, and into training, as they are; only what the environment says is encoded,
-and none of that is learnt.
+Tokens of the policy are kept unchanged in the context and in training. Only observations are encoded; they are not in
+the loss mask.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOOP_LOCK = threading.Lock()
 @final
 @dataclass(slots=True, eq=False)
 class Job:
-    """One call, and in the end its result, or its error, or neither where it took too long."""
+    """One call with its result or its error; neither after a time-out."""
 
     call: Callable[[], Any]
     result: Any = None
@@ -55,8 +55,8 @@ class Job:
 class StepPool:
     """Runs calls, plain or async, in up to `max_workers` daemon threads; `timeout` seconds each, None: any time.
 
-    Python cannot stop a thread: that of a call which takes too long is left alone, and another takes its place. An
-    async call is cancelled. All async calls share one event loop, so that they may share connections.
+    Python cannot stop a thread: a timed-out call keeps its thread, and a new one replaces it. An async call is
+    cancelled. All async calls share one event loop, so that they may share connections.
     """
 
     def __init__(self, max_workers: int, timeout: float | None) -> None:
@@ -67,7 +67,7 @@ class StepPool:
         self._changed = threading.Condition()
 
     def submit(self, call: Callable[[], Any]) -> Job:
-        """Begin a call as soon as a thread is free."""
+        """Queue a call."""
         job = Job(call)
         with self._changed:
             self._pending.append(job)
@@ -75,12 +75,12 @@ class StepPool:
         return job
 
     def check(self) -> None:
-        """Give up the calls that take too long."""
+        """Time out overdue calls."""
         with self._changed:
             self._drop_overdue()
 
     def wait(self, jobs: Iterable[Job]) -> None:
-        """Return once all of these calls are done or have been given up."""
+        """Wait until all of these calls are done or timed out."""
         with self._changed:
             for job in jobs:
                 while not job.is_done:
@@ -89,7 +89,7 @@ class StepPool:
                         self._changed.wait(self._time_left())
 
     def _start_thread(self) -> None:
-        """One more thread, if there is something to do and room for it."""
+        """Start a thread if calls wait and the limit allows it."""
         if self._pending and len(self._running) < self._max_workers:
             job = self._take()
             threading.Thread(target=self._work, args=(job,), name="environment", daemon=True).start()
@@ -101,7 +101,7 @@ class StepPool:
         return job
 
     def _work(self, job: Job) -> None:
-        """Run one call after the other until there are none, or until the thread has been given up."""
+        """Run queued calls until there are none, or until this thread was replaced."""
         while True:
             result, error = self._run(job)
             with self._changed:
@@ -139,7 +139,7 @@ class StepPool:
             self._start_thread()
 
     def _time_left(self) -> float | None:
-        """Seconds until the next call takes too long."""
+        """Seconds until the next time-out."""
         if self._timeout is None or not self._running:
             return None
         return max(self._timeout - max(map(self._age, self._running)), 0.0)
@@ -157,24 +157,24 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-# What the policy is told: text that follows its own as it is, or messages that the chat template writes.
+# An observation: text, or messages that the chat template renders.
 Reply: TypeAlias = str | Sequence[Message]
-# What the policy is told, what its turn was worth, and whether the episode is over.
+# Observation, reward of the turn, and whether the episode is over.
 Step: TypeAlias = tuple[Reply, float, bool]
 
 _log = logger(__name__)
 
 
 class Environment(Protocol):
-    """One episode: a tool, a game, a user that is played. A new object is made for each answer to a prompt. Methods run
-    in threads, those of one object one after the other."""
+    """One episode, such as a tool, a game or a simulated user. There is one object per completion. Methods run in
+    threads, those of one object in sequence."""
 
     def reset(self, row: Mapping[str, Any]) -> str:
-        """Begin the episode of a prompt's row; returns what follows the prompt before the policy speaks, often ""."""
+        """Start an episode for the row of a prompt. Returns text after the prompt and before the policy, often ""."""
         ...
 
     def step(self, response: str) -> Step | Awaitable[Step]:
-        """Take what the policy said; returns what it is told, what that was worth, and whether the episode is over."""
+        """Take the text of the policy. Returns the observation, the reward and whether the episode is over."""
         ...
 
 
@@ -189,7 +189,7 @@ class CountsToolCalls(Protocol):
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
-    """An answer that is being written."""
+    """An episode in progress."""
 
     number: int  # of the prompt
     sample: int
@@ -209,12 +209,12 @@ class Episode:
     is_stopped: bool = False  # a stop string, and no end token, ended the last turn
 
     def append_observation(self, tokens: Sequence[int]) -> None:
-        """What the environment says."""
+        """Append tokens of an observation."""
         self.tokens += tokens
         self.loss_mask += [False] * len(tokens)
 
     def append_action(self, output: Output) -> None:
-        """What the policy says."""
+        """Append tokens of the policy."""
         self.tokens += output.tokens
         self.loss_mask += [True] * len(output.tokens)
         self.log_probs += output.logprobs
@@ -249,11 +249,10 @@ class Episode:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentRunner:
-    """Where episodes are played: what makes an environment, for how many turns, and how long a whole text may be.
+    """Runs episodes: the constructor of environments, the number of turns and the maximum length of a text.
 
-    All episodes take a turn, then all take the next one. Steps run in threads while the engine still draws the turns of
-    others, and which of them ends first changes nothing: neither the order of the requests nor which of them share a
-    forward pass.
+    All episodes take one turn, then the next. Steps run in threads while the engine generates for other episodes. Their
+    timing changes neither the order of requests nor their batches.
     """
 
     make: Callable[[], Environment]
@@ -364,7 +363,7 @@ class EnvironmentRunner:
         return True
 
     def _failed_step(self, episode: Episode, job: Job) -> Step:
-        """What a step is worth that raised or took too long; it is the last one."""
+        """The result of a step that raised or timed out; it ends the episode."""
         failure = f"{type(episode.environment).__name__}.step: {self._failure_text(job)}"
         if self.options.on_error == "raise":
             raise TrainingError(
@@ -380,7 +379,7 @@ class EnvironmentRunner:
         return too_long if job.has_timed_out else repr(job.error)
 
     def _validated_step(self, environment: Environment, result: Any) -> Step:
-        """What a step gave, if that is what it should be."""
+        """The validated result of a step."""
         name = f"{type(environment).__name__}.step"
         if not isinstance(result, (tuple, list)) or len(result) != 3:
             raise TrainingError(

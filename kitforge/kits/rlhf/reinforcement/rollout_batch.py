@@ -1,6 +1,6 @@
-"""Answers of a policy to prompts, and all that was found out about them before the first update. S answers, T tokens.
+"""Rollouts: completions with their log-probs, values, rewards and advantages. S completions, T tokens.
 
-Tokens come from the engine and go into training as they are: nothing is decoded and encoded again.
+Tokens of the engine are trained on unchanged, without decoding and encoding.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 
 @final
 class StoppingEngine:
-    """Steps an engine, and ends each sample with the token that completes a stop string. What is drawn until then, and
-    with what probability, is what the engine draws without stop strings."""
+    """Steps an engine and ends each sample with the token that completes a stop string. Tokens and probabilities before
+    it are those without stop strings."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._engine = engine
@@ -64,7 +64,7 @@ class StoppingEngine:
         return output
 
 
-# What was found out about each token that the policy wrote.
+# Fields per generated token.
 _TOKEN_FIELDS = ("logprobs", "ref_logprobs", "values", "old_logprobs")
 # How a checkpoint holds what there is for each token; of scores where an answer has several.
 _STORED_DTYPES = {
@@ -77,33 +77,33 @@ _STORED_DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One answer. `values` and `reference` are empty where there is no critic or no reference."""
+    """One completion. `values` and `ref_logprobs` are empty without a critic or a reference model."""
 
     completion: PromptCompletion
-    prompt_index: int  # which of the round's prompts
-    logprobs: tuple[float, ...]  # of each token that the policy wrote, in the distribution that it was drawn from
+    prompt_index: int  # index of the prompt in the rollout batch
+    logprobs: tuple[float, ...]  # per generated token, under the sampling distribution
     score: float | tuple[float, ...] | None = (
-        None  # of the answer, or of each token that the policy wrote; None: nobody said
+        None  # reward of the completion or of each generated token; None: not scored
     )
     ref_logprobs: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
-    old_logprobs: tuple[float, ...] = ()  # the trainer's own log-probabilities, where it was asked for them
-    rewards: Mapping[str, float] = field(default_factory=dict)  # what rewards say of it by name, see `Scored`
-    turn_rewards: tuple[float, ...] = ()  # what an environment gave for each turn
-    failure: str | None = None  # what went wrong in the last step of an environment
-    has_timed_out: bool = False  # it took too long
-    num_tool_calls: int | None = None  # in the episode; None where no tools are called
-    num_tool_failures: int = 0  # of these: calls that could not be run, raised or took too long
+    old_logprobs: tuple[float, ...] = ()  # log-probs of the trainer, if they are recomputed
+    rewards: Mapping[str, float] = field(default_factory=dict)  # rewards by name
+    turn_rewards: tuple[float, ...] = ()  # rewards of an environment by turn
+    failure: str | None = None  # error of the last step of an environment
+    has_timed_out: bool = False  # the step timed out
+    num_tool_calls: int | None = None  # in the episode; None without tools
+    num_tool_failures: int = 0  # failed calls: not runnable, raised or timed out
 
     @property
     def reward(self) -> float:
-        """What the whole answer scored."""
+        """The reward of the whole completion."""
         assert self.score is not None
         return sum(self.score) if isinstance(self.score, tuple) else self.score
 
     @property
     def kl(self) -> float | None:
-        """How much likelier the policy finds the answer than the reference does; None where no reference was asked."""
+        """The log-ratio of policy and reference summed over the completion; None without a reference."""
         if not self.ref_logprobs:
             return None
         return sum(
@@ -111,7 +111,7 @@ class Rollout:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON, bit for bit; without the columns of the prompt's row, which rewards have seen."""
+        """JSON values, bit for bit; without the columns of the prompt row."""
         answer = self.completion
         return {
             "is_finished": answer.is_finished,
@@ -157,8 +157,8 @@ class Rollout:
 
 
 def to_state(trajectories: Sequence[Rollout]) -> dict[str, Any]:
-    """Answers for a checkpoint's state: what there is for each token in one tensor of all answers by name, with the
-    answers' numbers of tokens; the rest ready for JSON."""
+    """State of rollouts for a checkpoint: each token field as one tensor of all completions with their lengths; the
+    rest as JSON values."""
     rows = [each.to_dict() for each in trajectories]
     tensors: dict[str, dict[str, Tensor]] = {}
     for name, dtype in _STORED_DTYPES.items():
@@ -170,7 +170,7 @@ def to_state(trajectories: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def from_state(state: dict[str, Any]) -> list[Rollout]:
-    """What `to_state` was given."""
+    """The inverse of `to_state`."""
     rows = [dict(row) for row in state["rows"]]
     for name, stored in state["tensors"].items():
         for row, values in zip(rows, stored["values"].split(stored["lengths"].tolist()), strict=True):
@@ -181,21 +181,21 @@ def from_state(state: dict[str, Any]) -> list[Rollout]:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
-    """All answers of a round as tensors, on every rank: what each token was found to be worth.
+    """All completions of a rollout batch as tensors, on every rank.
 
-    Grids are [S, T]: the number of the token at i + 1 stands at i, where it is predicted.
+    Grids are [S, T]: the value of the token at i + 1 is at position i, which predicts it.
     """
 
     tokens: Tensor
     targets: Tensor
-    old_logprobs: Tensor  # log-probabilities under the policy that wrote the answers
-    importance_weights: Tensor  # what corrects for their having been drawn from a slightly different one
+    old_logprobs: Tensor  # log-probs under the rollout policy
+    importance_weights: Tensor  # importance weights of trainer and rollout policy
     ref_logprobs: Tensor
     values: Tensor
     advantages: Tensor
     returns: Tensor
-    keep_mask: Tensor  # [S], whether an answer counts
-    metrics: dict[str, float]  # of the round, for metrics
+    keep_mask: Tensor  # [S], whether a completion is trained on
+    metrics: dict[str, float]  # of the rollout batch
 
     @property
     def mask(self) -> Tensor:
@@ -203,12 +203,12 @@ class RolloutBatch:
         return self.targets != IGNORED
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for a checkpoint's state: the tensors and the figures by name."""
+        """State for a checkpoint: tensors and metrics by name."""
         return {name: getattr(self, name) for name in (*_TENSORS, "metrics")}
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> RolloutBatch:
-        """What `to_plain` gave, in memory of its own."""
+        """The inverse of `to_dict`, in new memory."""
         return cls(metrics=plain["metrics"], **{name: plain[name].clone() for name in _TENSORS})
 
 
@@ -225,8 +225,8 @@ def generate_rollouts(
     *,
     tokenizer: Tokenizer,
 ) -> list[Rollout]:
-    """`num_samples` answers to each of the numbered prompts. Noise is keyed by `name` and the prompt's number, so that
-    an answer depends neither on ranks nor on what else is asked."""
+    """`num_samples` completions of each numbered prompt. Sampling noise is keyed by `name` and the number of the
+    prompt, so that completions depend neither on ranks nor on other prompts."""
     requests: dict[int, tuple[int, PromptExample]] = {}
     for number, prompt in prompts:
         key = seeds.key(name, number)
@@ -263,8 +263,7 @@ def generate_rollouts(
 
 
 def pad_rollouts(rollouts: Sequence[Rollout], pad_id: int) -> dict[str, Tensor]:
-    """`tokens` and `targets` [S, T], see `collate.padded`; every token that the policy wrote is learnt, its end too,
-    whatever number fills the rows."""
+    """`tokens` and `targets` [S, T], see `pad_examples`; all generated tokens are targets, EOS included."""
     responses = [
         TokenizedExample(
             tokens=(*each.completion.prompt, *each.completion.tokens),
@@ -277,13 +276,13 @@ def pad_rollouts(rollouts: Sequence[Rollout], pad_id: int) -> dict[str, Tensor]:
 
 
 def to_token_grid(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
-    """Numbers of generated tokens [S, T], 0 elsewhere; in float64, which holds any network's own numbers."""
+    """Values of generated tokens as a grid [S, T], 0 elsewhere, in float64."""
     flat = torch.tensor([number for row in rows for number in row], dtype=torch.float64)
     return torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, flat)
 
 
 def token_logprobs(model: nn.Module, tokens: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the targets [B, T], 0 where there is none."""
+    """Log-probs and entropies of the targets [B, T], 0 without a target."""
     network = cast(CausalLM, model)
     device = network.head_weight.device
     tokens, targets = tokens.to(device), targets.to(device)
@@ -295,7 +294,7 @@ def token_logprobs(model: nn.Module, tokens: Tensor, targets: Tensor, temperatur
 
 
 def token_values(critic: ValueHeadModel, tokens: Tensor, mask: Tensor) -> Tensor:
-    """What the critic expects before each generated token [B, T], 0 elsewhere."""
+    """Values of the critic before each generated token [B, T], 0 elsewhere."""
     device = critic.score.weight.device
     values = critic(tokens.to(device))
     return torch.where(mask.to(device), values, 0.0)

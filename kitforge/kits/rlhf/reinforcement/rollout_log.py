@@ -1,4 +1,4 @@
-"""Writes the rollouts of a run: rollouts/round_N.jsonl for replay, samples/step_N.json for people."""
+"""Files of rollouts: rollouts/round_N.jsonl for replay, samples/step_N.json for the report."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RolloutLog(Callback):
                 rollout_file(run.folder, kept).unlink()
 
     def _show(self, answers: Sequence[Rollout], run: RunContext) -> None:
-        """The first answers as a table, for whatever tracks the run."""
+        """Log the first completions as a table."""
         shown = list(zip(answers[:MOST_SHOWN], self._task.completion_outcomes, strict=False))
         named = list(dict.fromkeys(name for each, _ in shown for name in each.rewards))
         others = list(shown[0][1])
@@ -85,22 +85,22 @@ class RolloutLog(Callback):
 
 
 def first_rollout(step: int, updates_per_rollout: int) -> int:
-    """The first round whose answers a run draws that goes on from the checkpoint of that step."""
+    """The first rollout batch that a run resumed from that step generates."""
     return -(-step // updates_per_rollout)
 
 
 def logged_rollouts(run: Path) -> list[int]:
-    """The rounds whose answers lie in the folder of a run."""
+    """The numbers of the rollout files of a run."""
     return sorted(int(each.stem.removeprefix("round_")) for each in (run / FOLDER).glob("round_*.jsonl"))
 
 
 def rollout_file(run: Path, number: int) -> Path:
-    """Where the answers of a round lie."""
+    """The path of a rollout file."""
     return run / FOLDER / f"round_{number}.jsonl"
 
 
 def read_rollouts(run: Path, number: int) -> list[Rollout]:
-    """The answers of a round, bit for bit as they were trained on. Raises DataError."""
+    """The rollouts of a file, bit for bit as trained on. Raises DataError."""
     path = rollout_file(run, number)
     if not path.is_file():
         kept = logged_rollouts(run)

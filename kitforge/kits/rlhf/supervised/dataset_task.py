@@ -1,4 +1,4 @@
-"""What the stages that read rows batch by batch have in common: a stage adds what a batch holds, and its loss."""
+"""The common part of tasks over datasets; a task adds its micro-batches and its loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Options = TypeVar("Options", bound=StageOptions)
 
 
 class DatasetTask(Task, Generic[Options, Row]):
-    """Needs `micro_batches`, `count` and `loss`."""
+    """Subclasses implement `micro_batches`, `count` and `loss`."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class DatasetTask(Task, Generic[Options, Row]):
 
     @abstractmethod
     def micro_batches(self, model: nn.Module, rows: Sequence[Row], step: int) -> list[MicroBatch]:
-        """This rank's part of the rows of a batch, which is that of a step, or 0 in evaluation."""
+        """This rank's micro-batches of the rows of a batch; `step` is 0 in evaluation."""
 
     def build(self, world: World) -> nn.Module:
-        """The network, on the device, cut as the world's degrees say."""
+        """The sharded network, on the device."""
         model = self._build(world)
         self._reference_model.hold_in(self._options.precision, model)
         return model
@@ -65,15 +65,15 @@ class DatasetTask(Task, Generic[Options, Row]):
             yield self.micro_batches(model, [self._rows.train[index] for index in batch.rows], step)
 
     def eval_sums(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """What evaluation sums up: the loss and what comes with it, unless a stage looks at more."""
+        """The sums of an evaluation; by default those of the loss."""
         return self.loss(model, micro_batch)
 
     def eval_counts(self, micro_batch: MicroBatch) -> Sums:
-        """What divides the sums of `measured`."""
+        """The denominators of `eval_sums`."""
         return self.count([micro_batch])
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """eval/NAME for all that is measured, over the evaluation rows; independent of the batch size."""
+        """eval/NAME for all sums, over the evaluation rows; independent of the batch size."""
         rows = self._rows.eval
         if not rows:
             return {}
@@ -91,10 +91,10 @@ class DatasetTask(Task, Generic[Options, Row]):
         return {f"eval/{name}": value for name, value in means.items()}
 
     def state(self) -> dict[str, Any]:
-        """Which rows the cursor counts, and what stays as it is beside the model."""
+        """Fingerprints of the rows and the reference model."""
         return {"rows": self._rows.fingerprint, **self._reference_model.state}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Refuse to go on over other rows or beside another reference or base than the run began with."""
+        """Restore; refuse other rows, another reference model or another base model."""
         self._rows.check_same(state["rows"], self._options.trainer.allow_data_changes)
         self._reference_model.check_same(state, self._options.trainer.allow_config_changes)

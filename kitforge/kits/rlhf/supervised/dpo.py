@@ -1,4 +1,4 @@
-"""The tasks `dpo`, `ipo`, `orpo` and `simpo`: a policy learns from pairs, without a reward model."""
+"""The tasks `dpo`, `ipo`, `orpo` and `simpo`: preference optimisation on pairs, without a reward model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kitforge.kits.rlhf.supervised.dataset_task import DatasetTask
 
 @final
 class PreferenceTask(DatasetTask[PreferenceOptions, PreferencePair]):
-    """See `pair_batches` for what a micro-batch holds. Dropout is off, for both policies."""
+    """Micro-batches are those of `pair_batches`. Dropout is off for policy and reference."""
 
     def micro_batches(self, model: nn.Module, rows: Sequence[PreferencePair], step: int) -> list[MicroBatch]:
         """See `pair_batches`."""
@@ -61,7 +61,7 @@ class PreferenceTask(DatasetTask[PreferenceOptions, PreferencePair]):
         }
 
     def _length_scaled(self, sums: Tensor, lengths: Tensor) -> Tensor:
-        """What the loss compares: sums over tokens, or means of them."""
+        """Sequence log-probs of the loss: sums over tokens, or means."""
         return sums if self._options.preference.loss == "dpo" else sums / lengths
 
     def _losses(self, sums: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class PreferenceTask(DatasetTask[PreferenceOptions, PreferencePair]):
 
 
 def sequence_logprobs(model: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """The sums [B] of the log-probabilities of the learnt tokens of each row, and how many there are (1 for none)."""
+    """The sums [B] of the target log-probs of each row, and the numbers of targets (1 for none)."""
     network = cast(CausalLM, model)
     device = network.head_weight.device
     targets = micro_batch["targets"].to(device)

@@ -1,4 +1,4 @@
-"""The task `kto`: a policy learns from single answers that were found good or bad."""
+"""The task `kto`: preference optimisation on completions labelled desirable or undesirable."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kitforge.trainer.precision import autocast
 class KTOTask(DatasetTask[KTOOptions, UnpairedExample]):
     """A micro-batch holds tokens and targets [S, T], is_desirable and weights [S], and the baseline of the whole step.
 
-    The baseline is the mean log-ratio of policy and reference for answers to other prompts: each prompt of the step
-    with the answer of the row before. It is found once a step, over all ranks, so that neither micro-batches nor ranks
-    change it.
+    The KL baseline is the mean log-ratio of policy and reference for mismatched completions: each prompt of the step
+    with the completion of the previous row. It is computed once per step over all ranks, so that it depends neither on
+    micro-batches nor on ranks.
     """
 
     def micro_batches(self, model: nn.Module, rows: Sequence[UnpairedExample], step: int) -> list[MicroBatch]:
-        """With the baseline of the whole batch."""
+        """Micro-batches with the KL baseline of the whole batch."""
         parts = [range(part.start, part.stop) for part in self._schedule.micro_batches(len(rows))]
         baseline = self._kl_baseline(model, rows, parts)
         return [{**self._padded_batch([rows[index] for index in part]), "kl_baseline": baseline} for part in parts]
@@ -80,14 +80,14 @@ class KTOTask(DatasetTask[KTOOptions, UnpairedExample]):
         return (self._world.sum({"sum": total})["sum"] / len(rows)).clamp(min=0)
 
     def _log_ratios(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """log policy / reference of each answer [S]."""
+        """log(policy / reference) of each completion [S]."""
         with torch.no_grad():
             reference, _ = sequence_logprobs(cast(nn.Module, self._reference_model.model), batch)
         self._reference_model.reshard()
         return sequence_logprobs(model, batch)[0] - reference
 
     def _padded_batch(self, rows: Sequence[UnpairedExample]) -> MicroBatch:
-        """For a rank that has no row left, one that counts for nothing."""
+        """A padded batch; on a rank without rows, one padding row."""
         return {
             **pad_examples([row.response for row in rows], self._rows.pad_id),
             "is_desirable": torch.tensor([row.is_desirable for row in rows] or [True]),

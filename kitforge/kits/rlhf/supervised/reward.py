@@ -1,4 +1,4 @@
-"""The task `reward`: a model learns to score what people preferred above what they did not."""
+"""The task `reward`: a reward model on preference pairs (Bradley-Terry loss)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NORMALIZATION_PAIRS = 256
 
 @final
 class RewardTask(DatasetTask[RewardOptions, PreferencePair]):
-    """See `pair_batches` for what a micro-batch holds."""
+    """Micro-batches are those of `pair_batches`."""
 
     def micro_batches(self, model: nn.Module, rows: Sequence[PreferencePair], step: int) -> list[MicroBatch]:
         """See `pair_batches`."""
@@ -35,7 +35,7 @@ class RewardTask(DatasetTask[RewardOptions, PreferencePair]):
         return pair_count(step)
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """The sum of the pairs' losses, how many are ordered rightly, half for a tie, and how far apart they are."""
+        """Sums of loss, accuracy (a tie counts half) and margin of the pairs."""
         device = cast(ValueHeadModel, model).score.weight.device
         chosen, rejected = split_pairs(_scores(model, micro_batch))
         weights, options = micro_batch["weights"].to(device), self._options.reward
@@ -48,7 +48,7 @@ class RewardTask(DatasetTask[RewardOptions, PreferencePair]):
         }
 
     def eval_sums(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """The same, and the accuracy for the pairs of each source."""
+        """The same, with the accuracy by source."""
         chosen, rejected = split_pairs(_scores(model, micro_batch))
         right = (_ranking_accuracy(chosen, rejected) * micro_batch["weights"].to(chosen.device)).cpu()
         by_source = {name: (right * _source_mask(micro_batch, source)).sum() for name, source in self._sources}
@@ -83,13 +83,13 @@ class RewardTask(DatasetTask[RewardOptions, PreferencePair]):
 
 @final
 class NormalizeRewards(Callback):
-    """Keeps mean and deviation of the scores up to date wherever weights are looked at or saved."""
+    """Updates mean and standard deviation of the scores before evaluations and checkpoints."""
 
     def __init__(self, task: RewardTask) -> None:
         self._task = task
 
     def on_event(self, event: Event, run: RunContext) -> None:
-        """Measure at evaluations, before a checkpoint and at the end."""
+        """Update at evaluations, before a checkpoint and at the end."""
         if event.kind in ("evaluate", "checkpoint") or can_save_at_end(event, run):
             self._task.normalize(run.model)
             run.state.parallel.reshard()

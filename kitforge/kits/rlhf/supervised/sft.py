@@ -1,4 +1,4 @@
-"""The task `sft`: a model learns to answer as demonstrations do. Only what it is to say itself is learnt."""
+"""The task `sft`: supervised fine-tuning on demonstrations; the loss covers assistant tokens only."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class SFTTask(DatasetTask[SFTOptions, TokenizedExample]):
     """A micro-batch holds tokens, targets and positions [rows, length], documents where a row holds more than one,
     members and places [rows], how many responses each holds and which row of the batch it is, and the step's number.
 
-    The whole batch is packed before it is shared out, so that neither ranks nor micro-batches change a row.
+    The whole batch is packed before it is split, so that rows depend neither on ranks nor on micro-batches.
     """
 
     def micro_batches(self, model: nn.Module, rows: Sequence[TokenizedExample], step: int) -> list[MicroBatch]:
-        """The same rows however many ranks share them."""
+        """The micro-batches of this rank."""
         whole = pack_examples(rows, self._rows.pad_id, packing=self._options.packing)
         num_rows, width = whole["tokens"].shape
         parts = self._schedule.length_buckets([width] * num_rows)
         return [{**drop_trivial_columns(_slice_rows(whole, part)), "step": step} for part in parts]
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
-        """Learnt tokens of this rank's part of the step."""
+        """Trained tokens of this rank's part of the step."""
         num_trained = torch.as_tensor(sum((micro_batch["targets"] != IGNORED).sum() for micro_batch in step))
         samples = torch.tensor(sum(int(micro_batch["members"].sum()) for micro_batch in step))
         return {"loss": num_trained, "samples": samples, "tokens": num_trained, "input_tokens": input_tokens(step)}
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """The sum of cross entropies over the learnt tokens."""
+        """The sum of cross-entropies over the trained tokens."""
         network = cast(CausalLM, model)
         device = network.head_weight.device
         documents = micro_batch.get("documents")
@@ -59,7 +59,7 @@ class SFTTask(DatasetTask[SFTOptions, TokenizedExample]):
         return {"loss": network.kernels.linear_cross_entropy(hidden.flatten(0, 1), network.head_weight, targets)}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """eval/loss in nats per learnt token, eval/perplexity."""
+        """eval/loss in nats per trained token, eval/perplexity."""
         found = super().evaluate(model)
         return found and found | {"eval/perplexity": math.exp(min(found["eval/loss"], 700.0))}
 
