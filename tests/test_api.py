@@ -139,6 +139,7 @@ def test_a_network_in_memory_is_trained_in_place(small_run: Path) -> None:
     assert run.model is network
 
 
+@pytest.mark.slow
 def test_a_run_and_a_run_folder_are_models(small_run: Path) -> None:
     first = Trainer("text_generation", small_run, "corpus.txt", options=WITHOUT_MODEL).train()
     again = Trainer("text_generation", first, "corpus.txt", options=WITHOUT_MODEL)
@@ -223,6 +224,7 @@ def test_a_pipeline_answers_in_the_shape_of_transformers(small_run: Path) -> Non
     assert "".join(generate.stream("ROMEO")) == answer["generated_text"].removeprefix("ROMEO")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["run", "step", "export", "memory", "Run"])
 def test_a_pipeline_opens_every_kind_of_model(place: str, small_run: Path, here: Path) -> None:
     network, tokenizer = load_model(small_run), load_processor(small_run)

@@ -282,6 +282,7 @@ def test_a_preset_of_ones_own_trains_and_is_listed(capsys: Capture) -> None:
     assert "mine" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_list_fits_eighty_columns_and_cuts_nothing(capsys: Capture) -> None:
     cli.run(["list"])
     shown = capsys.readouterr().out
@@ -292,6 +293,7 @@ def test_the_list_fits_eighty_columns_and_cuts_nothing(capsys: Capture) -> None:
         assert words in shown
 
 
+@pytest.mark.slow
 def test_the_list_names_every_task_once_with_its_models_or_with_whose_models_it_takes(capsys: Capture) -> None:
     cli.run(["list"])
     tables, borrowers = capsys.readouterr().out.split("tasks that start from the models of text_generation:")

@@ -95,6 +95,7 @@ def test_a_public_class_name_exists_once(sources: list[Source]) -> None:
     assert twice == {}
 
 
+@pytest.mark.slow
 def test_words_given_up_do_not_come_back(sources: list[Source]) -> None:
     assert {str(source.path): words for source in sources if (words := given_up_words(source))} == {}
 

@@ -115,6 +115,7 @@ def test_tokens_take_the_smallest_type_that_holds_the_vocabulary(size: int, dtyp
     assert token_dtype(size) == dtype
 
 
+@pytest.mark.slow
 def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     source = folder_of_files(tmp_path / "corpus")
     found = [contents(build_token_cache(source, ByteTokenizer(), tmp_path / str(n), num_workers=n)) for n in (1, 2, 3)]

@@ -94,6 +94,7 @@ def all_copies(rank: int) -> list[tuple[int, int, int]]:
     return [copies(rank, *case) for case in CASES]
 
 
+@pytest.mark.slow
 def test_no_rank_keeps_a_rounded_copy_of_the_model() -> None:
     for found in run_ranks(2, all_copies):
         for case, (kept, alive, whole) in zip(CASES, found, strict=True):

@@ -76,6 +76,7 @@ def train(rank: int, degrees: ParallelConfig) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees",
     [ParallelConfig(data=2), ParallelConfig(shard=2), ParallelConfig(data=3)],

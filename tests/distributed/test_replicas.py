@@ -189,6 +189,7 @@ def drifts(rank: int) -> list[dict[str, list[int]]]:
     return [drift(rank, square, []), drift(rank, square, everything), drift(rank, square, [(0, "whole"), (2, "shard")])]
 
 
+@pytest.mark.slow
 def test_replicas_are_compared_with_those_that_hold_the_same_piece() -> None:
     for found in run_ranks(4, drifts):
         assert found[0] == {}

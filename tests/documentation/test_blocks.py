@@ -66,6 +66,7 @@ MARKED = "<!-- test -->\n```bash\n{}\n```\n"
 CONTINUED = "<!-- test: continued, slow -->\n```python\n{}\n```\n"
 
 
+@pytest.mark.slow
 def test_blocks_of_one_story_share_a_folder(empty: Path, tmp_path: Path, run: Run) -> None:
     text = MARKED.format("echo told > note") + "Then:\n\n" + CONTINUED.format("print(open('note').read())")
     (story,) = stories(Path("page.md"), text)

@@ -86,6 +86,7 @@ FORGETTING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_rows", [None, 3])
 @pytest.mark.parametrize("expiry", FORGETTING)
 @settings(max_examples=12)

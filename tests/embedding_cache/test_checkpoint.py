@@ -93,6 +93,7 @@ def assert_goes_on(root: Path, folder: Path, case: Case, step: int) -> None:
     training.assert_same_bits(got, replace(expected, outputs=expected.outputs[step:]))
 
 
+@pytest.mark.slow
 @pytest.mark.prove
 @pytest.mark.parametrize("case", PRODUCT if WHOLE else CASES, ids=str)
 def test_any_tiers_go_on_from_any_step_that_was_saved_during_training(tmp_path: Path, case: Case) -> None:

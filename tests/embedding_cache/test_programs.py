@@ -132,6 +132,7 @@ def made_of(table: CachedEmbedding) -> dict[str, Any]:
     return {"optimizer": table.optimizer, "admission": options.admission, "expiry": options.expiry}
 
 
+@pytest.mark.slow
 @pytest.mark.prove
 @pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
 def test_a_program_ends_the_same_wherever_rows_live(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

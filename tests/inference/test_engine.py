@@ -134,6 +134,7 @@ def test_samples_outlive_the_one_that_reads_their_prompt() -> None:
     assert texts == {0: []} | {sample: recomputed(model, prompt, options, f"0/{sample}").tokens for sample in (1, 2)}
 
 
+@pytest.mark.slow
 def test_many_requests_at_once_are_neither_lost_nor_mixed_up() -> None:
     engine = Engine(network("llama", torch.float32), EngineOptions(max_num_seqs=64))
     options = SamplingOptions(max_new_tokens=1)

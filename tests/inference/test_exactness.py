@@ -29,6 +29,7 @@ WHOLE = "KITFORGE_PROVE" in os.environ
 SEEDS = range(200 if WHOLE else 3)
 
 
+@pytest.mark.slow
 @pytest.mark.prove
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_text_of_a_workload_is_the_one_it_is_alone(name: str) -> None:

@@ -264,6 +264,7 @@ _LINES = st.fixed_dictionaries(
 ).flatmap(lambda line: st.dictionaries(_NAMES, _VALUES).map(lambda values: {**line, **values}))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=st.lists(_LINES, max_size=6))
 def test_whatever_stands_in_the_metrics_there_is_a_page(tmp_path, lines) -> None:

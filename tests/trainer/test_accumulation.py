@@ -84,6 +84,7 @@ def distance(folder: Path, corpus: Path, choices: dict[str, Any], size: int, **h
     return float((split - whole).norm()) / way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_micro_batches_equal_the_batch(tmp_path: Path, corpus: Path, network: str, size: int) -> None:

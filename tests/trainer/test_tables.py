@@ -19,6 +19,7 @@ from tests.trainer import clicks, tiny
 WHOLE = "KITFORGE_PROVE" in os.environ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("incremental_checkpoints", [0, 3])
 @pytest.mark.parametrize("kind", clicks.KINDS)
 def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, kind: str, incremental_checkpoints: int) -> None:
@@ -86,6 +87,7 @@ def test_what_a_resume_forgets_is_noticed(
         clicks.assert_same(folder, tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_deltas_leave_what_whole_checkpoints_leave(tmp_path: Path) -> None:
     for name, number in (("whole", 0), ("deltas", 3)):
         clicks.run(tmp_path / name, clicks.KINDS["adagrad"], incremental_checkpoints=number, checkpoint_every=1)

@@ -39,6 +39,7 @@ def test_boxes_tile_the_whole_or_not(boxes: list[tuple[tuple[int, int], tuple[in
     assert tile([box(*each) for each in boxes], Region.full((4, 4))) == is_tiled
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     boxes=st.lists(

@@ -313,6 +313,7 @@ def test_blocks_are_of_one_size_whatever_the_chunks_are(count: int, sizes: list[
     ]
 
 
+@pytest.mark.slow
 def test_the_builder_waits_its_turn(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import fcntl
     import threading

@@ -53,6 +53,7 @@ class Numbers:
         self.next = position["offset"]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     is_seekable=st.booleans(),

@@ -93,6 +93,7 @@ def test_bodies_are_json_and_routes_are_known(served: Served) -> None:
     assert httpx.get(f"{served.url}/v1/completions").status_code == 405
 
 
+@pytest.mark.slow
 def test_a_name_of_somebody_else_is_not_ours(served: Served) -> None:
     assert httpx.get(f"{served.url}/v1/models", headers={"Host": "evil.example"}).status_code == 403
     for name in ("evillocalhost", "evil.localhost:1", "localhost.evil", "127.0.0.1.evil.example", "[::2]:1", ""):

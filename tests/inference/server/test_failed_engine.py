@@ -58,6 +58,7 @@ def test_those_who_wait_and_those_who_come_are_told(
         assert (service.num_active_prompts, told) == (0, [True])
 
 
+@pytest.mark.slow
 def test_a_failure_between_two_steps_is_told_as_well(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     service = make_service(model, ServeOptions(), EngineOptions(max_num_seqs=1))
 

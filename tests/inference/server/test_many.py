@@ -75,6 +75,7 @@ def answers_with(status: int) -> str:
     return f'kitforge_requests_total{{path="{PATH}",status="{status}"}}'
 
 
+@pytest.mark.slow
 @pytest.mark.prove
 def test_none_is_lost_or_mixed_up(model: Decoder, expected: list[str], tmp_path: Path) -> None:
     with serving(

@@ -92,6 +92,7 @@ def test_several_prompts_are_answered_in_order(client: openai.OpenAI, pipeline: 
     ] == expected
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_an_answer_and_none_does_not(client: openai.OpenAI) -> None:
     def text(**wishes: int) -> str:
         answer = client.completions.create(model="tiny", prompt="a", max_tokens=16, temperature=1.5, **wishes)

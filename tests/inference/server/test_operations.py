@@ -110,6 +110,7 @@ def test_the_use_of_the_cache_is_a_share_of_its_blocks() -> None:
     assert b"kv_cache_usage" not in Metrics().text({"blocks": 0, "blocks_used": 0})[0]
 
 
+@pytest.mark.slow
 def test_metrics_count_what_the_prefix_cache_saves(model: Decoder) -> None:
     with serving(make_service(model, ServeOptions(), EngineOptions(block_size=4))) as served:
         for expected in (0, 20):
@@ -136,6 +137,7 @@ def length_of(answer: dict[str, object]) -> tuple[int, bool]:
     return usage["total_tokens"], choices[0]["finish_reason"] == "stop"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [None, 20_000], ids=["roomy", "small"])
 def test_a_chat_without_a_limit_goes_on_as_long_as_there_is_room(model: Decoder, memory: int | None) -> None:
     service = make_service(model, ServeOptions(), EngineOptions(kv_cache_bytes=memory, block_size=4))

@@ -50,6 +50,7 @@ def predict(folder: Path, source: Path, target: Path, *more: str) -> list[dict[s
     return read(target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
 def test_scores_of_a_file_are_those_of_the_pipeline(
     runs: dict[str, Path], tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch

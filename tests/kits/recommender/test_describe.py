@@ -191,6 +191,7 @@ def test_a_column_with_more_texts_than_that_is_one_of_texts() -> None:
     assert list(describe(rows).schema.categorical) == ["code"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("columns", "reason"),
     [

@@ -130,6 +130,7 @@ def test_the_tower_of_users_is_exported(tmp_path: Path) -> None:
     assert found.numpy() == pytest.approx(vectors, abs=2e-6)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "run", "sasrec", {"trainer.max_steps": 1})
     words = ["export", f"checkpoint={tmp_path / 'run'}", "format=torch_export"]

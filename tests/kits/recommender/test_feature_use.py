@@ -109,6 +109,7 @@ def test_the_used_features_are_logged_and_those_that_are_not_named(tmp_path: Pat
     assert "not used: price, user, item" in used_features(recommender_of({"family": "sasrec"}), shape)
 
 
+@pytest.mark.slow
 def test_a_feature_that_has_no_place_is_refused_by_name(tmp_path: Path) -> None:
     towers = {"model.user": ["user_x_item"], "model.item": ["item"]}
     with pytest.raises(ConfigError, match=r"user_x_item[^$]*other than crosses"):

@@ -170,6 +170,7 @@ def trained(folder: Path, stop_at: int | None = None, rows: Any = None, **more: 
     return told, assembly
 
 
+@pytest.mark.slow
 def test_a_click_model_learns_from_positives_alone(tmp_path: Path) -> None:
     more = {"trainer.max_steps": 60, "tables.deep.learning_rate": 0.05, "data.batch_size": 100}
     told, _ = trained(tmp_path / "run", rows=events(300), **more)
@@ -179,6 +180,7 @@ def test_a_click_model_learns_from_positives_alone(tmp_path: Path) -> None:
     assert numbers(told, "loss")[0] == pytest.approx(-np.log(1 / 3) / 3 - np.log(2 / 3) * 2 / 3, abs=0.03)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_or_cut_otherwise_draws_the_same(tmp_path: Path) -> None:
     whole, one = trained(tmp_path / "whole")
     first, _ = trained(tmp_path / "parts", stop_at=2)
@@ -216,6 +218,7 @@ def test_a_run_is_evaluated_again_on_the_same_negatives(tmp_path: Path) -> None:
     assert 0 < found[0]["eval/auc"] < 1
 
 
+@pytest.mark.slow
 def test_a_stream_draws_from_the_items_of_the_step(tmp_path: Path) -> None:
     schema = {"group": "user", "group_kind": "integer", **{name: SCHEMA[name] for name in ("categorical", "sequences")}}
     schema["categorical"] = {name: {**each, "encoding": "exact"} for name, each in schema["categorical"].items()}

@@ -52,6 +52,7 @@ def cell(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+@pytest.mark.slow
 def test_rows_are_scored_in_three_lines(runs: dict[str, Path]) -> None:
     score = pipeline("recommendation", model=runs["wide_deep"])
     found = score(rows(5))
@@ -129,6 +130,7 @@ def shop(folder: Path) -> Path:
     return folder / "shop.csv"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["two_tower", "sasrec"])
 def test_items_have_the_names_that_the_data_call_them(tmp_path: Path, family: str) -> None:
     pytest.importorskip("faiss")

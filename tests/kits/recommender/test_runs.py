@@ -58,6 +58,7 @@ def test_a_resumed_run_is_one_that_never_stopped(tmp_path: Path, family: str) ->
     assert numbers(second, "eval/loss")[-1:] == numbers(whole, "eval/loss")
 
 
+@pytest.mark.slow
 @pytest.mark.prove
 @pytest.mark.parametrize(("family", "cache"), CASES)
 def test_a_cache_is_invisible(tmp_path: Path, family: str, cache: str) -> None:
@@ -87,6 +88,7 @@ def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
             assert numbers(told[7], name) == pytest.approx(numbers(told[100], name), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_stops_early_at_the_best_auc(tmp_path: Path) -> None:
     choices = {
         "trainer.eval_every": 1,

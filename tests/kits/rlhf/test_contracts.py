@@ -117,6 +117,7 @@ def _without(plain: dict[str, Any], name: str) -> dict[str, Any]:
     return dataclasses.replace(RolloutBatch.from_dict(plain), **{name: zeros}).to_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgotten", FORGOTTEN)
 def test_what_a_checkpoint_forgets_is_noticed(forgotten: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choices = {"trainer.checkpoint_every": 1, "trainer.save_total_limit": 9, "rl.epochs": 2, "trainer.max_steps": 4}

@@ -225,6 +225,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_found_out(name: str, monkeypatch: Patch, tmp_path: Path) -> None:
     MISTAKES[name].plant(monkeypatch)

@@ -43,6 +43,7 @@ def test_a_step_that_is_trained_again_is_the_same_to_the_last_bit(run: Path, ste
     assert {"loss", "grad_norm", "value_loss", "reward", "kl", "learning_rate"} <= set(found.replayed)
 
 
+@pytest.mark.slow
 def test_a_change_is_seen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["replay", str(run), "step=3"]) == 0
     assert "equal to the last bit" in capsys.readouterr().out
@@ -61,6 +62,7 @@ def test_a_change_is_seen(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "reward" not in differing
 
 
+@pytest.mark.slow
 def test_what_cannot_be_replayed_is_told(run: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="logged nothing at step 9"):
         replay(run, 9)
@@ -99,6 +101,7 @@ def test_rounds_stay_behind_the_checkpoints_that_stay(tmp_path: Path) -> None:
         replay(tmp_path, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [3, 12])
 def test_the_last_steps_of_a_run_that_says_nothing_of_checkpoints_can_be_replayed(
     tmp_path: Path, num_steps: int

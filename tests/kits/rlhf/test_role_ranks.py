@@ -262,6 +262,7 @@ def evaluated(_rank: int, folders: list[Path], cases: list[Case]) -> list[dict[s
     return [TASKS[stage].evaluate(options, inputs, lobby)]
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_the_same_wherever_its_fragments_are(tmp_path: Path) -> None:
     (ranks,) = together([tmp_path], [("ppo", at([1], [2], [0]))], evaluated)
     (alone,) = evaluated(0, [tmp_path], [("ppo", {})])

@@ -38,6 +38,7 @@ def loss(model: nn.Module, corpus: Path, file: str, **choices: Any) -> float:
     return KIT.evaluate(options, inputs, Rendezvous.open(options.parallel, options.device))["eval/loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["corpus.txt", "documents.jsonl"])
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])

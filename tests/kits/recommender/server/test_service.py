@@ -91,6 +91,7 @@ def expected(folder: Path, num_rows: int) -> list[float]:
     return [each["score"] for each in pipeline("recommendation", model=folder)(rows(num_rows))]
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_pipeline_by_rows_and_by_columns(runs: dict[str, Path], url: str) -> None:
     given = rows(7)
     found = ask(url, "score", rows=given)
@@ -102,6 +103,7 @@ def test_scores_are_those_of_the_pipeline_by_rows_and_by_columns(runs: dict[str,
     assert health == {"status": "ok", "model": "clicks", "step": 8}
 
 
+@pytest.mark.slow
 def test_concurrent_requests_are_answered_in_batches_and_a_wrong_one_alone_is_refused(
     runs: dict[str, Path], url: str
 ) -> None:
@@ -137,6 +139,7 @@ def test_a_wrong_cell_is_named(url: str, change: dict[str, Any], words: tuple[st
     assert all(word in message for word in words), message
 
 
+@pytest.mark.slow
 def test_a_wrong_body_is_refused_with_what_to_do(url: str) -> None:
     row = rows(1)[0]
     missing = {name: value for name, value in row.items() if name != "c2"}
@@ -169,6 +172,7 @@ def test_an_empty_cell_is_null(runs: dict[str, Path], url: str) -> None:
     assert ask(url, "score", rows=given)["scores"] == pytest.approx([score], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_items_are_found_for_users_without_those_excluded(runs: dict[str, Path], towers: str) -> None:
     users = [{name: row[name] for name in ("c1", "history", "d1")} for row in rows(3)]
     best = pipeline("recommendation", model=runs["two_tower"]).retrieve(users, k=6)
@@ -185,6 +189,7 @@ def test_items_are_found_for_users_without_those_excluded(runs: dict[str, Path],
     assert "from 1 to 1000" in refused(towers, "retrieve", {"rows": users, "k": 0})[1]
 
 
+@pytest.mark.slow
 def test_a_history_is_continued(runs: dict[str, Path]) -> None:
     with serving(opened(runs["sasrec"])) as url:
         best = pipeline("recommendation", model=runs["sasrec"]).retrieve({"items": [3, 4, 5]}, k=4)
@@ -281,6 +286,7 @@ def test_a_broken_checkpoint_is_logged_once_and_the_old_one_answers_until_it_is_
     assert service.metrics.refreshes._value.get() == 1
 
 
+@pytest.mark.slow
 def test_a_server_refreshes_itself_and_every_answer_is_of_one_step(runs: dict[str, Path], tmp_path: Path) -> None:
     whole = runs["wide_deep"]
     folder = growing(whole, tmp_path / "run")

@@ -149,6 +149,7 @@ def test_a_mask_that_learns_replies_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         test_what_the_environment_said_is_in_the_text_and_not_in_the_loss()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_of_episodes_goes_on_bit_for_bit_and_keeps_them(tmp_path: Path) -> None:
     choices = CHOICES | {"trainer.checkpoint_every": 1, "trainer.max_steps": 4, "rl.num_minibatches": 2}
     given: dict[str, Any] = {"train_dataset": ROWS, "roles": {"environment": Calculator}}
@@ -258,6 +259,7 @@ class Async(Chat):
         return Chat.step(self, response)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [Slow, Async])
 def test_answers_do_not_depend_on_which_step_ends_first(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     submit, prompts = Engine.submit, []

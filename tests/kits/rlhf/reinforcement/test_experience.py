@@ -147,6 +147,7 @@ def compare(folder: Path, choices: Mapping[str, Any], score: Any = parity) -> No
     assert all(torch.allclose(*pair, rtol=0, atol=1e-8) for pair in zip(trained, plain.parameters, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_a_round_is_that_of_the_papers(name: str, tmp_path: Path) -> None:
     compare(tmp_path, FEW[name])

@@ -117,6 +117,7 @@ def test_while_the_critic_warms_up_the_policy_stays() -> None:
     assert {each for name, each in counters.items() if name.startswith("critic.")} == {2.0}
 
 
+@pytest.mark.slow
 def test_groups_that_all_score_alike_count_for_nothing_where_that_is_asked() -> None:
     def same(*, completions: list[str]) -> list[float]:
         return [1.0] * len(completions)

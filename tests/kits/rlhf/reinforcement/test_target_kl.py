@@ -56,6 +56,7 @@ def test_a_target_that_is_not_reached_changes_nothing(tmp_path: Path) -> None:
     assert are_same(tmp_path / "with", 4, tmp_path / "without", 4)
 
 
+@pytest.mark.slow
 def test_micro_batches_of_a_step_decide_as_one(tmp_path: Path) -> None:
     lines = []
     for name, size in (("whole", None), ("pieces", 1)):
@@ -67,6 +68,7 @@ def test_micro_batches_of_a_step_decide_as_one(tmp_path: Path) -> None:
     assert lines[0][1]["approx_kl"] == pytest.approx(lines[1][1]["approx_kl"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_run_that_is_resumed_within_a_round_that_has_ended_goes_on_as_if_never_stopped(
     step: int, tmp_path: Path
