@@ -37,16 +37,16 @@ def row_schedule(num_rows: int, options: StageOptions, world: World) -> BatchSch
 
 
 def forward_batches(lengths: Sequence[int], max_tokens: int | None, device: torch.device) -> list[Indices]:
-    """Batches of rows of these lengths for a forward pass without gradients; `max_tokens` None: as many as suit the
-    device."""
+    """Batches of rows of these lengths for forward passes without gradients, each of at most `max_tokens` tokens; None:
+    a default of the device."""
     if max_tokens is None:
         max_tokens = CPU_TOKENS if device.type == "cpu" else DEVICE_TOKENS
     return token_budget_batches(range(len(lengths)), lengths, max_tokens)
 
 
 def train_eval_split(num_rows: int, fraction: float, seed: int) -> tuple[Indices, Indices]:
-    """The rows to train on and those kept for evaluation, none where `fraction` is 0. A row stays where it is when
-    others are added behind it."""
+    """Training and evaluation rows; no evaluation rows with `fraction` 0. Appending rows to a dataset does not move
+    earlier rows between the splits."""
     everything = np.arange(num_rows, dtype=np.int64)
     if fraction == 0 or num_rows < 2:
         return everything, everything[:0]
@@ -58,11 +58,10 @@ def train_eval_split(num_rows: int, fraction: float, seed: int) -> tuple[Indices
 
 
 def pad_examples(responses: Sequence[TokenizedExample], pad_id: int) -> dict[str, Tensor]:
-    """A row for each response, padded on the right, which causal attention never reads.
+    """One row per response, padded on the right, which causal attention never reads.
 
-    `tokens` [B, T]; `targets` [B, T], the next token where it is trained on, -100 elsewhere; `ends` [B], where the last
-    token of each stands; `lengths` [B], tokens that are no filling. One row in which nothing counts where there are no
-    responses.
+    `tokens` [B, T]; `targets` [B, T], the next token where it is trained on, -100 elsewhere; `ends` [B], the position
+    of the last token; `lengths` [B], the tokens without padding. Without responses, one padding row.
     """
     longest = max((len(each.tokens) for each in responses), default=1)
     tokens = torch.full((max(len(responses), 1), longest), pad_id)
@@ -79,10 +78,10 @@ def input_tokens(step: Sequence[MicroBatch]) -> Tensor:
 
 
 def pack_examples(responses: Sequence[TokenizedExample], pad_id: int, *, packing: bool = True) -> dict[str, Tensor]:
-    """Rows packed to the length of the longest response, or without `packing` a row for each.
+    """Responses packed into rows as long as the longest of them; without `packing`, one row per response.
 
-    `tokens` and `targets` [B, T] as in `padded`; `positions` from 0 in each response; `documents` from 0 in each row;
-    `members` and `lengths` [B], how many responses a row holds and how many tokens they have.
+    `tokens` and `targets` [B, T] as in `pad_examples`; `positions` from 0 in each response; `documents` from 0 in each
+    row; `members` and `lengths` [B], the number of responses in a row and of their tokens.
     """
     longest = max(len(each.tokens) for each in responses)
     lengths = [len(each.tokens) for each in responses]
@@ -97,7 +96,7 @@ def pack_examples(responses: Sequence[TokenizedExample], pad_id: int, *, packing
             _write_row(tokens[row], targets[row], responses[member], start)
             positions[row, start:stop], documents[row, start:stop] = torch.arange(stop - start), document
             start = stop
-        # Filling behind the only response of a row is never looked at, and needs no number of its own.
+        # Nothing attends to padding behind a single response, so it needs no document number of its own.
         positions[row, start:] = torch.arange(longest - start)
         documents[row, start:] = len(members) if len(members) > 1 else 0
     return {
@@ -134,8 +133,8 @@ def _best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def pair_batches(pairs: Sequence[PreferencePair], order: BatchSchedule, pad_id: int) -> list[MicroBatch]:
-    """For each part of this rank's pairs: tokens and targets [2P, T], ends [2P], margins and weights [P], and their
-    sources. A weight is 1, or 0 for the pair that stands in for none."""
+    """This rank's micro-batches of pairs: tokens and targets [2P, T], ends [2P], margins and weights [P], sources.
+    Weights are 1, or 0 for a padding pair."""
     longest = [max(len(pair.chosen.tokens), len(pair.rejected.tokens)) for pair in pairs]
     parts = order.length_buckets([2 * length for length in longest])
     return [_pair_batch([pairs[index] for index in part], pad_id) for part in parts]
@@ -148,7 +147,7 @@ def pair_count(step: Sequence[MicroBatch]) -> Sums:
 
 
 def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Chosen and rejected [P] of both [2P]."""
+    """Split [2P] into chosen and rejected [P]."""
     chosen, rejected = values.chunk(2)
     return chosen, rejected
 
@@ -157,7 +156,7 @@ def _pair_batch(pairs: Sequence[PreferencePair], pad_id: int) -> MicroBatch:
     responses = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
     whole = pad_examples(responses, pad_id)
     if not pairs:
-        # A rank that has no pair left computes one that counts for nothing.
+        # A rank without pairs computes a padding pair of weight 0.
         whole = {name: torch.cat([column, column]) for name, column in whole.items()}
     return {
         **whole,

@@ -1,4 +1,4 @@
-"""The wiring of the alignment kit: from options and objects to a run of one of its stages."""
+"""The RLHF kit: its tasks, and how a run of one is assembled, evaluated, loaded and saved."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from kitforge.trainer.run_folder import Run, default_folder, make_loop
 from kitforge.trainer.signals import interrupt_signals
 from kitforge.trainer.task import RunResult, Task
 
-# Options of a run that say where it ran, or what it began with; its evaluation does not begin with them.
+# Recorded options that an evaluation of the run does not take over: devices, ranks and initial weights.
 TRAINING_ONLY_OPTIONS = frozenset(
     ("checkpoint", "model", "lora", "reference", "resume", "output_dir", "prompt", "device", "parallel", "role_ranks")
 )
@@ -61,7 +61,7 @@ Assembly: TypeAlias = RunAssembly[StageOptions, Tokenizer]
 
 @final
 class RlhfTask(Kit[StageOptions, Tokenizer]):
-    """One stage of alignment: a builder of its task, and the options of it."""
+    """The kit of one RLHF task: its options and the builder of its `Task`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
         self.prepare = prepare
 
     def assemble(self, options: StageOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
-        """Everything that a run needs, in the order in which mistakes are cheapest to find."""
+        """Assemble a run; cheap checks come first."""
         parts = _checked_inputs(options, inputs, rendezvous)
         prepared = self.prepare(parts)
         recorded = _recorded(options, inputs, prepared.network)
@@ -97,12 +97,12 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
         return Assembly(loop=loop, folder=folder, processor=parts.tokenizer, options=options, config_text=config_text)
 
     def serve_roles(self, options: StageOptions, inputs: Inputs, rendezvous: Rendezvous) -> Run:
-        """The part in a run of a rank that trains nothing, which lasts as long as the run does."""
+        """Run the roles of an inference-only rank until the run ends."""
         parts = _checked_inputs(options, inputs, rendezvous)
         prepared = self.prepare(parts)
         world, folder = _join(options, inputs, rendezvous, prepared)
         task, _ = prepared.task(world)
-        # With it goes what the networks of this rank were made from.
+        # Frees the models that the roles were copied from.
         del prepared
         ending = _serve_until_end(task, options)
         return Run(
@@ -114,20 +114,20 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
         )
 
     def check_parallel(self, options: StageOptions) -> None:
-        """Raise ConfigError for axes that the stage cannot be split along, before any rank is started."""
+        """Raise ConfigError for parallel axes that the task does not support, before any rank starts."""
         degrees = options.parallel
         is_whole = degrees.tensor == 1 or not degrees.sequence_parallel
         expected, fix = "false for rows of any length", "add parallel.sequence_parallel=false"
         check(is_whole, "parallel.sequence_parallel", degrees.sequence_parallel, expected, fix)
 
     def evaluation_options(self, recorded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the options that a run wrote down, those that its evaluation begins with. Raises ConfigError for a
-        function that nobody but config.yaml names: what comes with data is not run."""
+        """The recorded options of a run that its evaluation takes over. Raises ConfigError for a reward function that
+        only config.yaml names: code named by data is not run."""
         if "reward" not in chosen and names_function(recorded.get("reward")):
             raise ConfigError(
                 "a file cannot name code to run",
                 got=f"reward={recorded['reward']} in the run's config.yaml",
-                expected="the function that scores answers, named by you",
+                expected="the reward function, named on the command line",
                 fix=f"add {_reward_argument(recorded['reward'])} if you trust it",
             )
         return {name: value for name, value in recorded.items() if name not in TRAINING_ONLY_OPTIONS}
@@ -146,7 +146,7 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
         return metrics
 
     def inspect_rows(self, options: StageOptions) -> Iterator[str]:
-        """Which tokens of the first training rows are learnt, line by line."""
+        """The loss mask of the first training rows, as lines of text."""
         parts = task_inputs_of(options, Inputs(), torch.device("cpu"))
         readers: dict[type[StageOptions], Callable[[object], Iterator[Any]]] = {
             SFTOptions: parts.reader.demonstrations,
@@ -158,24 +158,25 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
         return loss_mask_lines(read(options.data.train), parts.tokenizer)
 
     def replay(self, folder: Path, step: int, options: StageOptions) -> Replay:
-        """What a step of a run gives when it is trained once more; raises ConfigError where nothing was kept of it."""
+        """Train a step of a run again from its logged rollouts. Raises ConfigError for tasks without rollouts."""
         if not isinstance(options, RLOptions):
             raise ConfigError(
-                "only stages that learn from rewards keep what they were trained on",
-                got=f"task={options.task}",
+                "a replay needs logged rollouts",
+                got=f"task={options.task}, which has none",
+                expected="a policy gradient task, such as ppo or grpo",
                 fix="resume from a checkpoint before the step instead",
             )
         return replay(folder, step, options, self.prepare)
 
     def open_pipeline(self, model: nn.Module, tokenizer: Tokenizer, options: StageOptions) -> Any:
-        """What continues texts, or scores them where the model gives scores."""
+        """A pipeline that generates text, or that scores text with a reward model."""
         if isinstance(model, ValueHeadModel):
             return RewardPipeline(model, tokenizer)
         return TextGenerationPipeline(model, tokenizer, options.inference)
 
     def predict_file(self, options: StageOptions, load_model: LoadModel) -> Path:
-        """Score the rows of `data.eval` by a reward model into the file `output`."""
-        assert isinstance(options, RewardOptions)  # of all stages, predict asks this one; policies continue texts
+        """Score the rows of `data.eval` with a reward model and write them to the file `output`."""
+        assert isinstance(options, RewardOptions)  # `predict` of all other tasks goes to text generation
         if options.checkpoint is None or options.data.eval is None or options.output is None:
             raise ConfigError(
                 "predictions need a run, rows and a file to write",
@@ -190,7 +191,7 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
         return target
 
     def load(self, folder: Path, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
-        """The network of a run of this stage, or of one of its steps."""
+        """The model of a run, step or Hugging Face folder."""
         read = load_reward_model if self.OPTIONS is RewardOptions else load_policy
         return read(folder, device, level)
 
@@ -212,23 +213,22 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
             save_language_model(source.model if isinstance(source, Run) else source, folder, processor, dtype)
 
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
-        """The language model of a run of this stage, or of one of its steps, of which no weight is read yet. Raises
-        ModelError for a run whose model gives scores."""
+        """The language model of a run or step; reads no weights yet. Raises ModelError for a reward model."""
         if self.OPTIONS is RewardOptions:
-            expected = "a run of a stage that trains a policy"
+            expected = "a run of a task that trains a policy"
             raise ModelError("this run holds no language model", got=f"a reward model in {folder}", expected=expected)
         return open_policy(folder, open_run)
 
     def find_processor(self, folder: Path) -> Tokenizer:
-        """The tokenizer that lies with a run or a step."""
+        """The tokenizer of a run or step."""
         return find_tokenizer(folder)
 
     def after_training(self, options: StageOptions, run: Run) -> StageOptions:
-        """The run's folder as the checkpoint: it records the reference and the rewards of the training."""
+        """Options for evaluating the run: its folder as the checkpoint, which records reference and rewards."""
         return dataclasses.replace(options, checkpoint=str(run.folder))
 
     def resolved(self, options: StageOptions) -> dict[str, Any]:
-        """All options, with the defaults of the model unless a checkpoint brings it."""
+        """All options, with the model's defaults unless a checkpoint determines the model."""
         return resolved_options(options, options.checkpoint, options.model, options.tokenizer)
 
     def next_steps(self, folder: Path) -> list[str]:
@@ -239,7 +239,7 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
 
 
 def _reward_argument(reward: Any) -> str:
-    """How a reward is named on the command line: one, or a list of them."""
+    """The command-line option for a reward or a list of rewards."""
     several = [each[1] for each in reward.values()] if isinstance(reward, Mapping) else reward
     return f"reward=[{','.join(map(str, several))}]" if isinstance(several, list) else f"reward={several}"
 
@@ -247,16 +247,16 @@ def _reward_argument(reward: Any) -> str:
 def _checked_inputs(
     options: StageOptions, inputs: Inputs, rendezvous: Rendezvous, *, is_evaluation: bool = False
 ) -> TaskInputs:
-    """Rows and tokenizer. Raises ConfigError for a role that reads other tokens than the policy writes."""
+    """Rows and tokenizer. Raises ConfigError for a role whose tokenizer does not fit the policy's."""
     parts = task_inputs_of(options, inputs, rendezvous.device, rank=rendezvous.rank, is_evaluation=is_evaluation)
     check_role_tokenizers(options, inputs.roles, parts.tokenizer)
     return parts
 
 
 def _join(options: StageOptions, inputs: Inputs, rendezvous: Rendezvous, prepared: TaskBuilder) -> tuple[World, Path]:
-    """The world of all ranks, once they are about to do the same, and the folder of their run."""
+    """Join the process group and check that all ranks have the same options and rows; the world and the run folder."""
     world = rendezvous.init_process_group().with_precision(options.precision)
-    # A rank that holds no policy does not know what it looks like, and takes the others' word.
+    # A rank without the policy takes its config from rank 0.
     network = world.broadcast_object(prepared.network)
     recorded = _recorded(options, inputs, network if prepared.network is None else prepared.network)
     rendezvous.check_same({"configuration": to_yaml(recorded), "training rows": prepared.fingerprint})
@@ -264,7 +264,7 @@ def _join(options: StageOptions, inputs: Inputs, rendezvous: Rendezvous, prepare
 
 
 def _recorded(options: StageOptions, inputs: Inputs, network: dict[str, Any] | None) -> dict[str, Any]:
-    """The options as a run writes them down: roles that were handed over by what names them, where anything does."""
+    """The options as config.yaml records them; roles by their folder or function name, if they have one."""
     recorded = to_dict(options) | {"model": network}
     if inputs.model_folder is not None:
         recorded["checkpoint"] = str(inputs.model_folder)
@@ -275,7 +275,7 @@ def _recorded(options: StageOptions, inputs: Inputs, network: dict[str, Any] | N
 
 
 def _serve_until_end(task: Task, options: StageOptions) -> RunResult:
-    """What the others came to, of a rank that did what they asked for. A signal reaches them too, and they decide."""
+    """Run commands on an inference-only rank until the run ends; its result. Signals are left to the training ranks."""
     assert isinstance(task, PolicyGradientTask)
     devices.keep_malloc_arenas()
     devices.set_deterministic(options.deterministic)
@@ -286,7 +286,7 @@ def _serve_until_end(task: Task, options: StageOptions) -> RunResult:
 
 @final
 class PlaceholderModel(nn.Module):
-    """Stands for the network of a run on a rank that has no part of it; its checkpoint holds it whole."""
+    """The model of a run on an inference-only rank; the trained weights are in the checkpoint."""
 
 
 @final
@@ -304,14 +304,14 @@ class SaveTokenizer(Callback):
 
 @final
 class SaveAdapter(Callback):
-    """Writes the adapter of the policy or of the reward model beside the run, as PEFT reads it, where its layers have
-    names there."""
+    """Writes the LoRA adapter of the policy or reward model to the run folder in PEFT's format, if PEFT has names for
+    its layers."""
 
     def on_event(self, event: Event, run: RunContext) -> None:
         """At the end."""
         scalar = run.model if isinstance(run.model, ValueHeadModel) else None
         network = policy_of(run.model) if scalar is None else scalar.backbone
-        # What is cut is gathered by all ranks together, which they are only between steps.
+        # Gathering shards is a collective, so it runs between steps only.
         if not can_save_at_end(event, run) or run.folder is None or config_of_network(network) is None:
             return
         config = config_of_adapter(network)
@@ -324,7 +324,7 @@ class SaveAdapter(Callback):
         try:
             save_adapter(network, factors, config, run.folder / "adapter", head=head)
         except ModelError as error:
-            run.log_event("adapter", f"not written for PEFT: {error}")
+            run.log_event("adapter", f"PEFT adapter not written: {error}")
 
 
 _ROLES = ("reward", "reference", "environment", "tools", "ptx")

@@ -55,7 +55,7 @@ class LoraOptions:
 
     def __post_init__(self) -> None:
         check(self.rank >= 0, "lora.rank", self.rank, "a whole number of at least 1, or 0 for none")
-        check(self.is_on or self.path is None, "lora.path", self.path, "lora.rank beside it")
+        check(self.is_on or self.path is None, "lora.path", self.path, "null without lora.rank")
 
     @property
     def is_on(self) -> bool:
@@ -170,7 +170,7 @@ class PreferenceOptions(StageOptions):
 
     def __post_init__(self) -> None:
         is_used = self.preference.needs_reference or self.reference is None
-        check(is_used, "reference", self.reference, f"none: {self.preference.loss} compares with nothing")
+        check(is_used, "reference", self.reference, f"null: {self.preference.loss} has no reference model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,13 +447,13 @@ class RLOptions(StageOptions):
         check(corrects or not stale, "rollout.max_staleness", stale, needs)
         # Dynamic sampling knows the first prompt of a rollout batch only when the one before it is complete.
         is_known = not stale or self.rl.max_num_gen_batches == 1
-        check(is_known, "rollout.max_staleness", stale, "0 beside rl.max_num_gen_batches above 1")
+        check(is_known, "rollout.max_staleness", stale, "0 with rl.max_num_gen_batches above 1")
         ranks = self.role_ranks.reference
         needs = "none: with kl.coef=0 there is no reference, unless kl.measure=true"
         check(ranks is None or self.kl.needs_reference, "role_ranks.reference", ranks, needs)
         if (most := self.rl.max_tokens_per_microbatch) is not None:
             size, longest = self.trainer.micro_batch_size, self.data.sequence_length
-            check(size is None, "trainer.micro_batch_size", size, "none beside rl.max_tokens_per_microbatch")
+            check(size is None, "trainer.micro_batch_size", size, "null with rl.max_tokens_per_microbatch")
             expected = f"at least data.sequence_length={longest}, the maximum length of one row"
             check(most >= longest, "rl.max_tokens_per_microbatch", most, expected)
 

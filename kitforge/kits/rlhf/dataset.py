@@ -1,4 +1,4 @@
-"""Rows of a stage: reading, length filter and truncation."""
+"""Datasets of the RLHF tasks: reading, length filter, truncation and the evaluation split."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class DatasetSplits(Generic[Row]):
         """Raise ConfigError for another fingerprint, unless changes are allowed."""
         if fingerprint != self.fingerprint and not allowed:
             raise ConfigError(
-                "the training rows are not those that the run began with",
+                "the training rows changed since the run began",
                 got=f"rows {self.fingerprint[:12]}",
                 expected=f"rows {fingerprint[:12]}",
-                fix="put the files back, or add trainer.allow_data_changes=true to go on all the same",
+                fix="restore the files, or add trainer.allow_data_changes=true to train on these rows",
             )
 
 
@@ -74,9 +74,9 @@ def read_rows(
     pad_id: int,
     reserved: int = 0,
 ) -> DatasetSplits[Row]:
-    """Read the training and the evaluation spec, of which one is there; without the second a share of the training rows
-    is kept for it. `reserved` tokens of data.sequence_length are kept for answers. Raises DataError for rows that are
-    longer than the rest."""
+    """Read training and evaluation rows. Without an evaluation spec, data.eval_fraction of the training rows are held
+    out. `reserved` tokens of data.sequence_length are left for completions. Raises DataError for rows that are too
+    long."""
     read_specs = [_length_filtered([] if spec is None else read(spec), options, reserved) for spec in specs]
     (train, first), (evaluation, second) = read_specs
     if specs[1] is None:
@@ -86,8 +86,7 @@ def read_rows(
 
 
 def truncated(row: Any, room: int, side: str) -> Any:
-    """The row with at most `room` tokens in each response, or in its prompt: without the first ones ("left") or without
-    the last ones ("right")."""
+    """The row with each response, or its prompt, truncated to `room` tokens: at the start ("left") or end ("right")."""
     if isinstance(row, PreferencePair):
         return replace(row, chosen=truncated(row.chosen, room, side), rejected=truncated(row.rejected, room, side))
     if isinstance(row, UnpairedExample):
@@ -101,8 +100,8 @@ def truncated(row: Any, room: int, side: str) -> Any:
 def _length_filtered(
     rows: Sequence[Row], options: ChatDatasetOptions, reserved: int
 ) -> tuple[DatasetView[Row], object]:
-    """Rows that are short enough, and what tells them from others; those that are not are refused or, where that was
-    asked for, cut, or left out and counted."""
+    """The rows within the length limit and their fingerprint. Longer rows are refused, truncated or dropped, as the
+    options say."""
     room = options.sequence_length - reserved
     if isinstance(rows, ExampleCache):
         lengths, fingerprint = rows.lengths, rows.fingerprint
@@ -117,19 +116,19 @@ def _length_filtered(
         return DatasetView(rows, everything, room, None), fingerprint
     limit = f"at most data.sequence_length={options.sequence_length} tokens"
     if reserved:
-        limit += f", of which {reserved} are kept for the answer (rollout.max_new_tokens)"
+        limit += f", of which {reserved} are left for the completion (rollout.max_new_tokens)"
     if options.on_too_long == "refuse" and (options.truncation is None or room < 1):
         raise DataError(
             f"{len(overlong)} of {len(rows)} rows are too long",
             got=f"up to {int(lengths.max())} tokens",
             expected=limit,
-            fix="a larger data.sequence_length, data.truncation=left|right to cut them, or data.on_too_long=drop",
+            fix="add a larger data.sequence_length, data.truncation=left|right or data.on_too_long=drop",
         )
     lost = overlong if options.truncation is None else _invalid_after_truncation(rows, overlong, options, room)
     kept = np.setdiff1d(everything, lost)
     if not len(kept):
-        raise DataError("no row is short enough", expected=limit)
-    action = "left out" if options.truncation is None else f"cut on the {options.truncation}"
+        raise DataError("all rows are too long", got=f"up to {int(lengths.max())} tokens", expected=limit)
+    action = "dropped" if options.truncation is None else f"truncated on the {options.truncation}"
     _log.warning("%d of %d rows have more than %d tokens and are %s", len(overlong), len(rows), room, action)
     chosen = (options.truncation, room, fingerprint_of(lost.tobytes()))
     return DatasetView(rows, kept, room, options.truncation), (fingerprint, chosen)
@@ -138,17 +137,17 @@ def _length_filtered(
 def _invalid_after_truncation(
     rows: Sequence[Row], overlong: NDArray[np.int64], options: ChatDatasetOptions, room: int
 ) -> NDArray[np.int64]:
-    """The rows of which nothing to learn is left once they are cut. Raises DataError unless such may be left out."""
+    """The rows without a trained token after truncation. Raises DataError unless data.on_invalid=drop."""
     cut = ((number, truncated(rows[int(number)], room, str(options.truncation))) for number in overlong)
     lost = np.array([number for number, row in cut if not _is_valid(row)], np.int64)
     if len(lost) and options.on_invalid == "refuse":
         raise DataError(
-            f"{len(lost)} of {len(rows)} rows have nothing to learn once they are cut",
+            f"{len(lost)} of {len(rows)} rows have no trained token after truncation",
             got=f"data.truncation={options.truncation} data.sequence_length={options.sequence_length}",
-            fix="data.truncation=left keeps the ends, data.on_invalid=drop leaves such rows out; or a longer sequence",
+            fix="add data.truncation=left to keep the ends, data.on_invalid=drop, or a larger data.sequence_length",
         )
     if len(lost):
-        _log.warning("%d of %d rows have nothing to learn once they are cut and are left out", len(lost), len(rows))
+        _log.warning("%d of %d rows have no trained token after truncation and are dropped", len(lost), len(rows))
     return lost
 
 

@@ -26,7 +26,7 @@ def loss_mask_lines(
 
 
 def visible_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The text of tokens with the special ones, as `<eos>` where the vocabulary has no spelling for them."""
+    """The text of tokens, special tokens included; those without text in the vocabulary are shown as `<eos>`."""
     special = {token: f"<{name}>" for name, token in _special_names(tokenizer).items() if not tokenizer.decode([token])}
     if isinstance(tokenizer, HuggingFaceTokenizer):
         special |= {token: text for text, token in tokenizer.special_tokens.items()}
@@ -38,7 +38,7 @@ def visible_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
 
 
 def _responses(row: TokenizedExample | PreferencePair | UnpairedExample | PromptExample) -> dict[str, TokenizedExample]:
-    """What is learnt or not of a row, by what is said of it."""
+    """The token sequences of a row by their role in it."""
     if isinstance(row, PreferencePair):
         return {", chosen": row.chosen, ", rejected": row.rejected}
     if isinstance(row, UnpairedExample):

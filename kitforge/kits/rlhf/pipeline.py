@@ -27,8 +27,8 @@ BATCH_SIZE = 16
 
 @final
 class RewardPipeline:
-    """`pipeline(text)` gives `[{"score": ...}]`; a list of texts, or of rows with prompt and completion or messages,
-    gives a list of those. Scores are in units of those of the texts that the model was trained on."""
+    """`pipeline(text)` returns `[{"score": ...}]`; a list of texts, or of rows with prompt and completion or messages,
+    returns a list of those. Scores are normalized to the training texts."""
 
     def __init__(self, model: ValueHeadModel, tokenizer: Tokenizer) -> None:
         self.model = model
@@ -46,7 +46,7 @@ class RewardPipeline:
 
     @torch.no_grad()
     def scores(self, responses: Sequence[TokenizedExample]) -> Iterator[float]:
-        """The scores of responses that are tokens already, in order."""
+        """The scores of tokenized responses, in order."""
         device = self.model.score.weight.device
         for start in range(0, len(responses), BATCH_SIZE):
             batch = pad_examples(responses[start : start + BATCH_SIZE], self.tokenizer.pad_id)
@@ -58,8 +58,8 @@ _log = logger(__name__)
 
 
 def write_scores(pipeline: RewardPipeline, options: ChatDatasetOptions, target: Path, progress: Advance) -> None:
-    """Score each row of `data.eval` into the column `score` of `target`, whole or not at all. Rows that cannot be used
-    are refused, or with data.on_invalid=drop left out and counted."""
+    """Score each row of `data.eval` into the column `score` of `target`, which is written atomically. Invalid rows
+    raise DataError, or are dropped and counted with data.on_invalid=drop."""
     if target.suffix != ".jsonl":
         raise ConfigError("invalid value for option 'output'", got=target, expected="a file .jsonl for a reward model")
     done, responses = 0, _responses(pipeline, options)
@@ -71,29 +71,29 @@ def write_scores(pipeline: RewardPipeline, options: ChatDatasetOptions, target: 
             done += len(rows)
             progress(done)
         if not done:
-            raise DataError("there are no rows to score", got=options.eval, expected="at least one")
+            raise DataError("data.eval has no rows to score", got=options.eval, expected="at least one row")
 
 
 def _responses(
     pipeline: RewardPipeline, options: ChatDatasetOptions
 ) -> Iterator[tuple[Mapping[str, Any], TokenizedExample]]:
-    """Every usable row with the tokens that are scored."""
+    """Every valid row with its tokens."""
     reader, num_dropped = ChatDatasetReader(pipeline.tokenizer, template_of(pipeline.tokenizer), options.columns), 0
     for location, row in chain.from_iterable(shard.rows() for shard in open_rows(options.eval)):
         try:
             [response] = reader.demonstrations([row])
             if "score" in row:
-                raise DataError("the row has a column that its score would overwrite", got="score")
+                raise DataError("the row has a column `score` already", fix="rename it: the scores are written there")
         except DataError as error:
             if options.on_invalid == "refuse":
                 raise DataError(f"{location}: {error}") from None
             if not num_dropped:
-                _log.warning("%s: %s: left out, as are further ones", location, error)
+                _log.warning("%s: %s: row dropped; further invalid rows are dropped silently", location, error)
             num_dropped += 1
             continue
         yield row, response
     if num_dropped:
-        _log.warning("%s rows are left out, which cannot be used", f"{num_dropped:,}")
+        _log.warning("%s invalid rows were dropped", f"{num_dropped:,}")
 
 
 def _json_line(row: Mapping[str, Any]) -> bytes:

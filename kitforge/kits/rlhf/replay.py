@@ -32,7 +32,7 @@ class Replay:
     """The metrics of a step, as recorded and as replayed."""
 
     step: int
-    start: int  # the checkpoint that it was trained again from
+    start: int  # step of the checkpoint that the replay started from
     recorded: dict[str, float]
     replayed: dict[str, float]
 
@@ -45,7 +45,7 @@ class Replay:
 def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[TaskInputs], TaskBuilder]) -> Replay:
     """Train from the newest checkpoint before `step` up to it. Nothing is generated, scored or written.
 
-    Raises DataError where the run has not logged the step or kept its answers, CheckpointError without a checkpoint.
+    Raises DataError if the run has not logged the step or kept its rollouts, CheckpointError without a checkpoint.
     """
     recorded = _recorded(folder, step)
     root = folder / "checkpoints"
@@ -65,7 +65,7 @@ def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[TaskI
         device=str(device),
     )
     inputs = Inputs(
-        # Only how many prompts there were still counts.
+        # A replay needs only the number of prompts.
         train_dataset=[{"prompt": [0]}] * checkpoint.state["task"]["num_rows"],
         model=load_policy(checkpoint.folder, device, options.compile_level),
         processor=find_tokenizer(folder),
@@ -84,7 +84,7 @@ def replay(folder: Path, step: int, options: RLOptions, prepare: Callable[[TaskI
 
 
 def _check_replayable(folder: Path, step: int, options: RLOptions) -> None:
-    """Raise CheckpointError without a checkpoint before the step, DataError without the answers since then."""
+    """Raise CheckpointError without a checkpoint before the step, DataError without the rollouts since then."""
     root, per_round, most = folder / "checkpoints", options.rl.updates_per_rollout, options.rollout.keep_rollout_files
     kept, before = set(logged_rollouts(folder)), [each for each in steps(root) if each < step]
     needed = range(first_rollout(before[-1], per_round) if before else 0, (step - 1) // per_round + 1)
@@ -94,9 +94,9 @@ def _check_replayable(folder: Path, step: int, options: RLOptions) -> None:
     expected = f"a step such as {', '.join(map(str, sorted(set(reachable))[-5:]))}" if reachable else None
     if before:
         raise DataError(
-            f"the answers between checkpoint {before[-1]} and step {step} were not kept",
-            got=f"rounds {', '.join(map(str, sorted(kept))) or 'none'} in {folder}",
-            expected=expected or f"rounds {needed[0]} to {needed[-1]}",
+            f"the rollouts between checkpoint {before[-1]} and step {step} were not kept",
+            got=f"rollout batches {', '.join(map(str, sorted(kept))) or 'none'} in {folder}",
+            expected=expected or f"rollout batches {needed[0]} to {needed[-1]}",
             fix=f"train with rollout.keep_rollout_files={len(needed)}",
         )
     last = max(read_run(folder).train["loss"].steps)
@@ -114,7 +114,7 @@ def _check_replayable(folder: Path, step: int, options: RLOptions) -> None:
 
 
 def _replayable_steps(start: int, per_round: int, kept: set[int]) -> range:
-    """The steps that can be trained again from a checkpoint: up to the first round that was not kept."""
+    """The steps that can be replayed from a checkpoint: up to the first rollout batch that was not kept."""
     number = first_rollout(start, per_round)
     while number in kept:
         number += 1
@@ -132,7 +132,7 @@ class _StopAfterStep(Callback):
     def on_event(self, event: Event, run: RunContext) -> None:
         """Handle an event."""
         if event.kind == "step" and run.state.cursor.step == self._step:
-            run.stop("this is the step that was asked for")
+            run.stop("the requested step was replayed")
         if event.kind == "log" and run.state.cursor.step == self._step:
             self.metrics = _numeric_metrics(event.record)
 
@@ -144,11 +144,11 @@ def _recorded(folder: Path, step: int) -> dict[str, float]:
     if step not in logged:
         near = sorted(sorted(set(logged)), key=lambda each: abs(each - step))[:5]
         raise DataError(
-            f"the run has logged nothing at step {step}",
+            f"the run has no metrics of step {step}",
             got=f"steps up to {max(logged, default=0)}",
-            expected=f"one such as {', '.join(map(str, sorted(near)))}" if near else "a run that has logged steps",
+            expected=f"a step such as {', '.join(map(str, sorted(near)))}" if near else "a run that has logged steps",
         )
-    # A step that was trained twice, before and after a rollback of files, counts as it was trained last.
+    # A step may be logged twice, before and after a rollback: the last values count.
     found = {name: dict(zip(series.steps, series.values, strict=True)) for name, series in run.train.items()}
     return _numeric_metrics({name: values[step] for name, values in found.items() if step in values})
 

@@ -1,4 +1,4 @@
-"""Task builders: rows, networks and the `Task` of each stage."""
+"""Task builders: datasets, models and the `Task` of each RLHF task."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ Inputs: TypeAlias = RunInputs[Tokenizer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskInputs:
-    """Inputs of all stages: options, rows, tokenizer, device."""
+    """Inputs of all tasks: options, rows, tokenizer, device."""
 
     options: StageOptions
     inputs: Inputs
-    sources: tuple[object, object]  # of the training and the evaluation rows
+    sources: tuple[object, object]  # training and evaluation data
     tokenizer: Tokenizer
     reader: ChatDatasetReader
     device: torch.device
     rank: int  # of this process
-    is_evaluation: bool  # the model is looked at as it is, and not to be trained
+    is_evaluation: bool  # the model is evaluated, not trained
 
     def rows(
         self,
@@ -94,12 +94,12 @@ class TaskInputs:
         reserved: int = 0,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> DatasetSplits[Any]:
-        """The rows of the stage, which have these columns; prompts, in which the chat template names the `tools`, where
-        there is no other kind. Raises ConfigError where there are none."""
+        """The rows of the task; `columns` names their columns for the error. `kind` None: prompts, rendered with the
+        schemas of `tools`. Raises ConfigError without data."""
         purpose, name = ("evaluate", "eval") if self.is_evaluation else ("train", "train")
         if self.sources == (None, None):
             raise ConfigError(
-                f"{self.options.task} has nothing to {purpose} on",
+                f"{self.options.task} has no data to {purpose} on",
                 got=f"data.{name}=null",
                 expected=f"rows with the columns {columns}",
                 fix=f"add data.{name}=FILE or pass {name}_dataset=; kitforge train recipe=rlhf_tiny needs no file",
@@ -114,7 +114,7 @@ class TaskInputs:
         reserved: int = 0,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> DatasetSplits[Any]:
-        """Rows to train on and to evaluate on: from a cache of tokens, but for prompts."""
+        """Training and evaluation rows; all but prompts are cached as tokens."""
 
         def read(spec: object) -> Sequence[Any]:
             if kind is None:
@@ -140,16 +140,16 @@ class TaskInputs:
         known: str | None = None,
         judge: object = None,
     ) -> ReferenceModel:
-        """What stays as it is beside what is trained; a critic's adapter begins beside the weights of a reward model,
-        where it is a critic of one."""
+        """The frozen models of the task. With LoRA these include the base models: that of the policy, and the backbone
+        of the reward model that initializes the critic."""
         bases = (origin.given, None if critics is None else critics.backbone)
         own = [each for each in bases if each is not None] if self.options.lora.is_on else ()
         given = networks_in([self.inputs.model, *self.inputs.roles.values()])
         return ReferenceModel(reference, own, known, judges=networks_in(judge), given=given)
 
     def reference_base(self, named: str | None) -> BaseModelSource | None:
-        """The language model in the role `reference`, or in the folder that is named: of a Run, in a folder, or in
-        memory. Without one a run that is evaluated has the one that it was trained beside; None where there is none."""
+        """The reference model: the role `reference` (a Run, folder or module), else the folder `named`. An evaluation
+        without either uses the reference that the run was trained with. None without a reference."""
         given = self.inputs.roles.get("reference", named)
         if isinstance(given, (Run, nn.Module)):
             return BaseModelSource(given=policy_of(given.model if isinstance(given, Run) else given), config=None)
@@ -164,11 +164,11 @@ class TaskInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskBuilder:
-    """A stage before its process group: its network and the constructor of its task."""
+    """A task before the process group exists: the constructor of its `Task`, and its model config."""
 
-    task: Callable[[World], tuple[Task, Sequence[Callback]]]  # and what watches over it
+    task: Callable[[World], tuple[Task, Sequence[Callback]]]  # the task and its callbacks
     fingerprint: str  # of the training rows
-    network: dict[str, Any] | None  # what a checkpoint records of it; None where this rank does not know it
+    network: dict[str, Any] | None  # model options for the checkpoint; None on a rank without the policy
 
 
 def task_inputs_of(
@@ -177,7 +177,7 @@ def task_inputs_of(
     """Load rows and tokenizer."""
     train = options.data.train if inputs.train_dataset is None else inputs.train_dataset
     evaluation = options.data.eval if inputs.eval_dataset is None else inputs.eval_dataset
-    # Rows that are trained on are read in an evaluation only where some of them are kept for it.
+    # An evaluation reads the training rows only if the evaluation rows are split off them.
     train = None if is_evaluation and evaluation is not None else train
     tokenizer = tokenizer_of(options, inputs.processor, train)
     return TaskInputs(
@@ -238,7 +238,7 @@ def reward(parts: TaskInputs) -> TaskBuilder:
 
 
 def preference(parts: TaskInputs) -> TaskBuilder:
-    """Preference optimisation on pairs: a copy of the policy, with the policy as reference."""
+    """Preference optimisation on pairs: trains a copy of the policy; the default reference is the policy itself."""
     options = cast(PreferenceOptions, parts.options)
     rows, origin = _pairs(parts), parts.base_model(parts.inputs.model)
     has_reference, build = options.preference.needs_reference, _policy(parts, origin)
@@ -251,7 +251,7 @@ def preference(parts: TaskInputs) -> TaskBuilder:
 
 
 def kto(parts: TaskInputs) -> TaskBuilder:
-    """KTO on labelled completions: a copy of the policy, with the policy as reference."""
+    """KTO on labelled completions: trains a copy of the policy; the default reference is the policy itself."""
     options = cast(KTOOptions, parts.options)
     rows = parts.rows("unpaired", "prompt, completion and label")
     origin = parts.base_model(parts.inputs.model)
@@ -270,15 +270,15 @@ def _reference_model(
     if compared is None:
         return parts.reference_model(origin)
     options = parts.options
-    # An adapter that training begins with is of no other network than its own.
+    # An initial adapter (lora.path) belongs to the policy's base model only.
     plain = options if compared is origin else replace(options, lora=LoraOptions())
     network, known = compared.reference(plain, world)
     return parts.reference_model(origin, network, known=known)
 
 
 def policy_gradient(parts: TaskInputs) -> TaskBuilder:
-    """Prompts, a policy that is a copy of the one given, the one given as its reference, a critic that begins as the
-    reward model where there is one, and what scores answers; of these what the rank has a part in."""
+    """Policy gradient on prompts: the policy, its reference model, a critic for GAE, initialized from the reward model
+    if there is one, and the rewards. Builds only the roles placed on this rank."""
     options = cast(RLOptions, parts.options)
     playground = environment_runner_of(parts.inputs.roles, options, parts.tokenizer)
     tools = None if playground is None else playground.tools
@@ -336,8 +336,8 @@ def policy_gradient(parts: TaskInputs) -> TaskBuilder:
 
 
 def _sharded_sources(parts: TaskInputs, scores: Any) -> tuple[BaseModelSource, BaseModelSource] | None:
-    """What a policy and its critic are filled from piece by piece, where no rank is to hold them whole; None where they
-    are in memory already, and for adapters, which stand on weights that are whole."""
+    """The stored models from which policy and critic are loaded shard by shard. None without sharding, for models in
+    memory, and with LoRA, whose base weights are loaded whole."""
     options = cast(RLOptions, parts.options)
     is_cut = max(options.parallel.shard, options.parallel.tensor) > 1
     if not is_cut or parts.inputs.model is not None or options.lora.is_on or isinstance(scores, (Run, ValueHeadModel)):
@@ -378,8 +378,8 @@ def _reference(parts: TaskInputs, named: str | None, origin: BaseModelSource) ->
     given = parts.reference_base(named)
     if given is None and parts.is_evaluation:
         raise ConfigError(
-            f"{parts.options.task} is evaluated beside its reference",
-            fix='add reference=FOLDER or pass roles={"reference": MODEL}, the policy that training began with',
+            f"the evaluation of {parts.options.task} needs its reference model",
+            fix='add reference=FOLDER or pass roles={"reference": MODEL}, the initial policy of the training',
         )
     return given or origin
 
@@ -404,13 +404,14 @@ def _rewards(parts: TaskInputs) -> Any:
         return None
     if has_environment:
         raise ConfigError(
-            "answers are scored twice",
+            "two roles compute rewards",
             got="the roles reward and environment",
-            fix="let the environment give the rewards",
+            expected="one of them",
+            fix="leave the role reward out: the environment's steps return the rewards",
         )
     if given is None:
         raise ConfigError(
-            f"{options.task} has nothing that scores answers",
+            f"{options.task} has no reward",
             fix='pass roles={"reward": RUN or FUNCTION}, or add reward=RUN_FOLDER, reward=exact or '
             "reward=package.module:function",
         )
@@ -454,8 +455,8 @@ def _pairs(parts: TaskInputs) -> DatasetSplits[PreferencePair]:
 
 
 def _stored_reward_model(parts: TaskInputs) -> BaseModelSource | None:
-    """The reward model in files that is gone on with, or looked at, piece by piece; None where there is none, and for
-    adapters, which stand on one that is whole."""
+    """The stored reward model to train on or to evaluate, loaded shard by shard. None if there is none, and with LoRA,
+    whose base weights are loaded whole."""
     folder = parts.options.checkpoint
     if (
         parts.inputs.model is not None
@@ -468,7 +469,7 @@ def _stored_reward_model(parts: TaskInputs) -> BaseModelSource | None:
 
 
 def _loaded_reward_model(parts: TaskInputs) -> ValueHeadModel | None:
-    """The reward model in memory that is gone on with, or looked at; None where one begins from a language model."""
+    """The reward model in memory to train on or to evaluate; None to start from a language model."""
     given, folder = parts.inputs.model, parts.options.checkpoint
     if isinstance(given, ValueHeadModel):
         return given

@@ -47,7 +47,7 @@ def test_demonstrations_are_cut_on_either_side(
     fits = {"prompt": "cd", "completion": "ef"}
     rows = read("demonstrations", [SHORT, LONG, fits], tmp_path, truncation=side)
     assert [said(row) for row in rows.train] == [("ab|", "b|"), wanted, ("cdef|", "ef|")]
-    assert f"1 of 3 rows have more than 5 tokens and are cut on the {side}" in caplog.text
+    assert f"1 of 3 rows have more than 5 tokens and are truncated on the {side}" in caplog.text
 
 
 def test_each_response_of_a_pair_is_cut_by_itself(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_each_response_of_a_pair_is_cut_by_itself(tmp_path: Path) -> None:
 def test_prompts_are_cut_to_leave_room_for_answers(tmp_path: Path) -> None:
     (prompt,) = read(None, [{"prompt": "pqrs", "answer": 4}], tmp_path, reserved=3, truncation="left").train
     assert (prompt.tokens, prompt.columns) == ((ord("r"), ord("s")), {"prompt": "pqrs", "answer": 4})
-    with pytest.raises(DataError, match="3 are kept for the answer"):
+    with pytest.raises(DataError, match="3 are left for the completion"):
         read(None, [{"prompt": "pqrs"}], tmp_path, reserved=3)
     with pytest.raises(DataError, match="too long"):
         read(None, [{"prompt": "pqrs"}], tmp_path, reserved=5, truncation="left")
@@ -70,16 +70,16 @@ def test_rows_of_which_nothing_is_left_to_learn_are_refused_or_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"prompt": "pqrst", "completion": "u"}, LONG]
-    with pytest.raises(DataError, match="1 of 2 rows have nothing to learn once they are cut"):
+    with pytest.raises(DataError, match="1 of 2 rows have no trained token after truncation"):
         read("demonstrations", rows, tmp_path, truncation="right")
     kept = read("demonstrations", rows, tmp_path, truncation="right", on_invalid="drop")
     assert [said(row) for row in kept.train] == [("pqrsu", "u")]
-    assert "1 of 2 rows have nothing to learn" in caplog.text
+    assert "1 of 2 rows have no trained token" in caplog.text
     # The first token of a row is not predicted from anything.
-    with pytest.raises(DataError, match="nothing to learn"):
+    with pytest.raises(DataError, match="no trained token"):
         read("demonstrations", [{"text": "abc"}], tmp_path, truncation="right", sequence_length=1)
     alike = [{"prompt": "pq", "chosen": "aaab", "rejected": "aaac"}, PAIR]
-    with pytest.raises(DataError, match="nothing to learn"):
+    with pytest.raises(DataError, match="no trained token"):
         read("pairs", alike, tmp_path, truncation="right")
 
 

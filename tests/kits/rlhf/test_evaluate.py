@@ -102,7 +102,7 @@ def test_a_reference_that_is_gone_leaves_the_figure_out_unless_it_is_named(
         found = evaluated(capsys, *asked)
     assert "kl" not in found and "sft is no folder" in caplog.text and "reference=FOLDER" in caplog.text
     assert evaluated(capsys, *asked, "reference=elsewhere") == close(recorded("grpo"))
-    with pytest.raises(ConfigError, match=r"(?s)dpo is evaluated beside its reference.*reference=FOLDER"):
+    with pytest.raises(ConfigError, match=r"(?s)evaluation of dpo needs its reference model.*reference=FOLDER"):
         run(["evaluate", "checkpoint=dpo"])
     assert evaluated(capsys, "checkpoint=dpo", "reference=elsewhere") == close(recorded("dpo"))
     # Other weights under the name of the first are not taken for them.

@@ -335,7 +335,7 @@ def test_a_placement_that_cannot_be_is_refused_in_words(choices: dict[str, Any],
 
 
 def test_what_an_environment_gives_is_not_given_elsewhere() -> None:
-    with pytest.raises(ConfigError, match=r"role_ranks\.reward.*\n.*\n.*it gives the rewards"):
+    with pytest.raises(ConfigError, match=r"role_ranks\.reward.*\n.*\n.*the environment computes the rewards"):
         runs.begin("grpo", None, at(reward=[0]), roles={"environment": object})
 
 

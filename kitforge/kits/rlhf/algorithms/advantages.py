@@ -23,7 +23,7 @@ def token_rewards(scores: Tensor, penalties: Tensor, mask: Tensor) -> Tensor:
 
 
 def last_token_mask(mask: Tensor) -> Tensor:
-    """True [B, T] at the last true place of each row; nowhere in a row without one."""
+    """True [B, T] at the last token of each row that is in the mask."""
     remaining = mask.flip(-1).cumsum(-1).flip(-1)
     return mask & (remaining == 1)
 
@@ -34,8 +34,8 @@ def missing_eos_scores(scores: Tensor, is_finished: Tensor, penalty: float) -> T
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """Between 0 and 1 for responses of these lengths [B]: rises over the last `buffer` tokens before `max_length`
-    (soft overlong punishment of DAPO; Yu et al., 2025)."""
+    """Soft overlong punishment of DAPO (Yu et al., 2025) for completions of these lengths [B]: rises from 0 to 1 over
+    the last `buffer` tokens before `max_length`."""
     if buffer == 0:
         return (lengths > max_length).to(torch.float32)
     return ((lengths - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
@@ -79,8 +79,8 @@ def discounted_sums(values: Tensor, rate: Tensor | float) -> Tensor:
 
 
 def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
-    """lambda = 1 - 1 / (alpha * length) a sequence [B, 1], so that a long response is not forgotten (VAPO; Yue et al.,
-    2025)."""
+    """Length-adaptive GAE (VAPO; Yue et al., 2025): lambda = 1 - 1 / (alpha * length) per sequence [B, 1]. It grows
+    with the length, so that the final reward reaches the first tokens of a long completion."""
     lengths = mask.sum(-1, keepdim=True).clamp(min=1).double()
     return (1.0 - 1.0 / (alpha * lengths)).clamp(min=0.0)
 
@@ -90,9 +90,9 @@ GROUP_EPSILON = 1e-6
 
 
 def group_advantages(scores: Tensor, baseline: Baseline) -> Tensor:
-    """Advantages [P, N] of each response among those to its prompt; exactly 0 in a group of equal scores.
+    """Group-relative advantages [P, N] of N completions per prompt; exactly 0 in a group of equal scores.
 
-    grpo: (score - mean) / (deviation + 1e-6), with n - 1 (Shao et al., 2024). dr_grpo: score - mean (Liu et al.,
+    grpo: (score - mean) / (std + 1e-6), std with n - 1 (Shao et al., 2024). dr_grpo: score - mean (Liu et al.,
     2025). rloo: score - mean of the others (Ahmadian et al., 2024). Raises ConfigError for groups of one.
     """
     size = scores.shape[-1]
@@ -110,7 +110,7 @@ def group_advantages(scores: Tensor, baseline: Baseline) -> Tensor:
 
 
 def has_reward_variance(scores: Tensor) -> Tensor:
-    """Whether a group [P, 1] holds different scores: what dynamic sampling keeps (DAPO; Yu et al., 2025)."""
+    """Whether each group [P, 1] has different scores; dynamic sampling keeps those (DAPO; Yu et al., 2025)."""
     return scores.amax(-1, keepdim=True) != scores.amin(-1, keepdim=True)
 
 

@@ -19,9 +19,9 @@ MAX_LOG_RATIO = 20.0
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
-    """The estimate for every token [B, T], for metrics and reward penalties.
+    """The KL estimate of every token [B, T], detached, for metrics and reward penalties.
 
-    Not to be differentiated: the mean gradient of k1 is zero, that of k3 belongs to KL(reference || policy).
+    Its gradient would be wrong: that of k1 has mean zero, that of k3 is the gradient of KL(reference || policy).
     """
     return _estimate((logprobs - ref_logprobs).detach(), estimator)
 
@@ -29,7 +29,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) 
 def kl_loss(
     logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator, rollout_logprobs: Tensor | None = None
 ) -> Tensor:
-    """The estimate for every token [B, T] whose mean gradient is that of KL(policy || reference), whichever estimator.
+    """The KL loss of every token [B, T]; with any estimator its mean gradient is that of KL(policy || reference).
 
     `rollout_logprobs` are those of the policy that generated the tokens; None: the current policy.
     """
@@ -42,13 +42,13 @@ def kl_loss(
 
 
 def biased_kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
-    """The estimate for every token [B, T], differentiated as it stands: with k3 that of GRPO as published (Shao et al.,
-    2024), whose mean gradient is that of KL(reference || policy). That of k1 has mean zero."""
+    """The KL estimate of every token [B, T], differentiated directly. With k3 this is GRPO as published (Shao et al.,
+    2024); its mean gradient is that of KL(reference || policy). The gradient of k1 has mean zero."""
     return _estimate(logprobs - ref_logprobs.detach(), estimator)
 
 
 def clamped_exp(log_ratio: Tensor) -> Tensor:
-    """The ratio, of a log-ratio clamped at +-20 nats; there its gradient is 0."""
+    """exp of a log-ratio clamped to +-20 nats; beyond that its gradient is 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -57,7 +57,7 @@ def _estimate(difference: Tensor, estimator: KlEstimator) -> Tensor:
         return difference
     if estimator == "k2":
         return difference.square() / 2
-    # Only this end overflows; at the other the estimate is nearly `difference`, and exact.
+    # k3 overflows for very negative differences only; for positive ones it is about `difference`.
     difference = difference.clamp(min=-MAX_LOG_RATIO)
     return (-difference).expm1() + difference
 
@@ -76,7 +76,7 @@ class KlControllerOptions:
 
     def __post_init__(self) -> None:
         check(self.coef >= 0, "kl.coef", self.coef, "a number of at least 0")
-        check(self.target > 0, "kl.target", self.target, "nats a sequence, above 0")
+        check(self.target > 0, "kl.target", self.target, "nats per sequence, above 0")
         check(self.horizon > 0, "kl.horizon", self.horizon, "a number of sequences of at least 1")
 
 
@@ -90,7 +90,7 @@ class KlController:
         self.coef = options.coef
 
     def update(self, kl_per_sequence: float, num_sequences: int) -> None:
-        """Adapt to the mean KL of a rollout batch, over all ranks."""
+        """Adapt the coefficient to the mean KL of a rollout batch, over all ranks."""
         if self._options.kind == "fixed":
             return
         error = min(max(kl_per_sequence / self._options.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
@@ -98,7 +98,7 @@ class KlController:
         self.coef *= max(1 + error * num_sequences / self._options.horizon, 0.0)
 
     def state(self) -> dict[str, float]:
-        """What a resume needs."""
+        """The state for a checkpoint."""
         return {"coefficient": self.coef} if self._options.kind == "adaptive" else {}
 
     def load_state(self, state: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Losses of policy and critic per token [B, T], their importance weights, and how they are aggregated."""
+"""Losses of policy and critic per token [B, T], importance weights, and loss aggregation."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def cispo_loss(
 
 
 def masked_sequence_mean(differences: Tensor, mask: Tensor) -> Tensor:
-    """The mean over the true tokens of each sequence, at each of its places [B, T]; 0 for one without a token. Of
-    log-ratios it is the log of their geometric mean, which does not grow with the length as their product does."""
+    """The mean over the tokens of each sequence in the mask, expanded to [B, T]; 0 for a sequence without tokens. For
+    log-ratios it is the log of the geometric mean of the ratios, which does not grow with the length."""
     total = torch.where(mask, differences, 0.0).sum(-1, keepdim=True)
     return (total / mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(differences)
 
@@ -85,7 +85,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: 
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - var(returns - values) / var(returns) over the true tokens; 0 where the returns do not vary."""
+    """1 - var(returns - values) / var(returns) over the tokens in the mask; 0 for constant returns."""
     target, error = returns[mask], (returns - values)[mask]
     if target.numel() < 2 or float(target.var()) == 0.0:
         return torch.zeros((), dtype=values.dtype)
@@ -111,7 +111,7 @@ class ImportanceSamplingOptions:
 def importance_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, options: ImportanceSamplingOptions
 ) -> Tensor | None:
-    """Weights [B, T] for the loss of each token, without a gradient; None where nothing is corrected.
+    """Importance weights [B, T] of the token losses, without a gradient; None with mode none.
 
     `old_logprobs` are the trainer's before the first update, `rollout_logprobs` the rollout engine's.
     """
@@ -137,7 +137,7 @@ LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-s
 
 
 def aggregate(values: Tensor, mask: Tensor, mode: LossAggregation, denominator: Tensor | float) -> Tensor:
-    """The sum of `values` [B, T] where `mask` [B, T] is true, weighed as `mode` says, over `denominator`.
+    """The sum of `values` [B, T] over `mask` [B, T], weighted by `mode` and divided by `denominator`.
 
     The denominator is that of the whole step (`loss_denominator`, summed over micro-batches and ranks), so that the
     weight of a token does not depend on them. Values outside of the mask are ignored, NaN included.
@@ -149,14 +149,14 @@ def aggregate(values: Tensor, mask: Tensor, mode: LossAggregation, denominator: 
 
 
 def loss_denominator(mask: Tensor, mode: LossAggregation, longest: int) -> Tensor:
-    """What these sequences [B, T] add to the denominator of the step, a 0-dim tensor. `longest` is the number of
-    tokens that a response may have. A sequence without a token counts for nothing."""
+    """The contribution of these sequences [B, T] to the loss denominator of the step, a 0-dim tensor. `longest` is the
+    maximum completion length. A sequence without tokens does not count."""
     if mode == "token-mean":
         return mask.sum()
     return mask.any(-1).sum() * (longest if mode == "constant" else 1)
 
 
 def mask_fill(mask: Tensor, *values: Tensor) -> list[Tensor]:
-    """The values with 0 outside of the mask. Mask before differentiated arithmetic: masked afterwards, the gradient is
-    0 x NaN."""
+    """The values with 0 outside of the mask. Apply it before differentiated arithmetic: masking afterwards gives the
+    gradient 0 x NaN = NaN."""
     return [torch.where(mask, each, 0.0) for each in values]

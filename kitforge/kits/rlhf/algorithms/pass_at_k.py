@@ -28,8 +28,8 @@ class EvaluationOptions:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The probability that k samples without replacement hold a correct one: 1 - C(n - c, k) / C(n, k), the
-    unbiased estimate of Chen et al. (2021)."""
+    """The unbiased estimate of Chen et al. (2021): 1 - C(n - c, k) / C(n, k), the probability that k samples drawn
+    without replacement include a correct one."""
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 

@@ -22,14 +22,14 @@ def dpo_loss(log_ratio: Tensor, beta: float, label_smoothing: float = 0.0) -> Te
 
 
 def rpo_loss(chosen: Tensor, lengths: Tensor) -> Tensor:
-    """The negative log-likelihood a token [P] of chosen responses of these lengths, which iterative RPO adds to DPO's
-    loss (Pang et al., 2024). `chosen` are sums over tokens."""
+    """The NLL per token [P] of the chosen completions, which iterative RPO adds to the DPO loss (Pang et al., 2024).
+    `chosen` are sums over tokens."""
     return -chosen / lengths
 
 
 def ipo_loss(log_ratio: Tensor, beta: float) -> Tensor:
-    """Identity preference optimisation (Azar et al., 2023): the log-ratio [P], of means over tokens, is drawn to
-    1 / (2 beta)."""
+    """Identity preference optimisation (Azar et al., 2023): the squared distance of the log-ratio [P], of means over
+    tokens, to 1 / (2 beta)."""
     return (log_ratio - 1 / (2 * beta)).square()
 
 
@@ -48,7 +48,7 @@ def kto_loss(log_ratio: Tensor, is_desirable: Tensor, baseline: Tensor, beta: fl
 
 
 def mismatched_completions(completions: Sequence[CompletionT]) -> list[CompletionT]:
-    """Each prompt's completion replaced by that of the row before, of at least two rows: for the KL baseline of KTO."""
+    """Each completion replaced by that of the previous row, for the KL baseline of KTO. Needs two rows."""
     return [completions[number - 1] for number in range(len(completions))]
 
 
@@ -64,7 +64,7 @@ def simpo_loss(chosen: Tensor, rejected: Tensor, beta: float, gamma: float) -> T
 
 
 def _log1mexp(log_probs: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x <= 0, exact at both ends (Maechler, 2012), and finite at 0, to which certainty rounds."""
+    """log(1 - exp(x)) for x <= 0, exact at both ends (Maechler, 2012) and finite at 0."""
     log_probs = log_probs.clamp(max=-torch.finfo(log_probs.dtype).tiny)
     near_zero = log_probs > -0.6931471805599453
     # Each branch gets only its own range, so that the other's gradient stays finite.

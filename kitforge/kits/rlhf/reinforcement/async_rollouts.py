@@ -31,7 +31,7 @@ class AsyncRollouts:
         self._generate = generate
         self._copy = copy
         self._futures: dict[int, Future[list[Rollout]]] = {}
-        # Sums are added up by as many threads as on the way without a staleness.
+        # As many threads as without staleness, so that sums are reduced in the same order.
         threads = torch.get_num_threads()
         self._worker = ThreadPoolExecutor(1, "rollouts", initializer=torch.set_num_threads, initargs=(threads,))
 

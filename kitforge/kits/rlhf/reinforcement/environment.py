@@ -53,7 +53,7 @@ class Job:
 
 @final
 class StepPool:
-    """Runs calls, plain or async, in up to `max_workers` daemon threads; `timeout` seconds each, None: any time.
+    """Runs calls, plain or async, in up to `max_workers` daemon threads; `timeout` in seconds per call, None: no limit.
 
     Python cannot stop a thread: a timed-out call keeps its thread, and a new one replaces it. An async call is
     cancelled. All async calls share one event loop, so that they may share connections.
@@ -151,7 +151,7 @@ class StepPool:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """The loop of all async steps of this process, in a thread of its own."""
+    """The event loop of all async steps of this process; it runs in its own thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="environment event loop", daemon=True).start()
     return loop
@@ -180,10 +180,10 @@ class Environment(Protocol):
 
 @runtime_checkable
 class CountsToolCalls(Protocol):
-    """An environment that calls tools, whose calls stand in the metrics tools/*."""
+    """An environment with tools; their calls are logged as metrics tools/*."""
 
     num_tool_calls: int  # in the episode so far
-    num_tool_results: int  # calls that a tool answered; the others failed
+    num_tool_results: int  # calls that returned a result; the others failed
 
 
 @final
@@ -195,18 +195,18 @@ class Episode:
     sample: int
     prompt: PromptExample
     environment: Environment
-    conversation: list[Message] | None = None  # up to the present reply; None where it is not one of messages
-    opening: str = ""  # with which the present reply begins, before the policy speaks
+    conversation: list[Message] | None = None  # messages before the current reply; None for plain text
+    opening: str = ""  # text of the current reply that precedes the policy's tokens
     tokens: list[int] = field(default_factory=list)  # after the prompt
-    loss_mask: list[bool] = field(default_factory=list)  # which of them the policy wrote
-    log_probs: list[float] = field(default_factory=list)  # of those
-    rewards: list[float] = field(default_factory=list)  # of those
-    turn_tokens: list[int] = field(default_factory=list)  # in this turn
+    loss_mask: list[bool] = field(default_factory=list)  # True for tokens of the policy
+    log_probs: list[float] = field(default_factory=list)  # per token of the policy
+    rewards: list[float] = field(default_factory=list)  # per token of the policy
+    turn_tokens: list[int] = field(default_factory=list)  # tokens of the policy in this turn
     turn_rewards: list[float] = field(default_factory=list)
-    failure: str | None = None  # what went wrong in its last step
+    failure: str | None = None  # error of the last step
     has_timed_out: bool = False
     is_finished: bool = False
-    is_stopped: bool = False  # a stop string, and no end token, ended the last turn
+    is_stopped: bool = False  # the last turn ended with a stop string, without an EOS token
 
     def append_observation(self, tokens: Sequence[int]) -> None:
         """Append tokens of an observation."""
@@ -222,8 +222,8 @@ class Episode:
         self.turn_tokens += output.tokens
 
     def rollout(self, has_rewards: bool) -> Rollout:
-        """The whole of it, each turn's reward on the turn's last token; without rewards, unless a step failed, the
-        score is left to others."""
+        """The episode as a rollout; each turn's reward is on the last token of the turn. Without `has_rewards` the
+        score is None, to be filled in by the reward role, unless a step failed."""
         answer = PromptCompletion(
             prompt=self.prompt.tokens,
             tokens=tuple(self.tokens),
@@ -249,10 +249,10 @@ class Episode:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentRunner:
-    """Runs episodes: the constructor of environments, the number of turns and the maximum length of a text.
+    """Runs episodes of environments made by `make`, of at most `max_turns` turns and `max_tokens` tokens.
 
-    All episodes take one turn, then the next. Steps run in threads while the engine generates for other episodes. Their
-    timing changes neither the order of requests nor their batches.
+    All episodes advance turn by turn. Steps run in threads while the engine generates for other episodes. Their timing
+    changes neither the order of requests nor their batches.
     """
 
     make: Callable[[], Environment]
@@ -260,8 +260,8 @@ class EnvironmentRunner:
     max_turns: int
     max_tokens: int
     options: EnvironmentOptions
-    tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas that the chat template was given with the prompts
-    has_rewards: bool = True  # the environment gives them, and not the role `reward`
+    tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas rendered into the prompts
+    has_rewards: bool = True  # rewards come from the environment instead of the role `reward`
 
     def run(
         self,
@@ -271,8 +271,8 @@ class EnvironmentRunner:
         num_samples: int,
         name: str,
     ) -> list[Rollout]:
-        """`num_samples` episodes of each of the numbered prompts, in their order. Noise is keyed by `name`, prompt,
-        sample and turn."""
+        """`num_samples` episodes per numbered prompt, in order. Sampling noise is keyed by `name`, prompt, sample and
+        turn."""
         pool = StepPool(self.options.max_workers, self.options.timeout)
         episodes = [
             Episode(number=number, sample=sample, prompt=prompt, environment=self.make())
@@ -297,14 +297,16 @@ class EnvironmentRunner:
             if job.has_timed_out or job.error is not None:
                 raise TrainingError(f"{name} failed", got=self._failure_text(job)) from job.error
             if not isinstance(job.result, str):
-                raise TrainingError(f"{name} gave something that is no text", got=repr(job.result), expected='often ""')
+                raise TrainingError(
+                    f"{name} returned a value that is not text", got=repr(job.result), expected='text, often ""'
+                )
             episode.conversation = None if episode.prompt.messages is None else list(episode.prompt.messages)
             episode.opening = job.result
             episode.append_observation(self.tokenizer.encode(job.result))
             if self._tokens_left(episode) < 1:
                 raise TrainingError(
-                    f"{name} leaves no room for an answer",
-                    got=f"{len(episode.prompt.tokens) + len(episode.tokens)} tokens before the first answer",
+                    f"{name} leaves no room for a completion",
+                    got=f"{len(episode.prompt.tokens) + len(episode.tokens)} tokens before the first completion",
                     expected=f"fewer than data.sequence_length={self.max_tokens}",
                 )
 
@@ -317,8 +319,9 @@ class EnvironmentRunner:
         number: int,
         pool: StepPool,
     ) -> dict[Episode, tuple[Job, bool]]:
-        """Let the policy speak in each episode, and begin the environment's step as soon as it has; with whether the
-        policy came to an end. Where the policy diverged, nothing was said."""
+        """Generate one turn for each episode, and submit the environment's step as soon as a turn is complete. Returns
+        the steps, and whether the turn ended with an EOS token or stop string. An episode is missing if the policy
+        generated no token because it diverged."""
         live: dict[int, Episode] = {}
         for episode in episodes:
             key = seeds.key(name, episode.number, episode.sample, number)
@@ -344,8 +347,8 @@ class EnvironmentRunner:
         return self.max_tokens - len(episode.prompt.tokens) - len(episode.tokens)
 
     def _finish_turn(self, episode: Episode, job: Job, has_stopped: bool) -> bool:
-        """Take the environment's answer to a turn. The episode is over where it says so or fails, after the last turn,
-        where the turn was cut off, and where its answer leaves no room for another."""
+        """Append the result of a step; returns whether the episode continues. It ends if the step says so or fails,
+        after the last turn, after a truncated turn, or if the observation leaves no room for another turn."""
         said, episode.turn_tokens = episode.turn_tokens, []
         if job.has_timed_out or job.error is not None:
             observation, reward, is_over = self._failed_step(episode, job)
@@ -369,7 +372,7 @@ class EnvironmentRunner:
             raise TrainingError(
                 f"{type(episode.environment).__name__}.step failed",
                 got=self._failure_text(job),
-                fix="mend it, or add environment.on_error=0 to give such an answer the reward 0 and to count it",
+                fix="correct it, or add environment.on_error=0: a failed step is counted and has the reward 0",
             ) from job.error
         episode.failure, episode.has_timed_out = failure, job.has_timed_out
         return "", float(self.options.on_error), True
@@ -383,9 +386,9 @@ class EnvironmentRunner:
         name = f"{type(environment).__name__}.step"
         if not isinstance(result, (tuple, list)) or len(result) != 3:
             raise TrainingError(
-                f"{name} gave the wrong number of values",
+                f"{name} did not return three values",
                 got=repr(result),
-                expected="what the policy is told, a reward, and whether the episode is over",
+                expected="observation, reward, and whether the episode is over",
             )
         observation, reward, is_over = result
         # The template checks the content of a message.
@@ -395,7 +398,7 @@ class EnvironmentRunner:
         )
         if not isinstance(observation, str) and not is_chat:
             raise TrainingError(
-                f"{name} gave something that cannot be told",
+                f"{name} returned an invalid observation",
                 got=repr(observation),
                 expected='text, often "", or a list of messages with role and content',
             )
@@ -404,18 +407,18 @@ class EnvironmentRunner:
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise TrainingError(f"{name} gave a reward that is no number", got=repr(reward), expected="a finite number")
+            raise TrainingError(f"{name} returned an invalid reward", got=repr(reward), expected="a finite number")
         if not isinstance(is_over, (bool, np.bool_)):
             raise TrainingError(
-                f"{name} does not say whether the episode is over", got=repr(is_over), expected="True or False"
+                f"{name} returned an invalid end of episode", got=repr(is_over), expected="True or False"
             )
         return observation, number, bool(is_over)
 
     def _encode_observation(self, episode: Episode, turn_tokens: Sequence[int], observation: Reply) -> list[int]:
-        """What the environment says as tokens. Messages are what the chat template writes after the policy's reply."""
+        """The tokens of an observation. Messages are rendered by the chat template after the policy's reply."""
         if isinstance(observation, str):
             if episode.is_stopped:
-                # The reply has no end yet: this is a part of it.
+                # The reply has no EOS token yet: the observation continues it.
                 episode.opening += self.tokenizer.decode(turn_tokens) + observation
             else:
                 episode.conversation = None
@@ -423,8 +426,8 @@ class EnvironmentRunner:
         name = f"{type(episode.environment).__name__}.step"
         if episode.conversation is None:
             raise TrainingError(
-                f"{name} gave messages where there is no conversation",
-                got="a prompt that is text, or text that was told before",
+                f"{name} returned messages, but the episode is plain text",
+                got="a prompt of plain text, or an earlier observation of plain text",
                 expected="a prompt that is a list of messages, and messages in every turn",
             )
         has_end = not episode.is_stopped
@@ -434,13 +437,13 @@ class EnvironmentRunner:
                 episode.conversation, reply, observation, has_end=has_end, **episode.prompt.inputs
             )
         except DataError as error:
-            raise TrainingError(f"{name} gave messages that cannot be told", got=str(error)) from error
+            raise TrainingError(f"the chat template cannot render the messages of {name}", got=str(error)) from error
         episode.conversation += [{"role": "assistant", "content": reply}, *observation]
         episode.opening = ""
         return tokens
 
     def _log_failures(self, episodes: Sequence[Episode]) -> None:
-        """Log the failures of a round. Raises TrainingError where every one of several steps failed."""
+        """Log the failed steps. Raises TrainingError if there are several steps and all failed."""
         failures = [each.failure for each in episodes if each.failure is not None]
         num_steps = sum(len(each.turn_rewards) for each in episodes)
         if not failures:
@@ -448,7 +451,7 @@ class EnvironmentRunner:
         if len(failures) == num_steps > 1:
             raise TrainingError(f"all {num_steps} steps of an environment failed", got=failures[0])
         _log.warning(
-            "%d of %d steps of the environment failed and score %s; the first: %s",
+            "%d of %d steps of the environment failed and get the reward %s; the first error: %s",
             len(failures),
             num_steps,
             self.options.on_error,

@@ -31,25 +31,25 @@ from kitforge.kits.rlhf.reinforcement.rollout_batch import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSelection:
-    """Which of the answers drawn for a round are trained on."""
+    """The completions of a rollout batch that are trained on."""
 
-    indices: list[int]  # of the answers of `prompts_per_step` groups, in the order in which they were drawn
-    has_signal: list[bool]  # of each of these answers: whether the rewards of its group differ
-    is_full: bool  # whether all of them do
-    num_prompts: int  # prompts up to the last one that was needed; the next round begins behind it
-    fraction_zero_std: float  # of all groups drawn
+    indices: list[int]  # completions of `prompts_per_rollout` groups, in the order of generation
+    has_signal: list[bool]  # per selected completion: whether the rewards of its group differ
+    is_full: bool  # whether enough groups have different rewards
+    num_prompts: int  # prompts consumed; the next rollout batch starts after them
+    fraction_zero_std: float  # fraction of all generated groups whose rewards are equal
 
 
 def select_groups(rollouts: Sequence[Rollout], options: RLOptions) -> GroupSelection:
-    """Dynamic sampling (DAPO; Yu et al., 2025): the first `prompts_per_step` groups whose rewards differ, before any
-    penalty; where there are fewer, the first of the others fill the round up, and count for nothing."""
+    """Dynamic sampling (DAPO; Yu et al., 2025): the first `prompts_per_rollout` groups whose rewards, before penalties,
+    differ. If there are fewer, groups of equal rewards fill the batch up; they are masked from the loss."""
     rl = options.rl
     rewards = torch.tensor([each.reward for each in rollouts], dtype=torch.float64).view(-1, rl.num_generations)
     signal: list[bool] = has_reward_variance(rewards).flatten().tolist()
     with_signal = [group for group, differs in enumerate(signal) if differs]
     without = [group for group, differs in enumerate(signal) if not differs]
     is_full = len(with_signal) >= rl.prompts_per_rollout
-    # Also for a round that drops nothing, whose groups all take part.
+    # Without surplus groups, all of them are selected.
     groups = sorted((with_signal + without)[: rl.prompts_per_rollout])
     return GroupSelection(
         indices=[group * rl.num_generations + sample for group in groups for sample in range(rl.num_generations)],
@@ -61,19 +61,19 @@ def select_groups(rollouts: Sequence[Rollout], options: RLOptions) -> GroupSelec
 
 
 def check_not_diverged(trajectories: Sequence[Rollout]) -> None:
-    """Raise TrainingError for answers without a token, which nothing but a policy that has diverged gives."""
+    """Raise TrainingError for completions without tokens: only a policy with non-finite logits generates none."""
     if not all(each.logprobs for each in trajectories):
         raise TrainingError(
-            "the policy no longer answers: what it makes of a prompt is not a number",
-            got=f"{sum(not each.logprobs for each in trajectories)} of {len(trajectories)} answers without a token",
+            "the policy has diverged: its logits are not finite",
+            got=f"{sum(not each.logprobs for each in trajectories)} of {len(trajectories)} completions without a token",
             expected="finite logits",
-            fix="go on from a checkpoint before that, with a smaller optimizer.learning_rate",
+            fix="resume from an earlier checkpoint with a smaller optimizer.learning_rate",
         )
 
 
 def shaped_scores(trajectories: Sequence[Rollout], options: RLOptions, mask: Tensor) -> Tensor:
-    """Scores of answers [S], or of tokens [S, T], less what an answer pays for having no end or for its length; where
-    tokens are scored its last one pays."""
+    """Rewards of completions [S], or of tokens [S, T], minus the missing-EOS and length penalties. With token rewards,
+    the penalties are subtracted at the last token."""
     rl = options.rl
     ended = torch.tensor([each.completion.is_finished for each in trajectories])
     costs = missing_eos_scores(torch.zeros(len(trajectories), dtype=torch.float64), ended, rl.missing_eos_penalty)
@@ -89,7 +89,7 @@ def shaped_scores(trajectories: Sequence[Rollout], options: RLOptions, mask: Ten
 
 
 def shaped_rewards(rollouts: Sequence[Rollout], options: RLOptions) -> list[float]:
-    """What each answer earned after penalties, those for no end and for length; see `shaped_scores`."""
+    """The reward of each completion after the missing-EOS and length penalties, see `shaped_scores`."""
     lengths = [len(each.logprobs) for each in rollouts]
     mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)
     scores = shaped_scores(rollouts, options, mask)
@@ -100,8 +100,8 @@ def shaped_rewards(rollouts: Sequence[Rollout], options: RLOptions) -> list[floa
 def completion_outcomes(
     rollouts: Sequence[Rollout], batch: RolloutBatch, options: RLOptions
 ) -> list[dict[str, float | None]]:
-    """Of each answer drawn for a round its reward after penalties, where there are any, and the mean of its tokens'
-    advantages; None for one that is not trained on."""
+    """Per completion of a rollout batch: the reward after penalties, if any are on, and the mean advantage of its
+    tokens, None for a completion that is not trained on."""
     rl = options.rl
     indices = select_groups(rollouts, options).indices if rl.filter_zero_variance_groups else range(len(rollouts))
     means = (batch.advantages * batch.mask).sum(-1) / batch.mask.sum(-1)
@@ -114,7 +114,7 @@ def completion_outcomes(
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], options: RLOptions) -> dict[str, float]:
-    """What people want to see of all answers drawn for a round, also of those that are not trained on."""
+    """Metrics over all completions of a rollout batch, including those that are not trained on."""
     rl = options.rl
     found = completion_metrics(rollouts)
     if rl.shapes_rewards:
@@ -127,10 +127,10 @@ def rollout_metrics(rollouts: Sequence[Rollout], options: RLOptions) -> dict[str
 
 
 def completion_metrics(drawn: Sequence[Rollout]) -> dict[str, float]:
-    """Rewards before any penalty, each of them by its name, lengths, and how many answers came to their end.
+    """Rewards before penalties, in total and by name, completion lengths and the fraction with an EOS token.
 
-    Deviations are over all answers, with n - 1 (of one answer 0). A reward that does not apply to an answer is left out
-    of its own mean and deviation.
+    Standard deviations divide by n - 1 (0 for one completion). Means and deviations of a named reward cover the
+    completions to which it applies.
     """
     lengths = [len(each.logprobs) for each in drawn]
     rewards = [each.reward for each in drawn]
@@ -154,8 +154,8 @@ def completion_metrics(drawn: Sequence[Rollout]) -> dict[str, float]:
 
 
 def attempt_metrics(drawn: Sequence[Rollout], num_generations: int, threshold: float | None) -> dict[str, float]:
-    """Of several answers to each prompt, those to one next to one another: `avg@n`, the mean reward, and `pass@k`, see
-    `pass_at_k`, of those whose reward is at least the threshold, where there is one."""
+    """Metrics of n completions per prompt, adjacent in `drawn`: `avg@n`, the mean reward, and with a threshold
+    `pass@k`, where a completion is correct if its reward is at least the threshold; see `pass_at_k`."""
     groups = [drawn[first : first + num_generations] for first in range(0, len(drawn), num_generations)]
     found = {f"avg@{num_generations}": fmean([each.reward for each in drawn])} if num_generations > 1 else {}
     if threshold is not None:
@@ -168,9 +168,9 @@ def attempt_metrics(drawn: Sequence[Rollout], num_generations: int, threshold: f
 def mismatch_metrics(
     old: Tensor, behaviour: Tensor, mask: Tensor, weights: Tensor | None, options: ImportanceSamplingOptions
 ) -> dict[str, float]:
-    """How far the trainer's log-probabilities `old` are from those of the rollout engine, and what is done about it:
-    `mismatch_kl`, KL(engine || trainer) in nats a token by k3, and of the importance weights, where there are any, the
-    mean and the share of tokens whose ratio was out of bounds. Grids are [S, T]."""
+    """Mismatch between the trainer's log-probs `old` and those of the rollout engine, both [S, T]: `mismatch_kl`,
+    KL(engine || trainer) in nats per token, estimated by k3. With importance weights also their mean and the fraction
+    of tokens whose ratio was out of bounds."""
     found = {"mismatch_kl": float(kl_estimate(behaviour, old, "k3")[mask].mean())}
     if weights is None:
         return found
@@ -187,8 +187,8 @@ def _std(values: Sequence[float]) -> float:
 
 
 def environment_metrics(trajectories: Sequence[Rollout]) -> dict[str, float]:
-    """Turns an answer, and how many steps of an environment raised or took too long; nothing without one. Where tools
-    are called, their calls an answer, and the share of these that failed."""
+    """Turns per completion, and the number of environment steps that raised or timed out; empty without an environment.
+    With tools also the calls per completion and the fraction of calls that failed."""
     if not any(each.turn_rewards for each in trajectories):
         return {}
     tools = [each for each in trajectories if each.num_tool_calls is not None]

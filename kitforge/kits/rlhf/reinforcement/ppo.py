@@ -83,7 +83,8 @@ EVAL_METRIC_PREFIXES = ("environment/", "rewards/")
 
 @final
 class PolicyGradientTask(Task):
-    """A micro-batch holds rows of a `RolloutBatch` and `is_real` [B], False for padding rows; or pretraining rows."""
+    """The policy gradient task. A micro-batch holds ptx rows, or rows of a `RolloutBatch` with `is_real` [B], False for
+    padding rows."""
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class PolicyGradientTask(Task):
             for update in range(served, self._options.rl.updates_per_rollout):
                 self._num_served = update + 1
                 self._collector.mark_stale()
-                # A rollout batch always has the same number of steps, so that the step gives its number.
+                # Every rollout batch has the same number of steps: a step number determines its rollout batch.
                 yield [] if self._is_stopped else self._micro_batches(self._batch, number, update)
             number, served = number + 1, 0
 
@@ -176,8 +177,8 @@ class PolicyGradientTask(Task):
     def _collect_rollouts(self, model: nn.Module | None, number: int, first: int) -> list[Rollout]:
         """Completions of the prompts from `first` on, with rewards, reference log-probs and values.
 
-        Runs on every rank; each does its share of the roles placed on it. `model` is None on a rank without the rollout
-        role. Rollouts that `select_groups` leaves out have a reward and nothing else.
+        Runs on every rank; each rank runs the roles placed on it. `model` is None on a rank without the rollout role.
+        Rollouts that `select_groups` filters out have a reward only.
         """
         collector, rl = self._collector, self._options.rl
         if not rl.filter_zero_variance_groups:
@@ -295,11 +296,11 @@ class PolicyGradientTask(Task):
         if target is None:
             return None
         kl = float(sums["approx_kl"]) / max(float(counts["approx_kl"]), 1.0)
-        # A non-finite KL is left to the check of the loop, which skips and counts the step.
+        # The training loop handles a non-finite KL: it skips and counts the step.
         if not kl > TARGET_KL_SLACK * target:
             return None
         self._is_stopped, self._num_stops = True, self._num_stops + 1
-        return f"approximate KL {kl:.4g} above {TARGET_KL_SLACK} * rl.target_kl={target:g}; the round ends here"
+        return f"approximate KL {kl:.4g} above {TARGET_KL_SLACK} * rl.target_kl={target:g}; rollout batch stopped early"
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """eval/reward and eval/reward_std before penalties; eval/reward_shaped after them if there are any; mean and
@@ -351,7 +352,7 @@ class PolicyGradientTask(Task):
         return self._options.trainer.checkpoint_every is None and kept > 0 and step == first * per_batch
 
     def progress_metrics(self) -> tuple[str, ...]:
-        """Reward before penalties, KL and completion length; the value of a policy loss has no meaning of its own."""
+        """Reward before penalties, KL and completion length; the value of a policy loss shows no progress."""
         return ("reward", "kl", "completion/mean_length")
 
     def metric_for_best(self) -> BestMetric:
@@ -391,7 +392,7 @@ class PolicyGradientTask(Task):
 
 
 def compute_experience(rollouts: Sequence[Rollout], options: RLOptions, kl_coef: float, pad_id: int) -> RolloutBatch:
-    """KL penalties, token rewards, advantages and returns of rollouts, those of one prompt next to one another. Pure.
+    """KL penalties, token rewards, advantages and returns of rollouts; completions of one prompt are adjacent. Pure.
     Raises TrainingError if the policy has diverged."""
     rl = options.rl
     check_not_diverged(rollouts)
@@ -470,7 +471,7 @@ def _group_advantages(scores: Tensor, penalties: Tensor, mask: Tensor, options: 
 
 
 def evaluation_options(options: RLOptions) -> RLOptions:
-    """The options under which an evaluation computes experience: every completion by itself, none left out."""
+    """The options of an evaluation: completions are neither grouped nor filtered."""
     rl = replace(
         options.rl,
         num_generations=1,

@@ -28,8 +28,8 @@ from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 
 @final
 class StoppingEngine:
-    """Steps an engine and ends each sample with the token that completes a stop string. Tokens and probabilities before
-    it are those without stop strings."""
+    """Steps an engine and ends each sample at the token that completes a stop string. Stop strings change neither the
+    tokens before it nor their log-probs."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._engine = engine
@@ -39,14 +39,14 @@ class StoppingEngine:
         self._stopped: set[tuple[int, int]] = set()
 
     def step(self) -> list[Output]:
-        """What a step added; `finish_reason` is "stop" for a stop string too, see `is_stopped`."""
+        """The outputs of a step; `finish_reason` is "stop" for a stop string too, see `is_stopped`."""
         if not self._stop:
             return self._engine.step()
         outputs = (each for each in self._engine.step() if not self.is_stopped(each))
         return [self._until_stop(each) for each in outputs]
 
     def is_stopped(self, output: Output) -> bool:
-        """Whether a stop string, and no end token, has ended this sample."""
+        """Whether a stop string, not an EOS token, ended this sample."""
         return (output.request, output.sample) in self._stopped
 
     def _until_stop(self, output: Output) -> Output:
@@ -66,7 +66,7 @@ class StoppingEngine:
 
 # Fields per generated token.
 _TOKEN_FIELDS = ("logprobs", "ref_logprobs", "values", "old_logprobs")
-# How a checkpoint holds what there is for each token; of scores where an answer has several.
+# The dtypes of token fields in a checkpoint; scores only if they are token rewards.
 _STORED_DTYPES = {
     "prompt_tokens": torch.int64,
     "tokens": torch.int64,

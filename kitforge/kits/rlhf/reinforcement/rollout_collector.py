@@ -46,7 +46,7 @@ Annotator: TypeAlias = Callable[[Sequence[Rollout]], Iterator[dict[str, Any]]]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """The roles beside the trained models, as far as they are placed on this rank."""
+    """The roles on this rank other than the trained models."""
 
     scorer: Scorer | None  # None: the environment gives the rewards
     environment_runner: EnvironmentRunner | None = None  # runs episodes of several turns
@@ -181,7 +181,7 @@ class RolloutCollector:
         references = (part["reference"] for part in parts if part["reference"] is not None)
         return {**parts[0], "reference": next(references, None)}
 
-    # Roles: what the phases of the task are made of.
+    # Parts of a rollout phase.
 
     def prompts(self, first: int) -> list[PromptExample]:
         """The prompts of a rollout batch: those from `first` on in the endless order of prompts."""

@@ -16,14 +16,13 @@ from kitforge.kits.rlhf.reinforcement.rollout_batch import Rollout
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 
 FOLDER = "rollouts"
-MOST_SHOWN = 16  # answers of a round in a tracker's table
+MOST_SHOWN = 16  # completions of a rollout batch in a tracker's table
 
 
 @final
 class RolloutLog(Callback):
-    """Writes rollouts/round_N.jsonl once a round has had its first update, and keeps the latest `most` of them, and as
-    many behind each checkpoint that is kept, from which they are replayed. Its first answers go to what tracks the
-    run, as a table."""
+    """Writes rollouts/round_N.jsonl after the first update on a rollout batch, and logs its first completions as a
+    table. Keeps the latest `num_kept` files, and as many after each kept checkpoint, for replay."""
 
     def __init__(self, task: PolicyGradientTask, tokenizer: Tokenizer, num_kept: int, updates_per_rollout: int) -> None:
         self._task = task
@@ -72,7 +71,7 @@ class RolloutLog(Callback):
         )
 
     def _line(self, trajectory: Rollout, outcome: Mapping[str, float | None]) -> dict[str, Any]:
-        """What people look for comes first."""
+        """A line of the file: text and rewards for readers first, then the rollout itself."""
         answer = trajectory.completion
         return {
             "prompt": self._tokenizer.decode(answer.prompt),
@@ -105,19 +104,19 @@ def read_rollouts(run: Path, number: int) -> list[Rollout]:
     if not path.is_file():
         kept = logged_rollouts(run)
         raise DataError(
-            f"the answers of round {number} are not there",
-            got=f"rounds {', '.join(map(str, kept)) or 'none'} in {run / FOLDER}",
+            f"the rollouts of rollout batch {number} were not kept",
+            got=f"rollout batches {', '.join(map(str, kept)) or 'none'} in {run / FOLDER}",
             fix="train with a larger rollout.keep_rollout_files",
         )
     found = []
-    # Text may hold what `splitlines` would take for the end of a line.
+    # `splitlines` would also split at line separators within text.
     with open(path, encoding="utf-8") as lines:
         for line_number, line in enumerate(lines, start=1):
             try:
                 found.append(Rollout.from_dict(json.loads(line)))
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
-                    f"{path} line {line_number} is no answer", got=repr(error), fix="put the file back"
+                    f"{path} line {line_number} is not a rollout", got=repr(error), fix="restore the file"
                 ) from None
     return found
 
@@ -138,7 +137,7 @@ class SampleLogger(Callback):
         if event.kind != "evaluate" or run.folder is None or run.world.rank > 0:
             return
         step = run.state.cursor.step
-        # A prompt that comes twice is shown once, with its first answer.
+        # A repeated prompt is shown once, with its first completion.
         distinct: dict[tuple[int, ...], Rollout] = {}
         for each in self._task.eval_rollouts:
             distinct.setdefault(tuple(each.completion.prompt), each)

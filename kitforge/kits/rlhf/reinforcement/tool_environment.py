@@ -1,4 +1,4 @@
-"""Python functions as tools: a policy calls them in its text, and is told what they return."""
+"""Tool calling in rollouts: Python functions as tools, their JSON schemas, and parsing of the policy's calls."""
 
 from __future__ import annotations
 
@@ -25,28 +25,34 @@ _PLAIN = {int: "integer", float: "number", str: "string", bool: "boolean", type(
 _SECTION = re.compile(
     r"^(Args|Arguments|Parameters|Returns|Return|Raises|Examples?|Yields|Notes?):[ \t]*$", re.MULTILINE
 )
-# An argument of a docstring in Google's style: `name: words` or `name (type): words`, with lines that go on with it.
+# An argument of a Google-style docstring: `name: text` or `name (type): text`, with its continuation lines.
 _ARGUMENT = re.compile(r"^(\w+)(?: ?\([^)]*\))?:\s*(.*?)(?=^\w+(?: ?\([^)]*\))?:|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """What `transformers.utils.get_json_schema` makes of a function with type hints and a docstring in Google's style.
-    Raises ConfigError where one of them says too little."""
+    """The JSON schema of a function with type hints and a Google-style docstring, equal to that of
+    `transformers.utils.get_json_schema`. Raises ConfigError for a missing docstring, argument or type hint."""
     name = getattr(function, "__name__", type(function).__name__)
     text, arguments, returns = _parse_docstring(inspect.getdoc(function) or "")
     if not text:
-        raise ConfigError(f"the tool {name!r} has no docstring", expected="what it does, and an entry of Args: each")
+        raise ConfigError(
+            f"the tool {name!r} has no docstring", expected="a description, and an entry below Args: per argument"
+        )
     hints = typing.get_type_hints(function)
     properties: dict[str, Any] = {}
     required = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"the tool {name!r} cannot be called by names", got=str(parameter))
+            raise ConfigError(
+                f"the tool {name!r} has an argument that cannot be passed by name",
+                got=str(parameter),
+                expected="named arguments, without *args, **kwargs and positional-only ones",
+            )
         if parameter.name not in hints or parameter.name not in arguments:
             raise ConfigError(
-                f"the tool {name!r} says too little of its argument {parameter.name!r}",
-                got="no type hint" if parameter.name not in hints else "nothing in the docstring",
-                expected=f'a type hint, and "{parameter.name}: what it means" below Args:',
+                f"the argument {parameter.name!r} of the tool {name!r} is not documented",
+                got="no type hint" if parameter.name not in hints else "no description in the docstring",
+                expected=f'a type hint, and "{parameter.name}: DESCRIPTION" below Args:',
             )
         properties[parameter.name] = _schema(hints[parameter.name], name) | {"description": arguments[parameter.name]}
         if parameter.default is parameter.empty:
@@ -61,7 +67,7 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def schema_mismatch(value: Any, schema: Mapping[str, Any]) -> str | None:
-    """Why a value from JSON is none of a schema's, in words; None where it is one."""
+    """Why a JSON value does not match a schema; None if it does."""
     if "enum" in schema and value not in schema["enum"]:
         return f"expected one of {schema['enum']}"
     if "anyOf" in schema:
@@ -87,7 +93,7 @@ def _is_of(value: Any, kind: str) -> bool:
 
 
 def _parse_docstring(doc: str) -> tuple[str, dict[str, str], str]:
-    """What the function does, what each argument means, and what it returns."""
+    """The description of the function, of each argument, and of the return value."""
     text, *sections = _SECTION.split(doc)
     found = dict(zip(sections[::2], (inspect.cleandoc(each) for each in sections[1::2]), strict=True))
     entries = next((found[each] for each in ("Args", "Arguments", "Parameters") if each in found), "")
@@ -119,7 +125,7 @@ def _schema(hint: Any, name: str) -> dict[str, Any]:
     if hint is dict or origin is dict:
         return {"type": "object"} | ({"additionalProperties": _schema(args[1], name)} if args else {})
     raise ConfigError(
-        f"the tool {name!r} has a type that JSON does not have",
+        f"the tool {name!r} has a type hint without a JSON type",
         got=str(hint),
         expected="int, float, str, bool, list, dict, Literal, Any, or a union of these",
     )
@@ -132,7 +138,7 @@ _PYTHON_TAG = "<|python_tag|>"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call in a policy's text; with a `problem` it cannot be run."""
+    """A tool call parsed from a completion; `problem` says why it cannot run."""
 
     name: str = ""
     arguments: Mapping[str, Any] | None = None
@@ -140,8 +146,8 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """The calls in a reply: JSON of name and arguments in <tool_call> and </tool_call> (Qwen, Hermes), or else a reply
-    that is JSON of name and parameters (Llama 3.1). None in a reply that calls nothing."""
+    """The tool calls in a completion: JSON objects of name and arguments between <tool_call> and </tool_call> (Qwen,
+    Hermes), or a completion that is one JSON object of name and parameters (Llama 3.1). Empty without calls."""
     bodies = _HERMES.findall(text)
     if bodies:
         return [_parse_call(body, "arguments") for body in bodies]
@@ -152,9 +158,12 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 
 
 class ToolEnvironment(ABC):
-    """An environment of plain Python functions, sync or async, with type hints and docstrings. The policy is told what
-    they return, as messages of the role tool, and why a call cannot be run. A reply without a call ends the episode, as
-    does the last of `max_turns`. A tool that raises is a step that fails: see `environment.on_error`."""
+    """An environment that runs Python functions, sync or async, with type hints and docstrings.
+
+    The policy receives their results, and the errors of invalid calls, as messages of the role tool. A completion
+    without a call ends the episode, as does turn `max_turns`. A tool that raises fails the step, see
+    `environment.on_error`.
+    """
 
     def __init__(self, tools: Sequence[Callable[..., Any]], max_turns: int | None = None) -> None:
         self.schemas = [function_schema(each) for each in tools]
@@ -165,16 +174,16 @@ class ToolEnvironment(ABC):
         if len(self._tools) < len(tools) or not tools:
             got = ", ".join(each["function"]["name"] for each in self.schemas)
             raise ConfigError(
-                "tools need names of their own", got=got or "no tools", expected="at least one, each once"
+                "tools must have unique names", got=got or "no tools", expected="at least one tool, no name twice"
             )
         self._turns_left = max_turns
 
     @abstractmethod
     def reward(self, response: str) -> float:
-        """What the reply that ends the episode is worth; `self.row` has the prompt's columns."""
+        """The reward of the completion that ends the episode; `self.row` holds the prompt's columns."""
 
     def reset(self, row: Mapping[str, Any]) -> str:
-        """Begin an episode."""
+        """Start an episode."""
         self.row = row
         return ""
 
@@ -184,7 +193,7 @@ class ToolEnvironment(ABC):
         )
 
     def step(self, response: str) -> Any:
-        """Run the calls of a reply; an awaitable where a tool is async."""
+        """Run the tool calls of a completion; an awaitable if a tool is async."""
         calls = [self._validated_call(each) for each in parse_tool_calls(response)]
         if not calls:
             return "", self.reward(response), True
@@ -210,7 +219,7 @@ class ToolEnvironment(ABC):
         return messages, self.reward(response) if is_over else 0.0, is_over
 
     def _validated_call(self, call: ToolCall) -> ToolCall:
-        """The call, with a problem if no tool takes it."""
+        """The call, with a problem if its tool or arguments are invalid."""
         if call.problem is not None:
             return call
         if call.name not in self._tools:
@@ -226,50 +235,56 @@ class ToolEnvironment(ABC):
 
 @final
 class FunctionTools(ToolEnvironment):
-    """Tools whose use is scored by the role `reward`."""
+    """Tools of a run whose rewards come from the role `reward`."""
 
     def reward(self, response: str) -> float:
-        """Nothing: others say that."""
+        """0: the role `reward` scores the completion."""
         return 0.0
 
 
 def with_tools(prompt: PromptExample, template: ChatTemplate, schemas: Sequence[Mapping[str, Any]]) -> PromptExample:
-    """The prompt in which the chat template names the tools. Raises ConfigError where it cannot."""
-    expected = "a chat template that writes `tools`, as those of Qwen 2.5 and Llama 3.1"
+    """The prompt with the tools' schemas, rendered by the chat template. Raises ConfigError if it ignores them."""
+    expected = "a chat template that renders `tools`, as those of Qwen 2.5 and Llama 3.1"
     if prompt.messages is None:
-        raise ConfigError("tools need prompts of messages", got="a prompt that is text", expected="role and content")
+        raise ConfigError(
+            "tools need prompts of messages", got="a prompt of plain text", expected="messages with role and content"
+        )
     if prompt.inputs.get("tools"):
-        raise ConfigError("a prompt has tools of its own", expected="no column tools beside functions as tools")
+        raise ConfigError(
+            "a row has a column `tools`, and the role tools is given too",
+            expected="one of them",
+            fix="drop the column, or leave the role out",
+        )
     inputs = {**prompt.inputs, "tools": schemas}
     tokens = tuple(template.tokens(prompt.messages, opens_reply=True, **inputs))
     if tokens == prompt.tokens:
-        raise ConfigError("the chat template leaves the tools out", expected=expected)
+        raise ConfigError("the chat template does not render tools", expected=expected)
     return replace(prompt, tokens=tokens, inputs=inputs)
 
 
 def environment_runner_of(
     roles: Mapping[str, Any], options: RLOptions, tokenizer: Tokenizer
 ) -> EnvironmentRunner | None:
-    """Where answers of several turns are played; None without the role `environment` or `tools`."""
+    """The runner of multi-turn rollouts; None without the role `environment` or `tools`."""
     make, functions = (roles.get(name) for name in ("environment", "tools"))
     schemas = None
     if functions is not None:
         if make is not None:
             raise ConfigError(
-                "tools beside an environment", fix="let the environment be a ToolEnvironment of these tools"
+                "the roles tools and environment are both given",
+                fix="pass the tools to the environment: derive it from ToolEnvironment",
             )
         make = partial(FunctionTools, functions)
         schemas = make().schemas
     elif make is None:
         return None
     else:
-        check(callable(make), "the role environment", make, "a class, or a function that gives an Environment")
+        check(callable(make), "the role environment", make, "a class, or a function that returns an Environment")
         placed, penalties = options.role_ranks.reward, ("missing_eos_penalty", "overlong_buffer")
-        check(placed is None, "role_ranks.reward", placed, "none: it gives the rewards")
+        check(placed is None, "role_ranks.reward", placed, "null: the environment computes the rewards")
         for name in penalties:
-            check(
-                not getattr(options.rl, name), f"rl.{name}", getattr(options.rl, name), "0, as the environment judges"
-            )
+            expected = "0: the environment computes the rewards"
+            check(not getattr(options.rl, name), f"rl.{name}", getattr(options.rl, name), expected)
         if isinstance(make, type) and issubclass(make, ToolEnvironment):
             schemas = cast(Any, make)().schemas
     return EnvironmentRunner(

@@ -291,8 +291,8 @@ def recorded_reference_model(
         network = None if is_sharded_load else origin.frozen_copy(begun, device)
         if (origin.fingerprint(begun) if network is None else fingerprint(network)) == wanted:
             return origin if network is None else BaseModelSource(given=network, config=None)
-    got = f"{lost} is no folder" if lost else f"{named or start or 'the first weights under its seed'} holds others"
-    _log.warning("the reference of %s is not at hand (%s): name it with reference=FOLDER", checkpoint.folder, got)
+    got = f"no folder {lost}" if lost else f"{named or start or 'the initial weights of its seed'}: other weights"
+    _log.warning("cannot find the reference model of %s (%s): add reference=FOLDER", checkpoint.folder, got)
     return None
 
 

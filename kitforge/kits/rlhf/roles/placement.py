@@ -54,8 +54,8 @@ class RolePlacement:
         return collectives.broadcast_object(value, self._world.all_ranks)
 
     def sync_weights(self, model: nn.Module | None, rollout_model: nn.Module | None) -> None:
-        """Copy the trained weights, of which `model` may hold a shard, into the rollout models; None where a rank has
-        none."""
+        """Copy the trained weights, whole or sharded over ranks, into the rollout models. A rank without a model passes
+        None."""
         target: Mapping[str, Tensor] | None = None if rollout_model is None else dict(rollout_model.named_parameters())
         if model is not None or rollout_model is not None:
             parallel = None if model is None else parallel_model_of(model, self._world)

@@ -17,8 +17,8 @@ from kitforge.kits.rlhf.roles.model_copy import fingerprint, to_half
 
 @final
 class ReferenceModel:
-    """`reference`: None for losses without one. `bases`: base models of LoRA adapters. `judges`: reward models.
-    `given`: the caller's models, which keep their precision."""
+    """The reference model (None for losses without one), the base models of LoRA adapters (`bases`) and the reward
+    models (`judges`). `given`: models of the caller, which keep their precision."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ def check_frozen_weights(current: dict[str, Any], state: dict[str, Any], allowed
             "the reference model changed since the run began",
             got=_short_digest(current["reference"]),
             expected=_short_digest(reference),
-            fix="start from the same model, or add trainer.allow_config_changes=true to go on all the same",
+            fix="start from the same model, or add trainer.allow_config_changes=true to accept this one",
         )
 
 

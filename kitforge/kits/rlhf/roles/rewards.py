@@ -234,7 +234,7 @@ class FunctionScorer(Scorer):
 
 @final
 class WeightedScorer(Scorer):
-    """A weighted sum of rewards, each one number per completion, or None, which adds nothing."""
+    """A weighted sum of rewards. Each is a number per completion; a None adds 0."""
 
     def __init__(self, scorers: Mapping[str, tuple[float, Scorer]]) -> None:
         self._scorers = dict(scorers)
@@ -286,7 +286,7 @@ VERIFIERS: dict[str, Callable[..., list[float]]] = {
 
 
 async def await_result(value: Awaitable[Any]) -> Any:
-    """A coroutine of any awaitable."""
+    """Wrap an awaitable as a coroutine."""
     return await value
 
 

@@ -38,8 +38,7 @@ class PreferenceTask(DatasetTask[PreferenceOptions, PreferencePair]):
         return pair_count(step)
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """Sums of the pairs' losses, of what the policy's implicit rewards are, and of how often they are ordered
-        rightly."""
+        """Sums over pairs of the loss, the implicit rewards, their margins and their accuracy."""
         sums, lengths = sequence_logprobs(model, micro_batch)
         reference = torch.zeros_like(sums)
         if self._reference_model.model is not None:
@@ -88,7 +87,7 @@ def sequence_logprobs(model: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor
     targets = micro_batch["targets"].to(device)
     loss_mask = targets != IGNORED
     hidden = network.hidden(micro_batch["tokens"].to(device))
-    # Only rows that count are multiplied with the head.
+    # The head is applied to positions with a target only.
     log_probs, _ = network.kernels.linear_log_probs(hidden[loss_mask], network.head_weight, targets[loss_mask])
     rows = loss_mask.nonzero()[:, 0]
     sums = torch.zeros(len(targets), dtype=log_probs.dtype, device=device).index_add(0, rows, log_probs)

@@ -35,7 +35,7 @@ class KTOTask(DatasetTask[KTOOptions, UnpairedExample]):
         return [{**self._padded_batch([rows[index] for index in part]), "kl_baseline": baseline} for part in parts]
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
-        """Answers of this rank's part of the step, of each kind for what is said of it."""
+        """Completions of this rank's part of the step, in total and by label."""
         total = torch.stack([each["weights"].sum() for each in step]).sum()
         desirable = torch.stack([(each["weights"] * each["is_desirable"]).sum() for each in step]).sum()
         return {
@@ -47,8 +47,8 @@ class KTOTask(DatasetTask[KTOOptions, UnpairedExample]):
         }
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """The weighted sum of the answers' losses, of the implicit rewards of both kinds, and of how many answers stand
-        on their side of the baseline."""
+        """Sums over completions of the weighted loss, the implicit rewards by label, and the accuracy: desirable
+        completions above the KL baseline, undesirable ones below."""
         options = self._options.kto
         ratios = self._log_ratios(model, micro_batch)
         weights, good = micro_batch["weights"].to(ratios.device), micro_batch["is_desirable"].to(ratios.device)
@@ -66,8 +66,8 @@ class KTOTask(DatasetTask[KTOOptions, UnpairedExample]):
 
     @torch.no_grad()
     def _kl_baseline(self, model: nn.Module, rows: Sequence[UnpairedExample], parts: Sequence[range]) -> Tensor:
-        """An estimate of the divergence in nats an answer, 0-dim, at least 0: from prompts with answers to another one.
-        A lone row, as a pass may end with, has no such answer beside it, and the estimate is 0."""
+        """The KL estimate in nats per completion, 0-dim, at least 0, from prompts with mismatched completions. A batch
+        of one row, such as the last of an epoch, has no mismatched completion: the estimate is 0."""
         if len(rows) == 1:
             return torch.zeros((), dtype=torch.float64)
         others, total = mismatched_completions([row.response for row in rows]), torch.zeros((), dtype=torch.float64)
@@ -75,7 +75,7 @@ class KTOTask(DatasetTask[KTOOptions, UnpairedExample]):
             for part in parts:
                 longest = self._options.data.sequence_length
                 crossed = [_mismatched_example(rows[index].response, others[index], longest) for index in part]
-                # A rank without a row computes along with the others, as the network may lie in pieces on all of them.
+                # A rank without rows computes a padding row: with a sharded model the forward pass is a collective.
                 total += self._log_ratios(model, pad_examples(crossed, self._rows.pad_id)).double().sum().cpu()
         return (self._world.sum({"sum": total})["sum"] / len(rows)).clamp(min=0)
 
@@ -98,8 +98,7 @@ class KTOTask(DatasetTask[KTOOptions, UnpairedExample]):
 def _mismatched_example(
     prompt_example: TokenizedExample, completion_example: TokenizedExample, longest: int
 ) -> TokenizedExample:
-    """The prompt of one row with the answer of another, of which what is beyond `longest` tokens is left out: this is
-    measured, and not learnt from."""
+    """The prompt of one row with the completion of another, truncated to `longest` tokens. It is not trained on."""
     start, begin = int(np.argmax(prompt_example.loss_mask)), int(np.argmax(completion_example.loss_mask))
     tokens = np.concatenate([prompt_example.tokens[:start], completion_example.tokens[begin:]])[:longest]
     loss_mask = np.concatenate([prompt_example.loss_mask[:start], completion_example.loss_mask[begin:]])[:longest]

@@ -18,7 +18,7 @@ from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
 from kitforge.kits.rlhf.supervised.dataset_task import DatasetTask
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
 
-# Pairs whose scores tell mean and deviation.
+# Training pairs for the mean and standard deviation of the scores.
 NORMALIZATION_PAIRS = 256
 
 
@@ -48,7 +48,7 @@ class RewardTask(DatasetTask[RewardOptions, PreferencePair]):
         }
 
     def eval_sums(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
-        """The same, with the accuracy by source."""
+        """The sums of the loss, and the accuracy by source."""
         chosen, rejected = split_pairs(_scores(model, micro_batch))
         right = (_ranking_accuracy(chosen, rejected) * micro_batch["weights"].to(chosen.device)).cpu()
         by_source = {name: (right * _source_mask(micro_batch, source)).sum() for name, source in self._sources}
@@ -76,7 +76,7 @@ class RewardTask(DatasetTask[RewardOptions, PreferencePair]):
 
     @cached_property
     def _sources(self) -> list[tuple[str, str]]:
-        """Each source of the evaluation pairs, after the name of its accuracy."""
+        """The accuracy metric and the name of each source of the evaluation pairs."""
         sources = {pair.source for pair in self._rows.eval if pair.source}
         return [(f"rewards/accuracy/{source}", source) for source in sorted(sources)]
 

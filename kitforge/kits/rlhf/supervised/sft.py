@@ -23,8 +23,8 @@ from kitforge.kits.rlhf.supervised.dataset_task import DatasetTask
 
 @final
 class SFTTask(DatasetTask[SFTOptions, TokenizedExample]):
-    """A micro-batch holds tokens, targets and positions [rows, length], documents where a row holds more than one,
-    members and places [rows], how many responses each holds and which row of the batch it is, and the step's number.
+    """A micro-batch holds tokens, targets and positions [rows, length], documents if a row packs several responses,
+    members [rows], the number of responses in a row, places [rows], the index of a row in the batch, and the step.
 
     The whole batch is packed before it is split, so that rows depend neither on ranks nor on micro-batches.
     """
@@ -65,7 +65,7 @@ class SFTTask(DatasetTask[SFTOptions, TokenizedExample]):
 
 
 def _slice_rows(whole: dict[str, Tensor], part: Indices) -> dict[str, Tensor]:
-    """Some rows of a batch; for a rank without any, one in which nothing counts."""
+    """Some rows of a batch; on a rank without rows, one padding row."""
     if len(part):
         return {name: column[part] for name, column in whole.items()} | {"places": torch.from_numpy(part)}
     dry = {name: column[:1] for name, column in whole.items()}

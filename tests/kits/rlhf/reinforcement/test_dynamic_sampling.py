@@ -175,7 +175,7 @@ def test_distance_can_be_measured_where_it_costs_nothing(choices: dict[str, Any]
         ),
         (
             {"rl.old_logprobs": "recompute", "importance_sampling.mode": "mask", "rollout.max_staleness": 1},
-            r"beside rl\.max_num_gen_batches",
+            r"with rl\.max_num_gen_batches",
         ),
         ({"role_ranks.reference": [0]}, r"role_ranks\.reference.*\n.*\n.*kl\.measure=true"),
         ({"kl.estimator": "k1", "kl.use_bias_correction": False}, r"the mean gradient of k1 alone is zero"),

@@ -178,15 +178,15 @@ class Vague(Calculator):
 
 
 def test_what_an_environment_may_not_do_is_told() -> None:
-    with pytest.raises(TrainingError, match="no room for an answer"):
+    with pytest.raises(TrainingError, match="no room for a completion"):
         first(environment=Endless)
-    with pytest.raises(TrainingError, match="reward that is no number"):
+    with pytest.raises(TrainingError, match="an invalid reward"):
         first(environment=Vague)
-    with pytest.raises(ConfigError, match="as the environment judges"):
+    with pytest.raises(ConfigError, match="environment computes the rewards"):
         first(**{"rl.missing_eos_penalty": 1.0})
     with pytest.raises(ConfigError, match="environment"):
         first(environment=Calculator())
-    with pytest.raises(ConfigError, match="scored twice"):
+    with pytest.raises(ConfigError, match="two roles compute rewards"):
         runs.begin("ppo", None, CHOICES, roles={"environment": Calculator, "reward": runs.letters})
 
 
@@ -372,13 +372,13 @@ def test_a_failing_step_may_end_the_run() -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (None, "the wrong number of values"),
-        ((" x", 1.0), "the wrong number of values"),
-        ((None, 1.0, False), "something that cannot be told"),
-        (([{"role": "user"}], 1.0, False), "something that cannot be told"),
-        (("", None, False), "a reward that is no number"),
-        (("", "1.0", False), "a reward that is no number"),
-        (("", 1.0, None), "whether the episode is over"),
+        (None, "did not return three values"),
+        ((" x", 1.0), "did not return three values"),
+        ((None, 1.0, False), "an invalid observation"),
+        (([{"role": "user"}], 1.0, False), "an invalid observation"),
+        (("", None, False), "an invalid reward"),
+        (("", "1.0", False), "an invalid reward"),
+        (("", 1.0, None), "an invalid end of episode"),
     ],
 )
 def test_what_a_step_may_not_give_names_the_class(given: Any, problem: str) -> None:
@@ -388,7 +388,7 @@ def test_what_a_step_may_not_give_names_the_class(given: Any, problem: str) -> N
 
 
 def test_messages_need_a_conversation() -> None:
-    with pytest.raises(TrainingError, match=r"Chat\.step gave messages where there is no conversation"):
+    with pytest.raises(TrainingError, match=r"Chat\.step returned messages, but the episode is plain text"):
         chat(Chat, ROWS)
 
 

@@ -152,7 +152,7 @@ def test_a_policy_that_has_diverged_is_told_of(stage: str, roles: dict[str, Any]
     network = runs.network()
     with torch.no_grad():
         next(network.parameters()).fill_(float("nan"))
-    with pytest.raises(TrainingError, match=r"(?s)no longer answers.*got:.* answers without a token.*do:"):
+    with pytest.raises(TrainingError, match=r"(?s)policy has diverged.*got:.* completions without a token.*do:"):
         runs.finish(runs.begin(stage, None, model=network, roles=roles))
 
 

@@ -81,7 +81,7 @@ def test_a_round_that_was_kept_is_the_round_that_was_trained_on(tmp_path: Path) 
     assert [line["prompt"][0] for line in lines] == ["Q"] * 4
     assert list(lines[0])[:5] == ["prompt", "completion", "reward", "advantage", "kl"]
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["round_1.jsonl", "round_2.jsonl"]
-    with pytest.raises(DataError, match=r"(?s)round 0 are not there.*rounds 1, 2.*keep_rollout_files"):
+    with pytest.raises(DataError, match=r"(?s)rollout batch 0 were not kept.*batches 1, 2.*keep_rollout_files"):
         read_rollouts(tmp_path, 0)
 
 
@@ -94,5 +94,5 @@ def test_a_line_that_is_no_answer_is_named(tmp_path: Path) -> None:
     runs.finish(runs.begin("grpo", tmp_path, {"trainer.max_steps": 1}))
     path = rollout_file(tmp_path, 0)
     path.write_text(path.read_text().replace('"tokens"', '"words"', 1))
-    with pytest.raises(DataError, match="round_0.jsonl line 1 is no answer"):
+    with pytest.raises(DataError, match="round_0.jsonl line 1 is not a rollout"):
         read_rollouts(tmp_path, 0)

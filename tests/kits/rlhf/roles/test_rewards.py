@@ -289,5 +289,5 @@ def test_what_gives_no_rewards_is_refused(given: Any) -> None:
 
 
 def test_a_run_without_anything_that_scores_is_refused() -> None:
-    with pytest.raises(ConfigError, match="nothing that scores"):
+    with pytest.raises(ConfigError, match="has no reward"):
         runs.begin("ppo", None, roles={})

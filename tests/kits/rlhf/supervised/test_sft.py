@@ -146,7 +146,7 @@ def test_options_that_cannot_be_are_refused(choices: dict[str, Any], words: str)
     [("sft", "prompt and completion"), ("dpo", "chosen and rejected"), ("kto", "label"), ("grpo", "prompt")],
 )
 def test_nothing_to_train_on_is_said_with_the_columns_and_a_run_that_needs_none(stage: str, columns: str) -> None:
-    with pytest.raises(ConfigError, match=rf"(?s){stage} has nothing to train on.*{columns}.*recipe=rlhf_tiny"):
+    with pytest.raises(ConfigError, match=rf"(?s){stage} has no data to train on.*{columns}.*recipe=rlhf_tiny"):
         runs.begin(stage, None, train_dataset=None)
 
 
