@@ -1,1 +1,1 @@
-"""Embedding tables larger than any one memory: rows move between tiers, and nobody who computes can tell."""
+"""Embedding tables larger than device memory: rows move between memory tiers; results equal an uncached table's."""

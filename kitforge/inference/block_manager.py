@@ -151,7 +151,7 @@ class BlockManager:
         return blake2b(before + tokens.tobytes(), digest_size=16).digest()
 
     def _region_of(self, known: list[int]) -> int | None:
-        """The free region that begins with these blocks, if nobody references them."""
+        """The free region that begins with these blocks, if no sequence references them."""
         if not known or any(self._ref_counts[block] for block in known):
             return None
         if known != list(range(known[0], known[0] + len(known))):

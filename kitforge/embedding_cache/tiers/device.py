@@ -20,7 +20,7 @@ class DeviceTier:
 
     `capacity` is the number of rows it should hold, None for any. The planning thread moves rows in slots that no
     lookup needs; the training thread reads and updates rows in slots that its lookups need, and marks them dirty. Only
-    growing concerns both: whoever reads or writes the slab holds `slab_lock`.
+    growing affects both: a thread holds `slab_lock` while it reads or writes the slab.
     """
 
     def __init__(self, width: int, capacity: int | None, device: torch.device | str) -> None:
@@ -42,7 +42,7 @@ class DeviceTier:
         if short <= 0:
             return
         before = self.index.room
-        # Overflow lasts for a batch or two, so it takes what it needs and a little; a whole table doubles.
+        # Overflow lasts for a batch or two, so the slab grows by little; without a capacity it doubles.
         room = max(before + short, 2 * before) if self.capacity is None else before + short + short // 4
         with self.slab_lock:
             slab = torch.empty(room, self.width, device=self.device)

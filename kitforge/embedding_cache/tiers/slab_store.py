@@ -1,4 +1,4 @@
-"""What the host and the file tier share: rows in the slots of one slab, and a store below for those that do not fit."""
+"""The common part of the host and the file tier: rows in the slots of one slab, and an optional store below."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""An engine over HTTP, in the words of OpenAI's interface."""
+"""OpenAI-compatible HTTP server of an engine."""

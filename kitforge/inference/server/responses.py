@@ -64,7 +64,7 @@ class ChoiceReader:
         self._has_begun = False
 
     def read(self, delta: TextDelta, prompt_logprobs: list[PromptLogprob] | None) -> Choice:
-        """What the next delta adds; `prompt_logprobs` are those of all prompt tokens but the first."""
+        """The choice of the next delta; `prompt_logprobs` are those of all prompt tokens but the first."""
         choice = Choice(text=delta.text, finish_reason=delta.finish_reason)
         if not self._has_begun:
             self._has_begun = True

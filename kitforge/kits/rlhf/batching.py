@@ -14,7 +14,7 @@ from kitforge.data.packing import IGNORED
 from kitforge.data.schedule import BatchSchedule, Indices, token_budget_batches
 from kitforge.data.splitmix64 import hash_array
 from kitforge.foundation.seed import key
-from kitforge.foundation.types import MicroBatch, Sums
+from kitforge.foundation.types import MicroBatch
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.trainer.task import batch_schedule
 
@@ -138,12 +138,6 @@ def pair_batches(pairs: Sequence[PreferencePair], order: BatchSchedule, pad_id: 
     longest = [max(len(pair.chosen.tokens), len(pair.rejected.tokens)) for pair in pairs]
     parts = order.length_buckets([2 * length for length in longest])
     return [_pair_batch([pairs[index] for index in part], pad_id) for part in parts]
-
-
-def pair_count(step: Sequence[MicroBatch]) -> Sums:
-    """Pairs of this rank's part of the step."""
-    pairs = torch.stack([micro_batch["weights"].sum() for micro_batch in step]).sum()
-    return {"loss": pairs, "samples": pairs, "input_tokens": input_tokens(step)}
 
 
 def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:

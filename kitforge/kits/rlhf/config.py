@@ -460,7 +460,8 @@ class RLOptions(StageOptions):
     @property
     def num_ranks(self) -> int:
         """Training and inference-only ranks."""
-        return max(self.parallel.world_size, self.role_ranks.num_ranks(self.parallel.world_size))
+        size = self.parallel.world_size
+        return max(size, *(rank + 1 for name in ROLES for rank in self.role_ranks.ranks(name, size)))
 
     @property
     def summary(self) -> str:

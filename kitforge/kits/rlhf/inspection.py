@@ -27,7 +27,10 @@ def loss_mask_lines(
 
 def visible_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
     """The text of tokens, special tokens included; those without text in the vocabulary are shown as `<eos>`."""
-    special = {token: f"<{name}>" for name, token in _special_names(tokenizer).items() if not tokenizer.decode([token])}
+    named = {"pad": tokenizer.pad_id, "bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+    special = {
+        token: f"<{name}>" for name, token in named.items() if token is not None and not tokenizer.decode([token])
+    }
     if isinstance(tokenizer, HuggingFaceTokenizer):
         special |= {token: text for text, token in tokenizer.special_tokens.items()}
     runs = groupby(tokens, key=lambda token: token in special)
@@ -46,8 +49,3 @@ def _responses(row: TokenizedExample | PreferencePair | UnpairedExample | Prompt
     if isinstance(row, PromptExample):
         return {", prompt": TokenizedExample(tokens=row.tokens, loss_mask=(False,) * len(row.tokens))}
     return {"": row}
-
-
-def _special_names(tokenizer: Tokenizer) -> dict[str, int]:
-    found = {"pad": tokenizer.pad_id, "bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
-    return {name: token for name, token in found.items() if token is not None}

@@ -30,14 +30,6 @@ class RoleRanksOptions:
         named: tuple[int, ...] | None = getattr(self, role)
         return tuple(range(num_training)) if named is None else tuple(sorted(named))
 
-    def num_ranks(self, num_training: int) -> int:
-        """Number of processes."""
-        return max(max(self.ranks(name, num_training)) for name in ROLES) + 1
-
-    def roles_of(self, rank: int, num_training: int) -> frozenset[str]:
-        """The roles placed on a rank."""
-        return frozenset(name for name in ROLES if rank in self.ranks(name, num_training))
-
     def describe(self, num_training: int) -> str:
         """The placement as text; empty if all roles are on the training ranks."""
         named = [f"{name} on {rank_list(ranks)}" for name in ROLES if (ranks := getattr(self, name)) is not None]

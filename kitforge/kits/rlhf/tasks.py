@@ -14,7 +14,7 @@ from torch import nn
 from kitforge.core.nn.causal_lm import Trainable
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.world import World
-from kitforge.data.chat_datasets import ChatDatasetReader, ExampleKind, PreferencePair, TokenizedExample
+from kitforge.data.chat_datasets import ChatDatasetReader, ExampleKind, TokenizedExample
 from kitforge.data.example_cache import build_example_cache
 from kitforge.data.template import template_of
 from kitforge.data.token_cache import default_root
@@ -37,6 +37,7 @@ from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.reinforcement.rollout_collector import Roles
 from kitforge.kits.rlhf.reinforcement.rollout_log import RolloutLog, SampleLogger
 from kitforge.kits.rlhf.reinforcement.tool_environment import environment_runner_of, with_tools
+from kitforge.kits.rlhf.role_ranks import ROLES
 from kitforge.kits.rlhf.roles.model_copy import copy_model, copy_with_adapter
 from kitforge.kits.rlhf.roles.model_loading import (
     BaseModelSource,
@@ -72,6 +73,7 @@ from kitforge.trainer.run_folder import Run
 from kitforge.trainer.task import Task
 
 Inputs: TypeAlias = RunInputs[Tokenizer]
+PAIR_COLUMNS = "chosen and rejected, and prompt unless both begin with it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +215,8 @@ def sft(parts: TaskInputs) -> TaskBuilder:
 def reward(parts: TaskInputs) -> TaskBuilder:
     """Reward modelling on preference pairs: a value head on a copy of the policy."""
     options = cast(RewardOptions, parts.options)
-    rows, stored, trained = _pairs(parts), _stored_reward_model(parts), _loaded_reward_model(parts)
+    rows = parts.rows("pairs", PAIR_COLUMNS)
+    stored, trained = _stored_reward_model(parts), _loaded_reward_model(parts)
     origin = stored or parts.base_model(parts.inputs.model if trained is None else trained.backbone)
 
     def build(world: World) -> nn.Module:
@@ -240,14 +243,17 @@ def reward(parts: TaskInputs) -> TaskBuilder:
 def preference(parts: TaskInputs) -> TaskBuilder:
     """Preference optimisation on pairs: trains a copy of the policy; the default reference is the policy itself."""
     options = cast(PreferenceOptions, parts.options)
-    rows, origin = _pairs(parts), parts.base_model(parts.inputs.model)
+    rows, origin = parts.rows("pairs", PAIR_COLUMNS), parts.base_model(parts.inputs.model)
     has_reference, build = options.preference.needs_reference, _policy(parts, origin)
     compared = _reference(parts, options.reference, origin) if has_reference else None
-
-    def task(world: World) -> tuple[Task, Sequence[Callback]]:
-        return PreferenceTask(options, rows, build, world, _reference_model(parts, origin, compared, world)), ()
-
-    return TaskBuilder(task=task, fingerprint=rows.fingerprint, network=origin.config_dict())
+    return TaskBuilder(
+        task=lambda world: (
+            PreferenceTask(options, rows, build, world, _reference_model(parts, origin, compared, world)),
+            (),
+        ),
+        fingerprint=rows.fingerprint,
+        network=origin.config_dict(),
+    )
 
 
 def kto(parts: TaskInputs) -> TaskBuilder:
@@ -256,11 +262,11 @@ def kto(parts: TaskInputs) -> TaskBuilder:
     rows = parts.rows("unpaired", "prompt, completion and label")
     origin = parts.base_model(parts.inputs.model)
     compared, build = _reference(parts, options.reference, origin), _policy(parts, origin)
-
-    def task(world: World) -> tuple[Task, Sequence[Callback]]:
-        return KTOTask(options, rows, build, world, _reference_model(parts, origin, compared, world)), ()
-
-    return TaskBuilder(task=task, fingerprint=rows.fingerprint, network=origin.config_dict())
+    return TaskBuilder(
+        task=lambda world: (KTOTask(options, rows, build, world, _reference_model(parts, origin, compared, world)), ()),
+        fingerprint=rows.fingerprint,
+        network=origin.config_dict(),
+    )
 
 
 def _reference_model(
@@ -285,7 +291,7 @@ def policy_gradient(parts: TaskInputs) -> TaskBuilder:
     rows = parts.rows(None, "prompt, and those that rewards read", options.rollout.max_new_tokens, tools)
     pretraining = _ptx_rows(parts)
     given, num_training = parts.inputs.model, options.parallel.world_size
-    held = options.role_ranks.roles_of(parts.rank, num_training)
+    held = {name for name in ROLES if parts.rank in options.role_ranks.ranks(name, num_training)}
     is_built = parts.rank < num_training or "rollout" in held
     origin = cache(lambda: parts.base_model(policy_of(given) if given is not None else None, is_shared=True))
     scores, has_critic = _rewards(parts), is_built and options.rl.has_critic
@@ -448,10 +454,6 @@ def _critic_backbone(backbone: nn.Module, options: RLOptions, device: torch.devi
     if options.lora.is_on and config_of_network(backbone) is not None:
         return copy_with_adapter(backbone, "critic", options.lora.config, options.seed, options.compile_level)
     return copy_model(backbone, device, options.compile_level)
-
-
-def _pairs(parts: TaskInputs) -> DatasetSplits[PreferencePair]:
-    return parts.rows("pairs", "chosen and rejected, and prompt unless both begin with it")
 
 
 def _stored_reward_model(parts: TaskInputs) -> BaseModelSource | None:

@@ -47,7 +47,8 @@ def gae_advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, 
     `gae_lambda` is one number, or one per sequence [B, 1]. The value after the last generated token is 0. The recursion
     skips tokens outside of the mask (padding, observations between turns). Computed in ceil(log2 T) passes.
     """
-    order = actions_first(mask)
+    # Generated tokens first, both kinds in their order.
+    order = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     is_action = mask.gather(-1, order)
     rewards, own = (torch.where(is_action, each.gather(-1, order), 0.0) for each in (rewards, values))
     following = torch.cat([own[:, 1:], torch.zeros_like(own[:, :1])], dim=-1)
@@ -60,11 +61,6 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """The discounted sums [B, T] of all rewards from each generated token on, 0 outside of the mask."""
     nothing = torch.zeros_like(rewards)
     return gae_advantages(rewards, nothing, mask, gamma, 1.0)
-
-
-def actions_first(mask: Tensor) -> Tensor:
-    """The places [B, T] of each row, true ones first, both kinds in their order."""
-    return mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
 
 
 def discounted_sums(values: Tensor, rate: Tensor | float) -> Tensor:

@@ -47,7 +47,7 @@ class Job:
     error: BaseException | None = None
     is_done: bool = False
     has_timed_out: bool = False
-    started: float | None = None  # by the monotonic clock
+    started: float = math.inf  # by the monotonic clock
     awaited: Future[Any] | None = field(default=None, repr=False)  # of an async call
 
 
@@ -130,7 +130,7 @@ class StepPool:
     def _drop_overdue(self) -> None:
         if self._timeout is None:
             return
-        overdue = [job for job in self._running if self._age(job) >= self._timeout]
+        overdue = [job for job in self._running if time.monotonic() - job.started >= self._timeout]
         for job in overdue:
             job.has_timed_out = job.is_done = True
             self._running.remove(job)
@@ -142,11 +142,7 @@ class StepPool:
         """Seconds until the next time-out."""
         if self._timeout is None or not self._running:
             return None
-        return max(self._timeout - max(map(self._age, self._running)), 0.0)
-
-    def _age(self, job: Job) -> float:
-        assert job.started is not None
-        return time.monotonic() - job.started
+        return max(min(job.started for job in self._running) + self._timeout - time.monotonic(), 0.0)
 
 
 @functools.cache

@@ -95,7 +95,8 @@ class RolloutCollector:
 
     def prepare(self, build: Callable[[World], nn.Module], model: nn.Module | None) -> None:
         """Build the rollout model unless it is the trained `model`; cast frozen models to the run's precision."""
-        if self._placement.needs_copy:
+        is_elsewhere = self._world.is_inference_only or self._world.is_sharded
+        if is_elsewhere and self._placement.has("rollout"):
             self._rollout_model = build(World(device=self._world.device))
         built = nn.ModuleList(each for each in (model, self._rollout_model) if each is not None)
         self._roles.reference_model.hold_in(self._options.precision, built)
@@ -232,7 +233,7 @@ class RolloutCollector:
             engine = Engine(policy, options.rollout.engine, stop_ids=self._roles.eos_ids)
             run = partial(generate_rollouts, tokenizer=self._roles.tokenizer) if runner is None else runner.run
             rollouts = run(engine, own, _sampling_options(options.rollout, temperature), num_generations, key)
-            if self._placement.are_colocated("rollout", "reward"):
+            if self._placement.ranks["rollout"] == self._placement.ranks["reward"]:
                 scores = list(self.score(rollouts, prompts))
                 rollouts = [replace(each, **score) for each, score in zip(rollouts, scores, strict=True)]
         # Reward functions read the columns from the rows; ranks exchange numbers only.

@@ -209,7 +209,11 @@ class ToolEnvironment(ABC):
     def _tool_messages(self, response: str, calls: Sequence[ToolCall], results: Sequence[Any]) -> Any:
         self.num_tool_results += sum(each.problem is None for each in calls)
         messages: list[Message] = [
-            {"role": "tool", "name": call.name, "content": result if isinstance(result, str) else _to_json(result)}
+            {
+                "role": "tool",
+                "name": call.name,
+                "content": result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str),
+            }
             for call, result in zip(calls, results, strict=True)
         ]
         if self._turns_left is None:
@@ -307,7 +311,3 @@ def _parse_call(body: str, arguments: str) -> ToolCall:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not isinstance(given, dict):
         return ToolCall(problem=f'the call is not of the form {{"name": ..., "{arguments}": {{...}}}}')
     return ToolCall(name=found["name"], arguments=given)
-
-
-def _to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)

@@ -22,27 +22,18 @@ class RolePlacement:
 
     def __init__(self, placement: RoleRanksOptions, world: World) -> None:
         self._world = world
-        self._ranks = {name: placement.ranks(name, world.num_training) for name in ROLES}
+        self.ranks = {name: placement.ranks(name, world.num_training) for name in ROLES}
 
     def has(self, role: str) -> bool:
         """Whether the role is placed on this rank."""
-        return self._world.rank in self._ranks[role]
-
-    def are_colocated(self, one: str, other: str) -> bool:
-        """Whether two roles are on the same ranks."""
-        return self._ranks[one] == self._ranks[other]
-
-    @property
-    def needs_copy(self) -> bool:
-        """Whether this rank needs a rollout model: it is inference-only, or holds only shards of the trained model."""
-        return self.has("rollout") and (self._world.is_inference_only or self._world.is_sharded)
+        return self._world.rank in self.ranks[role]
 
     def local_indices(self, role: str, num_items: int) -> Indices:
         """This rank's share of `num_items` items for a role, in order; empty without the role."""
         items = np.arange(num_items, dtype=np.int64)
         if not self.has(role):
             return items[:0]
-        ranks = self._ranks[role]
+        ranks = self.ranks[role]
         return np.array_split(items, len(ranks))[ranks.index(self._world.rank)]
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -59,4 +50,4 @@ class RolePlacement:
         target: Mapping[str, Tensor] | None = None if rollout_model is None else dict(rollout_model.named_parameters())
         if model is not None or rollout_model is not None:
             parallel = None if model is None else parallel_model_of(model, self._world)
-            sync_weights(parallel, target, self._ranks["rollout"], self._world)
+            sync_weights(parallel, target, self.ranks["rollout"], self._world)

@@ -59,10 +59,6 @@ class ReferenceModel:
             "base": fingerprint(nn.ModuleList(self._bases)) if self._bases else None,
         }
 
-    def check_same(self, state: dict[str, Any], allowed: bool) -> None:
-        """See `check_frozen_weights`."""
-        check_frozen_weights(self.state, state, allowed)
-
 
 def check_frozen_weights(current: dict[str, Any], state: dict[str, Any], allowed: bool) -> None:
     """Raise ConfigError if the base model differs from that of `state`, or the reference does and that is not allowed.

@@ -66,10 +66,6 @@ class RewardOutput:
 class Scorer(ABC):
     """Computes rewards of completions."""
 
-    def scores(self, completions: Sequence[PromptCompletion]) -> list[Score]:
-        """One number per completion or per token. Raises TrainingError for a completion without a reward."""
-        return [each.score for each in self.checked_rewards(completions) if each.score is not None]
-
     def checked_rewards(self, completions: Sequence[PromptCompletion]) -> list[RewardOutput]:
         """`rewards`, checked. Raises TrainingError for a completion without a reward."""
         found = self.rewards(completions)

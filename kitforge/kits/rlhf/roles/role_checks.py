@@ -46,11 +46,12 @@ def check_role_tokenizers(options: StageOptions, roles: Mapping[str, Any], token
                 expected=_tokenizer_text(tokenizer),
                 fix="train it with the policy's tokenizer, as when it starts from the policy's run",
             )
-        known, wanted = _vocab_size(given.model if isinstance(given, Run) else given), own or tokenizer
-        if known is not None and known < wanted.vocab_size:
+        model, wanted = given.model if isinstance(given, Run) else given, own or tokenizer
+        network = model.backbone if isinstance(model, ValueHeadModel) else model
+        if isinstance(network, CausalLM) and network.geometry.vocab_size < wanted.vocab_size:
             raise ConfigError(
                 f"the vocabulary of the role {name} is too small",
-                got=f"a vocabulary of {known}",
+                got=f"a vocabulary of {network.geometry.vocab_size}",
                 expected=f"at least the tokenizer's {wanted.vocab_size}",
             )
 
@@ -65,11 +66,6 @@ def _tokenizer_of(given: Any) -> Tokenizer | None:
 
 def _tokenizer_text(tokenizer: Tokenizer) -> str:
     return f"{type(tokenizer).__name__} of {tokenizer.vocab_size} tokens ({tokenizer.fingerprint[:8]})"
-
-
-def _vocab_size(given: Any) -> int | None:
-    network = given.backbone if isinstance(given, ValueHeadModel) else given
-    return network.geometry.vocab_size if isinstance(network, CausalLM) else None
 
 
 @final

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
 
 from kitforge.core.optim.groups import ParameterGroup
 from kitforge.core.parallel.world import World
+from kitforge.data.chat_datasets import PreferencePair
 from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
-from kitforge.kits.rlhf.batching import row_schedule
+from kitforge.kits.rlhf.batching import input_tokens, pair_batches, row_schedule
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.kits.rlhf.dataset import DatasetSplits, Row
 from kitforge.kits.rlhf.roles.model_copy import decoder_groups
-from kitforge.kits.rlhf.roles.reference_model import ReferenceModel
+from kitforge.kits.rlhf.roles.reference_model import ReferenceModel, check_frozen_weights
 from kitforge.trainer.metric_means import weighted_means
 from kitforge.trainer.task import Task
 
@@ -97,4 +99,17 @@ class DatasetTask(Task, Generic[Options, Row]):
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore; refuse other rows, another reference model or another base model."""
         self._rows.check_same(state["rows"], self._options.trainer.allow_data_changes)
-        self._reference_model.check_same(state, self._options.trainer.allow_config_changes)
+        check_frozen_weights(self._reference_model.state, state, self._options.trainer.allow_config_changes)
+
+
+class PairTask(DatasetTask[Options, PreferencePair], ABC):
+    """A task over preference pairs. Micro-batches are those of `pair_batches`."""
+
+    def micro_batches(self, model: nn.Module, rows: Sequence[PreferencePair], step: int) -> list[MicroBatch]:
+        """See `pair_batches`."""
+        return pair_batches(rows, self._schedule, self._rows.pad_id)
+
+    def count(self, step: Sequence[MicroBatch]) -> Sums:
+        """Pairs of this rank's part of the step."""
+        pairs = torch.stack([micro_batch["weights"].sum() for micro_batch in step]).sum()
+        return {"loss": pairs, "samples": pairs, "input_tokens": input_tokens(step)}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast, final
 
 import torch
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.data.chat_datasets import PreferencePair
 from kitforge.data.packing import IGNORED
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.preference_losses import (
@@ -20,22 +18,14 @@ from kitforge.kits.rlhf.algorithms.preference_losses import (
     rpo_loss,
     simpo_loss,
 )
-from kitforge.kits.rlhf.batching import pair_batches, pair_count, split_pairs
+from kitforge.kits.rlhf.batching import split_pairs
 from kitforge.kits.rlhf.config import PreferenceOptions
-from kitforge.kits.rlhf.supervised.dataset_task import DatasetTask
+from kitforge.kits.rlhf.supervised.dataset_task import PairTask
 
 
 @final
-class PreferenceTask(DatasetTask[PreferenceOptions, PreferencePair]):
-    """Micro-batches are those of `pair_batches`. Dropout is off for policy and reference."""
-
-    def micro_batches(self, model: nn.Module, rows: Sequence[PreferencePair], step: int) -> list[MicroBatch]:
-        """See `pair_batches`."""
-        return pair_batches(rows, self._schedule, self._rows.pad_id)
-
-    def count(self, step: Sequence[MicroBatch]) -> Sums:
-        """Pairs."""
-        return pair_count(step)
+class PreferenceTask(PairTask[PreferenceOptions]):
+    """Preference optimisation. Dropout is off for policy and reference."""
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
         """Sums over pairs of the loss, the implicit rewards, their margins and their accuracy."""

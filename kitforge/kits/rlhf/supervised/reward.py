@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import cast, final
 
 import torch
 from torch import Tensor, nn
 
-from kitforge.data.chat_datasets import PreferencePair
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.preference_losses import pairwise_loss
-from kitforge.kits.rlhf.batching import pair_batches, pair_count, split_pairs
+from kitforge.kits.rlhf.batching import split_pairs
 from kitforge.kits.rlhf.config import RewardOptions
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel
-from kitforge.kits.rlhf.supervised.dataset_task import DatasetTask
+from kitforge.kits.rlhf.supervised.dataset_task import PairTask
 from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
 
 # Training pairs for the mean and standard deviation of the scores.
@@ -23,16 +21,8 @@ NORMALIZATION_PAIRS = 256
 
 
 @final
-class RewardTask(DatasetTask[RewardOptions, PreferencePair]):
-    """Micro-batches are those of `pair_batches`."""
-
-    def micro_batches(self, model: nn.Module, rows: Sequence[PreferencePair], step: int) -> list[MicroBatch]:
-        """See `pair_batches`."""
-        return pair_batches(rows, self._schedule, self._rows.pad_id)
-
-    def count(self, step: Sequence[MicroBatch]) -> Sums:
-        """Pairs."""
-        return pair_count(step)
+class RewardTask(PairTask[RewardOptions]):
+    """Reward modelling with the Bradley-Terry loss."""
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
         """Sums of loss, accuracy (a tie counts half) and margin of the pairs."""
@@ -51,14 +41,11 @@ class RewardTask(DatasetTask[RewardOptions, PreferencePair]):
         """The sums of the loss, and the accuracy by source."""
         chosen, rejected = split_pairs(_scores(model, micro_batch))
         right = (_ranking_accuracy(chosen, rejected) * micro_batch["weights"].to(chosen.device)).cpu()
-        by_source = {name: (right * _source_mask(micro_batch, source)).sum() for name, source in self._sources}
-        return self.loss(model, micro_batch) | by_source
+        return self.loss(model, micro_batch) | self._sums_by_source(micro_batch, right)
 
     def eval_counts(self, micro_batch: MicroBatch) -> Sums:
         """Pairs, and those of each source."""
-        weights = micro_batch["weights"]
-        by_source = {name: (weights * _source_mask(micro_batch, source)).sum() for name, source in self._sources}
-        return self.count([micro_batch]) | by_source
+        return self.count([micro_batch]) | self._sums_by_source(micro_batch, micro_batch["weights"])
 
     def normalize(self, model: nn.Module) -> None:
         """Set mean and deviation of the model to those of its scores of training responses, over all ranks."""
@@ -75,10 +62,13 @@ class RewardTask(DatasetTask[RewardOptions, PreferencePair]):
         network.deviation.copy_((squares / found["count"]).sqrt().clamp(min=1e-6))
 
     @cached_property
-    def _sources(self) -> list[tuple[str, str]]:
-        """The accuracy metric and the name of each source of the evaluation pairs."""
-        sources = {pair.source for pair in self._rows.eval if pair.source}
-        return [(f"rewards/accuracy/{source}", source) for source in sorted(sources)]
+    def _sources(self) -> list[str]:
+        return sorted({pair.source for pair in self._rows.eval if pair.source})
+
+    def _sums_by_source(self, batch: MicroBatch, values: Tensor) -> Sums:
+        """Sums of values of pairs [P] by the source of the pair."""
+        masks = {source: torch.tensor([each == source for each in batch["sources"]]) for source in self._sources}
+        return {f"rewards/accuracy/{source}": (values * mask).sum() for source, mask in masks.items()}
 
 
 @final
@@ -104,7 +94,3 @@ def _scores(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 def _ranking_accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
     return ((chosen > rejected).float() + (chosen >= rejected).float()) / 2
-
-
-def _source_mask(batch: MicroBatch, source: str) -> Tensor:
-    return torch.tensor([each == source for each in batch["sources"]])

@@ -45,8 +45,8 @@ def answer(asked: str, text: str, *, has_ended: bool = True, **columns: Any) -> 
 ANSWERS = [answer("a", "xyz", answer="xyz", level=1), answer("b", "x", has_ended=False, answer="y", level=2)]
 
 
-def scores(given: Any) -> list[float | list[float]]:
-    return scorer_of(given, TOKENIZER).scores(ANSWERS)
+def scores(given: Any, answers: Sequence[PromptCompletion] = tuple(ANSWERS)) -> list[float | list[float] | None]:
+    return [each.score for each in scorer_of(given, TOKENIZER).checked_rewards(answers)]
 
 
 def test_a_function_sees_texts_tokens_and_columns_and_only_what_it_names() -> None:
@@ -75,7 +75,7 @@ def test_arrays_of_numpy_serve_as_lists_do() -> None:
     assert scores(lambda *, completions: [np.float32(0.5), np.array(2)]) == [0.5, 2.0]
     assert scores(lambda *, completions: [np.ones(3), torch.ones(1)]) == [[1.0, 1.0, 1.0, 0.0], [1.0]]
     assert scores(lambda *, completions: map(len, completions)) == [3.0, 1.0]
-    assert scorer_of(lambda *, completions: 0.5, TOKENIZER).scores(ANSWERS[:1]) == [0.5]
+    assert scores(lambda *, completions: 0.5, ANSWERS[:1]) == [0.5]
 
 
 def test_an_async_function_serves_within_a_loop_that_runs_as_in_a_notebook() -> None:
@@ -97,7 +97,7 @@ def test_a_reward_that_does_not_apply_is_left_out_of_the_sum_and_of_its_own_scor
     assert isinstance(scorer, WeightedScorer)
     found = [dict(each.rewards) for each in scorer.checked_rewards(ANSWERS)]
     assert found == [{"first_only": 5.0, "exact": 1.0}, {"exact": 0.0}]
-    assert scorer.scores(ANSWERS) == [6.0, 0.0]
+    assert scores([first_only, "exact"]) == [6.0, 0.0]
     for given in (first_only, [first_only], {"first": (0.5, first_only)}):
         with pytest.raises(TrainingError, match=r"(?s)no reward applies.*None for 1 of 2"):
             scores(given)
@@ -159,7 +159,7 @@ def test_a_reward_model_with_a_tokenizer_of_its_own_reads_the_text() -> None:
 
     said = [{"role": "user", "content": "How?"}]
     asked = [*ANSWERS[:1], answer("a", "xyz", prompt="a"), answer("How?", "So", prompt=said)]
-    found = scorer_of({"judge": run}, TOKENIZER).scores(asked)
+    found = scores({"judge": run}, asked)
     first = wanted({"prompt": "a", "completion": "xyz"})
     reply = wanted({"messages": [*said, {"role": "assistant", "content": "So"}]})
     assert found == pytest.approx([first, first, reply], abs=1e-9)
@@ -167,9 +167,9 @@ def test_a_reward_model_with_a_tokenizer_of_its_own_reads_the_text() -> None:
     text = [*own.encode("b"), *own.encode("x")]
     with torch.no_grad():
         cut = float(model(torch.tensor([text]))[0, -1])
-    assert scorer_of(run, TOKENIZER).scores(ANSWERS[1:]) == pytest.approx([cut], abs=1e-9)
+    assert scores(run, ANSWERS[1:]) == pytest.approx([cut], abs=1e-9)
     assert scores(Run(folder=Path(), model=model, processor=TOKENIZER, metrics={})) == scores(model)
-    assert scorer_of(run, TOKENIZER).scores([answer("a", "", prompt=said)])
+    assert scores(run, [answer("a", "", prompt=said)])
 
 
 def test_scores_of_tokens_leave_the_end_without_one() -> None:
@@ -183,7 +183,7 @@ def test_a_model_scores_answers_in_their_order_whatever_their_lengths(monkeypatc
     judge.reset_head(0)
     answers = [answer("a" * size, "b") for size in (3, 9, 1, 14, 9, 2, 5)]
     wanted = [float(judge(torch.tensor([[*each.prompt, *each.tokens]]))[0, -1]) for each in answers]
-    assert scorer_of(judge, TOKENIZER).scores(answers) == pytest.approx(wanted, abs=1e-12)
+    assert scores(judge, answers) == pytest.approx(wanted, abs=1e-12)
 
 
 def test_rows_that_share_a_pass_are_of_similar_length() -> None:
