@@ -26,7 +26,7 @@ def fields_of(body: bytes) -> dict[str, Any]:
 def invalid_value(name: str, value: Any, expected: str, size: int | None = None) -> ApiError:
     """The error of an invalid value; `size` replaces a value of the wrong length in the message."""
     if size is not None:
-        got = f"{size} of them"
+        got = f"a length of {size}"
     elif isinstance(value, (list, dict)) and len(value) > 8:
         got = f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     else:
@@ -79,7 +79,7 @@ def _without_nulls(value: Any, depth: int = 0) -> Any:
 
 def _at_most(context: Mapping[str, Any]) -> str:
     most = context.get("count", context.get("max_length"))
-    return f"at most {most} of them" if most else "none; they are not supported"
+    return f"a length of at most {most}" if most else "an empty value: this field is not supported"
 
 
 def _literals(context: Mapping[str, Any]) -> str:
@@ -99,7 +99,7 @@ _EXPECTED: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "dict_type": lambda _: "an object",
     "model_type": lambda _: "an object",
     "string_too_short": lambda _: "text that is not empty",
-    "too_short": lambda context: f"at least {context['min_length']} of them",
+    "too_short": lambda context: f"a length of at least {context['min_length']}",
     "too_long": _at_most,
     "literal_error": _literals,
     "greater_than_equal": lambda context: f"at least {context['ge']:g}",

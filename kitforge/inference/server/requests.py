@@ -67,7 +67,7 @@ def _at_most(count: int) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, (list, dict)) and len(value) > count:
-            raise PydanticCustomError("too_long", "at most {count} of them", {"count": count, "got": len(value)})
+            raise PydanticCustomError("too_long", "a length of at most {count}", {"count": count, "got": len(value)})
         return value
 
     return BeforeValidator(check)

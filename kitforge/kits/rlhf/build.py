@@ -291,7 +291,7 @@ class PlaceholderModel(nn.Module):
 
 @final
 class SaveTokenizer(Callback):
-    """Writes the tokenizer beside the run."""
+    """Writes the tokenizer to the run folder."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

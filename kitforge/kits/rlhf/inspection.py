@@ -18,11 +18,11 @@ def loss_mask_lines(
     breaks."""
     for number, row in enumerate(islice(rows, INSPECTED_ROWS), start=1):
         for name, response in _responses(row).items():
-            yield f"row {number}{name}: {len(response.tokens)} tokens, {sum(response.loss_mask)} learnt"
+            yield f"row {number}{name}: {len(response.tokens)} tokens, {sum(response.loss_mask)} trained"
             runs = groupby(zip(response.loss_mask, response.tokens, strict=True), key=lambda each: each[0])
             for is_trained, run in runs:
                 text = visible_text([token for _, token in run], tokenizer)
-                yield f"  {'learnt ' if is_trained else 'context'} {text!r}"
+                yield f"  {'trained' if is_trained else 'context'} {text!r}"
 
 
 def visible_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:

@@ -372,7 +372,7 @@ def _ptx_rows(parts: TaskInputs) -> DatasetSplits[TokenizedExample] | None:
     """Pretraining rows (ptx); None for ptx.coef=0."""
     options = cast(RLOptions, parts.options)
     source = parts.inputs.roles.get("ptx", options.ptx.data)
-    check(source is None or options.ptx.coef > 0, "ptx.coef", options.ptx.coef, "above 0 beside the role ptx")
+    check(source is None or options.ptx.coef > 0, "ptx.coef", options.ptx.coef, "above 0 with the role ptx")
     if options.ptx.coef == 0 or parts.is_evaluation:
         return None
     check(source is not None, "ptx.data", None, 'rows for ptx.coef: a file, or roles={"ptx": ROWS}')

@@ -18,17 +18,17 @@ ROWS = {
     "grpo": {"prompt": "a"},
 }
 WANTED = {
-    "sft": ["row 1: 3 tokens, 2 learnt", "  context 'a'", "  learnt  'b<eos>'"],
+    "sft": ["row 1: 3 tokens, 2 trained", "  context 'a'", "  trained 'b<eos>'"],
     "dpo": [
-        "row 1, chosen: 3 tokens, 2 learnt",
+        "row 1, chosen: 3 tokens, 2 trained",
         "  context 'a'",
-        "  learnt  'b<eos>'",
-        "row 1, rejected: 3 tokens, 2 learnt",
+        "  trained 'b<eos>'",
+        "row 1, rejected: 3 tokens, 2 trained",
         "  context 'a'",
-        "  learnt  'c<eos>'",
+        "  trained 'c<eos>'",
     ],
-    "kto": ["row 1, undesirable: 3 tokens, 2 learnt", "  context 'a'", "  learnt  'b<eos>'"],
-    "grpo": ["row 1, prompt: 1 tokens, 0 learnt", "  context 'a'"],
+    "kto": ["row 1, undesirable: 3 tokens, 2 trained", "  context 'a'", "  trained 'b<eos>'"],
+    "grpo": ["row 1, prompt: 1 tokens, 0 trained", "  context 'a'"],
 }
 
 
@@ -50,9 +50,9 @@ def test_a_call_is_printed_with_the_tokens_of_its_template(tmp_path: Path, capsy
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "zwei ü"}}\n</tool_call>'
     assert lines[1:5] == [
         "  context " + repr("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"),
-        "  learnt  " + repr("<think>\n\n</think>\n\n" + call + "<|im_end|>\n"),
+        "  trained " + repr("<think>\n\n</think>\n\n" + call + "<|im_end|>\n"),
         "  context " + repr("<|im_start|>user\n<tool_response>4</tool_response><|im_end|>\n<|im_start|>assistant\n"),
-        "  learnt  " + repr("<think>\n\n</think>\n\nFour<|im_end|>\n"),
+        "  trained " + repr("<think>\n\n</think>\n\nFour<|im_end|>\n"),
     ]
     assert sum(line.startswith("row") for line in lines) == 3
 

@@ -57,7 +57,7 @@ def test_a_bad_row_is_named_or_dropped(scorer: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_cannot_be_written_is_refused(scorer: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", [ROWS[0] | {"score": 1}])
-    with pytest.raises(DataError, match="would overwrite"):
+    with pytest.raises(DataError, match="has a column `score` already"):
         predict(scorer, source, tmp_path / "scores.jsonl")
     with pytest.raises(ConfigError, match="'output'"):
         predict(scorer, source, tmp_path / "scores.csv")

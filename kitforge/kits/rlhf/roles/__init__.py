@@ -1,1 +1,1 @@
-"""The models beside the policy: loading, reference model, value head, rewards, and their ranks."""
+"""The roles of RLHF: loading of models, reference model, value head, rewards, and their placement on ranks."""

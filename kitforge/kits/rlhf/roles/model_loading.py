@@ -291,7 +291,7 @@ def recorded_reference_model(
         network = None if is_sharded_load else origin.frozen_copy(begun, device)
         if (origin.fingerprint(begun) if network is None else fingerprint(network)) == wanted:
             return origin if network is None else BaseModelSource(given=network, config=None)
-    got = f"no folder {lost}" if lost else f"{named or start or 'the initial weights of its seed'}: other weights"
+    got = f"no folder {lost}" if lost else f"other weights in {named or start or 'the initial policy of its seed'}"
     _log.warning("cannot find the reference model of %s (%s): add reference=FOLDER", checkpoint.folder, got)
     return None
 

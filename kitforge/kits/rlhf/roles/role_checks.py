@@ -80,18 +80,16 @@ class DisableDropout(Callback):
         """Disable at the start; log after the first step."""
         if event.kind == "start":
             self._rates = _dropout_rates(run.model)
-            for layer in _dropout_layers(run.model):
-                layer.p = 0.0
+            for layer in run.model.modules():
+                if isinstance(layer, _DropoutNd):
+                    layer.p = 0.0
         elif event.kind == "step" and self._rates:
             rates, self._rates = ", ".join(map(str, sorted(self._rates))), set()
             run.log_event("dropout", f"dropout {rates} of the model is disabled for this task")
 
 
-def _dropout_layers(model: nn.Module) -> list[_DropoutNd]:
-    return [each for each in model.modules() if isinstance(each, _DropoutNd)]
-
-
 def _dropout_rates(model: nn.Module) -> set[float]:
     configs = [config for each in model.modules() if (config := config_of_network(each)) is not None]
     asked = {value for config in configs for name, value in to_dict(config).items() if name.endswith("dropout")}
-    return {rate for rate in (*asked, *(layer.p for layer in _dropout_layers(model))) if rate}
+    asked |= {layer.p for layer in model.modules() if isinstance(layer, _DropoutNd)}
+    return {rate for rate in asked if rate}
