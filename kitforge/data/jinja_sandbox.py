@@ -103,7 +103,11 @@ class SandboxedTemplate:
         self.constants = frozenset(_spelt(tree))
         looking = tree.find_all((nodes.Call, nodes.Compare, nodes.Filter, nodes.Test))
         self.looked_for = frozenset(text for node in looking for text in _spelt_directly(node))
-        self.marks_replies = any(_is_generation(call) for call in tree.find_all(nodes.CallBlock))
+        callees = [block.call.node for block in tree.find_all(nodes.CallBlock)]
+        self.marks_replies = any(
+            isinstance(callee, nodes.ExtensionAttribute) and callee.identifier == _Generation.identifier
+            for callee in callees
+        )
 
     def render(self, variables: Mapping[str, Any], budget: WorkBudget, marks: tuple[str, str] | None = None) -> str:
         """The text; `marks` enclose what stands in `{% generation %}`. Raises DataError for a template that refuses
@@ -393,11 +397,6 @@ def _spelt_directly(node: nodes.Node) -> Iterator[str]:
     for child in children:
         items = child.items if isinstance(child, (nodes.List, nodes.Tuple)) else [child]
         yield from (item.value for item in items if isinstance(item, nodes.Const) and isinstance(item.value, str))
-
-
-def _is_generation(block: nodes.CallBlock) -> bool:
-    callee = block.call.node
-    return isinstance(callee, nodes.ExtensionAttribute) and callee.identifier == _Generation.identifier
 
 
 def _short(error: Exception) -> str:

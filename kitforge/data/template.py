@@ -239,7 +239,8 @@ def _plain_chat(tokenizer: Tokenizer, messages: Sequence[Message], opens_reply: 
     replies = []
     for number, message in enumerate(messages):
         # Contents are encoded apart, so that a prompt is how its answered conversation begins.
-        tokens += tokenizer.encode(f"\n\n{_speaker(message)}: ")
+        role = str(message["role"])
+        tokens += tokenizer.encode(f"\n\n{_SPEAKERS.get(role, role.capitalize())}: ")
         start = len(tokens)
         tokens += tokenizer.encode(_plain_content(message))
         if message["role"] == "assistant":
@@ -266,8 +267,3 @@ def _plain_content(message: Message) -> str:
             "this conversation needs a chat template", got=str(dict(message))[:80], fix="a tokenizer with a template"
         )
     return "".join(part["text"] for part in content) if isinstance(content, list) else str(content or "")
-
-
-def _speaker(message: Message) -> str:
-    role = str(message["role"])
-    return _SPEAKERS.get(role, role.capitalize())

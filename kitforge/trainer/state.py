@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -98,7 +97,8 @@ class TrainingState:
 
     def _random_states(self) -> list[dict[str, str]]:
         """The random state of each replica; its ranks share one."""
-        own = {name: _to_text(value) for name, value in devices.random_state(self.world.device).items()}
+        current = devices.random_state(self.world.device)
+        own = {name: base64.b64encode(value.numpy().tobytes()).decode() for name, value in current.items()}
         found: dict[int, dict[str, str]] = {}
         for replica, states in self.world.all_gather_object((self.world.replica, own)):
             found.setdefault(replica, states)
@@ -109,7 +109,10 @@ class TrainingState:
         their own."""
         replica = self.world.replica
         states = stored[replica % len(stored)]
-        devices.set_random_state({name: _from_text(text) for name, text in states.items()}, self.world.device)
+        raw = {name: bytearray(base64.b64decode(text)) for name, text in states.items()}
+        devices.set_random_state(
+            {name: torch.frombuffer(each, dtype=torch.uint8) for name, each in raw.items()}, self.world.device
+        )
         if replica >= len(stored):
             torch.manual_seed(seeds.key(states["cpu"], "replica", replica))
 
@@ -122,11 +125,3 @@ class TrainingState:
         checkpoint.load_tables(self.tables())
         self.scaler.load_state(checkpoint.state["training"]["scaler"])
         self.plateau.load_state(checkpoint.state["training"]["plateau"])
-
-
-def _to_text(value: Tensor) -> str:
-    return base64.b64encode(value.numpy().tobytes()).decode()
-
-
-def _from_text(text: str) -> Tensor:
-    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())

@@ -48,7 +48,13 @@ class TableWriter:
             streams[REMOVED] = ((ids, ids.new_empty(len(ids), 0)) for ids in source.removed())
         rows: list[RowsEntry] = []
         for part, chunks in streams.items():
-            files = list(self._write_part(self._file_path(name, part), chunks))
+            words = [
+                "table",
+                _quoted(name),
+                quote(part, safe=""),
+                *([] if self._rank is None else [f"r{self._rank:05}"]),
+            ]
+            files = list(self._write_part(self._folder / "-".join(words), chunks))
             rows += [
                 RowsEntry(file=file.name, part=part, num_rows=num_rows, shard=source.shard) for file, num_rows in files
             ]
@@ -88,10 +94,6 @@ class TableWriter:
             self.files.append(safetensors_file.write_shard(path, tensors, self._step))
         return path.name
 
-    def _file_path(self, name: str, part: str) -> Path:
-        words = ["table", _quoted(name), quote(part, safe="")]
-        return self._folder / "-".join([*words, *([] if self._rank is None else [f"r{self._rank:05}"])])
-
 
 def merge_entries(shares: Sequence[Sequence[TableEntry]]) -> tuple[TableEntry, ...]:
     """The tables of a step from what each rank has written of them. Raises CheckpointError when ranks differ."""
@@ -128,7 +130,8 @@ class _Buffer:
 
     def fill(self, ids: Tensor, rows: Tensor) -> int:
         """Copy as many rows, from the first on, as have room; returns how many."""
-        if ids.dtype != torch.int64 or ids.shape != rows.shape[:1] or self._differs(rows):
+        is_row = rows.dtype == self._rows.dtype and rows.shape[1:] == self._rows.shape[1:]
+        if ids.dtype != torch.int64 or ids.shape != rows.shape[:1] or not is_row:
             raise CheckpointError(
                 "a table gave rows that cannot be stored",
                 got=f"ids {ids.dtype} {list(ids.shape)}, rows {rows.dtype} {list(rows.shape)}",
@@ -145,9 +148,6 @@ class _Buffer:
         """The rows so far, not copied; the next ones begin anew."""
         num_rows, self._num_rows = self._num_rows, 0
         return self._ids[:num_rows], self._rows[:num_rows]
-
-    def _differs(self, rows: Tensor) -> bool:
-        return rows.dtype != self._rows.dtype or rows.shape[1:] != self._rows.shape[1:]
 
 
 def _gathered(chunks: Iterable[Chunk], file_bytes: int) -> Iterator[Chunk]:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -95,8 +94,10 @@ def _config(degrees: ParallelConfig, num_ranks: int, folder: str) -> LaunchConfi
 
 def _exit_code(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
     """The exit status of interrupted ranks. Raises the error of the rank that failed first."""
+    reports = {rank: failure.error_file_data.get("kitforge") for rank, failure in failures.items()}
     words = sorted(
-        (word for rank in failures if (word := _report_of(rank, failures[rank]))), key=lambda word: word.time
+        (RankReport(rank=rank, **report) for rank, report in reports.items() if report is not None),
+        key=lambda word: word.time,
     )
     first = words[0].time if words else math.inf
     dead = [
@@ -118,11 +119,6 @@ def _exit_code(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
     if any(failure.exitcode == INTERRUPTED for failure in failures.values()):
         return INTERRUPTED
     raise TrainingError(f"rank {min(failures)} was ended from outside", fix="resume=auto goes on")
-
-
-def _report_of(rank: int, failure: ProcessFailure) -> RankReport | None:
-    report: dict[str, Any] | None = failure.error_file_data.get("kitforge")
-    return None if report is None else RankReport(rank=rank, **report)
 
 
 def _death(rank: int, failure: ProcessFailure, folder: Path) -> KitforgeError:
@@ -159,7 +155,8 @@ def _launch_environment(num_ranks: int) -> Iterator[None]:
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL" if has_gloo_alone else "ERROR"),
     }
     before = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in SIGNALS} if _is_main_thread() else {}
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS} if is_main_thread else {}
     elastic = logging.getLogger("torch.distributed.elastic")
     silence, propagated = logging.NullHandler(), elastic.propagate
     os.environ.update(wanted)
@@ -174,7 +171,3 @@ def _launch_environment(num_ranks: int) -> Iterator[None]:
             signal.signal(number, handler)
         os.environ.clear()
         os.environ.update(before)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

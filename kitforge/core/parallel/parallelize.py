@@ -190,7 +190,10 @@ class ParallelModel:
             self._tensor_parallel = TensorParallelModel(self.model, sharding, mesh)
             self.layouts = self._tensor_parallel.layouts
         if mesh.degree("shard") > 1:
-            self._fsdp = FSDPUnits(self.model, mesh, _fsdp_roots(self.model, sharding), compute_dtype)
+            # A language model without a declaration is called by `hidden` as well.
+            is_plain = sharding.fsdp_roots == {"": ()} and isinstance(self.model, CausalLM)
+            roots = {"": ("hidden",)} if is_plain else sharding.fsdp_roots
+            self._fsdp = FSDPUnits(self.model, mesh, roots, compute_dtype)
             degree = mesh.degree("shard")
             self.layouts = {name: layout.split("shard", 0, degree) for name, layout in self.layouts.items()}
 
@@ -219,12 +222,6 @@ def parallel_model_of(model: nn.Module, world: World, sharding: Sharding | None 
     """The ParallelModel of a model; `parallelize` is called if there is none yet."""
     found = model.__dict__.get(_ATTRIBUTE)
     return found if isinstance(found, ParallelModel) else parallelize(model, sharding or Sharding(), world)
-
-
-def _fsdp_roots(model: nn.Module, sharding: Sharding) -> Mapping[str, Sequence[str]]:
-    """What is called by itself, and how; a language model without a declaration also by `hidden`."""
-    is_plain = sharding.fsdp_roots == {"": ()} and isinstance(model, CausalLM)
-    return {"": ("hidden",)} if is_plain else sharding.fsdp_roots
 
 
 def _all_reduce_partial(parameters: list[nn.Parameter], group: collectives.Group) -> None:

@@ -87,7 +87,11 @@ class TensorParallelModel:
             rule = _low_rank(sharding.rule(owner_of(name))) if isinstance(module, LowRank) else sharding.rule(name)
             for own, parameter in list(module.named_parameters(recurse=False)):
                 self._shard_parameter(module, own, f"{name}.{own}".removeprefix("."), parameter, rule, mesh)
-            _wrap(module, rule, self.stream, self._rows_before(module, name))
+            # The global index of the first row of the weight.
+            layout, first = self.layouts.get(f"{name}.weight"), 0
+            if layout is not None and layout.splits:
+                first = layout.region({TENSOR: self.stream.index}).offset[0]
+            _wrap(module, rule, self.stream, first)
         for name, module in model.named_modules():
             if isinstance(module, Shardable):
                 _wrap_language_model(module, self, f"{name}." if name else "")
@@ -109,11 +113,6 @@ class TensorParallelModel:
             return
         shard = layout.region(mesh.index).of(parameter.detach()).clone(memory_format=torch.contiguous_format)
         module.register_parameter(own, nn.Parameter(shard, requires_grad=parameter.requires_grad))
-
-    def _rows_before(self, module: nn.Module, name: str) -> int:
-        """The global index of the first row of a module's weight."""
-        layout = self.layouts.get(f"{name}.weight")
-        return 0 if layout is None or not layout.splits else layout.region({TENSOR: self.stream.index}).offset[0]
 
 
 def _low_rank(layer: ShardingRule) -> ShardingRule:

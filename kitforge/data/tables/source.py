@@ -188,7 +188,9 @@ def _open_file(path: Path, config: TableSourceConfig) -> TablePart:
         return TextFile(
             path=path, names=CRITEO_COLUMNS, delimiter="\t", has_header=False, has_quotes=False, missing=missing
         )
-    delimiter = config.delimiter or ("\t" if form == "tsv" else _guessed_delimiter(line))
+    delimiter = config.delimiter or ("\t" if form == "tsv" else "")
+    if not delimiter:  # the one that splits the first line into the most cells; a comma if all are equal
+        delimiter = max(_DELIMITERS, key=lambda each: len(next(csv.reader([line], delimiter=each))))
     names = tuple(next(csv.reader([line], delimiter=delimiter))) if config.columns is None else config.columns
     _check_header(path, names)
     return TextFile(
@@ -220,11 +222,6 @@ def _format(path: Path) -> TableFormat:
         expected="a .tsv as Criteo has it or with a header, .csv, .inter, .parquet, .jsonl, or a .txt of `user item`",
         fix="rename the file, or name its format: data.format=criteo, csv, tsv, parquet, jsonl or interactions",
     )
-
-
-def _guessed_delimiter(line: str) -> str:
-    """Whatever cuts the first line of a file into most cells, quotes heeded; a comma where all do alike."""
-    return max(_DELIMITERS, key=lambda delimiter: len(next(csv.reader([line], delimiter=delimiter))))
 
 
 def _check_header(path: Path, names: Sequence[str]) -> None:

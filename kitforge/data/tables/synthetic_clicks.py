@@ -6,7 +6,7 @@ Every row is a pure function of (seed, number), so any row is had in constant ti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,7 +133,8 @@ class _SyntheticDraws:
         config = self._config
         odds = np.full(len(self._numbers), np.log(config.click_rate / (1 - config.click_rate)) - 0.3)
         for field, ranks in enumerate(self.ranks):
-            odds += 0.8 * _effects(config, f"field {field}", ranks)
+            effects = _normal(hash_array(ranks.astype(np.uint64), key(config.seed, "effect", f"field {field}")))
+            odds += 0.8 * (effects * (1 + ranks / _FADING_RANK) ** -0.75)
         for one, other in config.crosses:
             pairs = self.ranks[one] * config.fields[other] + self.ranks[other]
             fading = np.sqrt((1 + self.ranks[one] / _FADING_RANK) * (1 + self.ranks[other] / _FADING_RANK))
@@ -175,11 +176,6 @@ def _ranks(uniform: NDArray[np.float64], size: int, zipf: float) -> NDArray[np.i
     ranks = ((size + 1) ** power * uniform + (1 - uniform)) ** (1 / power) - 1
     integer_ranks: NDArray[np.int64] = np.minimum(ranks.astype(np.int64), size - 1)
     return integer_ranks
-
-
-def _effects(config: SyntheticClicksConfig, name: str, ranks: NDArray[np.int64]) -> NDArray[Any]:
-    normal = _normal(hash_array(ranks.astype(np.uint64), key(config.seed, "effect", name)))
-    return normal * (1 + ranks / _FADING_RANK) ** -0.75
 
 
 def _keys_of(config: SyntheticClicksConfig, field: int, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
