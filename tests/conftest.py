@@ -10,6 +10,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Lets kernels for GPUs run on CPU tensors. Triton reads it while it is imported.
+if not torch.accelerator.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from tests.small_run import write_run
 from tests.warm.shell import run, warm
 

@@ -105,12 +105,14 @@ class Implementation:
 
     path: str  # file.name in the operation's folder
     levels: tuple[CompileLevel, ...] = ("O1",)
-    device: str | None = None  # the device type that it is for; None: every one
+    devices: tuple[str, ...] = ()  # the device types that it is for; empty: every one
     package: str | None = None  # what must be installed; its module is then imported by the first call
     accepts: Callable[..., bool] | None = None  # whether it takes these positional arguments; None: always
 
 
-_numba = functools.partial(Implementation, device="cpu", package="numba")
+_numba = functools.partial(Implementation, devices=("cpu",), package="numba")
+# One source for CUDA and Ascend; "npu" never ran on hardware.
+_triton = functools.partial(Implementation, devices=("cuda", "npu"), package="triton")
 # By operation and name, in order of preference. The reference takes the calls that none of them accepts.
 IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "linear": {
@@ -127,16 +129,29 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "fused": Implementation(path="fused.decode_attention", levels=("O1", "O2")),
     },
     "rms_norm": {
+        "triton": _triton(path="triton.rms_norm", accepts=fast_path.accepts_triton_rows),
         "numba": _numba(path="numba.rms_norm", accepts=fast_path.accepts_rms_norm),
         "fused": Implementation(path="fused.rms_norm"),
     },
     "rotary": {
+        "triton": _triton(path="triton.rotary", accepts=fast_path.accepts_triton),
         "numba": _numba(path="numba.rotary", accepts=fast_path.accepts_rotary),
         "fused": Implementation(path="fused.rotary"),
     },
-    "swiglu": {"fused": Implementation(path="fused.swiglu")},
-    "linear_cross_entropy": {"chunked": Implementation(path="chunked.linear_cross_entropy", levels=("O1", "O2"))},
-    "linear_log_probs": {"chunked": Implementation(path="chunked.linear_log_probs", levels=("O1", "O2"))},
+    "swiglu": {
+        "triton": _triton(path="triton.swiglu", accepts=fast_path.accepts_triton),
+        "fused": Implementation(path="fused.swiglu"),
+    },
+    "linear_cross_entropy": {
+        "triton": _triton(
+            path="triton.linear_cross_entropy", levels=("O1", "O2"), accepts=fast_path.accepts_triton_logits
+        ),
+        "chunked": Implementation(path="chunked.linear_cross_entropy", levels=("O1", "O2")),
+    },
+    "linear_log_probs": {
+        "triton": _triton(path="triton.linear_log_probs", levels=("O1", "O2"), accepts=fast_path.accepts_triton_logits),
+        "chunked": Implementation(path="chunked.linear_log_probs", levels=("O1", "O2")),
+    },
     "keep_mask": {"numba": _numba(path="numba.keep_mask", levels=("O1", "O2"))},
     "fused_decode_step": {"numba": _numba(path="numba.NumbaDecodeStep")},
     "hash_map": {"numba": _numba(path="numba.OpenAddressingHashMap")},
@@ -203,7 +218,7 @@ def available(operation: str, device: str = "cpu", level: CompileLevel = "O1") -
     return [
         name
         for name, each in IMPLEMENTATIONS[operation].items()
-        if level in each.levels and each.device in (None, device) and _is_installed(each)
+        if level in each.levels and (not each.devices or device in each.devices) and _is_installed(each)
     ]
 
 
@@ -222,10 +237,15 @@ def implementation(operation: str, name: str, device: str = "cpu") -> Any:
         )
     if found is None:
         return _REFERENCES[operation]
-    if found.device not in (None, device):
-        raise DeviceError(f"{operation} by {name!r} cannot run", got=f"device={device}", expected=found.device)
+    if found.devices and device not in found.devices:
+        expected = " or ".join(found.devices)
+        raise DeviceError(f"{operation} by {name!r} cannot run", got=f"device={device}", expected=expected)
     if found.package is not None and not _is_installed(found):
-        raise DependencyError(found.package, needed_for=f"{operation} by {name!r}", extra="recommender")
+        raise DependencyError(
+            found.package,
+            needed_for=f"{operation} by {name!r}",
+            extra="gpu" if found.package == "triton" else "recommender",
+        )
     function, accepts = _load(operation, name), found.accepts
 
     def checked(*inputs: Any, **options: Any) -> Any:

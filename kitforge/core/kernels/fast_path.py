@@ -1,16 +1,21 @@
-"""The calls that compiled loops accept: few elements on CPU, without gradients."""
+"""The calls that an implementation accepts: compiled loops few elements on CPU, without gradients; Triton kernels float
+dtypes and rows that one program holds."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
+from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES, compute_dtype
 
 # Elements below which waking a second thread, or calling another operation, takes longer than the work.
 MAX_SMALL_ELEMENTS = 2**15
 # With more rows the vendor's product is faster; with native bfloat16 that begins sooner.
 FEW_ROWS, FEW_NATIVE_ROWS = 32, 8
+_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# The longest row that a Triton program holds at once; an Ascend core has 192 KiB.
+MAX_TRITON_ROW = {"npu": 2**13}
+_GPU_ROW = 2**16
 
 
 def is_numba_eligible(tensor: Tensor) -> bool:
@@ -46,3 +51,18 @@ def accepts_rotary(input: Tensor, cos: Tensor, sin: Tensor, *_: object) -> bool:
 def accepts_decode_attention(_query: Tensor, keys: Tensor, values: Tensor, *_: object) -> bool:
     """Whether keys and values are contiguous."""
     return is_numba_eligible(keys) and keys.is_contiguous() and values.is_contiguous()
+
+
+def accepts_triton(input: Tensor, *_: object) -> bool:
+    """Whether the input has a dtype that the kernels load."""
+    return input.dtype in _TRITON_DTYPES
+
+
+def accepts_triton_rows(input: Tensor, *_: object) -> bool:
+    """Whether one program also holds a whole row."""
+    return accepts_triton(input) and 0 < input.shape[-1] <= MAX_TRITON_ROW.get(input.device.type, _GPU_ROW)
+
+
+def accepts_triton_logits(hidden: Tensor, weight: Tensor, *_: object) -> bool:
+    """Whether no product is in fp16, whose gradients must be scaled before they are rounded."""
+    return torch.float16 not in (hidden.dtype, weight.dtype, compute_dtype(hidden))

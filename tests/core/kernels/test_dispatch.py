@@ -71,6 +71,9 @@ def test_each_device_has_implementations_of_its_own() -> None:
     assert available("linear", "cpu") == ["numba", "fused"]
     assert available("linear", "cuda") == ["fused"]
     assert available("linear", "cpu", "O2") == ["traceable"]
+    assert available("rms_norm", "cpu") == ["numba", "fused"]
+    assert available("rms_norm", "cuda") == available("rms_norm", "npu") == ["triton", "fused"]
+    assert available("linear_cross_entropy", "cuda", "O2") == ["triton", "chunked"]
     here, there = select("O1", "cpu"), select("O1", "cuda")
     assert here.linear is not there.linear
     assert there.linear is implementation("linear", "fused")

@@ -63,7 +63,7 @@ class _Chunked(torch.autograd.Function):
         # The logsumexp of each row.
         normalisers = torch.empty(hidden.shape[0], dtype=exact, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            for part in _chunks(hidden.shape[0], weight.shape[0] if shard is None else shard.max_rows, exact):
+            for part in chunks(hidden.shape[0], weight.shape[0] if shard is None else shard.max_rows, exact):
                 logits = (rounded[part] @ matrix.t()).to(exact)
                 loss, normalisers[part] = _loss_into_gradient(logits, targets[part], shard)
                 total += loss
@@ -71,7 +71,7 @@ class _Chunked(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[part] = gradient @ matrix
                 if grad_weight is not None:
-                    _add_product(grad_weight, gradient, rounded[part])
+                    add_product(grad_weight, gradient, rounded[part])
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if ctx.scales_first and with_gradients:
@@ -98,7 +98,8 @@ class _Chunked(torch.autograd.Function):
         )
 
 
-def _chunks(num_rows: int, width: int, dtype: torch.dtype) -> list[slice]:
+def chunks(num_rows: int, width: int, dtype: torch.dtype) -> list[slice]:
+    """Slices of rows whose logits [rows, width] have about `CHUNK_BYTES`."""
     rows = max(1, CHUNK_BYTES // (max(width, 1) * dtype.itemsize))
     return [slice(start, start + rows) for start in range(0, num_rows, rows)]
 
@@ -110,7 +111,7 @@ def _scaled_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | N
     matrix, exact = weight.to(rounded.dtype), normalisers.dtype
     grad_hidden = torch.empty(rounded.shape, dtype=ctx.hidden_dtype, device=rounded.device) if wants_hidden else None
     grad_weight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if wants_weight else None
-    for part in _chunks(rounded.shape[0], weight.shape[0], exact):
+    for part in chunks(rounded.shape[0], weight.shape[0], exact):
         logits = (rounded[part] @ matrix.t()).to(exact)
         counted, index = targets[part] != -100, targets[part] - ctx.first
         is_here = counted & (index >= 0) & (index < weight.shape[0])
@@ -122,7 +123,7 @@ def _scaled_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | N
         if grad_hidden is not None:
             grad_hidden[part] = gradient @ matrix
         if grad_weight is not None:
-            _add_product(grad_weight, gradient, rounded[part])
+            add_product(grad_weight, gradient, rounded[part])
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
@@ -166,7 +167,7 @@ def _sharded_loss(logits: Tensor, counted: Tensor, index: Tensor, shard: Vocabul
     return torch.where(counted, losses, 0).sum(), normalisers
 
 
-def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+def add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     """`total += gradient.T @ hidden`, fused where the dtypes allow."""
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.t(), hidden)
