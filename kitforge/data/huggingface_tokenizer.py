@@ -40,7 +40,11 @@ class HuggingFaceTokenizer:
 
     def __init__(self, folder: str | Path | Mapping[str, bytes]) -> None:
         tokenizers = import_optional("tokenizers", needed_for="a tokenizer.json", extra="transformers")
-        self._files = dict(folder) if isinstance(folder, Mapping) else _tokenizer_files(Path(folder))
+        if isinstance(folder, Mapping):
+            self._files = dict(folder)
+        else:
+            names = [name for name in (*_CONFIGS, _TEMPLATE) if (Path(folder) / name).is_file()]
+            self._files = {name: read_tokenizer_file(Path(folder) / name) for name in [HUGGINGFACE_FILE, *names]}
         try:
             tokenizer = tokenizers.Tokenizer.from_buffer(self._files[HUGGINGFACE_FILE])
         except ValueError as error:
@@ -211,8 +215,3 @@ class _SpecialTokens:
         if not ids:
             raise without_end(f"the {HUGGINGFACE_FILE}")
         return ids
-
-
-def _tokenizer_files(folder: Path) -> dict[str, bytes]:
-    names = [name for name in (*_CONFIGS, _TEMPLATE) if (folder / name).is_file()]
-    return {name: read_tokenizer_file(folder / name) for name in [HUGGINGFACE_FILE, *names]}

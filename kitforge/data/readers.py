@@ -101,15 +101,13 @@ def file_shards(path: Path, column: str, separator: str | None, encoding_errors:
         path=path, column=column, separator=separator, encoding_errors=encoding_errors, stamp=_stamp(path)
     )
     mark = "\n" if kind == ".jsonl" else separator if _READERS[kind] is _read_text else None
-    if mark is None or _is_packed(path) or single.size < 2 * SHARD_BYTES or _overlaps_itself(mark):
+    if mark is None or _is_packed(path) or single.size < 2 * SHARD_BYTES:
+        return [single]
+    # A mark that can begin inside of itself is found at other places when the search begins elsewhere.
+    if any(mark.startswith(mark[start:]) for start in range(1, len(mark))):
         return [single]
     cuts = [0, *_cuts(single, mark.encode()), single.size]
     return [replace(single, start=start, stop=stop) for start, stop in pairwise(cuts)]
-
-
-def _overlaps_itself(mark: str) -> bool:
-    """Whether the mark can begin inside of itself; then where it stands depends on where the search began."""
-    return any(mark.startswith(mark[start:]) for start in range(1, len(mark)))
 
 
 def _cuts(shard: FileShard, mark: bytes) -> Iterator[int]:

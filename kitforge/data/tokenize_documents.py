@@ -94,7 +94,8 @@ def run_tokenize_jobs(
     """
     check(num_workers is None or num_workers >= 1, "data.num_workers", num_workers, "at least 1, or null to decide")
     is_little = sum(job.size for job in jobs) < _WORTH_PROCESSES
-    count = min(len(jobs), num_workers or (1 if is_little else _num_cores()))
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    count = min(len(jobs), num_workers or (1 if is_little else num_cores))
     # A class of the user's script cannot reach another process, because the script is not run again there.
     if count <= 1 or multiprocessing.current_process().daemon or type(tokenizer).__module__ == "__main__":
         for job in jobs:
@@ -112,11 +113,6 @@ def read_job(path: Path, dtype: np.dtype[np.unsignedinteger]) -> tuple[NDArray[n
     if total == 0:
         return lengths, np.empty(0, dtype)
     return lengths, np.memmap(path, dtype=dtype, mode="r", offset=8 * (1 + num_documents), shape=(total,))
-
-
-def _num_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _run_in_processes(

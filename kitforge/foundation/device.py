@@ -7,7 +7,9 @@ import platform
 import resource
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -78,6 +80,19 @@ def use(device: torch.device) -> None:
     """Make `device` the default accelerator of this process."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Within the context, kernels are launched on that device; on CPU it does nothing."""
+    if device.type not in ("cuda", "npu"):
+        return nullcontext()
+    switch: AbstractContextManager[Any] = getattr(torch, device.type).device(device)
+    return switch
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """The streaming multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def synchronize(device: torch.device) -> None:

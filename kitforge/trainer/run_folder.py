@@ -49,18 +49,15 @@ def default_folder(options: RunOptions, model_name: str) -> Path:
     if options.output_dir is None and options.resume == "auto":
         raise ConfigError("resume=auto needs a run folder", got="output_dir=null", fix="add output_dir=runs/latest")
     if options.output_dir is None:
-        return _new_folder("-".join(dict.fromkeys((time.strftime("%Y%m%d-%H%M%S"), options.task, model_name))))
+        name = "-".join(dict.fromkeys((time.strftime("%Y%m%d-%H%M%S"), options.task, model_name)))
+        # Two runs may start within one second.
+        folders = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+        return next(folder for folder in folders if not folder.exists())
     folder = Path(options.output_dir)
     for path in (folder, *folder.parents):
         check(path.is_dir() or not path.exists(), "output_dir", options.output_dir, f"folders; {path} is a file")
     # The target of runs/latest, as the link will point to this run.
     return Path(os.path.relpath(folder.resolve())) if folder.is_symlink() else folder
-
-
-def _new_folder(name: str) -> Path:
-    """A folder that does not exist yet: two runs may start within one second."""
-    folders = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
-    return next(folder for folder in folders if not folder.exists())
 
 
 def make_loop(

@@ -283,7 +283,11 @@ def _check_fit(what: str, num_targets: int, *, missing: list[str], unexpected: l
     if any(lists.values()):
         raise ModelError(
             f"{what} does not fit",
-            got="; ".join(_listed(word, names) for word, names in lists.items() if names),
+            got="; ".join(
+                f"{len(names)} {word} ({', '.join(names[:10])}{', ...' if len(names) > 10 else ''})"
+                for word, names in lists.items()
+                if names
+            ),
             expected=f"exactly the {num_targets} tensors of the target, in their shapes",
         )
 
@@ -363,8 +367,3 @@ def _misfit(target: Tensor, tensor: Tensor) -> str | None:
     if target.dtype != tensor.dtype and not (target.is_floating_point() and tensor.is_floating_point()):
         return f"got {tensor.dtype}, expected {target.dtype}"
     return None
-
-
-def _listed(word: str, names: list[str]) -> str:
-    more = ", ..." if len(names) > 10 else ""
-    return f"{len(names)} {word} ({', '.join(names[:10])}{more})"

@@ -20,7 +20,6 @@ from kitforge.core.checkpoint.manifest import (
     FileEntry,
     Manifest,
     ParentStep,
-    Part,
     Slice,
     TableEntry,
     TensorEntry,
@@ -56,7 +55,7 @@ def write_files(draft: Path, snapshot: Snapshot, shard_bytes: int, rank: int | N
         divided = list(safetensors_file.split(stored, shard_bytes))
         for number, shard in enumerate(divided, start=1):
             alone = f"{part}-{number:05}-of-{len(divided):05}.safetensors"
-            shards.append((draft / (alone if rank is None else shard_name(part, rank, number)), shard))
+            shards.append((draft / (alone if rank is None else f"{part}-r{rank:05}-{number:05}.safetensors"), shard))
     slices = [_slice(name, snapshot, path.name) for path, shard in shards for name, _ in shard]
     if rank is None:
         files = [safetensors_file.write(path, shard) for path, shard in shards]
@@ -66,11 +65,6 @@ def write_files(draft: Path, snapshot: Snapshot, shard_bytes: int, rank: int | N
         shares = threads.map(lambda shard: safetensors_file.write_shard(shard[0], shard[1], snapshot.step), shards)
         signature = _signature(snapshot)
         return Written(files=(*state, *shares), slices=tuple(slices), signature=signature)
-
-
-def shard_name(part: Part, rank: int, number: int) -> str:
-    """The name of one of a rank's files, counted from 1."""
-    return f"{part}-r{rank:05}-{number:05}.safetensors"
 
 
 def write_state(draft: Path, state: bytes) -> FileEntry:

@@ -8,7 +8,6 @@ an accelerator imports this module.
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -16,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kitforge.foundation import device as devices
 
 
 @final
@@ -39,8 +40,7 @@ def describe(device: torch.device) -> DeviceDescription:
         return _NPU
     if device.type != "cuda":
         return _INTERPRETED
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return DeviceDescription(num_programs=8 * processors, tile_elements=4096)
+    return DeviceDescription(num_programs=8 * devices.num_multiprocessors(device), tile_elements=4096)
 
 
 def row_block(dim: int) -> int:
@@ -74,7 +74,7 @@ def launch(kernel: Any, tiles: int, block: int, *arguments: Any, **constants: An
     first: Tensor = arguments[0]
     programs = grid(first.device, tiles)
     # A kernel runs on the current device, which need not be that of its tensors.
-    with torch.cuda.device(first.device) if first.device.type == "cuda" else nullcontext():
+    with devices.current(first.device):
         kernel[programs](
             *arguments,
             steps=triton.cdiv(tiles, programs[0]),

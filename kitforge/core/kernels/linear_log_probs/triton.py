@@ -76,9 +76,9 @@ def _(hidden: Tensor, _weight: Tensor, _targets: Tensor, _temperature: float) ->
     return log_probs, entropies, normalisers
 
 
-@_backward.register_fake
-def _(_grad: Tensor, _grad_entropies: Tensor, hidden: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
+_backward.register_fake(
+    lambda _, _entropies, hidden, weight, *_rest: (hidden.new_empty(hidden.shape), weight.new_empty(weight.shape))
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -86,11 +86,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.temperature = inputs[3]
 
 
-def _gradients(ctx: Any, grad: Tensor, grad_entropies: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
-    return *_backward(grad, grad_entropies, *ctx.saved_tensors, ctx.temperature), None, None
-
-
-_forward.register_autograd(_gradients, setup_context=_save)
+_forward.register_autograd(
+    lambda ctx, *grads: (*_backward(*grads[:2], *ctx.saved_tensors, ctx.temperature), None, None), setup_context=_save
+)
 
 
 @triton.jit

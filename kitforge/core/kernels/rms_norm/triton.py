@@ -7,8 +7,6 @@ program over its rows and then over programs, so its bits do not depend on timin
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -56,20 +54,13 @@ def _(input: Tensor, weight: Tensor, _eps: float) -> tuple[Tensor, Tensor]:
     return input.new_empty(input.shape, dtype=torch.promote_types(input.dtype, weight.dtype)), scales
 
 
-@_backward.register_fake
-def _(_grad: Tensor, input: Tensor, weight: Tensor, _scales: Tensor) -> tuple[Tensor, Tensor]:
-    return input.new_empty(input.shape), weight.new_empty(weight.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:2], output[1])
-
-
-def _gradients(ctx: Any, grad: Tensor, _grad_scales: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *_backward(grad, *ctx.saved_tensors), None
-
-
-_forward.register_autograd(_gradients, setup_context=_save)
+_backward.register_fake(
+    lambda _, input, weight, _scales: (input.new_empty(input.shape), weight.new_empty(weight.shape))
+)
+_forward.register_autograd(
+    lambda ctx, grad, _: (*_backward(grad, *ctx.saved_tensors), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2], output[1]),
+)
 
 
 @triton.jit

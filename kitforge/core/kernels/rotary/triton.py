@@ -51,11 +51,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: A
     ctx.interleaved, ctx.inverse = inputs[3:]
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    return _rotate(grad, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse), None, None, None, None
-
-
-_rotate.register_autograd(_gradients, setup_context=_save)
+_rotate.register_autograd(
+    lambda ctx, grad: (_rotate(grad, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse), *4 * [None]),
+    setup_context=_save,
+)
 
 
 @triton.jit

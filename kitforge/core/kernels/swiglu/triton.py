@@ -31,10 +31,7 @@ def _forward(gate: Tensor, up: Tensor) -> Tensor:
 @torch.library.custom_op("kitforge::swiglu_backward", mutates_args=())
 def _backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up."""
-    grad_gate, grad_up = (
-        torch.empty_like(gate, memory_format=torch.contiguous_format),
-        torch.empty(up.shape, dtype=up.dtype, device=up.device),
-    )
+    grad_gate, grad_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
     _launch(_backward_kernel, grad, gate, up, grad_gate, grad_up)
     return grad_gate, grad_up
 
@@ -46,26 +43,14 @@ def _launch(kernel: Any, *tensors: Tensor) -> None:
         launch(kernel, triton.cdiv(size, block), block, *(each.contiguous() for each in tensors), size)
 
 
-@_forward.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
-
-
-@_backward.register_fake
-def _(_grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001 (torch names them)
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor] = _backward(grad, *ctx.saved_tensors)
-    return gradients
-
-
-_forward.register_autograd(_gradients, setup_context=_save)
+_forward.register_fake(
+    lambda gate, up: gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype)),
+)
+_backward.register_fake(lambda _, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
+_forward.register_autograd(
+    lambda ctx, grad: _backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),  # noqa: ARG005 (torch names them)
+)
 
 
 @triton.jit
