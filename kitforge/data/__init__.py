@@ -1,1 +1,1 @@
-"""Text in, rows of tokens out: sources, tokenizers, the token cache, packing, order, prefetch. Knows no model."""
+"""From text to rows of tokens: sources, tokenizers, token cache, packing, sample order, prefetching."""

@@ -1,4 +1,4 @@
-"""A folder of files that are built once and mapped into memory. Knows neither rows nor tokens.
+"""A cache folder: files that are built once and memory-mapped.
 
 Its manifest is written last and makes the rest valid. A lock that the system releases when its holder dies lets one
 process build while others wait for it; what one that was killed has left is there for the next to go on from.
@@ -26,7 +26,7 @@ _log = logger(__name__)
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFolder:
-    """Where a cache lies, and what is said about it."""
+    """The folder of a cache and its log messages."""
 
     path: Path
     what: str  # for messages: "token cache"
@@ -45,7 +45,7 @@ class CacheFolder:
                 return
             self.path.mkdir(parents=True, exist_ok=True)
             with file_lock(self.path, _log, f"building the {self.what}"):
-                # Whoever held the lock before may have built it.
+                # The previous owner of the lock may have built it.
                 if not self._is_finished:
                     for draft in self.path.rglob(".*.draft"):
                         draft.unlink(missing_ok=True)

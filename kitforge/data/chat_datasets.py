@@ -1,4 +1,4 @@
-"""Rows of conversations, preferences and prompts, whatever project's columns they have. Knows no training.
+"""Datasets of conversations, preference pairs and prompts, in the column formats of common projects.
 
 Read are TRL's types (language modelling, prompt-completion, preference with or without a prompt of its own, unpaired
 preference, prompt-only), each as text, as chat messages or as tokens; Alpaca's and ShareGPT's columns; and dialogues
@@ -34,7 +34,7 @@ _LEAVE_OUT = "leave such rows out, with data.on_invalid=drop"
 _log = logger(__name__)
 Row = TypeVar("Row")
 ExampleKind = Literal["demonstrations", "pairs", "unpaired"]
-# Columns that chat templates read besides messages: what they hold, and how that is said.
+# Columns that chat templates read besides messages: their type, and its name in errors.
 _INPUTS: tuple[tuple[str, type, str], ...] = (
     ("tools", list, "a list of JSON schemas of functions"),
     ("chat_template_kwargs", dict, "a mapping, such as {'enable_thinking': false}"),
@@ -76,12 +76,12 @@ class UnpairedExample:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptExample:
-    """What a policy answers; all columns of its row go on to the rewards."""
+    """A prompt for the policy; the rewards get all columns of its row."""
 
     tokens: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Message, ...] | None = None  # of which the tokens are; None where it is no chat
-    inputs: Mapping[str, Any] = field(default_factory=dict)  # what the chat template was given beside them
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # the other variables of the chat template
 
 
 @final
@@ -104,7 +104,7 @@ class ReadReport:
         )
 
     def check(self, spec: object) -> None:
-        """Warn of what is left out. Raises DataError where nothing is left."""
+        """Warn of dropped rows. Raises DataError if no row is left."""
         if self.num_rows == 0:
             name = spec if isinstance(spec, (str, os.PathLike)) else "the data"
             raise DataError(f"there are no rows in {name}", expected="at least one")
@@ -152,7 +152,7 @@ class ChatDatasetReader:
         return self._each(spec, self._unpaired)
 
     def prompts(self, spec: object) -> Iterator[PromptExample]:
-        """What is to be answered; of pairs without a prompt of their own, what both begin with."""
+        """The prompts; for pairs without a prompt column, the common beginning of both responses."""
         return self._each(spec, self._question)
 
     def shard(
@@ -174,7 +174,7 @@ class ChatDatasetReader:
         return fingerprint_of("dialogues", kind, *tokens, sorted(self.columns.items()), self.on_invalid)
 
     def _each(self, spec: object, read: Callable[[dict[str, Any], object], Row]) -> Iterator[Row]:
-        """What is read of every row; those that mean nothing are refused, or left out and counted."""
+        """Every parsed row; invalid ones are refused, or dropped and counted."""
         report = ReadReport()
         for shard in open_rows(spec):
             yield from self._read(shard, read, report)
@@ -340,7 +340,7 @@ class ChatDatasetReader:
             )
         if not isinstance(prompt, str) and not _is_chat(prompt):
             raise DataError(f"{location} has messages beside tokens", expected="a prompt of text or messages")
-        # A text beside a chat is what its speaker says.
+        # A plain text next to a chat is a message of its speaker.
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         replies = completion if _is_chat(completion) else [{"role": "assistant", "content": completion}]
         if not isinstance(completion, str) and not _is_chat(completion):
@@ -373,7 +373,7 @@ def iter_texts(spec: object, columns: Mapping[str, str] | None = None) -> Iterat
 
 
 def _rows(shard: RecordShard, columns: Mapping[str, str]) -> Iterator[tuple[object, dict[str, Any]]]:
-    """Every row under our names, with where it stands."""
+    """Every row with normalized column names, and its location."""
     for location, row in shard.rows():
         if not isinstance(row, Mapping):
             raise DataError(f"{location} is no row", got=type(row).__name__, expected="a mapping of columns")
@@ -390,7 +390,7 @@ def to_standard_columns(row: Mapping[str, Any]) -> dict[str, Any]:
         if "output" in columns:
             columns.setdefault("completion", columns["output"])
     if "conversations" in columns:
-        # Beside a chosen and a rejected reply the conversation is what they answer.
+        # Next to a chosen and a rejected reply, the conversation is their prompt.
         columns.setdefault("prompt" if "chosen" in columns else "messages", columns.pop("conversations"))
         for name in ("chosen", "rejected"):
             if isinstance(columns.get(name), Mapping):
@@ -406,7 +406,7 @@ def messages_of(text: str) -> list[Message]:
 
 
 def _message(item: Mapping[str, Any], location: object) -> Message:
-    """A message under the names that templates know."""
+    """A message with the keys that templates read."""
     if _CALL in (item.get("from"), item.get("role")):
         return _tool_call(item, location)
     role = item.get("role", _ROLES.get(str(item.get("from")), item.get("from")))
@@ -441,7 +441,7 @@ def _tool_call(item: Mapping[str, Any], location: object) -> Message:
 
 
 def _with_contents(write: Callable[..., Row], messages: Sequence[Message], **inputs: Any) -> Row:
-    """What the template writes. Some read the content of every message; to them a null one is an empty text."""
+    """The messages as the template reads them: null contents become empty texts."""
     try:
         return write(messages, **inputs)
     except DataError:
@@ -453,14 +453,14 @@ def _with_contents(write: Callable[..., Row], messages: Sequence[Message], **inp
 
 
 def _common_prompt(chosen: Said, rejected: Said) -> tuple[Said, Said, Said]:
-    """The prompt that two responses begin with, and what is left of each: whole messages, whole words or tokens."""
+    """The common prompt of two responses and the rest of each, split at whole messages, words or tokens."""
     length = 0
     for left, right in zip(chosen, rejected, strict=False):
         if left != right:
             break
         length += 1
     if isinstance(chosen, str):
-        # A word that both begin with belongs to what they differ in.
+        # A common first word belongs to the responses, not to the prompt.
         length = chosen.rfind(" ", 0, length) + 1 if length < min(len(chosen), len(rejected)) else length
     return chosen[:length], chosen[length:], rejected[length:]
 

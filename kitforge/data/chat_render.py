@@ -1,4 +1,4 @@
-"""What a chat template writes for a conversation, and which of it the conversation says itself. Knows no vocabulary.
+"""Rendering of conversations by a chat template, and which characters of the text come from the contents.
 
 A template may trim, split, compare or leave out what it is given, so nothing is marked in the text that counts. Where
 contents lie in it is learnt from further renders, in which the letters of contents are others: what differs is theirs.
@@ -21,14 +21,14 @@ from kitforge.data.jinja_sandbox import SandboxedTemplate, WorkBudget
 from kitforge.data.tokenizer_protocol import AddedTokenSpan
 from kitforge.foundation.errors import DataError
 
-# What a model thought, by the names that messages have for it; templates read the first or the second.
+# Keys of a message's reasoning; templates read the first or the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Roles, types and names of fields are a template's own language as long as they are plain words.
 _WORD = re.compile(r"[\w.\-]*")
-# Each letter and digit of ASCII and the one that stands for it, and what stands for a character without one.
+# Substitutes of the ASCII letters and digits, and of all other characters.
 _LETTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits
 _PARTNERS = str.maketrans(_LETTERS, "".join(a + b for b, a in zip(_LETTERS[::2], _LETTERS[1::2], strict=True)))
-# Marks in angle brackets, which templates put around what they are given.
+# Marks in angle brackets, which templates put around contents.
 _MARKS = re.compile(r"</?[\w|]+>")
 _ANOTHER = "\ufffc"
 # Another content for a content of the message with that number; None: of what is beside the messages.
@@ -41,7 +41,7 @@ FindTokens = Callable[[str], Sequence[AddedTokenSpan]]
 
 @final
 class TemplateLanguage:
-    """What a template spells itself: which added tokens are its own, and what it may look for in contents."""
+    """The literals of a template: the added tokens it writes, and the texts it may search contents for."""
 
     def __init__(self, template: SandboxedTemplate, find: FindTokens) -> None:
         self.template = template
@@ -73,7 +73,7 @@ class TemplateLanguage:
         return own, foreign
 
     def altered(self, text: str, is_reply: bool) -> str:
-        """A text of the same length whose letters are others, except where the template may look for them."""
+        """A text of the same length with substituted letters, except those that the template may search for."""
         kept = [each for each in self._looked_for if each in text]
         if is_reply:
             # The model's own words may be of the language that it was taught.
@@ -120,7 +120,7 @@ class ChatRender:
 
     @property
     def replies(self) -> list[int]:
-        """The numbers of the messages that the assistant says."""
+        """The indices of the assistant's messages."""
         return [number for number, message in enumerate(self.messages) if message.get("role") == "assistant"]
 
     def text(
@@ -228,7 +228,7 @@ class ChatRender:
         return self._language.without(said, spelling)
 
     def _spelt(self, text: str, again: Callable[[Change], str], number: int, said: str) -> NDArray[np.bool_]:
-        """The tokens that one content spells, without those that the template looks for in it."""
+        """The added tokens in one content, without those that the template searches for."""
         is_content = np.zeros(len(text), dtype=np.bool_)
         for spelling in {said[each.start : each.stop] for each in self._language.tokens(said)}:
             differing = self._differing(text, again, _Alteration(self, None, [number], spelling))
@@ -279,7 +279,7 @@ class _Alteration:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as Hugging Face hands it on: without what is null, and what was thought by the usual names."""
+    """A message as Hugging Face passes it: without null values, with the reasoning under the usual keys."""
     content = {name: value for name, value in _plain(dict(message)).items() if value is not None}
     thought = next((content[name] for name in _REASONING if name in content), None)
     return content if thought is None else {"thinking": thought, **content, "reasoning_content": thought}
@@ -323,7 +323,7 @@ def _swapped(change: Change, message: int | None, said: str) -> str:
 
 
 def _bare(text: str) -> str:
-    """What a reply says, without white space and marks such as <think> or <|im_end|>."""
+    """The text of a reply without white space and marks such as <think> or <|im_end|>."""
     return "".join(_MARKS.sub("", text).split())
 
 

@@ -1,4 +1,4 @@
-"""Where the replies of a conversation lie in what a chat template writes for it. Knows no vocabulary."""
+"""Positions of the assistant's replies in a rendered conversation."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class _Finder:
         written = self._written(message + 1)
         if written is not None and self._text.startswith(written):
             return self._span(message, start, max(len(written), start))
-        # The template writes this reply otherwise once the conversation goes on: it leaves out what was thought.
+        # The template renders this reply differently once the conversation continues: it drops the reasoning.
         following = self._contents(message + 1, start)
         limit = following[0] if following else len(self._text)
         closing = [each for each in self._own if start <= each.start and each.stop <= limit]
@@ -119,7 +119,7 @@ class _Finder:
         )
 
     def _behind_header(self, header: str, after: int, limit: int) -> int | None:
-        """Where the last header of a reply before `limit` ends, or what is there of it: its first token at least."""
+        """The end of the last reply header before `limit`, or of the part of it that is there."""
         at = self._text.rfind(header, after, limit)
         if header and at >= 0 and not self._said[at:limit].any():
             return at + len(header)
@@ -141,7 +141,7 @@ class _Finder:
         return length if length >= token.stop - token.start else 0
 
     def _written(self, num_messages: int, *, opens_reply: bool = False) -> str | None:
-        """What the template writes for the first messages; None where it refuses them."""
+        """The rendered first messages; None if the template refuses them."""
         try:
             return self._render.text(num_messages=num_messages, opens_reply=opens_reply)
         except DataError:

@@ -1,4 +1,4 @@
-"""Batches cut into micro-batches and freed of what says nothing. Knows no model."""
+"""Splitting of batches into micro-batches, and removal of padding."""
 
 from __future__ import annotations
 

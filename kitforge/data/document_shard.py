@@ -1,4 +1,4 @@
-"""What a shard of a corpus is, and how a row becomes a document. Knows no file formats and no tokenizers."""
+"""Shards of a corpus, and how a row becomes a document."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kitforge.foundation.errors import DataError, nearest
 
 EncodingErrors = Literal["strict", "replace", "ignore"]
 
-# Fixed, so that a corpus is cut into the same shards on every machine; small enough to hold in memory many times over.
+# Fixed, so that a corpus has the same shards on every machine; small enough to fit in memory many times.
 SHARD_BYTES = 2 * 2**20
 
 
@@ -46,7 +46,7 @@ class RecordShard(Protocol):
         ...
 
     def rows(self) -> Iterator[tuple[object, Any]]:
-        """Every row in a fixed order with where it stands, which becomes text only for a message."""
+        """Every row in a fixed order with its location, which is formatted only for messages."""
         ...
 
 

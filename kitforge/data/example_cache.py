@@ -85,7 +85,7 @@ class ExampleJob:
 
 @final
 class ExampleCache(Sequence[Row], Generic[Row]):
-    """The rows of a finished cache; `fingerprint` is of what they hold, wherever the rows lay."""
+    """The rows of a finished cache; `fingerprint` depends on their contents only, not on their source."""
 
     def __init__(self, folder: Path) -> None:
         cache_folder = _cache_folder(folder)
@@ -186,7 +186,7 @@ def _cache_folder(folder: Path) -> CacheFolder:
 def _assemble(
     jobs: Sequence[ExampleJob], folder: Path, kind: ExampleKind, dtype: np.dtype[Any], spec: object
 ) -> dict[str, Any]:
-    """Write the files out of the parts; gives what the manifest says about them."""
+    """Join the parts into the cache's files; returns their manifest entries."""
     report = ReadReport()
     names: dict[str, int] = {}
     lengths, values, sources = [np.zeros(0, np.int64)], [np.zeros(0)], [np.zeros(0, np.int32)]

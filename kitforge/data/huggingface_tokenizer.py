@@ -1,4 +1,4 @@
-"""Tokenizers out of Hugging Face folders. Knows no corpus, no chat template and no model."""
+"""Tokenizers of Hugging Face folders (tokenizer.json)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HuggingFaceTokenizer:
         self._tokenizer = tokenizer
         self._spell = token_decoder(None if tokenizer.decoder is None else tokenizer.decoder.__getstate__())
         self._silent = {number for number, added in tokenizer.get_added_tokens_decoder().items() if added.special}
-        # Stands for a special token in a text that is encoded as one piece; nobody can guess how it is spelt.
+        # A random placeholder for a special token in a text that is encoded as a whole.
         self._mark = f"\ue0f0{secrets.token_hex(16)}\ue0f1"
         special = _SpecialTokens(self._files, tokenizer.token_to_id)
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -81,7 +81,7 @@ class HuggingFaceTokenizer:
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """The tokens that tokenizer_config.json names, as templates know them: `bos_token`, `eos_token` and so on."""
+        """The special tokens of tokenizer_config.json by their template names: `bos_token`, `eos_token` and so on."""
         numbers = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         known = {number: text for text, number in self.special_tokens.items()}
         tokens = {name: known.get(number, "") for name, number in numbers.items() if number is not None}
@@ -145,7 +145,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _finder(self) -> tuple[Any, dict[int, AddedTokenSpan]]:
-        """A tokenizer that knows no tokens but the added ones, and what its numbers mean."""
+        """A tokenizer of the added tokens only, and the token ids of its indices."""
         tokenizers = import_optional("tokenizers", needed_for="a tokenizer.json", extra="transformers")
         finder = tokenizers.Tokenizer(tokenizers.models.WordLevel({_UNKNOWN: 0}, unk_token=_UNKNOWN))
         decoder = self._tokenizer.get_added_tokens_decoder()

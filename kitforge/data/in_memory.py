@@ -41,7 +41,7 @@ class HFDatasetShard:
 
     @property
     def fingerprint(self) -> str:
-        """The one that the dataset carries, with the options that decide what is read of it."""
+        """The dataset's own fingerprint with the options that affect reading."""
         return fingerprint_of(
             "dataset", self.rows._fingerprint, self.start, self.size, self.column, self.encoding_errors
         )
@@ -150,7 +150,7 @@ def memory_shards(rows: Iterable[object], column: str, errors: EncodingErrors) -
 
 
 def is_dataset(spec: object) -> bool:
-    """Whether it is a datasets.Dataset. Nobody can hold one without having imported its package."""
+    """Whether it is a datasets.Dataset, without importing the package: an instance implies that it is imported."""
     datasets = sys.modules.get("datasets")
     return datasets is not None and isinstance(spec, datasets.Dataset)
 

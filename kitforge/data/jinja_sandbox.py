@@ -27,9 +27,9 @@ from jinja2.visitor import NodeTransformer
 
 from kitforge.foundation.errors import DataError
 
-# A step is about what a microsecond does: one turn of a short loop, one value, or so many characters.
+# A step is about a microsecond of work: one turn of a short loop, one value, or this many characters.
 _CHARS = 32
-# What any conversation may cost, and what each step of its own size may cost on top.
+# The work budget of any conversation, and the extra budget per step of its own size.
 _STEPS = 150_000
 _STEPS_PER_SIZE = 100
 _MAX_SOURCE = 100_000
@@ -37,11 +37,11 @@ _MAX_SOURCE = 100_000
 _MAX_BRANCHES = 1_000
 _MAX_INTEGER_BITS = 4096
 _MAX_INDENT = 64
-# What a call costs beside what it is given.
+# The fixed cost of a call, besides that of its arguments.
 _CALL = 10
-# A field of a format that is 10,000 wide or more, or as wide as a value says.
+# A format field with a width of 10,000 or more, or with a width taken from a value.
 _WIDE = re.compile(r"%[^%a-zA-Z]*?(?:\d{5}|\*)|\{[^{}]*:[^{}]*(?:\d{5}|\{)")
-# Filters, tests and methods that look at no more than the outside of what they are given ...
+# Filters, tests and methods whose cost does not depend on the size of their arguments ...
 _SHALLOW = frozenset(
     ("length", "count", "first", "last", "default", "d", "items", "keys", "values", "get", "startswith")
     + ("endswith", "defined", "undefined", "none", "mapping", "iterable", "sequence", "true", "false")
@@ -50,7 +50,7 @@ _SHALLOW = frozenset(
 _SLOW = frozenset(
     ("wordcount", "wordwrap", "urlize", "title", "xmlattr", "pprint", "split", "rsplit", "splitlines", "list", "sort")
 )
-# ... and those whose result may be as long as the product of what they are given.
+# ... and those whose result may be as long as the product of their arguments.
 _GROWING = frozenset(
     ("join", "ljust", "rjust", "center", "zfill", "expandtabs", "translate", "indent", "wordwrap", "truncate", "batch")
     + ("slice", "round", "sum", "urlize", "generate_lorem_ipsum", "xmlattr")
@@ -99,7 +99,7 @@ class SandboxedTemplate:
             raise DataError("the tokenizer's chat template cannot be read", got=_short(error)) from None
         finally:
             _budget.reset(token)
-        # Everything that the template spells itself, and that of it which it may look for in what it is given.
+        # All literals of the template, and those that it may search its inputs for.
         self.constants = frozenset(_spelt(tree))
         looking = tree.find_all((nodes.Call, nodes.Compare, nodes.Filter, nodes.Test))
         self.looked_for = frozenset(text for node in looking for text in _spelt_directly(node))
@@ -131,7 +131,7 @@ def sandboxed(source: str) -> SandboxedTemplate:
 
 @final
 class _Generation(Extension):
-    """`{% generation %}`: what a template says is to be learnt."""
+    """The `{% generation %}` block, which marks the tokens to train on."""
 
     tags = {"generation"}
 
@@ -225,7 +225,7 @@ class _StepCounter(NodeTransformer):
         return node
 
     def _tick(self, node: nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block) -> None:
-        """Charge each run of a body what stands in it."""
+        """Charge each run of a loop body for the nodes in it."""
         calls = 0 if isinstance(node, nodes.For) else 2 * _CALL
         spelt = sum(map(len, _spelt(node)))
         size = calls + sum(1 for _ in node.find_all(nodes.Node)) // 16 + spelt // _CHARS
@@ -294,7 +294,7 @@ def _shallow(value: Any) -> int:
 
 
 def _counted(value: Any) -> Any:
-    """Generators are charged for what they give; anything else was charged already."""
+    """Charge generators for the values they yield; other values were charged already."""
     return (_after(1, each) for each in value) if isinstance(value, types.GeneratorType) else value
 
 
@@ -313,7 +313,7 @@ def _metered(name: str, function: _Function) -> _Function:
 
 
 def _charge_call(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """Charge a call before it runs for what it looks at, and for what it may write."""
+    """Charge a call before it runs, for its inputs and for its possible output."""
     _charge(_CALL)
     given = (*args, *named.values())
     for value in given:
@@ -374,7 +374,7 @@ def _to_json(
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     if indent is None:
         return encoder.encode(value)
-    # The deeper an element lies, the more is written before it.
+    # Deeper elements have longer indentation.
     return "".join(_after(len(part) // _CHARS, part) for part in encoder.iterencode(value))
 
 

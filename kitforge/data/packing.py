@@ -101,7 +101,7 @@ class _Runs:
     begins: Integers  # in the stream
     addresses: Integers  # of the run's first token in the cache
     lengths: Integers
-    after: Integers  # where the run ends in the rows laid end to end
+    after: Integers  # where the run ends in the concatenated rows
     go_on: NDArray[np.bool_]  # whether the document has more tokens
 
 
@@ -199,7 +199,7 @@ class PackedRows:
         """The runs of rows with these offsets [rows] in the stream."""
         first = self._edges.searchsorted(begins, side="right") - 1
         num_blocks = self._edges.searchsorted(begins + self.length, side="left") - first
-        # A pair for each row and each block that it reaches into; then what it holds of the block's documents.
+        # A pair for each row and each block that it overlaps; then its part of the block's documents.
         rows = np.arange(len(begins)).repeat(num_blocks)
         blocks = first.repeat(num_blocks) + _count_up(num_blocks)
         addresses, lengths = self._documents(self._blocks[blocks])

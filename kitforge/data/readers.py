@@ -1,4 +1,4 @@
-"""The documents of one file: plain text, JSON, tables, Parquet. Knows neither folders nor tokenizers."""
+"""Readers of documents from one file: plain text, JSON, JSON lines, CSV, Parquet."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FileShard:
     # set, and of the file's entry, which only the system does.
     stamp: tuple[int, int, int]
     start: int = 0
-    # In bytes; None reads to the end, which a packed file only knows once it is unpacked.
+    # In bytes; None reads to the end, which is unknown for a compressed file.
     stop: int | None = None
 
     @property
@@ -58,7 +58,7 @@ class FileShard:
         yield from filter(None, _READERS[kind_of(self.path)](self))
 
     def rows(self) -> Iterator[tuple[object, Any]]:
-        """Every row with where it stands, which becomes text only for a message."""
+        """Every row with its location, which is formatted only for messages."""
         self._check_unchanged()
         yield from _ROWS[kind_of(self.path)](self)
 
@@ -69,7 +69,7 @@ class FileShard:
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that tells the format: ".jsonl" of `a.jsonl.gz`. DataError when it is none that we read."""
+    """The suffix of the format: ".jsonl" for `a.jsonl.gz`. Raises DataError for an unknown one."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     is_packed = suffixes[-1:] == [".gz"]
     kind = "".join(suffixes[:-1][-1:] if is_packed else suffixes[-1:])
@@ -84,7 +84,7 @@ def kind_of(path: Path) -> str:
 
 
 def is_known(path: Path) -> bool:
-    """Whether the name tells a format that can be read."""
+    """Whether the file name has the suffix of a supported format."""
     try:
         return bool(kind_of(path))
     except DataError:
@@ -103,7 +103,7 @@ def file_shards(path: Path, column: str, separator: str | None, encoding_errors:
     mark = "\n" if kind == ".jsonl" else separator if _READERS[kind] is _read_text else None
     if mark is None or _is_packed(path) or single.size < 2 * SHARD_BYTES:
         return [single]
-    # A mark that can begin inside of itself is found at other places when the search begins elsewhere.
+    # Matches of a separator that can overlap itself depend on where the search starts.
     if any(mark.startswith(mark[start:]) for start in range(1, len(mark))):
         return [single]
     cuts = [0, *_cuts(single, mark.encode()), single.size]
@@ -145,7 +145,7 @@ def _opened(shard: FileShard) -> Iterator[IO[bytes]]:
 
 
 def _split_blocks(shard: FileShard, separator: bytes) -> Iterator[tuple[int, bytes]]:
-    """What stands between separators, with the offset of its first byte in the (unpacked) file."""
+    """The texts between separators, with the offset of their first byte in the (decompressed) file."""
     offset, remaining, position = shard.start, b"", shard.start
     with _opened(shard) as stream:
         stream.seek(shard.start)
@@ -186,7 +186,7 @@ def _everything(shard: FileShard) -> str:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """Where a line stands. Its number is counted only when a message asks for it."""
+    """The location of a line. Its number is counted only for messages."""
 
     shard: FileShard
     offset: int
@@ -230,7 +230,7 @@ def _json_rows(shard: FileShard) -> Iterator[tuple[object, Any]]:
 
 def _parse(text: str, location: object) -> Any:
     try:
-        # Half a surrogate pair is left in: `data.encoding_errors` says what becomes of it.
+        # Half a surrogate pair is left in; `data.encoding_errors` decides how it is handled.
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(
@@ -255,7 +255,7 @@ def _read_table(shard: FileShard) -> Iterator[str]:
         except csv.Error as error:
             raise DataError(f"{shard.path}:{lines.line_num} is no row of a table", got=error) from None
         except UnicodeDecodeError:
-            # The reader decodes block by block and knows no offset; this raises again, with it.
+            # The reader decodes block by block without offsets; this raises the error again, with the offset.
             _everything(shard)
 
 

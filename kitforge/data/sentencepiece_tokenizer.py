@@ -1,4 +1,4 @@
-"""Sentencepiece vocabularies: used as they are, or trained on a corpus. Knows no cache of tokens and no model."""
+"""SentencePiece tokenizers, loaded or trained on a corpus."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def trained(source: Source, vocab_size: int, cache_folder: Path) -> SentencePiec
 
     Raises ConfigError when no vocabulary of this size can be made of the corpus.
     """
-    # The name is made of everything that decides the bytes, so two processes that race write the same file.
+    # The name is a hash of everything that determines the bytes, so racing processes write the same file.
     name = fingerprint_of(source.fingerprint, vocab_size, sorted(_OPTIONS.items()), _TRAINING_CHARACTERS)
     path = cache_folder / f"sentencepiece-{name}.model"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Where text comes from. Finds files and rows and yields documents in a fixed order; knows no tokens."""
+"""Text sources: files and rows, as documents in a fixed order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SourceConfig:
 
     # Of jsonl, json, csv, tsv, parquet, datasets and mappings: the column that holds the text.
     column: str = "text"
-    # What stands between two documents of a text file, taken literally; None makes a file one document.
+    # The literal separator between two documents of a text file; None makes a file one document.
     separator: str | None = None
     # What to do about bytes that are not UTF-8: refuse, mark with U+FFFD, or leave out.
     encoding_errors: EncodingErrors = "strict"

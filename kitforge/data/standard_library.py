@@ -28,7 +28,7 @@ class StandardLibraryShard:
 
     @property
     def fingerprint(self) -> str:
-        """Made of names, sizes and the interpreter's version, so that it does not depend on where Python lies."""
+        """A hash of names, sizes and the interpreter's version, independent of Python's location."""
         return fingerprint_of("python_stdlib", platform.python_implementation(), platform.python_version(), self.files)
 
     @property
@@ -48,7 +48,7 @@ class StandardLibraryShard:
 
 
 def standard_library_shards() -> list[StandardLibraryShard]:
-    """The whole standard library, cut into shards by size."""
+    """The source files of Python's standard library, in shards of equal size."""
     folder = Path(sysconfig.get_path("stdlib"))
     shards: list[StandardLibraryShard] = []
     files: list[tuple[str, int]] = []
@@ -72,7 +72,7 @@ def standard_library_shards() -> list[StandardLibraryShard]:
 
 
 def _source_files(folder: Path) -> Iterator[str]:
-    """Paths below the folder; what is left out is not even entered, for other people's packages may be many."""
+    """Paths below the folder; excluded folders are not entered, since there may be many packages."""
     for directory, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
         yield from (Path(directory, name).relative_to(folder).as_posix() for name in names if name.endswith(".py"))

@@ -1,4 +1,4 @@
-"""Conversations as tokens: the template that came with a tokenizer, in a sandbox, or a plain one. Knows no training.
+"""Conversations as tokens, by a tokenizer's own chat template in a sandbox, or by a plain one.
 
 The tokens are those of Hugging Face's `apply_chat_template`, with one exception: no text of a conversation passes for a
 special token that the template did not write itself.
@@ -27,7 +27,7 @@ from kitforge.foundation.errors import DataError
 Message = Mapping[str, Any]
 
 _SPEAKERS = {"user": "Human", "assistant": "Assistant"}
-# What is no matter of the caller's.
+# Options that callers cannot set.
 _RESERVED = ("messages", "add_generation_prompt")
 
 

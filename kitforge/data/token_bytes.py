@@ -1,4 +1,4 @@
-"""The bytes of UTF-8 that one token of a `tokenizer.json` stands for. Knows no tokenizer, only the decoder's rules."""
+"""The UTF-8 bytes of one token of a `tokenizer.json`, by the rules of its decoder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _flat(rule: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _replacement(rule: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What a rule writes in place of something else, wherever that stands."""
+    """The text that a decoder rule replaces, and its replacement."""
     match rule:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
             return old, new
@@ -72,5 +72,5 @@ def _byte_level(token_text: str) -> bytes:
     try:
         return bytes([_BYTES[letter] for letter in token_text])
     except KeyError:
-        # A token that was added to the vocabulary is spelt as it is.
+        # An added token is its own text.
         return token_text.encode()

@@ -1,4 +1,4 @@
-"""A corpus as tokens on the disk, built once and mapped into memory. Knows nothing of rows and batches.
+"""The token cache: a tokenized corpus on disk, built once and memory-mapped.
 
 A cache is a folder named by the files that the corpus was read from and by the tokenizer, with `tokens.bin` (all
 documents end to end), `documents.npy` (where each begins) and the manifest `cache.json`. While it is built, `parts`
@@ -51,7 +51,7 @@ class TokenCache:
 
     @classmethod
     def open(cls, folder: Path) -> TokenCache:
-        """Map a finished cache. Raises DataError when it is missing, or damaged as far as sizes can tell."""
+        """Map a finished cache. Raises DataError if it is missing or has files of the wrong size."""
         cache_folder = _cache_folder(folder)
         manifest = cache_folder.manifest()
         tokens = cache_folder.mapped(_TOKENS, np.dtype(manifest["dtype"]), (manifest["num_tokens"],))
@@ -124,7 +124,7 @@ def _tokenise(
 
 
 def _assemble(jobs: Sequence[TokenizeJob], tokenizer: Tokenizer, folder: Path, source: Source) -> dict[str, Any]:
-    """Write the two large files out of the parts; gives what the manifest says about them."""
+    """Join the parts into the two large files; returns their manifest entries."""
     dtype = token_dtype(tokenizer.vocab_size)
     lengths = np.concatenate([read_job(job.path, dtype)[0] for job in jobs])
     if len(lengths) == 0:

@@ -1,4 +1,4 @@
-"""Shards to files of tokens, in this process or in several. Knows neither the cache's layout nor its lock."""
+"""Tokenization of shards into token files, in this process or in several."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TokenizeJobProtocol(Protocol):
 
     @property
     def path(self) -> Path:
-        """The file, which is there as soon as it is whole."""
+        """The file, which appears when it is complete."""
         ...
 
     @property
@@ -88,7 +88,7 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 def run_tokenize_jobs(
     jobs: Sequence[TokenizeJobProtocol], tokenizer: Tokenizer, num_workers: int | None, done: Callable[[int], None]
 ) -> None:
-    """Write the file of every job; `done` is told the bytes of each shard that is ready.
+    """Write the token file of every job; `done` gets the bytes of each shard that is ready.
 
     With `num_workers` None there are as many processes as cores, or none where the text is too little to pay for them.
     """
@@ -130,7 +130,7 @@ def _run_in_processes(
 
 
 def _follow(processes: dict[Connection, BaseProcess], done: Callable[[int], None]) -> None:
-    """Pass on what the workers report until all have ended; raise what they raise."""
+    """Forward the workers' progress until all have ended; raise their errors."""
     while processes:
         for connection in wait(list(processes)):
             assert isinstance(connection, Connection)

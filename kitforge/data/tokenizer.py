@@ -1,4 +1,4 @@
-"""From options or a folder to a tokenizer, and the one that needs no files. Knows no cache of tokens and no model."""
+"""Loading of tokenizers from options or a folder, and the byte tokenizer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ByteTokenizer:
         return b"" if 0 <= token < self.vocab_size else NO_TOKEN
 
     def save(self, folder: Path) -> None:
-        """Write the file that says that there is nothing to load."""
+        """Write the marker file; a byte tokenizer has no other."""
         write_text(folder / _MARKER, json.dumps({"kind": "byte"}))
 
     def _decode(self, ids: list[int]) -> str:
@@ -151,7 +151,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def find_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that lies with a run, a step or a Hugging Face folder."""
+    """The tokenizer of a run, a step or a Hugging Face folder."""
     candidates = [folder / TOKENIZER_FOLDER, folder.parent.parent / TOKENIZER_FOLDER, folder]
     return load_tokenizer(next((path for path in candidates[:2] if path.is_dir()), folder))
 

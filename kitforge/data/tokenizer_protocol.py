@@ -1,4 +1,4 @@
-"""What every tokenizer is, and the little that the foreign ones share. Knows no corpus, no cache and no model."""
+"""The tokenizer interface, and helpers of tokenizers from other libraries."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from kitforge.foundation.errors import DataError
 from kitforge.foundation.untrusted import parse_json
 
-# What stands for numbers that are no token, as Unicode has it for bytes that are no text.
+# The text of an unknown token id, as Unicode's replacement character is for invalid bytes.
 _UNREADABLE = "\ufffd"
-# A text that shows what a tokenizer puts around every text.
+# A probe text for the tokens that a tokenizer adds around every text.
 _PROBE = "a"
 NO_TOKEN = _UNREADABLE.encode()
 
@@ -81,7 +81,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the tokens without the special ones; what is no text or no token becomes U+FFFD."""
+        """The text of the tokens without the special ones; invalid bytes and ids become U+FFFD."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -95,7 +95,7 @@ class Tokenizer(Protocol):
 
 
 def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The tokens before and after those of a document: what the tokenizer puts around every text, and one end token."""
+    """The tokens before and after those of a document: the tokenizer's own, and one end token."""
     text, prompt = tokenizer.encode(_PROBE), tokenizer.encode_prompt(_PROBE)
     starts = range(len(prompt) - len(text) + 1)
     start = next((each for each in starts if prompt[each : each + len(text)] == text), None)
@@ -120,7 +120,7 @@ def decode_known(ids: Sequence[int], vocab_size: int, decode: Callable[[list[int
 
 
 def without_end(owner: str) -> DataError:
-    """The error about a vocabulary that cannot tell documents apart."""
+    """The error for a vocabulary without an end token."""
     return DataError(
         f"{owner} has no token that ends a document",
         got="no eos token",

@@ -1,4 +1,4 @@
-"""Collective work that succeeds on all ranks or fails on all of them."""
+"""Collective work that succeeds on all ranks or fails on all ranks."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ Names are those of `foundation.files.atomic_folder`: `.step_3.<process>.draft` w
 first so that no published folder is ever half deleted, and `.step_3.<process>.parts`, what ranks write for torch's
 planner before the draft is made of it.
 
-A process is `<machine>-<number>`. Of this machine, boot and container it is known whether it is gone. Another one may
-be alive for all that can be seen here, so what it has left on a shared volume is deleted when nothing in it has changed
+A process is `<machine>-<number>`. Whether it has ended is known only on the same machine, boot and container. Another
+one may be alive, so its leftovers on a shared volume are deleted when nothing in them has changed
 for a day.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from kitforge.foundation.files import machine_name, process_name
 
-# Seconds without a change after which what a process of another machine has left is taken for dead.
+# Seconds without a change after which leftovers of a process on another machine are considered stale.
 STALE_SECONDS = 24 * 3600.0
 # Seconds within which a living process puts a folder in the place of one that it has moved aside.
 REPLACING = 1.0

@@ -47,7 +47,7 @@ class GatheredParameters(Mapping[str, Tensor]):
         return len(self._names)
 
     def finish(self) -> None:
-        """Give or take what is left, so that no rank waits for another. All ranks call it, whatever has failed."""
+        """Send or receive the remaining tensors, so that no rank waits. All ranks call it, also after errors."""
         while self._ranks is not None and self._num_given < len(self._names):
             self._next_tensor(self._ranks)
 
@@ -59,7 +59,7 @@ class GatheredParameters(Mapping[str, Tensor]):
 
 
 def gather_to_rank_zero(shard: Tensor, layout: Layout, ranks: RankCoords, rank: int) -> Tensor | None:
-    """The whole tensor of which each rank has the piece that the layout says, on the CPU of rank 0; None on the others.
+    """The whole tensor on the CPU of rank 0, gathered from the shards of all ranks; None on the others.
 
     All ranks call it together. Beside the whole, rank 0 holds one piece at a time.
     """

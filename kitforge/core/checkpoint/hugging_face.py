@@ -1,4 +1,4 @@
-"""Folders of the Hugging Face kind, in and out: config.json beside safetensors files. Knows no architecture.
+"""Reading and writing of Hugging Face folders: config.json and safetensors files, for any architecture.
 
 Layout: https://huggingface.co/docs/huggingface_hub/package_reference/serialization. Pickle is refused.
 """
@@ -31,7 +31,7 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 @final
 class HuggingFaceFolder:
-    """A folder whose files have been found whole; tensors are mapped when they are asked for."""
+    """A folder whose files are complete; tensors are memory-mapped on first access."""
 
     def __init__(self, folder: Path, config: dict[str, Any], files: list[TensorFile]) -> None:
         self.folder = folder

@@ -15,9 +15,9 @@ from kitforge.foundation.files import sha256
 
 @final
 class IncrementalTables:
-    """Begins the snapshots of tables, and knows on which step the next one may build.
+    """Takes snapshots of tables, full or incremental, and tracks the parent of the next increment.
 
-    After a whole step come at most `num_deltas` steps that hold changes only. What a process saves first is whole.
+    At most `num_deltas` incremental steps follow a full one. The first step of a process is full.
     """
 
     def __init__(self, tables: Mapping[str, RowTable], num_deltas: int = 0) -> None:
@@ -38,7 +38,7 @@ class IncrementalTables:
     def begin(self, step: int) -> None:
         """Take snapshots of all tables."""
         can_build = self._last is not None and self._last.step < step and self._num_since_whole < self._num_deltas
-        # Tables tell once what went away. If this step does not come to be, the next one cannot do without all rows.
+        # A table reports removed ids once. If this step is not published, the next one must save all rows.
         self.base, self._last = self._last if can_build else None, None
         try:
             for name, table in self._tables.items():

@@ -96,9 +96,9 @@ class Checkpoint:
         return StoredTable(name, self.increments, shard)
 
     def load_tables(self, tables: Mapping[str, RowTable]) -> None:
-        """Let every table, by name, become what is stored of it: exactly these tables, each of the schema it had.
+        """Load every table by name; names and schemas must be exactly those of the checkpoint.
 
-        Raises CheckpointError before any row is touched when they are others.
+        Raises CheckpointError before any row is changed if they differ.
         """
         load_tables(tables, self.increments)
 
@@ -334,7 +334,7 @@ def _files_to_verify(files: Sequence[FileEntry], world: World) -> Sequence[FileE
 
 
 def _verify(folder: Path, manifest: Manifest, files: Sequence[FileEntry]) -> None:
-    # Sizes come first because they cost nothing, and most damage is a file cut short.
+    # Sizes first: they are free to check, and most damaged files are truncated.
     for file in files:
         path = folder / file.name
         if not path.is_file():
@@ -361,7 +361,7 @@ def _misfit(target: Tensor, tensor: Tensor) -> str | None:
     """Why `tensor` cannot be copied to `target` without a silent change, or None."""
     if target.shape != tensor.shape:
         return f"got {list(tensor.shape)}, expected {list(target.shape)}"
-    # A copy into a tensor without memory does nothing, and says nothing.
+    # A copy into a meta tensor does nothing and raises nothing.
     if target.is_meta:
         return "the target has no memory yet"
     if target.dtype != tensor.dtype and not (target.is_floating_point() and tensor.is_floating_point()):

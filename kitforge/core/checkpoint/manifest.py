@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds and how its manifest is spelled. Knows names and numbers, no tensor's values.
+"""The files of a checkpoint folder and the format of its manifest.
 
 checkpoints/
 └── step_120/
@@ -7,7 +7,7 @@ checkpoints/
     ├── table-users-rows-00001.safetensors      ids and rows of a table; as many files as it takes
     ├── state.json
     ├── state.safetensors      tensors among the state, where there are any
-    └── manifest.json          what the others must hold; written last, and signed by its own checksum
+    └── manifest.json          names, sizes and checksums of the others; written last, with its own checksum
 
 Many ranks write side by side, each its own files: model-r00002-00001.safetensors is the first of rank 2. A step that
 has a base holds only those rows of tables that changed after the base was saved; everything else is whole.
@@ -110,7 +110,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """One file of the folder, as it was written. It has one checksum: files of many ranks have the quick one."""
+    """One file of the folder as written. It has one checksum: CRC-32 for files of many ranks, else SHA-256."""
 
     name: str
     bytes: int
@@ -142,7 +142,7 @@ class TableEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParentStep:
-    """The step beside this one whose rows of tables this one goes on from."""
+    """The step that an incremental step builds on."""
 
     step: int
     sha256: str  # of its manifest, which vouches for its files
@@ -150,11 +150,11 @@ class ParentStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything that a reader must know before it opens a tensor."""
+    """The content of manifest.json."""
 
     format_version: int
     package_version: str
-    kind: str  # what was saved, in words for people, e.g. "training"
+    kind: str  # what was saved, for people, e.g. "training"
     step: int
     model: tuple[TensorEntry, ...]
     optimizer: tuple[TensorEntry, ...]
@@ -183,18 +183,18 @@ def steps(root: Path) -> list[int]:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json, signed so that a change of any of its values is noticed."""
     indices = {file.name: index for index, file in enumerate(manifest.files)}
-    # Tensors that many ranks cut alike lie alike in their files, which is said once.
+    # Tensors with the same sharding share one layout entry.
     layouts: dict[tuple[Any, Any], int] = {}
     values = _flat(manifest)
     for part in PARTS:
         values[part] = [_plain_entry(entry, layouts) for entry in manifest.entries(part)]
-    # What is not listed is spelled as it is, and refused by whoever reads it.
+    # An unknown dtype is written as it is, and readers refuse it.
     values["layouts"] = [
         {"starts": starts, "files": [indices.get(file, file) for file in files]} for starts, files in layouts
     ]
     values["tables"] = list(map(to_dict, manifest.tables))
     values["parent"] = None if manifest.parent is None else to_dict(manifest.parent)
-    # What is not there is not spelled, so that a run without tables writes what every version reads.
+    # Empty fields are left out, so every version can read a run without tables.
     values = {key: value for key, value in values.items() if value or key not in ("tables", "parent")}
     values["files"] = [{key: value for key, value in _flat(file).items() if value != ""} for file in manifest.files]
     # Indented for people to read; of many ranks, whose files are many, packed for speed.
@@ -235,7 +235,7 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The state as it was saved, tuples as lists. Raises CheckpointError when it is absent or damaged."""
+    """The saved state, tuples as lists. Raises CheckpointError if it is missing or damaged."""
     return _read_json(folder / STATE)
 
 
@@ -257,7 +257,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_names(path: Path, manifest: Manifest) -> None:
-    """A manifest speaks of files beside it and of no others on the machine, and of every tensor once."""
+    """Check that a manifest names only files in its folder, and each tensor once."""
     names = [entry.name for part in PARTS for entry in manifest.entries(part)]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -274,7 +274,7 @@ def _check_names(path: Path, manifest: Manifest) -> None:
 
 
 def _plain_entry(entry: TensorEntry, layouts: dict[tuple[Any, Any], int]) -> dict[str, Any]:
-    """The entry as JSON takes it, with the place of its layout among all."""
+    """The entry as JSON values, with the index of its layout."""
     layout = layouts.setdefault((entry.starts, entry.files), len(layouts))
     values = {"name": entry.name, "dtype": entry.dtype, "shape": entry.shape, "layout": layout}
     return values if entry.alias_of is None else {**values, "alias_of": entry.alias_of}

@@ -28,7 +28,7 @@ def overlap(first: Region, second: Region) -> Region | None:
 
 
 def within(part: Region, box: Region) -> Region:
-    """A part of the box as it lies in the tensor that holds the box and nothing else."""
+    """A part of the box, relative to the start of the box."""
     offset = tuple(start - before for start, before in zip(part.offset, box.offset, strict=True))
     return Region(global_shape=box.shape, offset=offset, shape=part.shape)
 
@@ -93,7 +93,7 @@ def entry_of(folder: Path, slices: Sequence[Slice]) -> TensorEntry:
 
 
 def _why_not(folder: Path, slices: Sequence[Slice]) -> CheckpointError:
-    """What is wrong with slices that are no grid of a tensor."""
+    """The error text for slices that do not form a grid of the tensor."""
     first = slices[0]
     for entry in slices:
         got = (entry.dtype, entry.global_shape, entry.alias_of)

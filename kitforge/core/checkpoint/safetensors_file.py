@@ -2,7 +2,7 @@
 
 The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, a JSON header that gives
 each tensor's dtype, shape and byte range, then the bytes. The library's own writer wants every tensor as one dict and
-hashes nothing, so the thirty lines that write stand here; reading is the library's.
+computes no checksum, so writing is implemented here; reading uses the library.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kitforge.foundation.files import atomic_file
 
 # Small enough to stay in the processor's cache between the checksum and the write.
 READ_BYTES = 2**20
-# What a rank writes is sent on its way to the disk in such portions.
+# A rank starts writeback to the disk after this many bytes.
 WRITE_BYTES = 2**23
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -102,8 +102,8 @@ def write_stream(path: Path, outline: Sequence[tuple[str, Tensor]], tensors: Ite
 
 
 def write_shard(path: Path, tensors: Sequence[tuple[str, Tensor]], step: int) -> FileEntry:
-    """`write` for one of many ranks, which write at the disk's rate: that of SHA-256 is less. The file says of which
-    step it is. The tensors are on the CPU and stay as they are meanwhile."""
+    """`write` for one of many ranks, with the faster CRC-32 checksum. The file records its
+    step. The tensors are on the CPU and must not change meanwhile."""
     ordered, notes = _ordered(tensors), {"step": str(step)}
     with atomic_file(path) as file:
         size = sent = 0
@@ -121,7 +121,7 @@ def write_shard(path: Path, tensors: Sequence[tuple[str, Tensor]], step: int) ->
 
 
 def checksum(data: bytes) -> str:
-    """The SHA-256 of `data`, as the manifest spells it."""
+    """The SHA-256 of `data`, in the manifest's format."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -148,7 +148,7 @@ class Crc32:
                 self._last = 0
 
     def hexdigest(self) -> str:
-        """The checksum of what came so far, as the manifest spells it."""
+        """The checksum of the bytes so far, in the manifest's format."""
         done = self._done.copy()
         done.update(struct.pack("<IQ", self._last, self._num_bytes))
         return done.hexdigest()
@@ -164,7 +164,7 @@ def crc32(path: Path) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """The step of which a rank's file says it is; None when it says nothing, or is damaged."""
+    """The step recorded in a rank's file; None without a record or for a damaged file."""
     try:
         return TensorFile(path, CheckpointError).step
     except CheckpointError:
@@ -175,7 +175,7 @@ def step_of(path: Path) -> int | None:
 class TensorFile:
     """A safetensors file whose tensors are mapped when they are asked for.
 
-    What is wrong with the file is raised as `error`: CheckpointError for our own, ModelError for others'.
+    Faults of the file are raised as `error`: CheckpointError for our own files, ModelError for others.
     """
 
     def __init__(self, path: Path, error: type[CheckpointError] | type[ModelError]) -> None:
@@ -189,7 +189,7 @@ class TensorFile:
 
     @property
     def step(self) -> int | None:
-        """The step of which the file says it is; None when it says nothing."""
+        """The step recorded in the file, or None."""
         text = (self._handle.metadata() or {}).get("step", "")
         return int(text) if text.isdecimal() else None
 
@@ -223,7 +223,7 @@ def _ordered(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
 
 
 def _send(file: IO[bytes], start: int) -> None:
-    """Let the system begin to write what the file got from `start` on, without waiting for it."""
+    """Start writeback of the bytes from `start` on, without waiting for it."""
     file.flush()
     if sys.platform == "linux":
         os.posix_fadvise(file.fileno(), start, file.tell() - start, os.POSIX_FADV_DONTNEED)
@@ -258,7 +258,7 @@ def _bytes_of(name: str, expected: Tensor, found: tuple[str, Tensor] | None) -> 
 
 
 def _header(tensors: Sequence[tuple[str, Tensor]], notes: Mapping[str, str]) -> bytes:
-    # Readers of the Hugging Face kind refuse a file that does not say which library's tensors it holds.
+    # Hugging Face's readers refuse a file without the name of its framework.
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **notes}}
     end = 0
     for name, tensor in tensors:

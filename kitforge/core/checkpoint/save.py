@@ -77,7 +77,7 @@ class CheckpointWriter:
         self._snapshot = Snapshot() if world.mesh is None else Snapshot(RankCoords.of(world.mesh), world.rank)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        # Guards what `protect` and the background thread both decide: which steps stay.
+        # Guards the set of kept steps, which `pin` and the background thread both change.
         self._lock = threading.Lock()
         self._protected: set[int] = set()
         # Steps that keep their protection until the one that is being written is published.
@@ -120,7 +120,7 @@ class CheckpointWriter:
             self._tables.begin(step)
         except CheckpointError as refusal:
             if not self._is_alone:
-                # The other ranks are about to write, and have to be told.
+                # The other ranks are about to write and must be notified.
                 self._pending = self._executor.submit(self._write, refusal)
                 self.wait()
             raise
@@ -146,8 +146,8 @@ class CheckpointWriter:
                 (folder / KEEP).touch()
 
     def unpin(self, step: int) -> None:
-        """Let that step go like any other once it is old, but not before what is being written is published: a best
-        step is on the disk before the one whose place it takes may go."""
+        """Stop protecting that step, but not before the write in progress is published: the new best
+        step is on the disk before the previous one may be deleted."""
         with self._lock:
             self._protected.discard(step)
             if self._pending is not None and not self._is_published:
@@ -186,7 +186,7 @@ class CheckpointWriter:
             stack.callback(self._tables.close)
             draft = self._collective(partial(self._begin, stack, refusal))[0]
             write = local_try(self._reporting(partial(self._write_files, self._root / draft)), self._agree)
-            # What many ranks have written is much, and only the first one says it to the world.
+            # The entries of many ranks are large, so only the first rank publishes them.
             written = all_gather_or_explain(write, self._gather)
             self._collective(partial(self._publish, stack, self._root / draft, written))
         self._tables.published(self._root, self._snapshot.step)
@@ -253,7 +253,7 @@ class CheckpointWriter:
                 asides = [set_aside(folders[step]) for step in reversed(older) if step not in stay]
                 for aside in asides:
                     shutil.rmtree(aside)
-            # The new step is safe; that an old one could not be deleted must not look like a failed save.
+            # The new step is published; failing to delete an old one is not a failed save.
             except OSError as cause:
                 _log.warning("an old checkpoint below %s could not be deleted: %s", self._root, cause)
 

@@ -36,11 +36,11 @@ MAX_CONCURRENT_WRITES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What one rank has written: its files and the slices in them, without aliases."""
+    """The files that one rank has written and the slices in them, without aliases."""
 
     files: tuple[FileEntry, ...]
     slices: tuple[Slice, ...]
-    signature: str  # of what all ranks must have been given alike; of one rank, nothing
+    signature: str  # of the values that must be equal on all ranks; empty for one rank
     tables: tuple[TableEntry, ...] = ()
 
 
@@ -77,7 +77,7 @@ def write_state(draft: Path, state: bytes) -> FileEntry:
 def write_manifest_of(
     draft: Path, snapshot: Snapshot, written: Sequence[Written], kind: str, base: ParentStep | None = None
 ) -> None:
-    """Write the manifest of what the ranks have written. `base` is the step whose rows of tables this one goes on from.
+    """Write the manifest of all ranks' files. `base` is the parent of an incremental step.
 
     Raises CheckpointError when they were not given the same tensors, or when a tensor is not there exactly once.
     """
@@ -104,7 +104,7 @@ def write_manifest_of(
 
 
 def package_version() -> str:
-    """The version of the installed package, for people who look into a manifest."""
+    """The version of the installed package, for people who read a manifest."""
     try:
         return importlib.metadata.version("kitforge")
     except importlib.metadata.PackageNotFoundError:
@@ -124,7 +124,7 @@ def _slice(name: str, snapshot: Snapshot, file: str) -> Slice:
 
 
 def _entry_of(draft: Path, name: str, snapshot: Snapshot, stored: dict[str, list[Slice]]) -> TensorEntry:
-    """A tensor from the slices of all ranks; an alias lies where the tensor does whose memory it shares."""
+    """A tensor's entry from the slices of all ranks; an alias has those of the tensor whose memory it shares."""
     owner = snapshot.aliases.get(name)
     slices = stored.get(owner or name, [])
     if not slices:
@@ -134,7 +134,7 @@ def _entry_of(draft: Path, name: str, snapshot: Snapshot, stored: dict[str, list
 
 
 def _signature(snapshot: Snapshot) -> str:
-    """A checksum of what all ranks must have been given alike."""
+    """A checksum of the values that must be equal on all ranks."""
     wholes = [(name, layout.shape, layout.splits, str(dtype)) for name, (layout, dtype) in snapshot.wholes.items()]
     text = repr((snapshot.step, wholes, snapshot.names, snapshot.aliases))
     return hashlib.sha256(text.encode()).hexdigest()

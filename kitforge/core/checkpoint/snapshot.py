@@ -69,7 +69,7 @@ class Snapshot:
         state: Mapping[str, Any],
         layouts: Mapping[str, Layout] = {},
     ) -> None:
-        """Copy all tensors and the state as they are now; of a split tensor, `layouts` says how it is split.
+        """Copy all tensors and the state as they are now; `layouts` has the layouts of split tensors.
 
         Raises CheckpointError for a name given twice, a tensor without values or not of the shape that its layout
         gives to this rank, or state that neither JSON nor safetensors can hold.
@@ -110,7 +110,7 @@ class Snapshot:
                     expected=None if region is None else list(region.shape),
                 )
             wholes[name] = (layout, source.dtype)
-        # From step to step nothing but values changes, so that who owns what is found once.
+        # Names, shapes and layouts stay the same from step to step, so ownership is computed once.
         if list(wholes.items()) != list(self.wholes.items()):
             tensors = [(layout, dtype.itemsize) for layout, dtype in wholes.values()]
             self.wholes, self._is_owned = wholes, assign_shards(tensors, ranks, self._rank)

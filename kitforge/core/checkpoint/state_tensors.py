@@ -11,7 +11,7 @@ from kitforge.core.checkpoint import safetensors_file
 from kitforge.core.checkpoint.safetensors_file import TensorFile
 from kitforge.foundation.errors import CheckpointError
 
-# The only key of what stands in state.json for a tensor, whose name in the file is the value.
+# In state.json a tensor is a dict with this key; the value is its name in the safetensors file.
 _KEY = "state_tensor"
 
 

@@ -63,7 +63,7 @@ def parent_of(root: Path, step: int) -> int | None:
 
 @final
 class StoredTable:
-    """What a chain of steps, the newest first, holds of a table: a `RowSource` of all rows."""
+    """The rows of a table in a chain of steps, newest first: a `RowSource` of all rows."""
 
     def __init__(self, name: str, links: Iterable[Increment], shard: RowShard = ALL) -> None:
         self.name = name
@@ -132,7 +132,7 @@ class StoredTable:
             yield list(self._read(folder, entry, part)), removed
 
     def removed(self) -> Iterator[Tensor]:
-        """None are: a chain holds what there is."""
+        """Always empty: a chain has only current rows."""
         return iter(())
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ def tables_of(modules: Iterable[nn.Module | SparseModule]) -> dict[str, RowTable
 
 
 def load_tables(tables: Mapping[str, RowTable], links: Sequence[Increment]) -> None:
-    """Let every table become what a chain of steps, the newest first, holds of it.
+    """Load every table from a chain of steps, newest first.
 
     Raises CheckpointError before any row is touched when the tables are not those that were saved.
     """

@@ -96,7 +96,7 @@ class TableWriter:
 
 
 def merge_entries(shares: Sequence[Sequence[TableEntry]]) -> tuple[TableEntry, ...]:
-    """The tables of a step from what each rank has written of them. Raises CheckpointError when ranks differ."""
+    """Merge the table entries of all ranks. Raises CheckpointError if ranks differ."""
     for rank, tables in enumerate(shares):
         saved, first = ([replace(table, rows=()) for table in each] for each in (tables, shares[0]))
         if saved != first:
@@ -108,7 +108,7 @@ def merge_entries(shares: Sequence[Sequence[TableEntry]]) -> tuple[TableEntry, .
 
 
 def _quoted(name: str) -> str:
-    """A name may hold what a file's name may not, and a dash would make two names one."""
+    """The table name as part of a file name: special characters and dashes are quoted, so names stay distinct."""
     return quote(name, safe="").replace("-", "%2D")
 
 
@@ -151,7 +151,7 @@ class _Buffer:
 
 
 def _gathered(chunks: Iterable[Chunk], file_bytes: int) -> Iterator[Chunk]:
-    """The rows of one file after the other. What was yielded holds good until the next but one is asked for."""
+    """The rows of one file after the other. A yielded chunk stays valid until the next but one is requested."""
     buffers: list[_Buffer] = []
     for ids, rows in chunks:
         if not buffers and len(ids):

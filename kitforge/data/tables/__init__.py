@@ -1,1 +1,1 @@
-"""Rows of tables: readers, columns of numbers and keys, the column cache, a click log made up. Knows no features."""
+"""Tables: readers, columns of numbers and keys, the column cache, a synthetic click log."""

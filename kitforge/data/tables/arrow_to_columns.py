@@ -16,7 +16,7 @@ from kitforge.data.tables.hashing import hash_texts
 from kitforge.foundation.errors import DataError
 
 _LARGEST = 2**63
-# Row and what is wrong with it.
+# Row and its fault.
 RowProblem = tuple[int, Problem]
 
 
@@ -129,7 +129,7 @@ def _number(text: str) -> float:
 
 
 def _keys(array: Any, kind: KeyKind, name: str) -> tuple[NDArray[np.int64], NDArray[np.bool_], list[RowProblem]]:
-    """Keys [n], where there is none [n], and what is no key."""
+    """Keys [n], a mask of missing ones [n], and invalid cells."""
     arrow = pyarrow()
     types = arrow.types
     if kind == "text" and types.is_dictionary(array.type) and _is_text(array.dictionary):
@@ -201,7 +201,7 @@ def _integers(array: Any, name: str) -> Any:
 def _one_by_one(
     values: list[Any], parse: Callable[[Any], Any], nothing: float, reason: str, expected: str
 ) -> tuple[NDArray[Any], list[RowProblem]]:
-    """The slow way, which finds the rows that stopped the fast one."""
+    """The slow path, which finds the rows that the fast path failed on."""
     parsed: list[Any] = []
     problems: list[RowProblem] = []
     for row, value in enumerate(values):

@@ -20,7 +20,7 @@ OnBadRow = Literal["error", "skip"]
 class Problem:
     """Why a row is invalid."""
 
-    reason: str  # goes on after the row's place: "has the wrong number of cells"
+    reason: str  # the text after the row's location: "has the wrong number of cells"
     got: object
     expected: str
     fix: str | None = None

@@ -33,7 +33,7 @@ FORMAT = 3
 _PROGRESS = "progress.json"
 # A build that is killed loses at most about as many bytes of columns.
 _STRIDE = 2**27
-# Tells rows read, while a cache is built.
+# Called with the number of rows read while a cache is built.
 Progress = Callable[[int], None]
 
 
@@ -102,12 +102,12 @@ def load_table(
                 progress,
             )
         except DataError:
-            # A table that is mended has another fingerprint; nobody would ever go on from here.
+            # A repaired table has another fingerprint, so this partial build would never be resumed.
             for name in (_PROGRESS, *done.sizes):
                 (folder / name).unlink(missing_ok=True)
             raise
         (folder / _PROGRESS).unlink(missing_ok=True)
-        # Of the content, so that a copy of the files counts as what it is.
+        # Of the content, so that copied files have the same fingerprint.
         content = [(name, sha256(folder / name)) for name in sorted(done.sizes)]
         fingerprint = fingerprint_of("columns", content, layout.fingerprint)
         return {"fingerprint": fingerprint, "num_rows": done.num_rows, "bad_rows": done.bad_rows}
@@ -147,7 +147,7 @@ class _Done:
 
     @classmethod
     def of(cls, folder: Path, layout: ColumnLayout) -> _Done:
-        """What an earlier build has left for certain: all that it says, or nothing."""
+        """The durable progress of an earlier build; empty if it is inconsistent."""
         path = folder / _PROGRESS
         if path.exists():
             done = cls(**json.loads(path.read_bytes()))
@@ -174,7 +174,7 @@ def _write(
         files: dict[str, IO[bytes]] = {}
         for name, size in done.sizes.items():
             files[name] = stack.enter_context(open(folder / name, "ab"))
-            # What lies behind may not be whole.
+            # Later bytes may be incomplete.
             files[name].truncate(size)
             files[name].seek(size)
         for part in parts:

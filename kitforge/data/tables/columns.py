@@ -1,4 +1,4 @@
-"""A table as numbers: what is read of each column, and the arrays that rows become. Knows no files and no features.
+"""Columns of a table: how each is parsed, and the arrays of parsed rows.
 
 Legend: n rows, d columns of numbers, k columns of keys.
 """
@@ -67,7 +67,7 @@ class ColumnLayout:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with whatever decides what is read."""
+        """A hash of everything that affects reading."""
         return fingerprint_of("layout", self.numbers, self.keys, self.lists, self.label)
 
 
@@ -194,7 +194,7 @@ class ColumnTable(Protocol):
 
     @property
     def layout(self) -> ColumnLayout:
-        """What its columns are."""
+        """The columns of the table."""
         ...
 
     @property

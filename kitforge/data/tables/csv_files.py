@@ -1,4 +1,4 @@
-"""Rows of text files: Criteo's TSV, CSV and TSV with a header, packed or not. Finds the line of whatever is wrong."""
+"""Rows of text files: Criteo's TSV, CSV and TSV with a header, compressed or not. Errors name the line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TextFile:
     delimiter: str
     has_header: bool
     has_quotes: bool
-    missing: tuple[str, ...] = ("",)  # texts that stand for no value
+    missing: tuple[str, ...] = ("",)  # texts that mean a missing value
 
     @property
     def name(self) -> str:
@@ -46,7 +46,7 @@ class TextFile:
         return str(self.path)
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
-        """Chunks of the file in order, each to be parsed by whoever has time. Only the columns asked for are made."""
+        """Chunks of the file in order, to be parsed by any thread. Only the requested columns are parsed."""
         is_head = self.has_header
         for first_line, raw in text_blocks(self.path, self.has_quotes):
             head = 0
@@ -124,7 +124,7 @@ class _Block:
         return lines
 
     def location(self, skipped: list[int]) -> Callable[[int], str]:
-        """Where the rows of a table stand that lacks the records `skipped`."""
+        """The locations of the rows of a table without the records `skipped`."""
 
         def find(row: int) -> str:
             left_out = set(skipped)
@@ -170,7 +170,7 @@ def _empty(columns: tuple[str, ...]) -> Any:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked where it is packed. DataError for what is wrong with it."""
+    """The bytes of a file, decompressed. Raises DataError for a damaged file."""
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb") as stream:
             yield stream  # type: ignore[misc]
@@ -218,7 +218,7 @@ def _last_record(raw: bytes) -> int:
 
 
 def first_line(path: Path) -> str:
-    """The first line of a file, for finding out what it is. DataError when there is none."""
+    """The first line of a file, for detecting its format. Raises DataError for an empty file."""
     with opened(path) as stream:
         raw = stream.readline(_RECORD_BYTES).removeprefix(_BYTE_ORDER_MARK)
     if not raw.strip():

@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventColumns:
-    """Which columns of a table of events say who took what and when. Events of one time stay in the order of rows."""
+    """The user, item and time columns of a table of events. Events of the same time stay in row order."""
 
     user: str
     item: str

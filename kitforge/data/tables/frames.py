@@ -41,7 +41,7 @@ def is_frame(spec: object) -> bool:
 
 
 def open_frame(spec: Any) -> FrameRows:
-    """The table of a DataFrame, or of arrays by column. Raises DataError for what is none."""
+    """The table of a DataFrame, or of arrays by column. Raises DataError for other objects."""
     arrow = pyarrow()
     try:
         if isinstance(spec, Mapping):

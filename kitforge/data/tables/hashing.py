@@ -21,7 +21,7 @@ _MASKS = np.array([(1 << (8 * count)) - 1 for count in range(_WORD)] + [2**64 - 
 
 
 def hash_texts(texts: Any) -> NDArray[np.int64]:
-    """A key for each value of a pyarrow array of texts [n]; what stands where the array has a null means nothing."""
+    """A key for each value of a pyarrow array of texts [n]; undefined for nulls."""
     offsets, data = _buffers(texts)
     starts, left = offsets[:-1], np.diff(offsets)
     state = left.astype(np.uint64) * np.uint64(_FOLD)

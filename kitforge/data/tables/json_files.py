@@ -29,7 +29,7 @@ class JsonLinesFile:
         return str(self.path)
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
-        """Chunks of the file in order, each to be parsed by whoever has time. A name that a line lacks has no value."""
+        """Chunks of the file in order, to be parsed by any thread. A name that a line lacks is a missing value."""
         for line, raw in text_blocks(self.path, False):
             yield partial(self._parse, raw, line, tuple(columns))
 

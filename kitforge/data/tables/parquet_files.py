@@ -32,7 +32,7 @@ class ParquetFile:
         return str(self.path)
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
-        """Chunks of the file in order, each to be read by whoever has time."""
+        """Chunks of the file in order, to be read by any thread."""
         start = 0
         with _opened(self.path) as file:
             metadata = file.metadata
@@ -46,7 +46,7 @@ class ParquetFile:
 
     def _group(self, metadata: Any, group: int, start: int, columns: tuple[str, ...]) -> ArrowChunk:
         try:
-            # A handle of its own for each reader; what is known of the file is shared.
+            # Each reader has its own handle; the metadata of the file is shared.
             with pyarrow("pyarrow.parquet").ParquetFile(self.path, metadata=metadata) as file:
                 table = file.read_row_group(group, columns=list(columns), use_threads=False)
         except (OSError, ValueError) as error:

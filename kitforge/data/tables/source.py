@@ -1,4 +1,4 @@
-"""Where tables come from: files of several formats, patterns, lists, or rows in Python. Finds out what a file is."""
+"""Table sources: files of several formats, glob patterns, lists, or rows in Python."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TableSourceConfig:
     # Between the cells of a csv or tsv file; None: what cuts the first line of a csv file into most cells, of , ; | and
     # tabs; a tab in a tsv file.
     delimiter: str | None = None
-    # Texts that stand for no value, besides an empty cell.
+    # Texts that mean a missing value, besides an empty cell.
     missing_values: tuple[str, ...] = ()
     on_bad_row: OnBadRow = "error"
 
@@ -66,7 +66,7 @@ class TablePart(Protocol):
         ...
 
     def jobs(self, columns: Sequence[str]) -> Iterator[Job]:
-        """Chunks in order, each to be made by whoever has time."""
+        """Chunks in order, to be made by any thread."""
         ...
 
 
@@ -204,7 +204,7 @@ def _open_file(path: Path, config: TableSourceConfig) -> TablePart:
 
 
 def _format(path: Path) -> TableFormat:
-    """What a file is, by its suffix; a .tsv and a .txt by the first line too."""
+    """The format of a file by its suffix; for .tsv and .txt by the first line too."""
     suffix = _suffix(path)
     if suffix in (".csv", ".parquet", ".jsonl"):
         return {".csv": "csv", ".parquet": "parquet", ".jsonl": "jsonl"}[suffix]  # type: ignore[return-value]

@@ -17,7 +17,7 @@ from kitforge.data.tables.columns import ColumnLayout, Columns, KeyColumn, Label
 from kitforge.foundation.config import check
 from kitforge.foundation.seed import key
 
-# Effects shrink with an id's rank, so that what is seen too seldom to be learned decides little.
+# Effects shrink with an id's rank, so rare ids, which cannot be learned, matter little.
 _FADING_RANK = 10.0
 _NUM_TASTES = 8
 
@@ -25,7 +25,7 @@ _NUM_TASTES = 8
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticClicksConfig:
-    """What is made up. The defaults are learned to within a thousandth of the best AUC in a minute."""
+    """Options of the synthetic click log. With the defaults, training reaches the best AUC less 0.001 in a minute."""
 
     num_rows: int = 400_000
     seed: int = 0
@@ -140,7 +140,7 @@ class _SyntheticDraws:
             fading = np.sqrt((1 + self.ranks[one] / _FADING_RANK) * (1 + self.ranks[other] / _FADING_RANK))
             odds += _normal(hash_array(pairs.astype(np.uint64), key(config.seed, "cross", one, other))) / fading
         for number in range(config.num_dense):
-            # A missing number says nothing: the value in the middle stands for it.
+            # A missing number has the median value.
             logs = np.nan_to_num(np.log(self.dense[:, number]), nan=0.0)
             odds += 0.4 * np.sin(1.5 * logs + number) if number % 2 else 0.4 * logs
         if config.history:

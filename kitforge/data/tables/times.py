@@ -26,7 +26,7 @@ def as_times(job: Job, times: tuple[str, ...]) -> ArrowChunk:
 
 
 def _second(text: str | None) -> str | None:
-    """One date as the text of a number, or the text as it is: the slow way, which leaves only bad cells behind."""
+    """One date as the text of a number, or the text unchanged: the slow path, which keeps only bad cells."""
     if text is None or re.match(_NUMBER, text):
         return text
     try:
