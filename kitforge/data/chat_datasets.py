@@ -46,8 +46,7 @@ _SAID = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedExample:
-    """Tokens of a text; `learnt` marks those that a model is to write itself. Both are arrays where they come from a
-    cache."""
+    """Tokens of a text; `loss_mask` is true for the tokens that the loss counts. Both are arrays when read from a cache."""
 
     tokens: Sequence[int] | NDArray[np.integer[Any]]
     loss_mask: Sequence[bool] | NDArray[np.bool_]
@@ -119,7 +118,8 @@ class ReadReport:
             )
         if self.unread:
             _log.warning(
-                "%s beside prompt and completion: the completion is learnt, and the rest not read", self.unread
+                "rows have prompt, completion and %s: the completion is trained, the other columns are ignored",
+                self.unread,
             )
 
 
@@ -315,7 +315,7 @@ class ChatDatasetReader:
         return inputs
 
     def _full_sequence(self, said: Said, inputs: Mapping[str, Any], location: object) -> TokenizedExample:
-        """All of a text is learnt; of a conversation the replies."""
+        """Mark every token of a plain text as trained, and in a conversation the assistant's replies."""
         if not _is_chat(said):
             before, after = document_frame(self._tokenizer) if isinstance(said, str) else ([], [self._tokenizer.eos_id])
             tokens = (*before, *self._plain(said), *after)

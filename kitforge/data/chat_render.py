@@ -1,7 +1,7 @@
 """Rendering of conversations by a chat template, and which characters of the text come from the contents.
 
-A template may trim, split, compare or leave out what it is given, so nothing is marked in the text that counts. Where
-contents lie in it is learnt from further renders, in which the letters of contents are others: what differs is theirs.
+A template may trim, split, compare or drop contents, so the text itself carries no markers. The positions of contents
+come from further renders whose contents have other letters: the characters that differ belong to the contents.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def test_a_published_template_gives_the_tokens_of_transformers(model: str) -> No
 
 
 @pytest.mark.slow
-def test_what_qwen_3_learns_of_a_call_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_the_trained_tokens_of_a_qwen_3_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
     talk = [
         {"role": "user", "content": "1 + 2?"},
@@ -84,9 +84,9 @@ def test_what_qwen_3_learns_of_a_call_is_printed(tmp_path: Path, capsys: pytest.
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk, "tools": [call]}))
     assert cli.run(["inspect", f"data.train={tmp_path}/rows.jsonl", f"checkpoint={published('qwen3')}"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    learnt = [line.removeprefix("  learnt  ") for line in lines if line.startswith("  learnt")]
+    trained = [line.removeprefix("  trained ") for line in lines if line.startswith("  trained")]
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>\n'
-    assert learnt == [
+    assert trained == [
         repr("<think>\nI must add.\n</think>\n\n" + called),
         repr("<think>\n\n</think>\n\nIt is 3.<|im_end|>\n"),
     ]
