@@ -46,7 +46,7 @@ _SAID = ("text", "messages", "prompt", "completion", "chosen", "rejected")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedExample:
-    """Tokens of a text; `loss_mask` is true for the tokens that the loss counts. Both are arrays when read from a cache."""
+    """Tokens of a text; `loss_mask` is true for the tokens that the loss counts. From a cache both are arrays."""
 
     tokens: Sequence[int] | NDArray[np.integer[Any]]
     loss_mask: Sequence[bool] | NDArray[np.bool_]
@@ -118,7 +118,7 @@ class ReadReport:
             )
         if self.unread:
             _log.warning(
-                "rows have prompt, completion and %s: the completion is trained, the other columns are ignored",
+                "%s beside prompt and completion: the completion is trained on, and the other columns are ignored",
                 self.unread,
             )
 
