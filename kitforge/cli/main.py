@@ -76,7 +76,7 @@ COMMANDS = {
     "export": Command(help="for other programs: kitforge export checkpoint=RUN output_dir=FOLDER", run=export),
     "config": Command(help="print the resolved configuration, run nothing", run=config),
     "report": Command(help="draw one or more runs: kitforge report RUN [RUN ...]", run_plain=report),
-    "inspect": Command(help="a table: inspect FILE; trained tokens: data.train=FILE checkpoint=RUN", run_plain=inspect),
+    "inspect": Command(help="a table: inspect FILE; loss mask: data.train=FILE checkpoint=RUN", run_plain=inspect),
     "demo": Command(help="all three kits in a few minutes, and one page about them", run_plain=demo),
     "replay": Command(help="train a step again from its rollouts: kitforge replay RUN step=N", run_plain=replay),
     "list": Command(help="tasks and presets with their sizes", run_plain=list_presets),

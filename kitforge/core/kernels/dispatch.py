@@ -19,6 +19,7 @@ import torch
 from kitforge.core.kernels import fast_path
 from kitforge.core.kernels.attention.reference import AttentionKernel, attention
 from kitforge.core.kernels.copy_rows.reference import CopyRowsKernel, copy_rows
+from kitforge.core.kernels.custom_ops import CUSTOM_OPS, is_traced
 from kitforge.core.kernels.decode_attention.reference import DecodeAttentionKernel, decode_attention
 from kitforge.core.kernels.embedding_bag.reference import EmbeddingBagKernel, embedding_bag
 from kitforge.core.kernels.embedding_bag_backward.reference import EmbeddingBagBackwardKernel, embedding_bag_backward
@@ -193,6 +194,8 @@ def select(level: CompileLevel, device: str = "cpu") -> Kernels:
             else:
                 load = functools.partial(_load, operation, name)
                 chosen[operation] = _WithFallback(operation, name, load, _REFERENCES[operation], chosen[operation])
+                if name == "triton":
+                    chosen[operation].load()
     return Kernels(**chosen)
 
 
@@ -276,10 +279,12 @@ class _WithFallback:
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         if self._accepts is not None and not self._accepts(*inputs):
             return self._otherwise(*inputs, **options)
+        if is_traced(inputs):
+            return self._traceable()(*inputs, **options)
+        if self._function is None:
+            self.load()
         try:
-            if self._function is None:
-                self._function = self._load()
-            return self._function(*inputs, **options)
+            return self._function(*inputs, **options)  # type: ignore[misc]
         except (KitforgeError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001 (whatever a compiler raises)
@@ -289,9 +294,23 @@ class _WithFallback:
             self._function = self._reference
             return result
 
+    def load(self) -> None:
+        """Import the implementation: the first call does so, or `select` where torch.compile must find it imported."""
+        try:
+            self._function = self._load()
+        except Exception as error:  # noqa: BLE001 (whatever the import of a package raises)
+            _log_failure(self._operation, self._name, error)
+            self._function = self._reference
+
+    def _traceable(self) -> Callable[..., Any]:
+        """What torch.compile and FakeTensor see: a custom op, or else `otherwise`."""
+        if self._name == "numba" or self._function is None:
+            return CUSTOM_OPS.get(self._operation, self._otherwise)
+        return self._function
+
     def __getstate__(self) -> dict[str, Any]:
-        """A pickled or copied model loads its implementations again."""
-        return {**self.__dict__, "_function": None}
+        """A pickled or copied model loads its compiled loops again."""
+        return {**self.__dict__, "_function": None if self._name == "numba" else self._function}
 
 
 def _new_decode_step(name: str, *arguments: Any) -> Callable[..., Any]:

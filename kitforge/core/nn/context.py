@@ -140,7 +140,7 @@ class Context:
     # [B or 1, T]: the length of each token's sequence, for position schemes that depend on it; None: computed.
     lengths: Tensor | None = None
     documents: Tensor | None = None  # [B, T] document of every token; None: each row is one document
-    attend: Attend = field(default_factory=CausalAttend)
+    attend: Attend = field(default_factory=lambda: CausalAttend())
     dropout: DropoutKey | None = None  # None: no dropout
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ class _Rotary(torch.autograd.Function):
 
 def _rotate(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """The rotation, written into one output without intermediates, except where it is rounded to half precision."""
-    if interleaved:
+    if interleaved or torch.compiler.is_compiling():  # a compiler fuses the reference, and refuses views as `out`
         return reference.rotary(input, cos, sin, interleaved)
     pairs = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)

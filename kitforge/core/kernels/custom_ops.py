@@ -1,0 +1,85 @@
+"""Custom ops of the compiled loops on CPU, as torch.compile and FakeTensor see them.
+
+A compiled loop reads memory by address, which a traced or a fake tensor does not have. Eager calls go to the loop
+directly, since a `torch.library.custom_op` costs as much as the norm of a token (10 to 20 us); traced and fake calls go
+to the operator `kitforge::NAME_numba`, whose gradients are those of the reference. Triton implementations are custom
+ops in their own files. The loops over rows of embedding tables run outside of graphs and have none.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from kitforge.core.kernels.decode_attention.reference import decode_attention
+from kitforge.core.kernels.linear.reference import linear
+from kitforge.core.kernels.rms_norm.reference import rms_norm
+from kitforge.core.kernels.rotary.reference import rotary
+
+
+def is_traced(inputs: tuple[object, ...]) -> bool:
+    """Whether torch.compile traces the caller, or an input is a tensor without memory."""
+    return torch.compiler.is_compiling() or FakeTensor in map(type, inputs)
+
+
+def _like_rotary(input: Tensor, *_: object) -> Tensor:
+    """[batch, heads, length, head_dim] in the memory layout of a linear layer's output."""
+    batch, heads, length, head_dim = input.shape
+    return input.new_empty(batch, length, heads, head_dim).transpose(1, 2)
+
+
+def _new_op(reference: Callable[..., Tensor], schema: str, like: Callable[..., Tensor]) -> Any:
+    """The custom op of an operation's loop, which the first call imports; `like` gives an empty output."""
+    operation = reference.__name__
+
+    def run(*inputs: Any, **options: Any) -> Any:
+        loop = getattr(importlib.import_module(f"kitforge.core.kernels.{operation}.numba"), operation)
+        return loop(*inputs, **options)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor, keyword_only_inputs: Any = None) -> None:
+        del output
+        ctx.save_for_backward(*(each if torch.is_tensor(each) else None for each in inputs))
+        ctx.numbers = [None if torch.is_tensor(each) else each for each in inputs]
+        ctx.options = keyword_only_inputs or {}
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = [index for index, is_wanted in enumerate(ctx.needs_input_grad) if is_wanted]
+        inputs = [
+            number if tensor is None else tensor.detach().requires_grad_(index in wanted)
+            for index, (tensor, number) in enumerate(zip(ctx.saved_tensors, ctx.numbers, strict=True))
+        ]
+        with torch.enable_grad():
+            output = reference(*inputs, **ctx.options)
+        found = torch.autograd.grad(output, [inputs[index] for index in wanted], grad)
+        by_index = dict(zip(wanted, found, strict=True))
+        return tuple(by_index.get(index) for index in range(len(inputs)))
+
+    op: Any = torch.library.custom_op(f"kitforge::{operation}_numba", run, mutates_args=(), schema=schema)
+    op.register_fake(like)
+    op.register_autograd(backward, setup_context=save)
+    return op
+
+
+# By operation, as in `dispatch.IMPLEMENTATIONS`.
+CUSTOM_OPS: dict[str, Callable[..., Tensor]] = {
+    "linear": _new_op(
+        linear,
+        "(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
+        lambda input, weight, _bias=None: input.new_empty(*input.shape[:-1], weight.shape[0]),
+    ),
+    "rms_norm": _new_op(
+        rms_norm, "(Tensor input, Tensor weight, float eps) -> Tensor", lambda input, *_: input.new_empty(input.shape)
+    ),
+    "rotary": _new_op(rotary, "(Tensor input, Tensor cos, Tensor sin, bool interleaved) -> Tensor", _like_rotary),
+    "decode_attention": _new_op(
+        decode_attention,
+        "(Tensor query, Tensor keys, Tensor values, Tensor starts, Tensor lengths, *, int? window, float scale)"
+        " -> Tensor",
+        lambda query, *_, **__: query.new_empty(query.shape),
+    ),
+}
