@@ -72,8 +72,7 @@ class CudaGraphRunner:
 
         def step() -> Tensor:
             pages = PagedBatch(first=0, tables=buffers.tables, lengths=buffers.lengths)
-            kernel = self._network.kernels.decode_attention
-            attend = PagedAttention(self._cache, buffers.slots, [pages], kernel)
+            attend = PagedAttention(self._cache, buffers.slots, [pages], self._network.kernels)
             context = Context(positions=buffers.positions, lengths=buffers.max_lengths, attend=attend)
             return self._network.head(self._network.hidden(buffers.tokens, context)[0])
 

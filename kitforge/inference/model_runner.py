@@ -72,8 +72,8 @@ class ModelRunner:
             slots += self._slots(sequence, start, end + len(work.draft_tokens))
             if work.needs_logits:
                 rows += range(len(tokens) - len(work.draft_tokens) - 1, len(tokens))
-        segments, kernel = self._attention_segments(works, device), network.kernels.decode_attention
-        attention = PagedAttention(self.cache, torch.tensor(slots, device=device), segments, kernel)
+        segments = self._attention_segments(works, device)
+        attention = PagedAttention(self.cache, torch.tensor(slots, device=device), segments, network.kernels)
         context = Context(
             positions=torch.tensor([positions], device=device),
             lengths=self._max_lengths(works, device),

@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.decode_attention.reference import DecodeAttentionKernel
+from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.context import AttentionSpec, causal_mask
 
 
@@ -100,10 +100,10 @@ class PagedAttention:
         cache: KeyValueCache,
         slots: Tensor,
         segments: list[AttentionSegment],
-        decode_attention: DecodeAttentionKernel,
+        kernels: Kernels,
     ) -> None:
         self._cache = cache
-        self._decode_attention = decode_attention
+        self._kernels = kernels
         self._slots = slots
         self._segments = segments
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
@@ -126,18 +126,17 @@ class PagedAttention:
         if isinstance(segment, PrefillSpan):
             return self._attend_prefill(index, segment, query, slabs, spec)
         num_texts = len(segment.lengths)
+        tokens = query[0, :, segment.first : segment.first + num_texts].transpose(0, 1)
+        kernels, window, scale = self._kernels, spec.window, spec.scale
+        lengths = segment.lengths
         if isinstance(segment, DecodeBatch):
-            tokens = query[0, :, segment.first : segment.first + num_texts].transpose(0, 1)
-            window, scale = spec.window, spec.scale
-            mixed = self._decode_attention(tokens, *slabs, segment.starts, segment.lengths, window=window, scale=scale)
-            return mixed.transpose(0, 1).unsqueeze(0)
-        view = [_gather_pages(slab, segment.tables, self._cache.block_size) for slab in slabs]
-        if (index, spec.window) not in self._masks:
-            self._masks[index, spec.window] = _length_mask(segment, view[0].shape[2], spec.window, query.device)
-        # The batch dimension is that of sequences: [texts, heads, 1, D].
-        tokens = query[:, :, segment.first : segment.first + num_texts].transpose(0, 2)
-        attended = spec.kernel(tokens, *view, mask=self._masks[index, spec.window], causal=False, scale=spec.scale)
-        return attended.transpose(0, 2)
+            mixed = kernels.decode_attention(tokens, *slabs, segment.starts, lengths, window=window, scale=scale)
+        else:
+            size = self._cache.block_size
+            mixed = kernels.paged_attention(
+                tokens, *slabs, segment.tables, lengths, block_size=size, window=window, scale=scale
+            )
+        return mixed.transpose(0, 1).unsqueeze(0)
 
     def _attend_prefill(
         self, index: int, span: PrefillSpan, query: Tensor, slabs: tuple[Tensor, Tensor], spec: AttentionSpec
@@ -165,19 +164,6 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     num_bytes = math.prod(shape) * like.element_size()
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=like.dtype).view(shape)
-
-
-def _gather_pages(slab: Tensor, tables: Tensor, block_size: int) -> Tensor:
-    """The blocks of each sequence, gathered: [texts, kv_heads, positions, D]."""
-    num_texts, num_blocks = tables.shape
-    blocks = slab.view(-1, block_size, *slab.shape[1:])[tables]
-    return blocks.view(num_texts, num_blocks * block_size, *slab.shape[1:]).transpose(1, 2)
-
-
-def _length_mask(batch: PagedBatch, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """The mask of a decoding batch, [texts, 1, 1, keys]."""
-    positions = torch.arange(num_keys, device=device)
-    return causal_mask(batch.lengths.unsqueeze(1) - 1, positions, window).unsqueeze(1)
 
 
 def _prefill_mask(span: PrefillSpan, window: int | None, device: torch.device) -> Tensor | None:

@@ -136,7 +136,7 @@ def nothing_comes_back_from_the_device(patch: pytest.MonkeyPatch) -> None:
         one[at] = other[to]
 
     kernels = replace(select_table(), swap_rows=one_way)
-    patch.setattr("kitforge.embedding_cache.tiers.device.select_table", lambda: kernels)
+    patch.setattr("kitforge.embedding_cache.tiers.device.select_table", lambda *_: kernels)
 
 
 def marks_stay_where_they_are(patch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,25 @@ def _decode_attention(
     return Cost(4 * heads * head_dim * seen, 2 * _size(query) + row * seen)
 
 
+def _paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    *,
+    block_size: int,
+    window: int | None,
+    scale: float,
+    slopes: Tensor | None = None,
+) -> Cost:
+    """That of `decode_attention`; without lengths, every sequence fills its table."""
+    if lengths.is_meta or is_traced((lengths,)):
+        lengths = torch.full((len(tables),), tables.shape[1] * block_size)
+    del slopes
+    return _decode_attention(query, keys, values, tables, lengths, window=window, scale=scale)
+
+
 def _rotary(input: Tensor, cos: Tensor, sin: Tensor, _interleaved: bool) -> Cost:
     flops = 6 * (input.numel() // input.shape[-1]) * cos.shape[-1]
     moved = 2 * _size(input) + _size(cos, sin)
@@ -126,6 +145,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "linear": _linear,
     "attention": _attention,
     "decode_attention": _decode_attention,
+    "paged_attention": _paged_attention,
     "rms_norm": lambda input, weight, _: Cost(
         4 * input.numel(), 2 * _size(input) + _size(weight), 9 * input.numel(), 3 * _size(input)
     ),

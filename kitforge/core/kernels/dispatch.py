@@ -29,6 +29,7 @@ from kitforge.core.kernels.keep_mask.reference import KeepMaskKernel, keep_mask
 from kitforge.core.kernels.linear.reference import LinearKernel, linear
 from kitforge.core.kernels.linear_cross_entropy.reference import LinearCrossEntropyKernel, linear_cross_entropy
 from kitforge.core.kernels.linear_log_probs.reference import LinearLogProbsKernel, linear_log_probs
+from kitforge.core.kernels.paged_attention.reference import PagedAttentionKernel, paged_attention
 from kitforge.core.kernels.pread_rows.reference import PreadRowsKernel, pread_rows
 from kitforge.core.kernels.rms_norm.reference import RMSNormKernel, rms_norm
 from kitforge.core.kernels.rotary.reference import RotaryKernel, rotary
@@ -50,6 +51,7 @@ class Kernels:
     linear: LinearKernel
     attention: AttentionKernel
     decode_attention: DecodeAttentionKernel
+    paged_attention: PagedAttentionKernel
     rms_norm: RMSNormKernel
     rotary: RotaryKernel
     swiglu: SwiGLUKernel
@@ -80,6 +82,7 @@ REFERENCE = Kernels(
     linear=linear,
     attention=attention,
     decode_attention=decode_attention,
+    paged_attention=paged_attention,
     rms_norm=rms_norm,
     rotary=rotary,
     swiglu=swiglu,
@@ -129,6 +132,10 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "numba": _numba(path="numba.decode_attention", levels=("O1", "O2"), accepts=fast_path.accepts_decode_attention),
         "fused": Implementation(path="fused.decode_attention", levels=("O1", "O2")),
     },
+    "paged_attention": {
+        "triton": _triton(path="triton.paged_attention", levels=("O1", "O2"), accepts=fast_path.accepts_triton_pages),
+        "fused": Implementation(path="fused.paged_attention", levels=("O1", "O2")),
+    },
     "rms_norm": {
         "triton": _triton(path="triton.rms_norm", accepts=fast_path.accepts_triton_rows),
         "numba": _numba(path="numba.rms_norm", accepts=fast_path.accepts_rms_norm),
@@ -157,12 +164,15 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "fused_decode_step": {"numba": _numba(path="numba.NumbaDecodeStep")},
     "hash_map": {"numba": _numba(path="numba.OpenAddressingHashMap")},
     "unique": {"numba": _numba(path="numba.unique")},
-    "copy_rows": {"numba": _numba(path="numba.copy_rows")},
+    "copy_rows": {"triton": _triton(path="triton.copy_rows"), "numba": _numba(path="numba.copy_rows")},
     "swap_rows": {"numba": _numba(path="numba.swap_rows")},
     "pread_rows": {"numba": _numba(path="numba.pread_rows")},
-    "embedding_bag": {"numba": _numba(path="numba.embedding_bag")},
-    "embedding_bag_backward": {"numba": _numba(path="numba.embedding_bag_backward")},
-    "sparse_update": {"numba": _numba(path="numba.SPARSE_UPDATE")},
+    "embedding_bag": {"triton": _triton(path="triton.embedding_bag"), "numba": _numba(path="numba.embedding_bag")},
+    "embedding_bag_backward": {
+        "triton": _triton(path="triton.embedding_bag_backward"),
+        "numba": _numba(path="numba.embedding_bag_backward"),
+    },
+    "sparse_update": {"triton": _triton(path="triton.SPARSE_UPDATE"), "numba": _numba(path="numba.SPARSE_UPDATE")},
 }
 
 
@@ -305,7 +315,8 @@ class _WithFallback:
     def _traceable(self) -> Callable[..., Any]:
         """What torch.compile and FakeTensor see: a custom op, or else `otherwise`."""
         if self._name == "numba" or self._function is None:
-            return CUSTOM_OPS.get(self._operation, self._otherwise)
+            traced: Callable[..., Any] = CUSTOM_OPS.get(self._operation, self._otherwise)
+            return traced
         return self._function
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # The longest row that a Triton program holds at once; an Ascend core has 192 KiB.
 MAX_TRITON_ROW = {"npu": 2**13}
 _GPU_ROW = 2**16
+_GPU_HEAD = 256
 
 
 def is_numba_eligible(tensor: Tensor) -> bool:
@@ -61,6 +62,11 @@ def accepts_triton(input: Tensor, *_: object) -> bool:
 def accepts_triton_rows(input: Tensor, *_: object) -> bool:
     """Whether one program also holds a whole row."""
     return accepts_triton(input) and 0 < input.shape[-1] <= MAX_TRITON_ROW.get(input.device.type, _GPU_ROW)
+
+
+def accepts_triton_pages(query: Tensor, keys: Tensor, values: Tensor, *_: object) -> bool:
+    """Whether all are in one dtype that the kernel loads, and a tile of it fits."""
+    return accepts_triton(query) and query.dtype == keys.dtype == values.dtype and query.shape[-1] <= _GPU_HEAD
 
 
 def accepts_triton_logits(hidden: Tensor, weight: Tensor, *_: object) -> bool:

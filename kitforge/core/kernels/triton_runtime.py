@@ -65,7 +65,32 @@ def logits_tiles(logits: Tensor) -> tuple[int, int]:
     return rows, min(row_block(width), describe(logits.device).tile_elements)
 
 
-def launch(kernel: Any, tiles: int, block: int, *arguments: Any, **constants: Any) -> None:
+def row_tiles(device: torch.device, num_rows: int, dim: int) -> tuple[int, int, int]:
+    """Of a kernel over rows of a table: the power of two that holds a row, the rows of a tile, and the tiles."""
+    features = row_block(dim)
+    rows = max(1, describe(device).tile_elements // features)
+    return features, rows, int(triton.cdiv(num_rows, rows))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def divide(number: Any, divisor: Any, exact: tl.constexpr) -> Any:
+    """The quotient rounded as IEEE 754 says, as on a CPU."""
+    if exact == tl.float32:
+        return tl.div_rn(number, divisor)
+    return number / divisor
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def root(number: Any, exact: tl.constexpr) -> Any:
+    """The square root rounded as IEEE 754 says."""
+    if exact == tl.float32:
+        return tl.sqrt_rn(number)
+    return tl.sqrt(number)
+
+
+def launch(
+    kernel: Any, tiles: int, block: int, *arguments: Any, num_warps: int | None = None, **constants: Any
+) -> None:
     """Run a kernel over that many tiles, on the device of its first argument.
 
     The kernel gets `arguments`, the tiles of one program as `steps`, the elements of a tile as BLOCK, and the dtype to
@@ -80,6 +105,6 @@ def launch(kernel: Any, tiles: int, block: int, *arguments: Any, **constants: An
             steps=triton.cdiv(tiles, programs[0]),
             BLOCK=block,
             EXACT=tl.float64 if first.dtype == torch.float64 else tl.float32,
-            num_warps=min(max(block // 256, 1), 16),
+            num_warps=num_warps or min(max(block // 256, 1), 16),
             **constants,
         )

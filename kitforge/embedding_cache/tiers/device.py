@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.dispatch import TABLE_REFERENCE, TableKernels, select_table
+from kitforge.core.kernels.dispatch import TableKernels, select_table
 from kitforge.core.kernels.indexing import at, put
 from kitforge.core.kernels.workspace import Workspace
 from kitforge.embedding_cache.keys.slot_map import INITIAL_ROOM, SlotMap, grow_rows
@@ -26,8 +26,7 @@ class DeviceTier:
     def __init__(self, width: int, capacity: int | None, device: torch.device | str) -> None:
         self.capacity, self.width = capacity, width
         self.device = torch.device(device)
-        # Kernels faster than the references exist for the CPU only, so far.
-        self.kernels: TableKernels = select_table() if self.device.type == "cpu" else TABLE_REFERENCE
+        self.kernels: TableKernels = select_table(self.device.type)
         room = INITIAL_ROOM if capacity is None else capacity
         self.index = SlotMap(select_table().hash_map, room)
         self.slab = torch.empty(room, width, device=self.device)

@@ -92,7 +92,7 @@ def test_loops_over_tables_are_compiled_where_numba_is() -> None:
 
 
 def test_loops_over_tables_are_the_references_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert select_table("cuda") == TABLE_REFERENCE
+    assert select_table("mps") == TABLE_REFERENCE
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert select_table.__wrapped__() == TABLE_REFERENCE
 

@@ -46,7 +46,7 @@ def _(input: Tensor, _cos: Tensor, _sin: Tensor, _interleaved: bool, _inverse: b
     return input.new_empty(batch, length, heads, dim).transpose(1, 2)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 (torch names them)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:3])
     ctx.interleaved, ctx.inverse = inputs[3:]
 

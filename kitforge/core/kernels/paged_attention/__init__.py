@@ -1,0 +1,1 @@
+"""`paged_attention`: attention of single tokens over a paged KV cache."""

@@ -1,0 +1,143 @@
+"""The Triton kernels over rows of tables have the bits of their references; on a CPU, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.dispatch import TABLE_REFERENCE, TableKernels, implementation, select_table
+from kitforge.core.kernels.jagged_bags import Bags
+from kitforge.core.kernels.sparse_update.reference import integer_view
+from kitforge.embedding_cache.tiers.device import DeviceTier
+from kitforge.foundation.errors import ModelError
+from tests.core.kernels import test_embedding_bag as bag_tests
+from tests.core.kernels import test_sparse_update as update_tests
+from tests.core.kernels.records import have_same_bits, normal, poisoned
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+TRITON = select_table("cuda")
+LENGTHS = [0, 3, 1, 0, 17, 2, 0]
+
+
+def test_an_accelerator_gets_them_and_a_cpu_does_not() -> None:
+    names = ("embedding_bag", "embedding_bag_backward", "copy_rows")
+    for name in names:
+        assert getattr(TRITON, name) is implementation(name, "triton", "cuda")
+        assert getattr(select_table("cpu"), name) is implementation(name, "numba")
+    assert TRITON.sparse_update is implementation("sparse_update", "triton", "cuda")
+    assert TRITON.hash_map is TABLE_REFERENCE.hash_map
+    assert DeviceTier(8, 4, "cpu").kernels is select_table("cpu")
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [0, 0], []], ids=["ragged", "empty_bags", "no_bags"])
+@pytest.mark.parametrize("dim", [1, 7, 33, 100])
+@pytest.mark.parametrize("kind", bag_tests.KINDS)
+def test_bags_and_their_gradients(kind: str, dim: int, lengths: list[int]) -> None:
+    for dtype in bag_tests.DTYPES:
+        found = bag_tests.forward_and_back(TRITON, kind, dim, dtype, lengths)
+        wanted = bag_tests.forward_and_back(TABLE_REFERENCE, kind, dim, dtype, lengths)
+        assert all(map(have_same_bits, found, wanted))
+
+
+def test_rows_without_inverse_and_strided_gradients() -> None:
+    slab, slots = normal(9, 12)[:, 2:], torch.tensor([8, 0, 0, 3])
+    assert torch.equal(TRITON.embedding_bag(slab, slots, 5), slab[slots, :5])
+    gradients, inverse = normal(6, 4).t(), torch.tensor([2, 0, 2, 2])
+    found = TRITON.embedding_bag_backward(gradients, inverse, 3)
+    assert have_same_bits(found, TABLE_REFERENCE.embedding_bag_backward(gradients, inverse, 3))
+
+
+@pytest.mark.parametrize(
+    ("slots", "inverse"), [([2, 9], [0, 1]), ([2, -1], [0, 1]), ([2, 3], [0, 2]), ([2, 3], [0, -1])]
+)
+def test_an_index_out_of_range_gives_nan_and_no_other_memory(slots: list[int], inverse: list[int]) -> None:
+    slab, around = normal(9, 4), torch.arange(6)
+    # Slots and rows lie amid others, which would be found beyond their ends.
+    around[2:4] = torch.tensor(slots)
+    found = TRITON.embedding_bag(slab, around[2:4], 4, inverse=torch.tensor(inverse))
+    assert torch.equal(found[0], slab[2])
+    assert found[1].isnan().all()
+
+
+def test_bags_of_more_ids_than_there_are_give_nan() -> None:
+    bags = Bags(offsets=torch.tensor([0, 1, 5]))
+    found = TRITON.embedding_bag(normal(9, 4), torch.tensor([1, 2]), 4, bags=bags)
+    assert found[0].isfinite().all()
+    assert found[1].isnan().all()
+
+
+def trained(kernels: TableKernels, name: str, dim: int, dtype: torch.dtype) -> Tensor:
+    return update_tests.train(kernels, update_tests.CONFIGS[name], dim, dtype)
+
+
+# The rest of adam takes the interpreter long.
+@pytest.mark.parametrize(
+    ("name", "dim"), [(name, dim) for name in update_tests.CONFIGS for dim in (1, 5 if "adam" in name else 19)]
+)
+def test_rows_move_as_the_reference_moves_them(name: str, dim: int) -> None:
+    found, wanted = (trained(kernels, name, dim, torch.float32) for kernels in (TRITON, TABLE_REFERENCE))
+    if name.startswith("rowwise") and dim > 1:  # its squares are summed in another order
+        layout = update_tests.build_row_optimizer(update_tests.CONFIGS[name]).layout(dim)
+        counters = slice(layout.width - 3, layout.width)
+        assert torch.equal(integer_view(found)[:, counters], integer_view(wanted)[:, counters])
+        torch.testing.assert_close(found[:, : dim + 1], wanted[:, : dim + 1], rtol=1e-6, atol=1e-7)
+    else:
+        assert have_same_bits(integer_view(found), integer_view(wanted))
+
+
+@pytest.mark.parametrize("name", ["adam", "ftrl_pulled"])
+def test_float64_rows_are_as_exact_as_their_rates(name: str) -> None:
+    found, wanted = (trained(kernels, name, 1, torch.float64) for kernels in (TRITON, TABLE_REFERENCE))
+    width = 3 if name == "adam" else 2
+    torch.testing.assert_close(found[:, :width], wanted[:, :width], rtol=1e-4, atol=1e-6)
+
+
+def test_a_gradient_of_nan_stays_visible() -> None:
+    for name in update_tests.RULES:
+        rule = update_tests.build_row_optimizer(update_tests.CONFIGS[name], TRITON)
+        slab = rule.new_records(normal(4, 3))
+        before = slab.clone()
+        rule.update(slab, torch.tensor([2]), torch.full((1, 3), torch.nan), 0.1, 1)
+        assert slab[2, :3].isnan().all(), name
+        others = [0, 1, 3]
+        assert have_same_bits(integer_view(slab[others]), integer_view(before[others]))
+
+
+@pytest.mark.parametrize("count", [0, 1, 23])
+@pytest.mark.parametrize("width", [1, 7, 100])
+def test_rows_are_copied_whole(width: int, count: int) -> None:
+    places = torch.randperm(60, generator=torch.Generator().manual_seed(width))
+    for at, to in (
+        (None, None),
+        (places[:count], None),
+        (None, places[-count:] if count else places[:0]),
+        (places[:count], places[-count:] if count else places[:0]),
+    ):
+        source = normal(count if at is None else 60, width)
+        source.view(torch.int32)[:, -1] = 0x7F800001  # integers in the bits of floats, as of a signalling NaN
+        target = poisoned(count if to is None else 60, width)
+        expected = target.clone()
+        expected[slice(None) if to is None else to] = source[slice(None) if at is None else at]
+        TRITON.copy_rows(source, target, at=at, to=to)
+        assert torch.equal(target.view(torch.int32), expected.view(torch.int32))
+
+
+def test_rows_out_of_range_are_not_copied_and_unequal_numbers_are_refused() -> None:
+    source, around = normal(5, 2), torch.zeros(6, 2)
+    target = around[1:5]
+    TRITON.copy_rows(source[1:4], target, at=torch.tensor([0, 3, 1, -1, 2]), to=torch.tensor([1, 0, 4, 2, -1]))
+    assert torch.equal(around[2], source[1])
+    assert not around[[0, 1, 3, 4, 5]].any()
+    with pytest.raises(ModelError, match="cannot be copied"):
+        TRITON.copy_rows(source, target)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_torch_checks_the_operators() -> None:
+    slab, slots, inverse = normal(9, 4), torch.tensor([3, 0, 7]), torch.tensor([0, 2, 1, 1])
+    offsets, weights, checks = torch.tensor([0, 1, 4]), normal(4), torch.library.opcheck
+    ops = torch.ops.kitforge
+    checks(ops.embedding_bag.default, (torch.empty(2, 4), slab, slots, inverse, offsets, weights, True))
+    checks(ops.embedding_bag_backward.default, (torch.empty(3, 4), normal(2, 4), inverse, offsets, weights, True))
+    checks(ops.copy_rows.default, (torch.empty(3, 4), slab, slots, None))
