@@ -57,8 +57,8 @@ mutate: env-dev ## plant the faults of tests/mutation one by one; writes what th
 docs: env-dev ## the pages of docs/ with an API reference, into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-gpu-check: env ## train and check the kernels on this machine's accelerator; prints a table
-	$(BIN)/python scripts/gpu_check.py
+gpu-check: ## check kernels, runs and speed on this machine's accelerator, with .venv or the Python there is
+	PYTHONPATH=. $$(test -x $(BIN)/python && echo $(BIN)/python || echo python3) scripts/gpu_check.py
 
 clean: ## remove .venv, caches and build products; runs stay
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
