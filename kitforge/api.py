@@ -17,7 +17,7 @@ from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, from_dict
-from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype
+from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
 from kitforge.kits.kit import AnyKit, OwnTaskKit, Pipeline, ReplayResult, RunInputs
 from kitforge.kits.registry import DEFAULT_TASK, kit_of, kit_of_folder, recorded_task
@@ -120,8 +120,8 @@ class Trainer:
         source = checkpoint if given.model is None else given.model
         if source is None:
             raise ModelError("there is nothing to predict with yet", fix="call train() first, or use pipeline()")
-        processor = given.processor or load_processor(source)
-        opened = self._kit.open_pipeline(load_model(source, self.options.device), processor, self.options)
+        model = load_model(source, self.options.device, self._kit.load_dtype(self.options))
+        opened = self._kit.open_pipeline(model, given.processor or load_processor(source), self.options)
         return [result[0] for result in opened([inputs] if isinstance(inputs, str) else list(inputs))]
 
     def _inputs(self, run: Run | None = None) -> RunInputs[object]:
@@ -191,7 +191,8 @@ def pipeline(
     chosen = kit.read_options(compose_config(task, dict(options or {})).values)
     if isinstance(processor, (str, Path)):
         processor = load_processor(processor)
-    return kit.open_pipeline(load_model(model, chosen.device), processor or load_processor(model), chosen)
+    network = load_model(model, chosen.device, kit.load_dtype(chosen))
+    return kit.open_pipeline(network, processor or load_processor(model), chosen)
 
 
 def replay(folder: str | Path, step: int, changes: Mapping[str, object] | None = None) -> ReplayResult:
@@ -206,12 +207,12 @@ def replay(folder: str | Path, step: int, changes: Mapping[str, object] | None =
     return kit.replay(run_folder, step, kit.read_options(values))
 
 
-def load_model(model: Model, device: str = "auto") -> nn.Module:
-    """The network of a run folder, a step folder, a Hugging Face folder or a Run, in fp32; one in memory as it is."""
+def load_model(model: Model, device: str = "auto", dtype: LoadDtype = "fp32") -> nn.Module:
+    """The network of a run, step or Hugging Face folder, weights in `dtype` ("auto": as stored); a model as it is."""
     if isinstance(model, (Run, nn.Module)):
         return model.model if isinstance(model, Run) else model
     folder = _folder(model)
-    return kit_of_folder(folder).load(folder, devices.pick(device)).eval()
+    return kit_of_folder(folder).load(folder, devices.pick(device), dtype=dtype).eval()
 
 
 def load_processor(model: Model) -> object:
@@ -228,8 +229,7 @@ def save_model(model: Model, folder: str | Path, processor: object = None, dtype
     """Write a model for other programs: a language model or a reward model as a Hugging Face folder, the items of a
     retrieval model as a faiss index. `dtype` of the weights: float32, bfloat16 or float16; by default as published, and
     float32 for those trained from nothing. For a model in a folder one tensor at a time is in memory."""
-    expected = ", ".join(EXPORT_DTYPES)
-    check(dtype is None or dtype in EXPORT_DTYPES, "dtype", dtype, f"one of {expected}, or null")
+    check(dtype is None or dtype in EXPORT_DTYPES, "dtype", dtype, f"one of {', '.join(EXPORT_DTYPES)}, or null")
     source = model if isinstance(model, (Run, nn.Module)) else _folder(model)
     if processor is None and not isinstance(source, nn.Module):
         processor = load_processor(source)

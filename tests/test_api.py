@@ -224,6 +224,18 @@ def test_a_pipeline_answers_in_the_shape_of_transformers(small_run: Path) -> Non
     assert "".join(generate.stream("ROMEO")) == answer["generated_text"].removeprefix("ROMEO")
 
 
+def test_a_pipeline_loads_weights_as_they_are_stored_or_as_asked(small_run: Path, here: Path) -> None:
+    tokenizer, prompt = load_processor(small_run), "ROMEO: line"
+    save_model(load_model(small_run), here / "half", tokenizer, "bfloat16")
+    options = {"inference.max_new_tokens": 8, "inference.temperature": 1.0, "device": "cpu"}
+    halved = load_model(small_run, "cpu").bfloat16()
+    wanted = pipeline("text_generation", halved, tokenizer, options)(prompt)
+    assert pipeline("text_generation", here / "half", options=options)(prompt) == wanted
+    assert pipeline("text_generation", small_run, options={**options, "inference.dtype": "bf16"})(prompt) == wanted
+    assert {each.dtype for each in load_model(here / "half", "cpu").parameters()} == {torch.float32}
+    assert {each.dtype for each in load_model(here / "half", "cpu", "auto").parameters()} == {torch.bfloat16}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["run", "step", "export", "memory", "Run"])
 def test_a_pipeline_opens_every_kind_of_model(place: str, small_run: Path, here: Path) -> None:

@@ -21,7 +21,7 @@ def chat(chosen: Composition) -> int:
     options = kit_of(chosen.values["task"]).read_options(chosen.values)
     if options.checkpoint is None:
         raise ConfigError("a chat needs a model", fix="add checkpoint=RUN")
-    model = load_model(options.checkpoint, options.device)
+    model = load_model(options.checkpoint, options.device, options.inference.dtype)
     kit, processor = kit_of(options.task), load_processor(options.checkpoint)
     opened = cast(TextGenerationPipeline, kit.open_pipeline(model, processor, options))
     messages: list[dict[str, str]] = []

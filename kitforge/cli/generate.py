@@ -20,7 +20,7 @@ def generate(chosen: Composition) -> int:
         return 0
     if options.checkpoint is None or options.prompt is None:
         raise ConfigError("generation needs a model and a prompt", fix='add checkpoint=RUN prompt="Once upon a time"')
-    model = load_model(options.checkpoint, options.device)
+    model = load_model(options.checkpoint, options.device, kit_of(options.task).load_dtype(options))
     opened = kit_of(options.task).open_pipeline(model, load_processor(options.checkpoint), options)
     prompts = [options.prompt] if isinstance(options.prompt, str) else options.prompt
     for answer in opened(prompts):

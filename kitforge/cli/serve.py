@@ -19,7 +19,7 @@ def serve(chosen: Composition) -> int:
     if options.checkpoint is None:
         raise ConfigError("serving needs a model", fix="add checkpoint=RUN")
     tokenizer = load_processor(options.checkpoint)
-    model = load_model(options.checkpoint, options.device)
+    model = load_model(options.checkpoint, options.device, kit.load_dtype(options))
     service = kit.open_service(model, tokenizer, Path(options.checkpoint).resolve().name, options)
     app = kit.new_app(service)
     answer(service, app, options.port, lambda address: say(f"{service.name} answers at {address} (stop with Ctrl-C)"))

@@ -9,6 +9,8 @@ import torch
 Precision = Literal["fp32", "bf16", "fp16"]
 # Spelled as in `torch_dtype` of config.json.
 ExportDtype = Literal["float32", "bfloat16", "float16"]
+# "auto": as stored.
+LoadDtype = Literal["auto", "fp32", "bf16", "fp16"]
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXPORT_DTYPES: dict[ExportDtype, torch.dtype] = {

@@ -124,11 +124,11 @@ class TextGenerationPipeline:
 
     def _resolve_options(self, options: dict[str, Any]) -> InferenceOptions:
         """The options of a call; tells the engine if a weight has changed."""
-        if "engine" in options:
+        for name in sorted({"engine", "dtype"} & options.keys()):
             raise ConfigError(
-                "the engine's options are fixed when a pipeline is made",
-                got=f"engine={options['engine']!r} for one call",
-                fix='pipeline(..., options={"inference.engine.max_num_seqs": 8})',
+                "the engine and its weights are fixed when a pipeline is made",
+                got=f"{name}={options[name]!r} for one call",
+                fix='pipeline(..., options={"inference.engine.max_num_seqs": 8, "inference.dtype": "bf16"})',
             )
         with self._text_engine.engine.lock:
             weights = _weights_fingerprint(self.model)

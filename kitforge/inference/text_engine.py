@@ -9,6 +9,7 @@ from typing import final
 
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
+from kitforge.foundation.dtype import LoadDtype
 from kitforge.inference.engine import Engine, Output
 from kitforge.inference.logprobs import PromptLogprob
 from kitforge.inference.options import EngineOptions
@@ -24,6 +25,7 @@ class InferenceOptions(SamplingOptions):
     """Options of text generation."""
 
     stop: tuple[str, ...] = ()  # strings that end the output, which does not contain them
+    dtype: LoadDtype = "auto"  # of the weights of a model loaded for inference; auto: as stored (float16 on CPU: fp32)
     engine: EngineOptions = field(default_factory=EngineOptions)
 
     def __post_init__(self) -> None:

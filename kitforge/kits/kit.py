@@ -21,7 +21,7 @@ from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.parallel.parallelize import ParallelModel
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.foundation.config import from_dict, to_dict, to_yaml
-from kitforge.foundation.dtype import ExportDtype, Precision
+from kitforge.foundation.dtype import ExportDtype, LoadDtype, Precision
 from kitforge.foundation.errors import ConfigError
 from kitforge.inference.server.application import HttpService
 from kitforge.models.loading import OpenCheckpoint, StoredModel
@@ -35,8 +35,8 @@ from kitforge.trainer.task import Task
 OptionsT = TypeVar("OptionsT", bound=RunOptions)
 # What reads the rows of a task: a tokenizer, or the feature encoder of a recommender.
 ProcessorT = TypeVar("ProcessorT")
-# Loads the model of a folder, whichever task trained it, onto the device of that name.
-LoadModel: TypeAlias = Callable[[str, str], nn.Module]
+# Loads the model of a folder, whichever task trained it, onto the device of that name, in that dtype.
+LoadModel: TypeAlias = Callable[[str, str, LoadDtype], nn.Module]
 # Inference: called with one input or a list of them. Kits add methods of their own (`stream`, `retrieve`).
 Pipeline: TypeAlias = Callable[..., Any]
 
@@ -151,9 +151,16 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
         """Metrics of the benchmarks that `options.tasks` names."""
         raise self._unsupported("has no benchmarks")
 
-    def load(self, folder: Path, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
-        """The model of a run folder or a step folder."""
+    def load(
+        self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
+    ) -> nn.Module:
+        """The model of a run folder or a step folder, its weights in `dtype`."""
         raise self._unsupported("does not load models", "build the network, then load its state dict")
+
+    def load_dtype(self, options: OptionsT) -> LoadDtype:
+        """The dtype in which a pipeline or a server loads weights."""
+        del options
+        return "fp32"
 
     def find_processor(self, folder: Path) -> ProcessorT:
         """The processor that lies with a run or a step."""

@@ -19,7 +19,8 @@ from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpo
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.init import init_weights, materialize
-from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype
+from kitforge.foundation.config import check
+from kitforge.foundation.dtype import DTYPES, EXPORT_DTYPES, ExportDtype, LoadDtype
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.types import Region
 from kitforge.foundation.untrusted import parse_json
@@ -35,11 +36,16 @@ OpenCheckpoint: TypeAlias = Callable[[Path], Checkpoint | None]
 
 
 def build(
-    config: FamilyConfig, *, device: torch.device, level: CompileLevel = "O1", seed: int | None = None
+    config: FamilyConfig,
+    *,
+    device: torch.device,
+    level: CompileLevel = "O1",
+    seed: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Decoder:
     """A language model on the device with initial weights under `seed`; without a seed its weights are not initialised,
     as the caller loads them next."""
-    model = build_on_meta(config, level, device.type)
+    model = build_on_meta(config, level, device.type).to(dtype)
     materialize(model, device)
     if seed is not None:
         init_weights(model.named_parameters(), model.geometry.num_layers, seed)
@@ -63,6 +69,7 @@ class StoredModel:
     read: Callable[[str, Region | None], Tensor]
     # The head of a reward model: `score.weight` [1, dim] and further tensors `score.<name>`.
     head: Mapping[str, Tensor] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32  # of most weights as stored
     pad_id: int | None = None  # padding token of a reward model, whose scores do not count; None: all count
 
     def tensors(self, regions: Mapping[str, Region]) -> Iterator[tuple[str, Tensor]]:
@@ -70,14 +77,22 @@ class StoredModel:
         return ((name, self.read(name, regions.get(name))) for name in self.names)
 
 
-def load(folder: Path, *, device: torch.device, level: CompileLevel = "O1") -> Decoder:
-    """The unsharded fp32 model of a run folder, a step folder or a Hugging Face folder."""
-    return load_stored(open_model(folder), device=device, level=level)
+def load(folder: Path, *, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32") -> Decoder:
+    """The unsharded model of a run folder, a step folder or a Hugging Face folder."""
+    return load_stored(open_model(folder), device=device, level=level, dtype=dtype)
 
 
-def load_stored(stored: StoredModel, *, device: torch.device, level: CompileLevel = "O1") -> Decoder:
-    """The unsharded fp32 model of an opened folder."""
-    model = build(stored.config, device=device, level=level)
+def load_stored(
+    stored: StoredModel, *, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
+) -> Decoder:
+    """The unsharded model of an opened folder. Its weights are in memory in `dtype` alone: those of a file are copied
+    from its memory-mapped pages. "auto" is the dtype as stored; float16 becomes fp32 on CPU, which has no products in
+    it, and so does any dtype that is not offered."""
+    check(dtype in ("auto", *DTYPES), "dtype", dtype, f"one of auto, {', '.join(DTYPES)}")
+    chosen = stored.dtype if dtype == "auto" else DTYPES[dtype]
+    if dtype == "auto" and (chosen not in DTYPES.values() or (chosen, device.type) == (torch.float16, "cpu")):
+        chosen = torch.float32
+    model = build(stored.config, device=device, level=level, dtype=chosen)
     load_tensors(dict(model.named_parameters()), stored.tensors({}), what="model")
     return model
 
@@ -167,7 +182,8 @@ def _open_hugging_face(
 
     names = tuple(mapping.ours for mapping in mappings)
     # Every family's options are a dataclass with this field.
-    return StoredModel(config=replace(cast(Any, config), dtype=published), names=names, read=read)
+    published_config = replace(cast(Any, config), dtype=published)
+    return StoredModel(config=published_config, names=names, read=read, dtype=most_common or torch.float32)
 
 
 def check_count(config: FamilyConfig, num_tensors: int, folder: Path) -> None:

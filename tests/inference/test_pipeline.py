@@ -117,3 +117,5 @@ def test_streams_may_be_read_in_turn_or_left(pipeline: TextGenerationPipeline) -
 def test_an_engine_is_not_for_one_call(pipeline: TextGenerationPipeline) -> None:
     with pytest.raises(ConfigError, match="fixed when a pipeline is made"):
         pipeline("a", engine={"max_num_seqs": 2})
+    with pytest.raises(ConfigError, match="dtype='bf16' for one call"):
+        pipeline("a", dtype="bf16")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kitforge.foundation.errors import ModelError
+from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.models import loading as model_folder
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
@@ -171,3 +171,47 @@ def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="norm.weight' is not a weight"):
         model_folder.export(model_folder.open_model(source), tmp_path / "out")
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "glm"])
+@pytest.mark.parametrize(
+    ("published", "dtype", "wanted"),
+    [
+        ("bfloat16", "auto", torch.bfloat16),
+        ("float32", "auto", torch.float32),
+        ("float16", "auto", torch.float32),  # a CPU has no products in it
+        ("bfloat16", "fp32", torch.float32),
+        ("float32", "bf16", torch.bfloat16),
+    ],
+)
+def test_weights_load_in_their_own_dtype_or_another(
+    name: str, published: Any, dtype: Any, wanted: torch.dtype, tmp_path: Path
+) -> None:
+    folder = written(tmp_path, name, published)
+    model = model_folder.load(folder, device=CPU, dtype=dtype)
+    exact = model_folder.load(folder, device=CPU)
+    for (key, one), other in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert one.dtype == wanted
+        assert torch.equal(one, other.to(wanted)), key
+    model_folder.save(model, tmp_path / "again")
+    assert {each.dtype for each in load_file(tmp_path / "again" / "model.safetensors").values()} == {
+        getattr(torch, published)
+    }
+
+
+def test_bfloat16_weights_are_never_in_memory_as_fp32(tmp_path: Path) -> None:
+    wide = LlamaConfig(vocab_size=2000, dim=128, num_layers=2, num_heads=4, mlp_dim=300, max_length=32)
+    model_folder.save(model_folder.build(wide, device=CPU, seed=1), tmp_path, dtype="bfloat16")
+    size = (tmp_path / "model.safetensors").stat().st_size
+    with Allocations() as made:
+        model = model_folder.load(tmp_path, device=CPU, dtype="auto")
+    assert sum(each.nbytes for each in model.parameters()) <= size
+    assert made.most <= size
+    with Allocations() as fp32:
+        model_folder.load(tmp_path, device=CPU)
+    assert fp32.most > 1.9 * size
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype"):
+        model_folder.load(written(tmp_path), device=CPU, dtype="int3")  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -20,9 +20,10 @@ from kitforge.core.parallel.sharding import Sharding
 from kitforge.core.parallel.world import World
 from kitforge.data.tables.source import open_table
 from kitforge.foundation.config import check, to_dict, to_yaml
+from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
-from kitforge.kits.kit import AnyKit, Kit, RunAssembly, RunInputs, evaluate_model
+from kitforge.kits.kit import AnyKit, Kit, LoadModel, RunAssembly, RunInputs, evaluate_model
 from kitforge.kits.recommender.artifacts import SaveFeatures, find_features, find_item_catalog, resumed_features
 from kitforge.kits.recommender.batch_inference import check_target, write_predictions
 from kitforge.kits.recommender.config import RecommendationOptions, with_size_defaults
@@ -149,8 +150,12 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
             raise ConfigError("there is nothing to evaluate on", got="data.eval=null", fix="add data.eval=FILE")
         return metrics
 
-    def load(self, folder: Path, device: torch.device, level: CompileLevel = "O1") -> Recommender:
-        """The network of a run folder or a step folder over its tables, which stay in the files and are only read."""
+    def load(
+        self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
+    ) -> Recommender:
+        """The network of a run folder or a step folder over its tables, which stay in the files and are only read. Rows
+        are served in `tables.serving_dtype`."""
+        check(dtype == "fp32", "dtype", dtype, "fp32 for the network of a recommender")
         return open_served(folder, device, level)
 
     def find_processor(self, folder: Path) -> FeatureEncoder:
@@ -191,7 +196,7 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
         """The FastAPI application of that service."""
         return new_app(service)
 
-    def predict_file(self, options: RecommendationOptions, load_model: Callable[[str, str], nn.Module]) -> Path:
+    def predict_file(self, options: RecommendationOptions, load_model: LoadModel) -> Path:
         """Score the rows of `data.eval`, or find items for them, into the file `output`."""
         spec = options.data.eval
         if options.checkpoint is None or spec is None or options.output is None:
@@ -214,7 +219,7 @@ class Recommendation(Kit[RecommendationOptions, FeatureEncoder]):
         if events is not None and {events.user, events.item, events.time} <= set(source.names):
             # Events as the run was trained on, and not yet the sequences that they become.
             source = as_sequences(source, encoder.schema, events)
-        opened = self.open_pipeline(load_model(str(folder), options.device), encoder, options)
+        opened = self.open_pipeline(load_model(str(folder), options.device, "fp32"), encoder, options)
         with show_progress("rows predicted", enabled=options.trainer.progress) as progress:
             write_predictions(opened, source, target, progress)
         return target

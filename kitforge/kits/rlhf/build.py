@@ -19,7 +19,7 @@ from kitforge.core.parallel.world import World
 from kitforge.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, find_tokenizer
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, to_dict, to_yaml
-from kitforge.foundation.dtype import ExportDtype
+from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
 from kitforge.foundation.untrusted import load_yaml, names_function
@@ -184,16 +184,23 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
                 fix="add checkpoint=RUN data.eval=rows.jsonl output=scores.jsonl",
             )
         target = Path(options.output).expanduser()
-        model = load_model(options.checkpoint, options.device)
+        model = load_model(options.checkpoint, options.device, "fp32")
         opened = self.open_pipeline(model, find_tokenizer(Path(options.checkpoint)), options)
         with show_progress("rows scored", enabled=options.trainer.progress) as progress:
             write_scores(opened, options.data, target, progress)
         return target
 
-    def load(self, folder: Path, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
-        """The model of a run, step or Hugging Face folder."""
-        read = load_reward_model if self.OPTIONS is RewardOptions else load_policy
-        return read(folder, device, level)
+    def load(
+        self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
+    ) -> nn.Module:
+        """The model of a run, step or Hugging Face folder; a reward model always in fp32."""
+        if self.OPTIONS is RewardOptions:
+            return load_reward_model(folder, device, level)
+        return load_policy(folder, device, level, dtype)
+
+    def load_dtype(self, options: StageOptions) -> LoadDtype:
+        """`inference.dtype`."""
+        return options.inference.dtype
 
     def save(
         self,

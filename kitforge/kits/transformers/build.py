@@ -22,7 +22,7 @@ from kitforge.core.parallel.world import World
 from kitforge.data.source import Source
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from kitforge.foundation.config import check, to_dict, to_yaml
-from kitforge.foundation.dtype import ExportDtype
+from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
 from kitforge.foundation.progress import show_progress
 from kitforge.inference.engine import Engine
@@ -127,9 +127,15 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
             "or parallel.sequence_parallel=false, which splits no sequence",
         )
 
-    def load(self, folder: Path, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
+    def load(
+        self, folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32"
+    ) -> nn.Module:
         """The model of a run folder, a step folder or a Hugging Face folder."""
-        return model_folder.load(folder, device=device, level=level)
+        return model_folder.load(folder, device=device, level=level, dtype=dtype)
+
+    def load_dtype(self, options: TextGenerationOptions) -> LoadDtype:
+        """`inference.dtype`."""
+        return options.inference.dtype
 
     def save(
         self,
@@ -179,7 +185,7 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
         names = [task.name for task in sets]
         check(len(set(names)) == len(names), "tasks", names, "files of different names")
         files = log_files(folder, options.output, names)
-        model = load_model(options.checkpoint, options.device)
+        model = load_model(options.checkpoint, options.device, options.inference.dtype)
         found = Evaluator(model, find_tokenizer(folder), options.inference, options.data.on_too_long).evaluate(sets)
         write_log(files, found.rows)
         return found.metrics
@@ -194,7 +200,7 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
         folder, target = Path(options.checkpoint).expanduser(), Path(options.output).expanduser()
         prompts = read_prompts(Path(options.data.eval).expanduser())
         tokenizer = find_tokenizer(folder)
-        model = load_model(options.checkpoint, options.device)
+        model = load_model(options.checkpoint, options.device, options.inference.dtype)
         texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
         with show_progress("prompts answered", len(prompts), enabled=options.trainer.progress) as progress:
             run_batch_inference(texts, prompts, target, options.inference, str(folder.resolve()), progress)

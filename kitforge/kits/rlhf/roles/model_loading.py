@@ -26,6 +26,7 @@ from kitforge.data.source import open_source
 from kitforge.data.token_cache import default_root
 from kitforge.data.tokenizer import Tokenizer, TokenizerConfig, find_tokenizer, make_tokenizer
 from kitforge.foundation.config import check, from_dict, to_dict
+from kitforge.foundation.dtype import LoadDtype
 from kitforge.foundation.errors import DataError, ModelError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
@@ -344,9 +345,9 @@ def tokenizer_of(options: StageOptions, given: Tokenizer | None, train: object) 
     return make_tokenizer(options.tokenizer, source, default_root())
 
 
-def load_policy(folder: Path, device: torch.device, level: CompileLevel = "O1") -> nn.Module:
+def load_policy(folder: Path, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32") -> nn.Module:
     """The language model of any run, step or Hugging Face folder, whole on the device."""
-    return model_folder.load_stored(open_policy(folder), device=device, level=level)
+    return model_folder.load_stored(open_policy(folder), device=device, level=level, dtype=dtype)
 
 
 def open_policy(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
