@@ -102,9 +102,9 @@ def _pool_kernel(
             first = tl.load(offsets + rows, mask=is_row, other=0)
             count = tl.load(offsets + rows + 1, mask=is_row, other=0) - first
         total = tl.zeros((BLOCK, FEATURES), EXACT)
-        for place in range(tl.max(count, 0)):
-            is_id = place < count
-            number = first + place
+        for index in range(tl.max(count, 0)):
+            is_id = index < count
+            number = first + index
             is_known = is_id & (number >= 0) & (number < num_ids)
             slot = number
             if HAS_INVERSE:

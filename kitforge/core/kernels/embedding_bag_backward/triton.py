@@ -94,9 +94,9 @@ def _sum_kernel(
         first = tl.load(starts + rows, mask=is_row, other=0)
         count = tl.load(starts + rows + 1, mask=is_row, other=0) - first
         total = tl.zeros((BLOCK, FEATURES), EXACT)
-        for place in range(tl.max(count, 0)):
-            is_id = place < count
-            owner = tl.load(owners + first + place, mask=is_id, other=0)
+        for index in range(tl.max(count, 0)):
+            is_id = index < count
+            owner = tl.load(owners + first + index, mask=is_id, other=0)
             is_known = is_id & (owner >= 0) & (owner < num_owners)
             inside = is_known[:, None] & (columns < dim)[None, :]
             offset = owner[:, None] * row_stride + columns[None, :] * column_stride
@@ -105,7 +105,7 @@ def _sum_kernel(
                 end = tl.load(offsets + owner + 1, mask=is_known, other=1)
                 x = divide(x, (end - tl.load(offsets + owner, mask=is_known, other=0)).to(EXACT)[:, None], EXACT)
             if IS_WEIGHTED:
-                number = tl.load(ids + first + place, mask=is_id, other=0)
+                number = tl.load(ids + first + index, mask=is_id, other=0)
                 x *= tl.load(weights + number, mask=is_known, other=0).to(EXACT)[:, None]
             total += x
         inside = is_row[:, None] & (columns < dim)[None, :]

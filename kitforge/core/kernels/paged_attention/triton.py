@@ -123,7 +123,7 @@ def _split_kernel(
     IS_DOUBLE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    members, columns, places = tl.arange(0, GROUP), tl.arange(0, FEATURES), tl.arange(0, BLOCK)
+    members, columns, lanes = tl.arange(0, GROUP), tl.arange(0, FEATURES), tl.arange(0, BLOCK)
     for step in range(steps):
         tile = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)
         split, kv_head, sequence = tile % splits, (tile // splits) % kv_heads, tile // (splits * kv_heads)
@@ -143,7 +143,7 @@ def _split_kernel(
         mixed = tl.zeros((GROUP, FEATURES), EXACT)
         # Each block holds at least one position of the window.
         for start in range(tl.maximum(split * span, first // BLOCK * BLOCK), end, BLOCK):
-            positions = start + places
+            positions = start + lanes
             seen = (positions >= first) & (positions < end)
             pages = tl.load(
                 tables + sequence * table_sequence + positions // block_size * table_block, mask=seen, other=0
@@ -208,10 +208,10 @@ def _merge_kernel(
         total = tl.zeros((), EXACT)
         mixed = tl.zeros((BLOCK,), EXACT)
         for split in range(splits):
-            place = (row // group * splits + split) * group + row % group
-            top = tl.load(sums + place, mask=is_row, other=0).to(EXACT)
-            own = tl.load(sums + num_tiles * group + place, mask=is_row, other=1).to(EXACT)
-            x = tl.load(partial + place * dim + columns, mask=inside, other=0).to(EXACT)
+            index = (row // group * splits + split) * group + row % group
+            top = tl.load(sums + index, mask=is_row, other=0).to(EXACT)
+            own = tl.load(sums + num_tiles * group + index, mask=is_row, other=1).to(EXACT)
+            x = tl.load(partial + index * dim + columns, mask=inside, other=0).to(EXACT)
             # A split beyond the sequence's length has a sum of 0 and a maximum of -inf.
             best = tl.maximum(highest, top)
             anchor = tl.where(best == float("-inf"), 0.0, best)

@@ -165,10 +165,10 @@ def _update_kernel(
         is_row = rows < num_rows
         inside = is_row[:, None] & (columns < dim)[None, :]
         start = tl.load(slots + rows, mask=is_row, other=0) * stride
-        place = start[:, None] + columns[None, :]
-        x = tl.load(slab + place, mask=inside, other=0)
-        offsets = rows[:, None] * gradient_row + columns[None, :] * gradient_column
-        gradient = tl.load(gradients + offsets, mask=inside, other=0).to(EXACT)
+        offset = start[:, None] + columns[None, :]
+        x = tl.load(slab + offset, mask=inside, other=0)
+        gradient_offset = rows[:, None] * gradient_row + columns[None, :] * gradient_column
+        gradient = tl.load(gradients + gradient_offset, mask=inside, other=0).to(EXACT)
         updates = tl.load(integers + start + width - 2, mask=is_row, other=0) + 1
         if DECAYS:
             gradient += x * decay
@@ -177,39 +177,43 @@ def _update_kernel(
         elif RULE == "rowwise_adagrad":
             # A state of one column: the mean of the squares of all.
             squares = tl.sum(tl.where(inside, gradient * gradient, 0.0), 1)
-            total = tl.load(slab + start + dim, mask=is_row, other=0) + divide(squares, dim.to(EXACT), EXACT)
+            total = tl.load(slab + start + dim, mask=is_row, other=0) + divide(
+                squares, tl.zeros_like(squares) + dim, EXACT
+            )
             tl.store(slab + start + dim, total, mask=is_row)
             x -= gradient * divide(rate + tl.zeros_like(total), root(total, EXACT) + eps, EXACT)[:, None]
+        elif RULE == "adagrad":
+            total = tl.load(slab + offset + dim, mask=inside, other=0) + gradient * gradient
+            tl.store(slab + offset + dim, total, mask=inside)
+            x -= divide(gradient * rate, root(total, EXACT) + eps, EXACT)
+        elif RULE == "ftrl":
+            before = tl.load(slab + offset + dim, mask=inside, other=0)
+            linear = tl.load(slab + offset + 2 * dim, mask=inside, other=0)
+            total = before + gradient * gradient
+            x, linear = _ftrl(x, linear, before, gradient, total, rate, one, two, EXACT)
+            tl.store(slab + offset + dim, total, mask=inside)
+            tl.store(slab + offset + 2 * dim, linear, mask=inside)
         else:
-            first = tl.load(slab + place + dim, mask=inside, other=0)
-            if RULE == "adagrad":
-                first += gradient * gradient
-                x -= divide(gradient * rate, root(first, EXACT) + eps, EXACT)
-            else:
-                second = tl.load(slab + place + 2 * dim, mask=inside, other=0)
-                if RULE == "ftrl":
-                    total = first + gradient * gradient
-                    x, second = _ftrl(x, second, first, gradient, total, rate, one, two, EXACT)
-                    first = total
-                else:
-                    count = updates
-                    if RULE == "adam":
-                        # Between two gradients both moments only decay.
-                        since = tl.load(integers + start + 3 * dim, mask=is_row, other=0)
-                        resting = tl.minimum(step_number - 1 - since, num_powers - 1)
-                        first *= tl.load(kept + resting, mask=is_row, other=1)[:, None]
-                        second *= tl.load(kept + num_powers + resting, mask=is_row, other=1)[:, None]
-                        count = tl.zeros_like(updates) + step_number
-                        tl.store(integers + start + 3 * dim, count, mask=is_row)
-                    first = first * one + gradient * two
-                    second = second * three + gradient * gradient * four
-                    count = tl.minimum(count, num_powers - 1)
-                    mean_bias = tl.load(biases + count, mask=is_row, other=1)
-                    square_bias = tl.load(biases + num_powers + count, mask=is_row, other=1)
-                    x -= _adam_move(first, second, rate, eps, mean_bias, square_bias, EXACT)
-                tl.store(slab + place + 2 * dim, second, mask=inside)
-            tl.store(slab + place + dim, first, mask=inside)
-        tl.store(slab + place, x, mask=inside)
+            mean = tl.load(slab + offset + dim, mask=inside, other=0)
+            square = tl.load(slab + offset + 2 * dim, mask=inside, other=0)
+            count = updates
+            if RULE == "adam":
+                # Between two gradients both moments only decay.
+                since = tl.load(integers + start + 3 * dim, mask=is_row, other=0)
+                resting = tl.minimum(step_number - 1 - since, num_powers - 1)
+                mean *= tl.load(kept + resting, mask=is_row, other=1)[:, None]
+                square *= tl.load(kept + num_powers + resting, mask=is_row, other=1)[:, None]
+                count = tl.zeros_like(updates) + step_number
+                tl.store(integers + start + 3 * dim, count, mask=is_row)
+            mean = mean * one + gradient * two
+            square = square * three + gradient * gradient * four
+            count = tl.minimum(count, num_powers - 1)
+            mean_bias = tl.load(biases + count, mask=is_row, other=1)
+            square_bias = tl.load(biases + num_powers + count, mask=is_row, other=1)
+            x -= _adam_move(mean, square, rate, eps, mean_bias, square_bias, EXACT)
+            tl.store(slab + offset + dim, mean, mask=inside)
+            tl.store(slab + offset + 2 * dim, square, mask=inside)
+        tl.store(slab + offset, x, mask=inside)
         tl.store(integers + start + width - 3, tl.zeros_like(updates) + step_number, mask=is_row)
         tl.store(integers + start + width - 2, updates, mask=is_row)
 
@@ -240,10 +244,10 @@ def _catch_up_kernel(
         is_row = rows < num_rows
         inside = is_row[:, None] & (columns < dim)[None, :]
         start = tl.load(slots + rows, mask=is_row, other=0) * stride
-        place = start[:, None] + columns[None, :]
-        x = tl.load(slab + place, mask=inside, other=0)
-        mean = tl.load(slab + place + dim, mask=inside, other=0)
-        square = tl.load(slab + place + 2 * dim, mask=inside, other=0)
+        offset = start[:, None] + columns[None, :]
+        x = tl.load(slab + offset, mask=inside, other=0)
+        mean = tl.load(slab + offset + dim, mask=inside, other=0)
+        square = tl.load(slab + offset + 2 * dim, mask=inside, other=0)
         reached = tl.load(integers + start + width - 3, mask=is_row, other=0)
         since = tl.load(integers + start + 3 * dim, mask=is_row, other=0)
         # A row without any gradient so far has zero moments and does not move.
@@ -259,7 +263,7 @@ def _catch_up_kernel(
             square_bias = tl.load(biases + num_powers + count, mask=is_moving, other=1)
             move = _adam_move(decayed, decayed_square, tl.load(rates + now - 1), eps, mean_bias, square_bias, EXACT)
             x -= tl.where(is_moving[:, None], move, 0.0)
-        tl.store(slab + place, x, mask=inside)
+        tl.store(slab + offset, x, mask=inside)
         tl.store(integers + start + width - 3, tl.maximum(reached, last_step), mask=is_row)
 
 
