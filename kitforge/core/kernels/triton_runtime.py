@@ -26,11 +26,12 @@ class DeviceDescription:
 
     num_programs: int  # programs that run at once: several for each multiprocessor, or one for each core of Ascend
     tile_elements: int  # elements of a tile of an elementwise kernel
+    row_elements: int  # of one whose rows have addresses of 64 bits; more spill registers
 
 
 # An Ascend core has 192 KiB for all the buffers of a program. Never run on that hardware.
-_NPU = DeviceDescription(num_programs=40, tile_elements=2048)
-_INTERPRETED = DeviceDescription(num_programs=3, tile_elements=64)
+_NPU = DeviceDescription(num_programs=40, tile_elements=2048, row_elements=512)
+_INTERPRETED = DeviceDescription(num_programs=3, tile_elements=64, row_elements=64)
 
 
 @functools.cache
@@ -40,7 +41,8 @@ def describe(device: torch.device) -> DeviceDescription:
         return _NPU
     if device.type != "cuda":
         return _INTERPRETED
-    return DeviceDescription(num_programs=8 * devices.num_multiprocessors(device), tile_elements=4096)
+    programs = 8 * devices.num_multiprocessors(device)
+    return DeviceDescription(num_programs=programs, tile_elements=4096, row_elements=1024)
 
 
 def row_block(dim: int) -> int:
@@ -68,24 +70,8 @@ def logits_tiles(logits: Tensor) -> tuple[int, int]:
 def row_tiles(device: torch.device, num_rows: int, dim: int) -> tuple[int, int, int]:
     """Of a kernel over rows of a table: the power of two that holds a row, the rows of a tile, and the tiles."""
     features = row_block(dim)
-    rows = max(1, describe(device).tile_elements // features)
+    rows = max(1, describe(device).row_elements // features)
     return features, rows, int(triton.cdiv(num_rows, rows))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def divide(number: Any, divisor: Any, exact: tl.constexpr) -> Any:
-    """The quotient rounded as IEEE 754 says, as on a CPU."""
-    if exact == tl.float32:
-        return tl.div_rn(number, divisor)
-    return number / divisor
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def root(number: Any, exact: tl.constexpr) -> Any:
-    """The square root rounded as IEEE 754 says."""
-    if exact == tl.float32:
-        return tl.sqrt_rn(number)
-    return tl.sqrt(number)
 
 
 def launch(

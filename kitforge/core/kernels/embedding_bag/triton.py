@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.jagged_bags import Bags
-from kitforge.core.kernels.triton_runtime import divide, launch, row_tiles
+from kitforge.core.kernels.triton_math import divide
+from kitforge.core.kernels.triton_runtime import launch, row_tiles
 from kitforge.core.kernels.workspace import Workspace
 
 

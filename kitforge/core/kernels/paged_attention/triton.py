@@ -55,7 +55,8 @@ def _attend(
     is_double = query.dtype == torch.float64
     features = max(row_block(dim), 1 if is_double else _LEAST)
     device = describe(query.device)
-    block = max(_LEAST, device.tile_elements // features)
+    # Larger tiles of keys spill registers.
+    block = max(_LEAST, device.tile_elements // query.element_size() // features)
     num_blocks = triton.cdiv(tables.shape[1] * block_size, block)
     splits = max(1, min(num_blocks, triton.cdiv(device.num_programs, sequences * kv_heads)))
     span = triton.cdiv(num_blocks, splits) * block
@@ -134,6 +135,8 @@ def _split_kernel(
         inside = is_head[:, None] & (columns < dim)[None, :]
         offsets = heads[:, None] * query_head + columns[None, :] * query_feature
         q = tl.load(query + sequence * query_sequence + offsets, mask=inside, other=0)
+        if WIDEN:
+            q = q.to(EXACT)
         if HAS_SLOPES:
             slope = tl.load(slopes + heads, mask=is_head, other=0).to(EXACT)
         first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
@@ -161,7 +164,7 @@ def _split_kernel(
                 other=0,
             )
             if WIDEN:
-                q, k, v = q.to(EXACT), k.to(EXACT), v.to(EXACT)
+                k, v = k.to(EXACT), v.to(EXACT)
             if IS_DOUBLE:
                 scores = tl.sum(q[:, None, :] * k[None, :, :], 2) * scale
             else:

@@ -27,11 +27,12 @@ def _rotate(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse:
     if output.numel():
         angles = [each.expand(batch, length, pairs) for each in (cos, sin)]
         num_rows, pair_block, rest_block = batch * heads * length, row_block(pairs), row_block(dim - 2 * pairs)
-        rows = row_block(max(1, describe(input.device).tile_elements // max(pair_block, rest_block)))
+        rows = row_block(max(1, describe(input.device).row_elements // max(pair_block, rest_block)))
         launch(
             *(_rotary_kernel, triton.cdiv(num_rows, rows), rows),
             *(input, *angles, output, num_rows, heads, length, dim, pairs),
             *(*input.stride(), *angles[0].stride(), *angles[1].stride(), *output.stride()),
+            num_warps=4,
             SIGN=-1 if inverse else 1,
             INTERLEAVED=interleaved,
             PAIRS=pair_block,

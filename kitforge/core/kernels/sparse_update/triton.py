@@ -7,14 +7,13 @@ are fp32, so a float64 slab is as exact as they are.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kitforge.core.kernels.sparse_update.reference import Powers, SparseUpdate, integer_view
-from kitforge.core.kernels.triton_runtime import divide, launch, root, row_tiles
+from kitforge.core.kernels.triton_math import divide, root
+from kitforge.core.kernels.triton_runtime import launch, row_tiles
 
 
 def sgd(slab: Tensor, slots: Tensor, gradients: Tensor, rate: float, step: int, *, decay: float) -> None:
@@ -114,13 +113,13 @@ def _update(
 
 
 @triton.jit
-def _adam_move(mean, square, rate, eps, mean_bias, square_bias, EXACT: tl.constexpr) -> Any:
+def _adam_move(mean, square, rate, eps, mean_bias, square_bias, EXACT: tl.constexpr):
     move = divide(mean, mean_bias[:, None], EXACT) * rate
     return divide(move, root(divide(square, square_bias[:, None], EXACT), EXACT) + eps, EXACT)
 
 
 @triton.jit
-def _ftrl(x, linear, before, gradient, total, rate, threshold, shrink, EXACT: tl.constexpr) -> Any:
+def _ftrl(x, linear, before, gradient, total, rate, threshold, shrink, EXACT: tl.constexpr):
     after = root(total, EXACT)
     linear += gradient * rate - (after - root(before, EXACT)) * x
     sign = tl.where(linear > 0, 1.0, tl.where(linear < 0, -1.0, 0.0)).to(EXACT)

@@ -1,0 +1,171 @@
+"""Compiles every Triton kernel for a GPU that need not be there, with the arguments of real calls.
+
+`python -m tests.core.kernels.compile_triton CAPABILITY some|all` calls all operations on CPU tensors; instead of a
+launch the kernel is compiled down to machine code. It prints a line of JSON for each variant: kernel, error or None,
+and from the machine code the registers and the bytes of spilled registers of a thread. TRITON_INTERPRET must not be
+set.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kitforge.core.kernels import triton_runtime
+from kitforge.core.kernels.dispatch import select, select_table
+from kitforge.core.kernels.jagged_bags import Bags
+from kitforge.core.kernels.sparse_update.reference import integer_view
+from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
+
+# Of an H200, for tiles and grids as they are there.
+DEVICE = triton_runtime.DeviceDescription(num_programs=8 * 132, tile_elements=4096, row_elements=1024)
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Compiler:
+    """Compiles what is launched, each variant once."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+        self.known: set[str] = set()
+
+    def __call__(self, kernel: Any, *arguments: Any, grid: Any = None, warmup: bool = False, **options: Any) -> None:
+        """In place of `JITFunction.run`."""
+        del grid, warmup
+        names = [parameter.name for parameter in kernel.params]
+        bound = dict(zip(names, arguments, strict=False)) | {
+            name: options.pop(name) for name in names if name in options
+        }
+        signature: dict[str, str] = {}
+        constants = {}
+        for parameter in kernel.params:
+            name, value = parameter.name, bound[parameter.name]
+            # Triton makes a constant of a whole number that is 1, and of None.
+            if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+                signature[name], constants[name] = "constexpr", value
+            elif isinstance(value, Tensor):
+                signature[name] = "*" + TYPES[value.dtype]
+            else:
+                signature[name] = "i32" if isinstance(value, int) else "fp32"
+        variant = f"{kernel.__name__} {signature} {constants} {options}"
+        if variant in self.known:
+            return
+        self.known.add(variant)
+        line: dict[str, Any] = {
+            "module": kernel.__module__,
+            "kernel": kernel.__name__,
+            "error": None,
+            "constants": str(constants),
+        }
+        try:
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+            made = triton.compile(source, target=self.target, options=options)
+            line |= {"shared": made.metadata.shared, **resources(made.asm["cubin"])}
+        except Exception as error:  # noqa: BLE001 (whatever the compiler raises)
+            line["error"] = f"{error}\n{error.__cause__}"
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+def resources(machine_code: bytes) -> dict[str, int]:
+    """Registers, and bytes on the stack (where registers are spilled), of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(machine_code)
+        file.flush()
+        words = subprocess.run(
+            [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = dict(re.findall(r"(REG|STACK):(\d+)", words))
+    return {"registers": int(found["REG"]), "stack": int(found["STACK"])}
+
+
+def call_networks(*, with_all: bool) -> None:
+    """Every operation of networks that has a Triton kernel, at the sizes of a LLaMA."""
+    kernels = select("O1", "cuda")
+    for dtype in (torch.bfloat16, torch.float32) if with_all else (torch.bfloat16,):
+
+        def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(shape).to(dtype).requires_grad_()
+
+        for width in (200, 4096) if with_all else (4096,):
+            kernels.rms_norm(random(9, width), random(width), 1e-5).sum().backward()
+            kernels.swiglu(random(9, width), random(9, width)).sum().backward()
+        angles = torch.rand(1, 33, 64)
+        for interleaved, dim in itertools.product((False, True), (128, 160)):
+            kernels.rotary(random(2, 4, 33, dim), angles, angles, interleaved).sum().backward()
+        hidden, weight, targets = random(9, 16), random(5000, 16), torch.arange(9)
+        kernels.linear_cross_entropy(hidden, weight, targets).backward()
+        sum(each.sum() for each in kernels.linear_log_probs(hidden, weight, targets, 0.7)).backward()  # type: ignore[union-attr]
+        tables, lengths = torch.tensor([[0, 1, 2]] * 2), torch.tensor([5, 9])
+        with torch.no_grad():
+            for heads, dim, slopes in itertools.product(
+                (1, 4, 32) if with_all else (8,), (64, 128) if with_all else (128,), (None, torch.rand(32))
+            ):
+                slabs = random(48, heads, dim), random(48, heads, dim)
+                kernels.paged_attention(
+                    *(random(2, 32, dim), *slabs, tables, lengths),
+                    block_size=16,
+                    window=None if slopes is None else 1,
+                    scale=0.3,
+                    slopes=slopes,
+                )
+
+
+def call_tables(*, with_all: bool) -> None:
+    """Every loop over rows that has a Triton kernel."""
+    kernels = select_table("cuda")
+    slots, inverse = torch.randperm(50)[:20], torch.randint(0, 20, (60,))
+    offsets = torch.arange(0, 61, 3)
+    for dim in (1, 16, 128) if with_all else (1, 16):
+        slab = torch.randn(50, dim + 4)
+        for bags in (None, Bags(offsets=offsets), Bags(offsets=offsets, mode="mean", weights=torch.rand(60))):
+            pooled = kernels.embedding_bag(slab, slots, dim, inverse=inverse, bags=bags)
+            kernels.embedding_bag_backward(pooled, inverse, 20, bags=bags)
+        kernels.embedding_bag(slab, slots, dim)
+        kernels.copy_rows(slab, torch.zeros(20, dim + 4), at=slots)
+        kernels.copy_rows(torch.zeros(20, dim + 4), slab, to=slots)
+        for name in ("sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "adam", "ftrl"):
+            decays = (0.0, 0.1) if name in ("sgd", "lazy_adam") else (0.0,)
+            for decay in decays:
+                config = SparseOptimizerConfig(name=name, touched_weight_decay=decay)  # type: ignore[arg-type]
+                rule = build_row_optimizer(config, kernels)
+                records = rule.new_records(torch.randn(50, dim))
+                for step in (1, 2):
+                    # No kernel runs, so the rows must be told that they are at this step.
+                    integer_view(records)[:, -3] = step - 1
+                    rule.update(records, slots, torch.randn(20, dim), 0.1, step)
+                rule.catch_up(records, slots, 2, torch.ones(5, dtype=torch.float64))
+
+
+def main() -> None:
+    """Compile all of them."""
+    triton_runtime.describe = lambda _device: DEVICE  # type: ignore[assignment]
+    compiler = Compiler(int(sys.argv[1]))
+    JITFunction.run = lambda kernel, *arguments, **options: compiler(kernel, *arguments, **options)
+    call_networks(with_all=sys.argv[2] == "all")
+    call_tables(with_all=sys.argv[2] == "all")
+
+
+if __name__ == "__main__":
+    main()

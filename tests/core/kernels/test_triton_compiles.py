@@ -1,0 +1,54 @@
+"""Every Triton kernel compiles down to machine code of an H100, without a GPU, and keeps its values in registers."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PROVES = bool(os.environ.get("KITFORGE_PROVE"))
+# Of a thread. Attention in fp32 has no tensor cores to feed and may spill a little.
+MOST_SPILLED = {"_split_kernel": 600}
+
+
+def kernels_in_source() -> set[tuple[str, str]]:
+    """Module and name of every kernel."""
+    found = set()
+    for path in (ROOT / "kitforge" / "core" / "kernels").glob("*/triton.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+        found |= {(module, node.name) for node in functions if node.name.endswith("_kernel")}
+    return found
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_without_spilling(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.core.kernels.compile_triton",
+        "90",
+        "all" if PROVES else "some",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {(line["module"], line["kernel"]) for line in lines} == kernels_in_source()
+    assert not [line for line in lines if line["error"]]
+    assert not [line for line in lines if line["stack"] > (MOST_SPILLED.get(line["kernel"], 0) if PROVES else 0)]
