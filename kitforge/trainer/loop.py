@@ -238,12 +238,13 @@ class Loop:
         learning_rate = self._run_options.optimizer.learning_rate
         skip = "nothing to learn from" if float(counts["loss"]) == 0 else self.task.skip_reason(sums, counts)
         drop_gradients(state, self.task.frozen_parts(step))
-        norms = optimizer_step(state, rate, learning_rate, self.options.max_grad_norm, is_skipped=skip is not None)
+        bound, is_skipped = self.options.max_grad_norm, skip is not None
+        norms, read = optimizer_step(state, rate, learning_rate, bound, sums=sums, is_skipped=is_skipped)
         own = {group.part: group.learning_rate for group in state.groups if group.learning_rate is not None}
         samples, tokens = int(counts.get("samples", 0)), int(counts.get("tokens", 0))
         state.cursor = state.cursor.advance(samples=samples, tokens=tokens)
         return {
-            "sums": sums,
+            "sums": read,
             "counts": counts,
             "grad_norm": norms["grad_norm"],
             "skip": skip,

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
+from torch import Tensor
 
 from kitforge.trainer.state import TrainingState
 
 
 def optimizer_step(
-    state: TrainingState, lr_scale: float, learning_rate: float, max_grad_norm: float, *, is_skipped: bool = False
-) -> dict[str, float]:
+    state: TrainingState,
+    lr_scale: float,
+    learning_rate: float,
+    max_grad_norm: float,
+    *,
+    sums: Mapping[str, Tensor] = MappingProxyType({}),
+    is_skipped: bool = False,
+) -> tuple[dict[str, float], dict[str, float]]:
     """Update parameters and table rows with `lr_scale` times their learning rates. Returns `grad_norm`, the norm of all
-    gradients, and `grad_norm/PART` for each of several parts.
+    gradients, with `grad_norm/PART` for each of several parts, and the values of `sums`: all of them come from the
+    device in one transfer, the only one of a step.
 
     Gradients are clipped to `max_grad_norm` (0: no clipping), each part to its own bound if it has one. With a
     non-finite norm, which all ranks see alike, or with `is_skipped`, nothing changes: neither weights nor moments.
@@ -24,8 +33,12 @@ def optimizer_step(
     if state.scaler.scale != 1.0:
         _scale_gradients(state, 1.0 / state.scaler.scale)
     parts = _parts(state)
-    norms = {part: float(state.parallel.grad_norm(names)) for part, (names, _) in parts.items()}
-    norm = math.hypot(*norms.values()) if parts else float(state.parallel.grad_norm())
+    norm_tensors = {part: state.parallel.grad_norm(names) for part, (names, _) in parts.items()}
+    if not parts:
+        norm_tensors = {"": state.parallel.grad_norm()}
+    values = _to_floats([*norm_tensors.values(), *sums.values()])
+    norms = dict(zip(norm_tensors, values, strict=False))
+    norm = math.hypot(*norms.values())
     is_finite = math.isfinite(norm)
     if is_finite and not is_skipped:
         if not parts and 0 < max_grad_norm < norm:
@@ -47,7 +60,21 @@ def optimizer_step(
         state.consecutive_skips += not is_finite
     state.optimizer.zero_grad()
     state.scaler.update(is_finite)
-    return {"grad_norm": norm} | {f"grad_norm/{part}": each for part, each in norms.items()}
+    found = {"grad_norm": norm} | {f"grad_norm/{part}": norms[part] for part in parts}
+    return found, dict(zip(sums, values[len(norms) :], strict=True))
+
+
+def _to_floats(scalars: Sequence[Tensor]) -> list[float]:
+    """The values of tensors [], those of one device in one transfer."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, each in enumerate(scalars):
+        by_device.setdefault(each.device, []).append(index)
+    values = [0.0] * len(scalars)
+    for indices in by_device.values():
+        read = torch.stack([scalars[index].double() for index in indices]).tolist()
+        for index, value in zip(indices, read, strict=True):
+            values[index] = value
+    return values
 
 
 def drop_gradients(state: TrainingState, parts: Collection[str]) -> None:

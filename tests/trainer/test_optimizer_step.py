@@ -58,7 +58,7 @@ def moved(largest_norm: float, precision: str = "fp32") -> tuple[torch.Tensor, f
     state = state_of(model, precision)
     before = weights(model)
     backward(model, state.scaler.scale)
-    norm = optimizer_step(state, 1.0, RATE, largest_norm)["grad_norm"]
+    norm = optimizer_step(state, 1.0, RATE, largest_norm)[0]["grad_norm"]
     assert (state.updates, state.skipped) == (1, 0)
     return weights(model) - before, norm
 
@@ -98,7 +98,7 @@ def test_a_norm_that_is_not_finite_changes_nothing_and_leaves_no_gradient(bad: f
     else:
         assert model.linear.weight.grad is not None
         model.linear.weight.grad.mul_(bad)
-    assert not math.isfinite(optimizer_step(state, 1.0, RATE, 1.0)["grad_norm"])
+    assert not math.isfinite(optimizer_step(state, 1.0, RATE, 1.0)[0]["grad_norm"])
     assert torch.equal(weights(model), before)
     assert (state.updates, state.skipped, state.consecutive_skips) == (0, 1, 1)
     assert float(model.table.squared_norm()) == 0.0 and model.linear.weight.grad is None
@@ -138,7 +138,7 @@ def test_each_part_is_clipped_by_its_own_norm_and_moves_at_its_own_rate(own: flo
     )
     before = {part: nn.utils.parameters_to_vector(getattr(model, part).parameters()).detach() for part in PARTS}
     (model.policy(torch.ones(3)).sum() * 30 + model.critic(torch.ones(3)).sum() * 2).backward()  # norms of 60 and 4
-    norms = optimizer_step(state, 1.0, RATE, 5.0)
+    norms, _ = optimizer_step(state, 1.0, RATE, 5.0)
     moved = {
         part: float((nn.utils.parameters_to_vector(getattr(model, part).parameters()) - before[part]).norm().detach())
         for part in PARTS
@@ -170,6 +170,6 @@ def test_one_part_that_is_not_finite_holds_back_all() -> None:
     )
     before = nn.utils.parameters_to_vector(model.parameters()).detach()
     (model.policy(torch.ones(3)).sum() + model.critic(torch.ones(3)).sum() * math.inf).backward()
-    norms = optimizer_step(state, 1.0, RATE, 1.0)
+    norms, _ = optimizer_step(state, 1.0, RATE, 1.0)
     assert math.isfinite(norms["grad_norm/policy"]) and not math.isfinite(norms["grad_norm"])
     assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before) and state.skipped == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor
@@ -91,6 +93,20 @@ def test_float64_rows_are_as_exact_as_their_rates(name: str) -> None:
     found, wanted = (trained(kernels, name, 1, torch.float64) for kernels in (TRITON, TABLE_REFERENCE))
     width = 3 if name == "adam" else 2
     torch.testing.assert_close(found[:, :width], wanted[:, :width], rtol=1e-4, atol=1e-6)
+
+
+def test_a_slot_out_of_range_is_left_out() -> None:
+    for name in update_tests.RULES:
+        rule = update_tests.build_row_optimizer(update_tests.CONFIGS[name], TRITON)
+        around = rule.new_records(normal(6, 3))
+        slab, before = around[1:5], around.clone()
+        # Past the check of the caller, which reads indices on a CPU alone.
+        options = {"decay": 0.0, "eps": 1e-6, "powers": rule._powers, "l1": 0.0, "l2": 0.0, "beta": 0.0}
+        function = getattr(TRITON.sparse_update, name)
+        taken = {key: options[key] for key in inspect.signature(function).parameters if key in options}
+        function(slab, torch.tensor([-1, 4, 2]), torch.ones(3, 3), 0.1, 1, **taken)
+        changed = (integer_view(around) != integer_view(before)).any(1)
+        assert changed.tolist() == [False, False, False, True, False, False], name
 
 
 def test_a_gradient_of_nan_stays_visible() -> None:

@@ -1,8 +1,8 @@
 """`sparse_update` in Triton: a row with its states is read once and written once, in one kernel for every rule.
 
 Products and sums are rounded one by one, as in the reference; only the squares of row-wise Adagrad are summed in
-another order. `slots` are distinct and in range, which the caller checks where the ids are. Rates and other constants
-are fp32, so a float64 slab is as exact as they are.
+another order. `slots` are distinct; one out of range is left out, as naming it would need a synchronization. Rates and
+other constants are fp32, so a float64 slab is as exact as they are.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def catch_up(slab: Tensor, slots: Tensor, dim: int, step: int, rates: Tensor, *,
     features, rows, tiles = row_tiles(slab.device, len(slots), dim)
     launch(
         *(_catch_up_kernel, tiles, rows),
-        *(slab, integer_view(slab), slots, rates.to(slab.device, slab.dtype), kept, biases, len(slots), dim),
+        *(slab, integer_view(slab), slots, rates.to(slab.device, slab.dtype), kept, biases, len(slots), len(slab), dim),
         *(slab.shape[1], kept.shape[1], slab.stride(0), step, eps),
         num_warps=4,
         enable_fp_fusion=False,
@@ -102,7 +102,19 @@ def _update(
     features, rows, tiles = row_tiles(slab.device, len(slots), dim)
     launch(
         *(_update_kernel, tiles, rows),
-        *(slab, integer_view(slab), slots, gradients, kept, biases, len(slots), dim, slab.shape[1], kept.shape[1]),
+        *(
+            slab,
+            integer_view(slab),
+            slots,
+            gradients,
+            kept,
+            biases,
+            len(slots),
+            len(slab),
+            dim,
+            slab.shape[1],
+            kept.shape[1],
+        ),
         *(slab.stride(0), *gradients.stride(), rate, step, decay, eps, *(*constants, 0.0, 0.0, 0.0, 0.0)[:4]),
         num_warps=4,
         enable_fp_fusion=False,
@@ -137,6 +149,7 @@ def _update_kernel(
     kept,
     biases,
     num_rows,
+    slab_rows,
     dim,
     width,
     num_powers,
@@ -161,9 +174,10 @@ def _update_kernel(
     columns = tl.arange(0, FEATURES)
     for step in range(steps):
         rows = (tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)) * BLOCK + tl.arange(0, BLOCK)
-        is_row = rows < num_rows
+        slot = tl.load(slots + rows, mask=rows < num_rows, other=-1)
+        is_row = (slot >= 0) & (slot < slab_rows)
         inside = is_row[:, None] & (columns < dim)[None, :]
-        start = tl.load(slots + rows, mask=is_row, other=0) * stride
+        start = slot * stride
         offset = start[:, None] + columns[None, :]
         x = tl.load(slab + offset, mask=inside, other=0)
         gradient_offset = rows[:, None] * gradient_row + columns[None, :] * gradient_column
@@ -226,6 +240,7 @@ def _catch_up_kernel(
     kept,
     biases,
     num_rows,
+    slab_rows,
     dim,
     width,
     num_powers,
@@ -240,9 +255,10 @@ def _catch_up_kernel(
     columns = tl.arange(0, FEATURES)
     for step in range(steps):
         rows = (tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)) * BLOCK + tl.arange(0, BLOCK)
-        is_row = rows < num_rows
+        slot = tl.load(slots + rows, mask=rows < num_rows, other=-1)
+        is_row = (slot >= 0) & (slot < slab_rows)
         inside = is_row[:, None] & (columns < dim)[None, :]
-        start = tl.load(slots + rows, mask=is_row, other=0) * stride
+        start = slot * stride
         offset = start[:, None] + columns[None, :]
         x = tl.load(slab + offset, mask=inside, other=0)
         mean = tl.load(slab + offset + dim, mask=inside, other=0)
