@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
-from kitforge.core.nn.quantized import Int8Linear, int8_copy
+from kitforge.core.nn.quantized import Int8Linear, WeightOnlyLinear, quantized_copy
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, DataError
@@ -108,10 +108,10 @@ class Engine:
             self.options.max_num_batched_tokens,
             self.options.prompt_lookup_tokens,
         )
-        self._int8: Int8Linear | None = None
+        self._quantized: Int8Linear | WeightOnlyLinear | None = None
         running = model
-        if self.options.quantization == "int8":
-            running, self._int8 = int8_copy(model)
+        if self.options.quantization != "none":
+            running, self._quantized = quantized_copy(model, self.options.quantization)
         cache = KeyValueCache(num_blocks, size)
         # Collectives cannot be captured in a graph, so only a single rank uses graphs.
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
@@ -235,8 +235,8 @@ class Engine:
         """Take up changed weights: drop the prefix cache, and recompute the keys of running sequences."""
         with self.lock:
             self.version = version
-            if self._int8 is not None:
-                self._int8.forget()
+            if self._quantized is not None:
+                self._quantized.forget()
             self._runner.on_weights_changed()
             self._scheduler.preempt_all()
             self._blocks.reset_prefix_cache()

@@ -10,7 +10,7 @@ from kitforge.foundation.config import check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Memory and scheduling of an engine. None of these options changes a generated token, except int8."""
+    """Memory and scheduling of an engine. None of these options changes a generated token, except quantization."""
 
     # Bytes of the KV cache, over all ranks of a model; None: max_num_seqs sequences of full length, within the memory.
     kv_cache_bytes: int | None = None
@@ -21,7 +21,8 @@ class EngineOptions:
     # contiguous: the blocks of a sequence are consecutive and a cached prefix is copied, which attention on CPU reads
     # fastest. paged: a shared prefix is stored once. auto: contiguous on CPU.
     kv_layout: Literal["auto", "contiguous", "paged"] = "auto"
-    quantization: Literal["none", "int8"] = "none"  # int8: linear layers run on a quantised copy of the weights
+    # int8, int4: linear layers run on a quantized copy of the weights; int4 on an accelerator only.
+    quantization: Literal["none", "int8", "int4"] = "none"
     prompt_lookup_tokens: int = 0  # draft tokens a step from prompt lookup, verified in one pass; 0: none
     cuda_graphs: bool = True  # replay captured decoding steps on a GPU
 

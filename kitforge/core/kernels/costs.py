@@ -47,6 +47,12 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
     return Cost(flops, moved, 2 * flops, moved + _size(input, weight))
 
 
+def _quantized_linear(input: Tensor, quantized: Tensor, scales: Tensor, bias: Tensor | None = None) -> Cost:
+    flops = 2 * input.numel() * quantized.shape[0]
+    output = input.numel() // max(input.shape[-1], 1) * quantized.shape[0] * input.element_size()
+    return Cost(flops, _size(input, quantized, scales, bias) + output)
+
+
 def _attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float) -> Cost:
     """A query of a causal call sees the keys up to its position; a mask is dense here. Flash attention computes the
     scores again in its backward pass, which is not counted."""
@@ -143,6 +149,7 @@ def _sparse_update(slab: Tensor, slots: Tensor, gradients: Tensor, *_: float) ->
 # (a decode step) or that of hashing (a hash map), are not here.
 COSTS: dict[str, Callable[..., Cost]] = {
     "linear": _linear,
+    "quantized_linear": _quantized_linear,
     "attention": _attention,
     "decode_attention": _decode_attention,
     "paged_attention": _paged_attention,

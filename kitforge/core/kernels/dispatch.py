@@ -31,6 +31,7 @@ from kitforge.core.kernels.linear_cross_entropy.reference import LinearCrossEntr
 from kitforge.core.kernels.linear_log_probs.reference import LinearLogProbsKernel, linear_log_probs
 from kitforge.core.kernels.paged_attention.reference import PagedAttentionKernel, paged_attention
 from kitforge.core.kernels.pread_rows.reference import PreadRowsKernel, pread_rows
+from kitforge.core.kernels.quantized_linear.reference import QuantizedLinearKernel, quantized_linear
 from kitforge.core.kernels.rms_norm.reference import RMSNormKernel, rms_norm
 from kitforge.core.kernels.rotary.reference import RotaryKernel, rotary
 from kitforge.core.kernels.sparse_update.reference import SPARSE_UPDATE, SparseUpdate
@@ -49,6 +50,7 @@ class Kernels:
     """One implementation of each operation of a network."""
 
     linear: LinearKernel
+    quantized_linear: QuantizedLinearKernel
     attention: AttentionKernel
     decode_attention: DecodeAttentionKernel
     paged_attention: PagedAttentionKernel
@@ -80,6 +82,7 @@ class TableKernels:
 
 REFERENCE = Kernels(
     linear=linear,
+    quantized_linear=quantized_linear,
     attention=attention,
     decode_attention=decode_attention,
     paged_attention=paged_attention,
@@ -123,6 +126,11 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "numba": _numba(path="numba.linear", accepts=fast_path.accepts_linear),
         "fused": Implementation(path="fused.linear"),
         "traceable": Implementation(path="fused.traceable_linear", levels=("O2",)),
+    },
+    "quantized_linear": {
+        "triton": _triton(
+            path="triton.quantized_linear", levels=("O1", "O2"), accepts=fast_path.accepts_triton_quantized
+        )
     },
     "attention": {
         "fused": Implementation(path="fused.attention"),

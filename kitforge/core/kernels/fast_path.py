@@ -17,6 +17,8 @@ _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_TRITON_ROW = {"npu": 2**13}
 _GPU_ROW = 2**16
 _GPU_HEAD = 256
+# With more rows a product with the dequantized weight is faster.
+MAX_QUANTIZED_ROWS = 256
 
 
 def is_numba_eligible(tensor: Tensor) -> bool:
@@ -67,6 +69,15 @@ def accepts_triton_rows(input: Tensor, *_: object) -> bool:
 def accepts_triton_pages(query: Tensor, keys: Tensor, values: Tensor, *_: object) -> bool:
     """Whether all are in one dtype that the kernel loads, and a tile of it fits."""
     return accepts_triton(query) and query.dtype == keys.dtype == values.dtype and query.shape[-1] <= _GPU_HEAD
+
+
+def accepts_triton_quantized(input: Tensor, quantized: Tensor, scales: Tensor, *_: object) -> bool:
+    """Whether input has few rows in a dtype that tensor cores multiply, and the kernel can step through a group."""
+    num_features = input.shape[-1]
+    rows, group = input.numel() // max(num_features, 1), num_features // max(scales.shape[1], 1)
+    is_whole = quantized.dtype in (torch.int8, torch.uint8) and not torch.is_grad_enabled()
+    is_dtype = input.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return is_whole and is_dtype and rows <= MAX_QUANTIZED_ROWS and (scales.shape[1] == 1 or group % 32 == 0)
 
 
 def accepts_triton_logits(hidden: Tensor, weight: Tensor, *_: object) -> bool:

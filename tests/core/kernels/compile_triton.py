@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from kitforge.core.kernels import triton_runtime
 from kitforge.core.kernels.dispatch import select, select_table
 from kitforge.core.kernels.jagged_bags import Bags
+from kitforge.core.kernels.quantized_linear.reference import quantize
 from kitforge.core.kernels.sparse_update.reference import integer_view
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 
@@ -37,6 +38,8 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float64: "fp64",
+    torch.int8: "i8",
+    torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -61,6 +64,8 @@ class Compiler:
         constants = {}
         for parameter in kernel.params:
             name, value = parameter.name, bound[parameter.name]
+            if name == "WIDEN":  # for the interpreter alone
+                value = False
             # Triton makes a constant of a whole number that is 1, and of None.
             if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
                 signature[name], constants[name] = "constexpr", value
@@ -117,6 +122,11 @@ def call_networks(*, with_all: bool) -> None:
         hidden, weight, targets = random(9, 16), random(5000, 16), torch.arange(9)
         kernels.linear_cross_entropy(hidden, weight, targets).backward()
         sum(each.sum() for each in kernels.linear_log_probs(hidden, weight, targets, 0.7)).backward()  # type: ignore[union-attr]
+        with torch.no_grad():
+            for bits, group in itertools.product((4, 8), (None, 128)):
+                packed = quantize(torch.randn(100, 4096), bits, group)
+                kernels.quantized_linear(random(3, 4096), *packed)
+                kernels.quantized_linear(random(64, 4096), *packed, random(100))
         tables, lengths = torch.tensor([[0, 1, 2]] * 2), torch.tensor([5, 9])
         with torch.no_grad():
             for heads, dim, slopes in itertools.product(

@@ -58,7 +58,9 @@ def test_level_zero_is_the_references() -> None:
 
 def test_level_one_replaces_every_reference() -> None:
     fused = select("O1")
-    assert all(getattr(fused, name) is not getattr(REFERENCE, name) for name in NAMES)
+    # Weight-only quantization has a kernel on accelerators alone.
+    names = set(NAMES) - {"quantized_linear"}
+    assert all(getattr(fused, name) is not getattr(REFERENCE, name) for name in names)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

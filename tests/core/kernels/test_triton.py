@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ALL = [operation for operation, found in IMPLEMENTATIONS.items() if "triton" in found]
 # Those with files of their own.
 TABLES = {"embedding_bag", "embedding_bag_backward", "sparse_update", "copy_rows"}
-TRITON = [operation for operation in ALL if operation not in {"paged_attention", *TABLES}]
+TRITON = [operation for operation in ALL if operation not in {"paged_attention", "quantized_linear", *TABLES}]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 DTYPES = list(TOLERANCE)
 ANGLES = random(2, 9, 3)
@@ -206,7 +206,7 @@ def test_every_custom_op_passes_opcheck_and_is_in_this_test() -> None:
     made = opcheck_cases()
     for op, arguments in made.values():
         torch.library.opcheck(op, arguments)
-    elsewhere = {f"kitforge::{name}" for name in ("paged_attention", "keep_mask", *TABLES)}
+    elsewhere = {f"kitforge::{name}" for name in ("paged_attention", "quantized_linear", "keep_mask", *TABLES)}
     compiled_loops = {name for name in registered() if name.endswith("_numba")}
     assert {f"kitforge::{name}" for name in made} == set(registered()) - elsewhere - compiled_loops
 

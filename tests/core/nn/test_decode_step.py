@@ -13,7 +13,7 @@ from kitforge.core.nn import lora
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decode_step import MAX_SEQUENCES, FusedDecodeStep
 from kitforge.core.nn.decoder import Decoder
-from kitforge.core.nn.quantized import int8_copy
+from kitforge.core.nn.quantized import quantized_copy
 from tests.core.kernels.comparison import relative
 from tests.core.nn.networks import CONFIGS, VOCAB, build
 
@@ -116,7 +116,7 @@ def test_a_network_that_becomes_more_than_its_weights_is_asked_module_by_module(
 @torch.no_grad()
 def test_others_are_asked_module_by_module_from_the_start() -> None:
     model, tokens = build(CONFIGS["llama"], dtype=torch.float32), texts()
-    assert step(single(int8_copy(model)[0]), tokens[:, 0], 0) is None
+    assert step(single(quantized_copy(model)[0]), tokens[:, 0], 0) is None
     assert step(single(build(CONFIGS["llama"], "O0", torch.float32)), tokens[:, 0], 0) is None
     assert step(single(nn.Linear(1, 1)), tokens[:, 0], 0) is None
     many = texts(MAX_SEQUENCES + 1)

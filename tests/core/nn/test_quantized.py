@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 
+from kitforge.core.kernels.dispatch import select
+from kitforge.core.kernels.quantized_linear.reference import quantized_linear
 from kitforge.core.nn.decoder import Decoder
-from kitforge.core.nn.quantized import Int8Linear, int8_copy
-from kitforge.foundation.errors import ModelError
+from kitforge.core.nn.quantized import Int8Linear, WeightOnlyLinear, quantized_copy, with_linear
+from kitforge.foundation.errors import DeviceError, ModelError
 from tests.core.nn.networks import CONFIGS, VOCAB, build
 
 TOKENS = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(3))
@@ -51,7 +54,7 @@ def test_a_row_of_zeros_stays_zero() -> None:
 def test_logits_are_near_and_weights_are_shared(name: str) -> None:
     model = build(CONFIGS[name], dtype=torch.float32).eval()
     wanted = model(TOKENS)
-    network, _ = int8_copy(model)
+    network, _ = quantized_copy(model)
     assert relative(network(TOKENS), wanted) < 0.06
     assert torch.equal(model(TOKENS), wanted)
     own, shared = dict(model.named_parameters()), dict(network.named_parameters())
@@ -61,7 +64,7 @@ def test_logits_are_near_and_weights_are_shared(name: str) -> None:
 @torch.no_grad()
 def test_changed_weights_are_quantised_anew_when_told() -> None:
     model = build(CONFIGS["llama"], dtype=torch.float32).eval()
-    network, linear = int8_copy(model)
+    network, linear = quantized_copy(model)
     old = network(TOKENS)
     for parameter in model.parameters():
         parameter.mul_(0.8)
@@ -71,10 +74,33 @@ def test_changed_weights_are_quantised_anew_when_told() -> None:
     assert not torch.equal(network(TOKENS), old)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.02), ("int4", 0.5)])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "glm4"])
+@torch.no_grad()
+def test_weight_only_logits_are_near_those_of_the_dequantized_weights(name: str, kind: Any, most: float) -> None:
+    """As on an accelerator, by the kernel that runs there."""
+    model = build(CONFIGS[name], dtype=torch.float32).eval()
+    linear = WeightOnlyLinear(kind, select("O1", "cuda").quantized_linear)
+    found = with_linear(model, linear)(TOKENS)
+    assert relative(found, model(TOKENS)) < most
+    exact = with_linear(model, WeightOnlyLinear(kind, quantized_linear))(TOKENS)
+    assert relative(found, exact) < 1e-5
+    for parameter in model.parameters():
+        parameter.mul_(0.8)
+    linear.forget()
+    assert relative(with_linear(model, linear)(TOKENS), model(TOKENS)) < most
+
+
+def test_int4_on_cpu_is_refused_with_what_to_do() -> None:
+    with pytest.raises(DeviceError, match="quantization=int8"):
+        quantized_copy(build(CONFIGS["llama"], dtype=torch.float32), "int4")
+
+
 def test_other_networks_are_refused() -> None:
     with pytest.raises(ModelError, match="int8 needs a decoder that is not sharded"):
-        int8_copy(torch.nn.Linear(2, 2))
+        quantized_copy(torch.nn.Linear(2, 2))
     split: Decoder = copy.copy(build(CONFIGS["llama"]))
     split.__dict__["forward"] = lambda *_: None
     with pytest.raises(ModelError, match="int8 needs a decoder that is not sharded"):
-        int8_copy(split)
+        quantized_copy(split)

@@ -1,0 +1,97 @@
+"""Weight-only int8 and int4: what quantization loses, and the Triton kernel against the dequantized weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitforge.core.kernels.dispatch import implementation, select
+from kitforge.core.kernels.fast_path import accepts_triton_quantized
+from kitforge.core.kernels.quantized_linear.reference import dequantize, quantize, quantized_linear
+from kitforge.foundation.errors import ModelError
+from tests.core.kernels.comparison import poison, random
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize("group", [None, 32, 96])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_weight_is_half_a_step_off_at_most(bits: Any, group: int | None) -> None:
+    weight = random(7, 192).float()
+    weight[3] = 0
+    quantized, scales = quantize(weight, bits, group)
+    assert quantized.nbytes == weight.numel() * bits // 8
+    assert scales.shape == (7, 1 if group is None else 192 // group)
+    off = (dequantize(quantized, scales) - weight).abs().view(7, scales.shape[1], -1)
+    assert (off <= scales.unsqueeze(2) * 0.5001).all()
+    assert torch.equal(dequantize(quantized, scales)[3], weight[3])
+
+
+def test_pairs_of_four_bits_are_in_the_order_of_the_page() -> None:
+    quantized, scales = quantize(torch.tensor([[7.0, -7.0, 1.0, 0.0]]), 4)
+    assert (scales.tolist(), quantized.tolist()) == ([[1.0]], [[15 | 1 << 4, 9 | 8 << 4]])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("rows", "outputs", "features", "group"),
+    [
+        (1, 5, 64, None),
+        (3, 33, 200, None),
+        (17, 40, 192, 96),
+        (0, 5, 64, 32),
+        (70, 64, 320, 64),
+        (2, 1, 34, None),
+    ],
+)
+@pytest.mark.parametrize("bits", [4, 8])
+@torch.no_grad()
+def test_triton_multiplies_with_the_dequantized_weight(
+    bits: Any, rows: int, outputs: int, features: int, group: int | None, dtype: torch.dtype
+) -> None:
+    input, bias = random(rows, features).to(dtype), random(outputs).to(dtype)
+    packed = quantize(random(outputs, features, seed=1).float(), bits, group)
+    for shift in (None, bias):
+        poison()
+        found = implementation("quantized_linear", "triton", "cuda")(input, *packed, shift)
+        wanted = quantized_linear(
+            input.double(), packed[0], packed[1].double(), None if shift is None else shift.double()
+        )
+        assert (found.dtype, found.shape) == (dtype, (rows, outputs))
+        if rows:
+            assert (found.double() - wanted).abs().max() < TOLERANCE[dtype] * wanted.abs().max()
+
+
+def test_views_and_more_dimensions() -> None:
+    packed = quantize(random(9, 64).float(), 4, 32)
+    input = random(64, 3, 2).float().permute(1, 2, 0)
+    with torch.no_grad():
+        found = implementation("quantized_linear", "triton", "cuda")(input, *packed)
+    torch.testing.assert_close(found, quantized_linear(input, *packed), rtol=1e-5, atol=1e-5)
+
+
+def test_what_it_does_not_take_goes_to_torch() -> None:
+    packed = quantize(random(9, 96).float(), 8, 48)
+    with torch.no_grad():
+        assert accepts_triton_quantized(random(2, 96).float(), *quantize(random(9, 96).float(), 8, 32))
+        assert not accepts_triton_quantized(random(2, 96).float(), *packed)
+        assert not accepts_triton_quantized(random(300, 96).float(), *quantize(random(9, 96).float(), 8))
+    assert select("O1", "cuda").quantized_linear(random(2, 96).float(), *packed).shape == (2, 9)
+
+
+@pytest.mark.parametrize(("features", "bits", "group"), [(10, 8, 3), (9, 4, None), (8, 8, 0)])
+def test_features_that_do_not_divide_are_refused(features: int, bits: Any, group: int | None) -> None:
+    with pytest.raises(ModelError, match="cannot be quantized"):
+        quantize(torch.ones(2, features), bits, group)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@torch.no_grad()
+def test_torch_checks_the_operator() -> None:
+    implementation("quantized_linear", "triton", "cuda")
+    inputs: tuple[Tensor | None, ...] = (random(3, 64).float(), *quantize(random(9, 64).float(), 4), None)
+    torch.library.opcheck(torch.ops.kitforge.quantized_linear.default, inputs)
