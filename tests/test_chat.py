@@ -30,6 +30,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The other end of what the chat takes for its terminal."""
     kit = SimpleNamespace(
         read_options=lambda _: SimpleNamespace(checkpoint="run", device="cpu", task="any"),
+        load_dtype=lambda _: "auto",
         open_pipeline=lambda *_: Talker(),
     )
     for name, value in {"kit_of": lambda _: kit, "load_model": str, "load_processor": str}.items():

@@ -18,12 +18,12 @@ _HELP = "/reset clears the conversation; /quit or Ctrl-D ends it; Ctrl-C stops a
 
 def chat(chosen: Composition) -> int:
     """Read lines and reply to each, with the conversation as context."""
-    options = kit_of(chosen.values["task"]).read_options(chosen.values)
+    kit = kit_of(chosen.values["task"])
+    options = kit.read_options(chosen.values)
     if options.checkpoint is None:
         raise ConfigError("a chat needs a model", fix="add checkpoint=RUN")
-    model = load_model(options.checkpoint, options.device, options.inference.dtype)
-    kit, processor = kit_of(options.task), load_processor(options.checkpoint)
-    opened = cast(TextGenerationPipeline, kit.open_pipeline(model, processor, options))
+    model = load_model(options.checkpoint, options.device, kit.load_dtype(options))
+    opened = cast(TextGenerationPipeline, kit.open_pipeline(model, load_processor(options.checkpoint), options))
     messages: list[dict[str, str]] = []
     for line in _lines():
         if line == "/quit":

@@ -111,7 +111,9 @@ def keep_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_masks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("kitforge.inference.paged_attention._length_mask", lambda *_: None)
+    for name in ("reference", "fused"):
+        path = f"kitforge.core.kernels.paged_attention.{name}.attended"
+        patch.setattr(path, lambda lengths, positions, _: torch.ones(len(lengths), 1, 1, positions, dtype=torch.bool))
 
 
 def ignore_order_of_slots(patch: pytest.MonkeyPatch) -> None:
