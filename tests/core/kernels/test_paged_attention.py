@@ -53,6 +53,7 @@ def expected(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, length
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [None, 1, 6])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 20), (3, 1, 64)])

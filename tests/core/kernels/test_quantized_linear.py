@@ -36,6 +36,7 @@ def test_pairs_of_four_bits_are_in_the_order_of_the_page() -> None:
     assert (scales.tolist(), quantized.tolist()) == ([[1.0]], [[15 | 1 << 4, 9 | 8 << 4]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("rows", "outputs", "features", "group"),

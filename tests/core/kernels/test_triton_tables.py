@@ -32,6 +32,7 @@ def test_an_accelerator_gets_them_and_a_cpu_does_not() -> None:
     assert DeviceTier(8, 4, "cpu").kernels is select_table("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [LENGTHS, [0, 0], []], ids=["ragged", "empty_bags", "no_bags"])
 @pytest.mark.parametrize("dim", [1, 7, 33, 100])
 @pytest.mark.parametrize("kind", bag_tests.KINDS)
@@ -74,6 +75,7 @@ def trained(kernels: TableKernels, name: str, dim: int, dtype: torch.dtype) -> T
 
 
 # The rest of adam takes the interpreter long.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dim"), [(name, dim) for name in update_tests.CONFIGS for dim in (1, 5 if "adam" in name else 19)]
 )
