@@ -18,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from kitforge.core.kernels.custom_ops import is_traced
 from kitforge.core.kernels.jagged_bags import Bags
+from kitforge.core.kernels.vocabulary import VocabularyShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +107,50 @@ def _rotary(input: Tensor, cos: Tensor, sin: Tensor, _interleaved: bool) -> Cost
     return Cost(flops, moved, flops, moved)
 
 
+def _norm(forward: int, backward: int) -> Callable[..., Cost]:
+    """Of that many operations for each element."""
+
+    def of(input: Tensor, weight: Tensor, *rest: Any) -> Cost:
+        size, parameters = input.numel(), [weight, *(each for each in rest if torch.is_tensor(each))]
+        return Cost(forward * size, 2 * _size(input) + _size(*parameters), backward * size, 3 * _size(input))
+
+    return of
+
+
+def _add_norm(input: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, _: float) -> Cost:
+    """The sum is written once, and its gradient joins that of the norm."""
+    norm = COSTS["rms_norm"](input, weight) if bias is None else COSTS["layer_norm"](input, weight, bias)
+    size, moved = input.numel(), _size(branch, input)
+    return Cost(norm.flops + size, norm.bytes + moved, norm.backward_flops + size, norm.backward_bytes + _size(input))
+
+
+def _gated(forward: int, backward: int) -> Callable[..., Cost]:
+    """Of that many operations for each element of gate and up."""
+    return lambda gate, up: Cost(
+        forward * gate.numel(), _size(gate, gate, up), backward * gate.numel(), _size(gate, gate, gate, up, up)
+    )
+
+
 def _vocabulary(num_elementwise: int) -> Callable[..., Cost]:
     """Of a product with the vocabulary [V, dim] and that many operations for each logit; logits are never held."""
 
-    def of(hidden: Tensor, weight: Tensor, targets: Tensor, *_: float) -> Cost:
+    def of(
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        _temperature: float = 1.0,
+        *,
+        token_weights: Tensor | None = None,
+        softcap: float | None = None,
+        shard: VocabularyShard | None = None,
+    ) -> Cost:
+        del shard
         logits = hidden.numel() // max(hidden.shape[-1], 1) * weight.shape[0]
-        product, moved = 2 * logits * hidden.shape[-1], _size(hidden, weight, targets)
-        flops = product + num_elementwise * logits
-        return Cost(flops, moved, 2 * product + num_elementwise * logits, 2 * moved)
+        product, moved = 2 * logits * hidden.shape[-1], _size(hidden, weight, targets, token_weights)
+        # A soft cap divides, takes a hyperbolic tangent and multiplies; its slope as well.
+        num_operations = num_elementwise + (0 if softcap is None else 3)
+        flops = product + num_operations * logits
+        return Cost(flops, moved, 2 * product + num_operations * logits, 2 * moved)
 
     return of
 
@@ -153,13 +190,12 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "attention": _attention,
     "decode_attention": _decode_attention,
     "paged_attention": _paged_attention,
-    "rms_norm": lambda input, weight, _: Cost(
-        4 * input.numel(), 2 * _size(input) + _size(weight), 9 * input.numel(), 3 * _size(input)
-    ),
+    "rms_norm": _norm(4, 9),
+    "layer_norm": _norm(6, 12),
+    "add_norm": _add_norm,
     "rotary": _rotary,
-    "swiglu": lambda gate, up: Cost(
-        5 * gate.numel(), _size(gate, gate, up), 10 * gate.numel(), _size(gate, gate, gate, up, up)
-    ),
+    "swiglu": _gated(5, 10),
+    "geglu": _gated(10, 18),
     "linear_cross_entropy": _vocabulary(4),
     "linear_log_probs": _vocabulary(6),
     # Ten rounds of Philox for four elements, of integers.

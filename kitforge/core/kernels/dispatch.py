@@ -17,6 +17,7 @@ from typing import Any, Literal, final
 import torch
 
 from kitforge.core.kernels import fast_path
+from kitforge.core.kernels.add_norm.reference import AddNormKernel, add_norm
 from kitforge.core.kernels.attention.reference import AttentionKernel, attention
 from kitforge.core.kernels.copy_rows.reference import CopyRowsKernel, copy_rows
 from kitforge.core.kernels.custom_ops import CUSTOM_OPS, is_traced
@@ -24,8 +25,10 @@ from kitforge.core.kernels.decode_attention.reference import DecodeAttentionKern
 from kitforge.core.kernels.embedding_bag.reference import EmbeddingBagKernel, embedding_bag
 from kitforge.core.kernels.embedding_bag_backward.reference import EmbeddingBagBackwardKernel, embedding_bag_backward
 from kitforge.core.kernels.fused_decode_step.reference import DecodeStepFactory, ReferenceDecodeStep
+from kitforge.core.kernels.geglu.reference import GeGLUKernel, geglu
 from kitforge.core.kernels.hash_map.reference import DictHashMap, HashMapFactory
 from kitforge.core.kernels.keep_mask.reference import KeepMaskKernel, keep_mask
+from kitforge.core.kernels.layer_norm.reference import LayerNormKernel, layer_norm
 from kitforge.core.kernels.linear.reference import LinearKernel, linear
 from kitforge.core.kernels.linear_cross_entropy.reference import LinearCrossEntropyKernel, linear_cross_entropy
 from kitforge.core.kernels.linear_log_probs.reference import LinearLogProbsKernel, linear_log_probs
@@ -55,12 +58,16 @@ class Kernels:
     decode_attention: DecodeAttentionKernel
     paged_attention: PagedAttentionKernel
     rms_norm: RMSNormKernel
+    layer_norm: LayerNormKernel
     rotary: RotaryKernel
     swiglu: SwiGLUKernel
+    geglu: GeGLUKernel
     linear_cross_entropy: LinearCrossEntropyKernel
     linear_log_probs: LinearLogProbsKernel
     keep_mask: KeepMaskKernel
-    fused_decode_step: DecodeStepFactory | None = None  # None: the modules one by one are as fast
+    # None: the modules one by one are as fast.
+    add_norm: AddNormKernel | None = None
+    fused_decode_step: DecodeStepFactory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +94,10 @@ REFERENCE = Kernels(
     decode_attention=decode_attention,
     paged_attention=paged_attention,
     rms_norm=rms_norm,
+    layer_norm=layer_norm,
     rotary=rotary,
     swiglu=swiglu,
+    geglu=geglu,
     linear_cross_entropy=linear_cross_entropy,
     linear_log_probs=linear_log_probs,
     keep_mask=keep_mask,
@@ -149,6 +158,8 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "numba": _numba(path="numba.rms_norm", accepts=fast_path.accepts_rms_norm),
         "fused": Implementation(path="fused.rms_norm"),
     },
+    "layer_norm": {"triton": _triton(path="triton.layer_norm", accepts=fast_path.accepts_triton_rows)},
+    "add_norm": {"triton": _triton(path="triton.add_norm", accepts=fast_path.accepts_triton_rows)},
     "rotary": {
         "triton": _triton(path="triton.rotary", accepts=fast_path.accepts_triton),
         "numba": _numba(path="numba.rotary", accepts=fast_path.accepts_rotary),
@@ -157,6 +168,10 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "swiglu": {
         "triton": _triton(path="triton.swiglu", accepts=fast_path.accepts_triton),
         "fused": Implementation(path="fused.swiglu"),
+    },
+    "geglu": {
+        "triton": _triton(path="triton.geglu", accepts=fast_path.accepts_triton),
+        "fused": Implementation(path="fused.geglu"),
     },
     "linear_cross_entropy": {
         "triton": _triton(
@@ -187,6 +202,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
 _REFERENCES: dict[str, Any] = {
     **{each.name: getattr(REFERENCE, each.name) for each in fields(Kernels)},
     **{each.name: getattr(TABLE_REFERENCE, each.name) for each in fields(TableKernels)},
+    "add_norm": add_norm,
     "fused_decode_step": ReferenceDecodeStep,
 }
 _failed: set[tuple[str, str]] = set()
@@ -211,7 +227,8 @@ def select(level: CompileLevel, device: str = "cpu") -> Kernels:
                 chosen[operation] = functools.partial(_new_decode_step, name)
             else:
                 load = functools.partial(_load, operation, name)
-                chosen[operation] = _WithFallback(operation, name, load, _REFERENCES[operation], chosen[operation])
+                slower = chosen[operation] or _REFERENCES[operation]
+                chosen[operation] = _WithFallback(operation, name, load, _REFERENCES[operation], slower)
                 if name == "triton":
                     chosen[operation].load()
     return Kernels(**chosen)

@@ -55,8 +55,9 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, context: Context) -> Tensor:
         """[B, T, dim] -> [B, T, dim]."""
         branch = self.attention(self.attention_norm(hidden), rotary, context)
-        hidden = hidden + self._finish(branch, self.attention_out_norm, self._attention_noise, context)
-        branch = self.mlp(self.mlp_norm(hidden))
+        branch = self._finish(branch, self.attention_out_norm, self._attention_noise, context)
+        hidden, normal = self.mlp_norm.add(hidden, branch)
+        branch = self.mlp(normal)
         return hidden + self._finish(branch, self.mlp_out_norm, self._mlp_noise, context)
 
     def _finish(self, branch: Tensor, norm: Norm | None, name: Tensor, context: Context) -> Tensor:

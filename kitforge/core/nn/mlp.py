@@ -20,7 +20,7 @@ class MLPConfig:
 
     dim: int
     hidden_dim: int
-    kind: Literal["gelu_tanh", "swiglu"]
+    kind: Literal["gelu_tanh", "swiglu", "geglu"]
     bias: bool = False
 
     def __post_init__(self) -> None:
@@ -29,21 +29,22 @@ class MLPConfig:
 
 @final
 class MLP(nn.Module):
-    """`down(gelu(up(x)))`, or `down(silu(gate(x)) * up(x))`, over input [..., dim]."""
+    """`down(gelu(up(x)))`, or with a gate `down(activation(gate(x)) * up(x))` of SwiGLU or GeGLU, over [..., dim]."""
 
     def __init__(self, config: MLPConfig, kernels: Kernels) -> None:
         super().__init__()
         linear = functools.partial(Linear, bias=config.bias, kernels=kernels)
-        self.gate = linear(config.dim, config.hidden_dim) if config.kind == "swiglu" else None
+        self.gate = linear(config.dim, config.hidden_dim) if config.kind != "gelu_tanh" else None
         self.up = linear(config.dim, config.hidden_dim)
         self.down = linear(config.hidden_dim, config.dim)
-        self._swiglu = kernels.swiglu
+        self.kind = config.kind
+        self._gated = kernels.geglu if config.kind == "geglu" else kernels.swiglu
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
         if self.gate is None:
             hidden: Tensor = functional.gelu(self.up(input), approximate="tanh")
         else:
-            hidden = self._swiglu(self.gate(input), self.up(input))
+            hidden = self._gated(self.gate(input), self.up(input))
         output: Tensor = self.down(hidden)
         return output

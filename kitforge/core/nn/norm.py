@@ -6,7 +6,6 @@ from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.kernels.mixed_precision import compute_dtype
@@ -23,17 +22,22 @@ class Norm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(dim))
         self.bias = nn.Parameter(torch.empty(dim)) if kind == "layer" else None
-        self._rms_norm = kernels.rms_norm
+        self._kernels = kernels
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalized input, in autocast's dtype where autocast is on: the layers that use it share one rounding."""
+        weight = self.weight.to(input.dtype)
         if self.bias is None:
-            return self._rms_norm(input, self.weight.to(input.dtype), self.eps).to(compute_dtype(input))
-        shape, dtype = (input.shape[-1],), input.dtype
-        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
-        # Entering the autocast context costs more than the norm of a single token.
-        if not torch.is_autocast_enabled(input.device.type):
-            return functional.layer_norm(input, shape, weight, bias, self.eps)
-        with torch.autocast(input.device.type, enabled=False):
-            normal = functional.layer_norm(input, shape, weight, bias, self.eps)
+            normal = self._kernels.rms_norm(input, weight, self.eps)
+        else:
+            normal = self._kernels.layer_norm(input, weight, self.bias.to(input.dtype), self.eps)
         return normal.to(compute_dtype(input))
+
+    def add(self, input: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual connection before the norm: `input + branch`, and that sum normalized as by `forward`."""
+        if self._kernels.add_norm is None:
+            total = input + branch
+            return total, self(total)
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        total, normal = self._kernels.add_norm(input, branch, self.weight.to(input.dtype), bias, self.eps)
+        return total, normal.to(compute_dtype(input))

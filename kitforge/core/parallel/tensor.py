@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShard, linear_cross_entropy
-from kitforge.core.kernels.linear_log_probs.chunked import linear_log_probs
+from kitforge.core.kernels.dispatch import select
+from kitforge.core.kernels.vocabulary import VocabularyShard
 from kitforge.core.nn.causal_lm import Shardable
 from kitforge.core.nn.context import Context, DropoutShard
 from kitforge.core.nn.linear import Linear
@@ -198,11 +198,14 @@ def _wrap_language_model(model: Shardable, split: TensorParallelModel, prefix: s
         # No view, of which `fully_shard` would warn.
         return whole if whole.shape[-1] == layout.shape[0] else whole[..., : layout.shape[0]].clone()
 
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(collectives.copy_to_group(hidden, stream.group), weight, targets, vocab)
+    # The references take no shards, so the kernels of O1 serve every level.
+    def loss(hidden: Tensor, *operands: Tensor, **options: Any) -> Tensor:
+        hidden, kernels = collectives.copy_to_group(hidden, stream.group), select("O1", hidden.device.type)
+        return kernels.linear_cross_entropy(hidden, *operands, shard=vocab, **options)
 
-    def log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        return linear_log_probs(collectives.copy_to_group(hidden, stream.group), weight, targets, temperature, vocab)
+    def log_probs(hidden: Tensor, *operands: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        hidden, kernels = collectives.copy_to_group(hidden, stream.group), select("O1", hidden.device.type)
+        return kernels.linear_log_probs(hidden, *operands, shard=vocab, **options)
 
     # Set past nn.Module's own bookkeeping, which takes attributes for modules and parameters.
     model.__dict__["hidden"] = sharded_hidden

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShard
+from kitforge.core.kernels.vocabulary import VocabularyShard
 
 Call = Callable[..., Tensor]
 Found = TypeVar("Found")

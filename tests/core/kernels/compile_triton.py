@@ -115,12 +115,18 @@ def call_networks(*, with_all: bool) -> None:
 
         for width in (200, 4096) if with_all else (4096,):
             kernels.rms_norm(random(9, width), random(width), 1e-5).sum().backward()
-            kernels.swiglu(random(9, width), random(9, width)).sum().backward()
+            kernels.layer_norm(random(9, width), random(width), random(width), 1e-5).sum().backward()
+            assert kernels.add_norm is not None
+            for bias in (None, random(width)):
+                sum(kernels.add_norm(random(9, width), random(9, width), random(width), bias, 1e-5)).sum().backward()  # type: ignore[attr-defined]
+            for gated in (kernels.swiglu, kernels.geglu):
+                gated(random(9, width), random(9, width)).sum().backward()
         angles = torch.rand(1, 33, 64)
         for interleaved, dim in itertools.product((False, True), (128, 160)):
             kernels.rotary(random(2, 4, 33, dim), angles, angles, interleaved).sum().backward()
         hidden, weight, targets = random(9, 16), random(5000, 16), torch.arange(9)
         kernels.linear_cross_entropy(hidden, weight, targets).backward()
+        kernels.linear_cross_entropy(hidden, weight, targets, softcap=30.0).backward()
         sum(each.sum() for each in kernels.linear_log_probs(hidden, weight, targets, 0.7)).backward()  # type: ignore[union-attr]
         with torch.no_grad():
             for bits, group in itertools.product((4, 8), (None, 128)):

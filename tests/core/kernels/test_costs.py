@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from kitforge.core.kernels import dispatch
 from kitforge.core.kernels.costs import COSTS, cost
 from kitforge.core.kernels.dispatch import REFERENCE, TABLE_REFERENCE, Kernels, TableKernels, select
 from kitforge.core.kernels.jagged_bags import Bags
@@ -57,8 +58,11 @@ WHOLE: dict[str, tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]] = {
     "linear": ((torch.randn(2, 3, DIM), torch.randn(7, DIM), torch.randn(7)), {}, []),
     "attention": ((QUERY, KEY, KEY), {"mask": None, "causal": False, "scale": 0.3}, []),
     "rms_norm": ((torch.randn(4, DIM), torch.randn(DIM), 1e-5), {}, []),
+    "layer_norm": ((torch.randn(4, DIM), torch.randn(DIM), torch.randn(DIM), 1e-5), {}, []),
+    "add_norm": ((torch.randn(4, DIM), torch.randn(4, DIM), torch.randn(DIM), None, 1e-5), {}, []),
     "rotary": ((QUERY, torch.randn(1, 5, 3), torch.randn(1, 5, 3), False), {}, []),
     "swiglu": ((torch.randn(4, DIM), torch.randn(4, DIM)), {}, []),
+    "geglu": ((torch.randn(4, DIM), torch.randn(4, DIM)), {}, []),
     "keep_mask": ((5, torch.arange(3), 0, 10, 0.5), {}, []),
     "copy_rows": ((ROWS, OUT), {"to": SLOTS[:3] % 4}, [ROWS]),
     "unique": ((torch.tensor([4, 2, 9]),), {}, []),
@@ -71,7 +75,7 @@ def test_bytes_are_those_of_inputs_and_outputs(operation: str) -> None:
     inputs, options, written = WHOLE[operation]
     kernels = REFERENCE if hasattr(REFERENCE, operation) else TABLE_REFERENCE
     found = cost(operation, *inputs, **options)
-    output = getattr(kernels, operation)(*inputs, **options)
+    output = (getattr(kernels, operation) or dispatch._REFERENCES[operation])(*inputs, **options)
     outputs = [] if output is None else [output] if torch.is_tensor(output) else list(output)
     read = [each for each in (*inputs, *options.values()) if torch.is_tensor(each) and each is not OUT]
     assert found.bytes == sum(each.numel() * each.element_size() for each in (*read, *outputs, *written))

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels import mixed_precision
-from kitforge.core.kernels.linear_cross_entropy import chunked
-from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShard, linear_cross_entropy
+from kitforge.core.kernels import mixed_precision, vocabulary
+from kitforge.core.kernels.linear_cross_entropy.chunked import linear_cross_entropy
 from kitforge.core.kernels.linear_cross_entropy.reference import linear_cross_entropy as reference
+from kitforge.core.kernels.vocabulary import VocabularyShard
 from tests.core.kernels.comparison import (
     TOLERANCE,
     Call,
@@ -39,7 +39,7 @@ def targets_of(rows: int, *ignored: int) -> Tensor:
 @pytest.fixture
 def rows_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of so many rows of float64 logits."""
-    monkeypatch.setattr(chunked, "CHUNK_BYTES", request.param * VOCAB * 8)
+    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", request.param * VOCAB * 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -67,7 +67,7 @@ def test_parts_of_a_vocabulary_give_the_whole(rows_at_once: None) -> None:
 
     def held(part: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
         own = [hidden.clone().requires_grad_(), part]
-        found = linear_cross_entropy(*own, targets, shard)
+        found = linear_cross_entropy(*own, targets, shard=shard)
         return found.detach(), *torch.autograd.grad(found, own, upstream)
 
     # Uneven parts, the last of them empty: by their own sizes they would not exchange as often as one another.
@@ -236,7 +236,7 @@ def test_fp16_gradients_are_scaled_before_they_are_rounded(
 
     def ours(hidden: Tensor, weight: Tensor, shard: VocabularyShard | None = None) -> Tensor:
         with torch.autocast("cpu", torch.float16):
-            return linear_cross_entropy(hidden.to(hidden_dtype), weight, targets, shard)
+            return linear_cross_entropy(hidden.to(hidden_dtype), weight, targets, shard=shard)
 
     exact = fp16_gradients(partial(reference, targets=targets), hidden.double(), weight.double(), 1.0)
     if held == "whole":

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShard
+from kitforge.core.kernels import vocabulary
 from kitforge.core.kernels.linear_log_probs import chunked
 from kitforge.core.kernels.linear_log_probs.chunked import linear_log_probs
 from kitforge.core.kernels.linear_log_probs.reference import linear_log_probs as reference
+from kitforge.core.kernels.vocabulary import VocabularyShard
 from tests.core.kernels.comparison import TOLERANCE, autocast, distance, in_parts, poison, random, relative
 
 VOCAB, DIM = 11, 6
@@ -32,7 +33,7 @@ def both(kernel: object, hidden: Tensor, weight: Tensor, *, temperature: float =
 @pytest.fixture
 def rows_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of so many rows of float64 logits."""
-    monkeypatch.setattr(chunked, "CHUNK_BYTES", request.param * VOCAB * 8)
+    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", request.param * VOCAB * 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -94,7 +95,7 @@ def test_parts_of_a_vocabulary_give_the_whole(rows: int, temperature: float) -> 
 
     def held(part: Tensor, share: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
         own = [hidden.detach().clone().requires_grad_(), part]
-        found = torch.stack(linear_log_probs(*own, targets_of(rows), temperature, share))
+        found = torch.stack(linear_log_probs(*own, targets_of(rows), temperature, shard=share))
         return found.detach(), *torch.autograd.grad(found, own, upstream)
 
     # Uneven parts, the last of them empty.

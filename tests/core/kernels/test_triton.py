@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from kitforge.core.kernels import dispatch, triton_runtime
+from kitforge.core.kernels import dispatch, triton_gated, triton_logits, triton_norm, triton_runtime, vocabulary
 from kitforge.core.kernels.dispatch import IMPLEMENTATIONS, REFERENCE, implementation
-from tests.core.kernels.comparison import Call, random, relative, results
+from tests.core.kernels.comparison import Call, in_parts, random, relative, results
 
 # Rows beyond the last one compute on nothing, and what they find is not written.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -44,11 +45,27 @@ def cases(rows: int, columns: int) -> dict[str, tuple[Callable[[Any], Call], lis
     """By operation: a call of it, of tensors only, and those tensors."""
     all_targets, some_targets = targets_of(rows, columns, 0), targets_of(rows, columns)
     hidden, weight = random(rows, 6), 3 * random(columns, 6, seed=1)
+    cap = 5.0 if columns % 5 == 0 else None
+    has_no_bias = columns % 2
     return {
         "rms_norm": (lambda op: partial(op, eps=1e-6), [random(rows, columns), random(columns)]),
+        "layer_norm": (
+            lambda op: partial(op, eps=1e-6),
+            [random(rows, columns), random(columns), random(columns, seed=1)],
+        ),
+        "add_norm": (
+            lambda op: lambda x, y, *weights: torch.stack(op(x, y, *weights, *[None] * has_no_bias, 1e-6)),
+            [random(rows, columns), random(rows, columns, seed=1), random(columns), random(columns, seed=1)][
+                : 4 - has_no_bias
+            ],
+        ),
         "swiglu": (lambda op: op, [random(rows, columns), random(rows, columns, seed=1)]),
-        "linear_cross_entropy": (lambda op: lambda h, w: op(h, w, some_targets), [hidden, weight]),
-        "linear_log_probs": (lambda op: lambda h, w: torch.stack(op(h, w, all_targets, 0.7)), [hidden, weight]),
+        "geglu": (lambda op: op, [3 * random(rows, columns), random(rows, columns, seed=1)]),
+        "linear_cross_entropy": (lambda op: lambda h, w: op(h, w, some_targets, softcap=cap), [hidden, weight]),
+        "linear_log_probs": (
+            lambda op: lambda h, w: torch.stack(op(h, w, all_targets, 0.7, softcap=cap)),
+            [hidden, weight],
+        ),
         "rotary": (
             lambda op: lambda x: op(x, ANGLES.to(angle_dtype(x)).cos(), ANGLES.to(angle_dtype(x)).sin(), False),
             [random(2, max(rows, 1), 9, 6 + columns % 5)],
@@ -68,7 +85,7 @@ def kernel(operation: str) -> Any:
 def check(operation: str, call: Callable[[Any], Call], inputs: list[Tensor], found: Any = None) -> float:
     """The largest difference of any result of the kernel in its dtype from the reference in float64."""
     got = results(call(found or kernel(operation)), inputs)
-    wanted = results(call(getattr(REFERENCE, operation)), [each.double() for each in inputs])
+    wanted = results(call(dispatch._REFERENCES[operation]), [each.double() for each in inputs])
     return max(relative(one, other, floor=1.0) for one, other in zip(got, wanted, strict=True))
 
 
@@ -98,7 +115,7 @@ def test_rotary_turns_both_layouts_and_keeps_what_is_left(interleaved: bool, bat
     assert check("rotary", call, [random(2, 9, 4, dim + 3)]) < 1e-12
 
 
-@pytest.mark.parametrize("operation", ["rms_norm", "swiglu"])
+@pytest.mark.parametrize("operation", ["rms_norm", "swiglu", "geglu"])
 def test_views_are_understood(operation: str) -> None:
     call, inputs = cases(9, 40)[operation]
     views: list[tuple[Tensor, Call]] = [
@@ -133,6 +150,70 @@ def test_huge_and_impossible_logits(operation: str) -> None:
     assert torch.isfinite(total if torch.is_tensor(total) else torch.stack(total)).all()
 
 
+@pytest.fixture
+def one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread launches at a time: the interpreter keeps the number of the program in a global."""
+    lock, launch = threading.Lock(), triton_logits.launch
+
+    def locked(*arguments: Any, **options: Any) -> None:
+        with lock:
+            launch(*arguments, **options)
+
+    monkeypatch.setattr(triton_logits, "launch", locked)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("operation", ["linear_cross_entropy", "linear_log_probs"])
+def test_vocabulary_shards_and_token_weights(operation: str, softcap: float | None, one_launch: None) -> None:
+    hidden, weight, targets = random(7, 6), random(130, 6), targets_of(7, 130, 3 if "entropy" in operation else 0)
+    weights = {"token_weights": torch.rand(7)} if operation == "linear_cross_entropy" else {}
+    temperature = () if weights else (0.7,)
+
+    def run(op: Any, *leaves: Tensor, shard: vocabulary.VocabularyShard | None = None) -> list[Tensor]:
+        found = op(*leaves, targets, *temperature, softcap=softcap, shard=shard, **weights)
+        found = found if torch.is_tensor(found) else torch.stack(found)
+        upstream = random(*found.shape, seed=99)
+        return [found.detach(), *torch.autograd.grad(found, leaves, upstream)]
+
+    wanted = run(getattr(REFERENCE, operation), hidden.clone().requires_grad_(), weight.clone().requires_grad_())
+    for name in ("triton", "chunked"):
+        op = dispatch._load(operation, name)
+        whole = run(op, hidden.clone().requires_grad_(), weight.clone().requires_grad_())
+        # Uneven shards, the last of them empty.
+        shards = in_parts(
+            [70, 1, 59, 0],
+            weight,
+            lambda own, shard, op=op: run(op, hidden.clone().requires_grad_(), own, shard=shard),  # type: ignore[misc]
+        )
+        results_, of_hidden, of_weight = zip(*shards, strict=True)
+        sharded = [results_[2], torch.stack(of_hidden).sum(0), torch.cat(of_weight)]
+        for found in (whole, sharded):
+            assert max(map(relative, found, wanted)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["triton", "chunked"])
+def test_a_target_that_no_shard_holds_makes_the_loss_infinite(name: str, one_launch: None) -> None:
+    hidden, weight, targets = random(3, 6), random(9, 6), torch.tensor([1, 9, 2])
+    losses = in_parts(
+        [5, 4],
+        weight,
+        lambda own, shard: dispatch._load("linear_cross_entropy", name)(hidden, own, targets, shard=shard),
+    )
+    log_probs = in_parts(
+        [5, 4], weight, lambda own, shard: dispatch._load("linear_log_probs", name)(hidden, own, targets, shard=shard)
+    )
+    assert all(torch.isposinf(each) for each in losses)
+    assert all(torch.isneginf(each[0]).tolist() == [False, True, False] for each in log_probs)
+
+
+def test_a_whole_block_of_impossible_tokens_is_left_out() -> None:
+    logits = torch.cat([torch.full((2, 70), -torch.inf), random(2, 130).float()], 1)
+    found = vocabulary.merge_statistics(triton_logits.statistics(logits, torch.tensor([80, 199]), 1.0, None)[None])
+    wanted = logits.log_softmax(-1)
+    torch.testing.assert_close(found[0], wanted[[0, 1], [80, 199]])
+    torch.testing.assert_close(found[1], -(wanted.exp() * wanted.clamp(min=-1e9)).sum(-1))
+
+
 def test_ignored_rows_count_nothing_though_they_are_nan() -> None:
     hidden, weight = random(6, 8, dtype=torch.float32), random(70, 8, dtype=torch.float32)
     targets = targets_of(6, 70)
@@ -146,22 +227,20 @@ def test_ignored_rows_count_nothing_though_they_are_nan() -> None:
 
 
 @pytest.mark.parametrize("target", [-1, 70, 10**12])
-def test_a_target_out_of_the_vocabulary_makes_its_loss_nan(target: int) -> None:
+def test_a_target_out_of_the_vocabulary_makes_its_loss_infinite(target: int) -> None:
     hidden, weight, targets = random(6, 8), random(70, 8), targets_of(6, 70, 0)
     targets[2] = target
-    assert torch.isnan(kernel("linear_cross_entropy")(hidden, weight, targets))
+    assert torch.isposinf(kernel("linear_cross_entropy")(hidden, weight, targets))
     log_probs, entropies = kernel("linear_log_probs")(hidden, weight, targets)
-    assert torch.isnan(log_probs).tolist() == [number == 2 for number in range(6)]
+    assert torch.isneginf(log_probs).tolist() == [number == 2 for number in range(6)]
     assert torch.isfinite(entropies).all()
 
 
 def test_chunks_change_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kitforge.core.kernels.linear_cross_entropy import chunked
-
     for operation in ("linear_cross_entropy", "linear_log_probs"):
         call, inputs = cases(9, 200)[operation]
         whole = results(call(kernel(operation)), inputs)
-        monkeypatch.setattr(chunked, "CHUNK_BYTES", 4 * 200 * 8)
+        monkeypatch.setattr(vocabulary, "CHUNK_BYTES", 4 * 200 * 8)
         parts = results(call(kernel(operation)), inputs)
         monkeypatch.undo()
         assert max(map(relative, parts, whole)) < 1e-13
@@ -176,27 +255,18 @@ def test_the_same_inputs_give_the_same_bits(operation: str) -> None:
 
 def opcheck_cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """By custom op: the op, and arguments of it."""
-    norm, gate, turn, loss, probs = (sys.modules[kernel(name).__module__] for name in sorted_names())
+    turn = sys.modules[kernel("rotary").__module__]
     input, weight = random(5, 7).requires_grad_(), random(7).requires_grad_()
-    hidden, matrix, targets = random(5, 6).requires_grad_(), random(9, 6).requires_grad_(), targets_of(5, 9)
-    numbers = random(5)
+    logits, targets = random(5, 9), targets_of(5, 9)
     return {
-        "rms_norm": (norm._forward, (input, weight, 1e-6)),
-        "rms_norm_backward": (norm._backward, (random(5, 7), input.detach(), weight.detach(), random(5))),
-        "swiglu": (gate._forward, (input, random(5, 7).requires_grad_())),
-        "swiglu_backward": (gate._backward, (random(5, 7), random(5, 7), random(5, 7))),
+        "norm": (triton_norm.norm, (input, random(5, 7).requires_grad_(), weight, random(7).requires_grad_(), 1e-6)),
+        "norm_backward": (triton_norm._backward, (random(5, 7), None, input.detach(), random(7), random(2, 5), False)),
+        "gated": (triton_gated.gated, (input, random(5, 7).requires_grad_(), True)),
+        "gated_backward": (triton_gated._backward, (random(5, 7), random(5, 7), random(5, 7), False)),
         "rotary": (turn._rotate, (random(2, 4, 9, 8).requires_grad_(), ANGLES, ANGLES, True, False)),
-        "linear_cross_entropy": (loss._forward, (hidden, matrix, targets, True, True)),
-        "linear_log_probs": (probs._forward, (hidden, matrix, targets_of(5, 9, 0), 0.5)),
-        "linear_log_probs_backward": (
-            probs._backward,
-            (numbers, numbers, hidden.detach(), matrix.detach(), targets_of(5, 9, 0), numbers, numbers, 0.5),
-        ),
+        "logits_statistics": (triton_logits.statistics, (logits, targets, 0.7, 5.0)),
+        "logits_gradient_": (triton_logits.gradient_, (logits, targets, random(4, 5), 0.7, None)),
     }
-
-
-def sorted_names() -> list[str]:
-    return ["rms_norm", "swiglu", "rotary", "linear_cross_entropy", "linear_log_probs"]
 
 
 @pytest.mark.alone
@@ -254,20 +324,32 @@ def test_autocast_computes_the_loss_in_half_precision() -> None:
     assert torch.equal(found, wanted)
 
 
+# Where the kernels of an operation are, if not beside it.
+SHARED = {
+    **dict.fromkeys(("linear_cross_entropy", "linear_log_probs"), triton_logits),
+    **dict.fromkeys(("rms_norm", "layer_norm", "add_norm"), triton_norm),
+    **dict.fromkeys(("swiglu", "geglu"), triton_gated),
+}
 # Faults planted in the kernels' sources: an operation, what is replaced, and by what.
 FAULTS = {
     "no mask": ("rms_norm", "stride + columns, mask=inside", "stride + columns, mask=columns < BLOCK"),
     "wrong stride": ("rms_norm", "row * stride", "row * dim"),
     "unwritten row": ("rms_norm", "for step in range(steps):", "for step in range(steps - 1):"),
     "half reduction": ("rms_norm", "tl.sum(x * x, 0) /", "tl.sum((x * x).to(tl.float16), 0).to(EXACT) /"),
-    "weight gradient of one row": ("rms_norm", "total += g * normal", "total = g * normal"),
+    "weight gradient of one row": ("rms_norm", "of_weight += g * normal", "of_weight = g * normal"),
+    "bias gradient of one row": ("layer_norm", "of_bias += g", "of_bias = g"),
+    "mean of padding": ("layer_norm", "tl.where(inside, x - mean, 0)\n        scale", "x - mean\n        scale"),
+    "mean without gradient": ("layer_norm", "slope = slope - tl.sum(g, 0) / dim", "slope = slope"),
+    "residual not added": ("add_norm", "x += tl.load(branch", "x += 0 * tl.load(branch"),
+    "gradient of the sum lost": ("add_norm", "slope += tl.load(others", "slope += 0 * tl.load(others"),
     "rotation both ways alike": ("rotary", "s = s * SIGN", "s = s"),
     "pairs of one head": ("rotary", "head * in_head", "0 * in_head"),
     "rest not kept": ("rotary", "mask=kept), mask=kept)", "mask=kept), mask=feature < 0)"),
-    "sigmoid's slope": ("swiglu", "(1 + g * (1 - s))", "1"),
-    "sum not rescaled": ("linear_cross_entropy", "total * tl.exp(highest - top)", "total"),
-    "target kept": ("linear_cross_entropy", "tl.where(start + columns == target, 1.0, 0.0)", "0.0"),
-    "ignored counted": ("linear_cross_entropy", "tl.where(target == -100, 0.0, 1.0)", "1.0"),
+    "sigmoid's slope": ("swiglu", "bend = g * s * (1 - s)", "bend = 0 * g"),
+    "cubic slope": ("geglu", "3 * _CUBIC", "_CUBIC"),
+    "no cubic": ("geglu", "x * (_LINEAR + _CUBIC * x * x)", "x * _LINEAR"),
+    "sum not rescaled": ("linear_cross_entropy", "total = total * tl.exp(shift)", "total = total"),
+    "target kept": ("linear_cross_entropy", "gradient += tl.where", "gradient += 0 * tl.where"),
     "entropy not shifted": ("linear_log_probs", "(product + total * shift) *", "product *"),
     "temperature once": ("linear_log_probs", "gradient / temperature", "gradient"),
     "entropy without gradient": ("linear_log_probs", "(log_prob + entropy) * of_entropy", "0.0"),
@@ -275,11 +357,17 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
+def test_a_planted_fault_is_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     operation, before, after = FAULTS[fault]
-    source = Path(sys.modules[kernel(operation).__module__].__file__ or "").read_text()
+    own = sys.modules[kernel(operation).__module__]
+    holder = SHARED.get(operation, own)
+    source = Path(holder.__file__ or "").read_text()
     assert before in source
-    planted = getattr(module_of(source.replace(before, after), operation, tmp_path), operation)
+    module = module_of(source.replace(before, after), operation, tmp_path)
+    planted = getattr(module, operation, kernel(operation))
+    for name in vars(own).keys() & vars(module).keys() if holder is not own else ():
+        if getattr(own, name) is getattr(holder, name):
+            monkeypatch.setattr(own, name, getattr(module, name))
     worst = 0.0
     for shape in SHAPES:
         call, inputs = cases(*shape)[operation]

@@ -13,6 +13,7 @@ from kitforge.core.nn import lora
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decode_step import MAX_SEQUENCES, FusedDecodeStep
 from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.mlp import MLP, MLPConfig
 from kitforge.core.nn.quantized import quantized_copy
 from tests.core.kernels.comparison import relative
 from tests.core.nn.networks import CONFIGS, VOCAB, build
@@ -126,6 +127,10 @@ def test_others_are_asked_module_by_module_from_the_start() -> None:
         assert step(single(model), tokens[:, 0], 0) is None
     with torch.enable_grad():
         assert step(single(model), tokens[:, 0], 0) is None
+    gated = build(CONFIGS["llama"], dtype=torch.float32)
+    for block in gated.blocks:
+        block.mlp = MLP(MLPConfig(dim=24, hidden_dim=32, kind="geglu"), gated.kernels)  # type: ignore[union-attr]
+    assert step(single(gated), tokens[:, 0], 0) is None
     model.blocks[1] = build(replace(CONFIGS["llama"], mlp_dim=40), dtype=torch.float32).blocks[1]
     assert step(single(model), tokens[:, 0], 0) is None
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from kitforge.core.kernels.add_norm.reference import add_norm
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.norm import Norm, NormKind
 
@@ -43,3 +46,19 @@ def test_a_norm_gives_autocast_s_dtype_rounded_once(kind: NormKind, dtype: torch
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_without_autocast_a_norm_keeps_its_input_s_dtype(kind: NormKind, dtype: torch.dtype) -> None:
     assert norm_of(kind)(torch.ones(5, 6, dtype=dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_fused_residual_connection_is_an_addition_and_a_norm(kind: NormKind, is_mixed: bool) -> None:
+    norm, fused = norm_of(kind), norm_of(kind)
+    fused._kernels = dataclasses.replace(fused._kernels, add_norm=add_norm)
+    input, branch = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1)).unbind()
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+        branch = branch.bfloat16() if is_mixed else branch
+        wanted, found = norm.add(input, branch), fused.add(input, branch)
+        assert torch.equal(wanted[0], input + branch)
+        assert torch.equal(wanted[1], norm(wanted[0]))
+    assert [each.dtype for each in found] == [each.dtype for each in wanted]
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, other)

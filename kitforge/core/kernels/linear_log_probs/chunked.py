@@ -4,18 +4,40 @@ rows are few enough to be saved."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kitforge.core.kernels.linear_cross_entropy.chunked import VocabularyShard
 from kitforge.core.kernels.mixed_precision import product_operands
+from kitforge.core.kernels.vocabulary import VocabularyShard, chunks, merge_statistics, soft_cap_
 
-# Bytes of logits of one chunk, and of those that are saved for the backward pass.
-CHUNK_BYTES = 32 * 2**20
+# Bytes of log-probs that are saved for the backward pass.
 KEPT_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaling:
+    """How products become logits."""
+
+    temperature: float
+    softcap: float | None
+
+    def logits(self, rows: Tensor, matrix: Tensor, exact: torch.dtype) -> Tensor:
+        """Capped and divided by the temperature [rows, vocab]."""
+        with torch.autocast(rows.device.type, enabled=False):
+            logits = (rows @ matrix.t()).to(exact)
+        soft_cap_(logits, self.softcap)
+        return logits.div_(self.temperature)
+
+    def into_products_(self, gradient: Tensor, log_probs: Tensor, normalisers: Tensor) -> Tensor:
+        """Turn the gradient of the logits into that of the products, in place."""
+        if self.softcap is not None:
+            ratio = (log_probs + normalisers.unsqueeze(1)).mul_(self.temperature / self.softcap)
+            gradient.mul_(1 - ratio.square_())
+        return gradient.div_(self.temperature)
 
 
 def linear_log_probs(
@@ -23,39 +45,42 @@ def linear_log_probs(
     weight: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
+    *,
+    softcap: float | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `LinearLogProbsKernel`. With a `shard` of the vocabulary both results are global on every rank, and the
-    gradient of `hidden` is the partial sum of this shard."""
+    """See `LinearLogProbsKernel`."""
     result: tuple[Tensor, Tensor]
+    scaling = _Scaling(temperature, softcap)
     if shard is None:
-        result = _Chunked.apply(hidden, weight, targets, temperature, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+        result = _Chunked.apply(hidden, weight, targets, scaling, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     else:
-        result = _VocabularyParallel.apply(hidden, weight, targets, temperature, shard)  # type: ignore[no-untyped-call]
+        result = _VocabularyParallel.apply(hidden, weight, targets, scaling, shard)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_gradients: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scaling: _Scaling, with_gradients: bool
     ) -> tuple[Tensor, Tensor]:
         rounded, matrix = product_operands(hidden, weight)
         exact = torch.promote_types(rounded.dtype, torch.float32)
         chosen = torch.empty(hidden.shape[0], dtype=exact, device=hidden.device)
-        entropies = torch.empty_like(chosen)
-        row_bytes = max(weight.shape[0], 1) * exact.itemsize
-        keeps = with_gradients and hidden.shape[0] * row_bytes <= KEPT_BYTES
+        entropies, normalisers = torch.empty_like(chosen), torch.empty_like(chosen)
+        keeps = with_gradients and hidden.shape[0] * max(weight.shape[0], 1) * exact.itemsize <= KEPT_BYTES
         kept: list[Tensor] = []
-        for part in _chunks(hidden.shape[0], row_bytes):
-            log_probs = _logits(rounded[part], matrix, temperature, exact).log_softmax(-1)
+        for part in chunks(hidden.shape[0], weight.shape[0], exact, hidden.device):
+            logits = scaling.logits(rounded[part], matrix, exact)
+            if scaling.softcap is not None:
+                normalisers[part] = logits.logsumexp(-1)
+            log_probs = logits.log_softmax(-1)
             torch.gather(log_probs, 1, targets[part].unsqueeze(1), out=chosen[part].unsqueeze(1))
             entropies[part] = -(log_probs.exp() * log_probs).sum(-1)
             if keeps:
                 kept.append(log_probs)
-        ctx.save_for_backward(rounded, matrix, targets, entropies, *kept)
-        ctx.temperature, ctx.row_bytes = temperature, row_bytes
-        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.save_for_backward(rounded, matrix, targets, normalisers, entropies, *kept)
+        ctx.scaling, ctx.dtypes = scaling, (hidden.dtype, weight.dtype)
         return chosen, entropies
 
     @staticmethod
@@ -63,16 +88,16 @@ class _Chunked(torch.autograd.Function):
     def backward(
         ctx: Any, grad_chosen: Tensor, grad_entropies: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        rounded, matrix, targets, entropies, *kept = ctx.saved_tensors
+        rounded, matrix, targets, normalisers, entropies, *kept = ctx.saved_tensors
 
         def log_probs(number: int, part: slice) -> Tensor:
             if not kept:
-                return _logits(rounded[part], matrix, ctx.temperature, entropies.dtype).log_softmax(-1)
+                return ctx.scaling.logits(rounded[part], matrix, entropies.dtype).log_softmax(-1)  # type: ignore[no-any-return]
             saved: Tensor = kept[number]
             return saved
 
-        parts, grads = _chunks(rounded.shape[0], ctx.row_bytes), (grad_chosen, grad_entropies, grad_chosen)
-        return *_backward(ctx, (rounded, matrix, entropies), targets, grads, parts, log_probs), None, None, None
+        grads, saved = (grad_chosen, grad_entropies, grad_chosen), (rounded, matrix, normalisers, entropies)
+        return *_backward(ctx, saved, targets, grads, log_probs), None, None, None
 
 
 class _VocabularyParallel(torch.autograd.Function):
@@ -85,7 +110,7 @@ class _VocabularyParallel(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        temperature: float,
+        scaling: _Scaling,
         shard: VocabularyShard,
     ) -> tuple[Tensor, Tensor]:
         rounded, matrix = product_operands(hidden, weight)
@@ -95,76 +120,60 @@ class _VocabularyParallel(torch.autograd.Function):
         columns = targets - shard.first
         is_here = (columns >= 0) & (columns < width)
         columns = torch.where(is_here, columns, 0)
-        # By row: the maximum, the sum of exponentials below it, their product with the logits, the target's logit.
         own = torch.zeros(4, num_rows, dtype=exact, device=hidden.device)
-        own[0] = -torch.inf
-        for part in _chunks(num_rows, max(width, 1) * exact.itemsize) if width else []:
-            logits = _logits(rounded[part], matrix, temperature, exact)
+        own[::3] = -torch.inf
+        for part in chunks(num_rows, width, exact, hidden.device) if width else []:
+            logits = scaling.logits(rounded[part], matrix, exact)
             own[0, part] = logits.amax(dim=1)
-            own[3, part] = torch.where(is_here[part], logits.gather(1, columns[part].unsqueeze(1)).squeeze(1), 0)
+            chosen = logits.gather(1, columns[part].unsqueeze(1)).squeeze(1)
+            # A target that no shard holds gets the log-prob -inf.
+            own[3, part] = torch.where(is_here[part], chosen, -torch.inf)
             logits -= own[0, part].unsqueeze(1)
             own[1, part] = logits.exp().sum(dim=1)
             own[2, part] = (logits.exp() * logits).sum(dim=1)
-        highest, sums, products, chosen = shard.gather(own).unbind(1)  # each [ranks, rows]
-        top = highest.amax(dim=0)
-        below = torch.where(sums > 0, highest - top, 0)
-        total = (sums * below.exp()).sum(dim=0)
-        normaliser = total.log() + top
-        mean = ((products + sums * below) * below.exp()).sum(dim=0) / total
-        entropies = total.log() - mean
-        ctx.save_for_backward(rounded, matrix, columns, is_here, normaliser, entropies)
-        ctx.temperature, ctx.dtypes = temperature, (hidden.dtype, weight.dtype)
-        return chosen.sum(dim=0) - normaliser, entropies
+        log_probs, entropies, normalisers = merge_statistics(shard.gather(own))
+        ctx.save_for_backward(rounded, matrix, columns, is_here, normalisers, entropies)
+        ctx.scaling, ctx.dtypes = scaling, (hidden.dtype, weight.dtype)
+        return log_probs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_chosen: Tensor, grad_entropies: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        rounded, matrix, columns, is_here, normaliser, entropies = ctx.saved_tensors
-        exact, width = entropies.dtype, matrix.shape[0]
+        rounded, matrix, columns, is_here, normalisers, entropies = ctx.saved_tensors
 
         def log_probs(_number: int, part: slice) -> Tensor:
-            return _logits(rounded[part], matrix, ctx.temperature, exact).sub_(normaliser[part].unsqueeze(1))
+            logits: Tensor = ctx.scaling.logits(rounded[part], matrix, entropies.dtype)
+            return logits.sub_(normalisers[part].unsqueeze(1))
 
-        parts = _chunks(rounded.shape[0], max(width, 1) * exact.itemsize) if width else []
+        saved = rounded, matrix, normalisers, entropies
         grads = grad_chosen, grad_entropies, torch.where(is_here, grad_chosen, 0)
-        return *_backward(ctx, (rounded, matrix, entropies), columns, grads, parts, log_probs), None, None, None
+        return *_backward(ctx, saved, columns, grads, log_probs), None, None, None
 
 
 def _backward(
     ctx: Any,
-    saved: tuple[Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
     columns: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
-    parts: list[slice],
     log_probs_of: Callable[[int, slice], Tensor],
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden and weight, by that of the scaled logits: (target - p) for the log-probability and
     -p (log p + H) for the entropy H. The third of `grads` is that of the targets in this shard, at `columns`."""
-    rounded, matrix, entropies = saved
+    rounded, matrix, normalisers, entropies = saved
     wants_hidden, wants_weight = ctx.needs_input_grad[:2]
     grad_hidden = torch.zeros(rounded.shape, dtype=ctx.dtypes[0], device=rounded.device) if wants_hidden else None
     grad_weight = torch.zeros(matrix.shape, dtype=entropies.dtype, device=matrix.device) if wants_weight else None
-    for number, part in enumerate(parts):
+    width = matrix.shape[0]
+    for number, part in enumerate(chunks(len(rounded), width, entropies.dtype, rounded.device) if width else []):
         of_chosen, of_entropy, of_target = (each[part].unsqueeze(1) for each in grads)
         log_probs = log_probs_of(number, part)
         gradient = (log_probs + entropies[part].unsqueeze(1)).mul_(-of_entropy).sub_(of_chosen).mul_(log_probs.exp())
         gradient.scatter_add_(1, columns[part].unsqueeze(1), of_target)
-        gradient = (gradient / ctx.temperature).to(rounded.dtype)
+        gradient = ctx.scaling.into_products_(gradient, log_probs, normalisers[part]).to(rounded.dtype)
         if grad_hidden is not None:
             grad_hidden[part] = gradient @ matrix
         if grad_weight is not None:
             grad_weight += gradient.t() @ rounded[part]
     return grad_hidden, None if grad_weight is None else grad_weight.to(ctx.dtypes[1])
-
-
-def _chunks(num_rows: int, row_bytes: int) -> list[slice]:
-    size = max(1, CHUNK_BYTES // row_bytes)
-    return [slice(start, start + size) for start in range(0, num_rows, size)]
-
-
-def _logits(rows: Tensor, matrix: Tensor, temperature: float, exact: torch.dtype) -> Tensor:
-    with torch.autocast(rows.device.type, enabled=False):
-        logits = (rows @ matrix.t()).to(exact)
-    return logits.div_(temperature)

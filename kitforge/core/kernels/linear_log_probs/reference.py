@@ -4,26 +4,40 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
-from torch.nn import functional
+
+from kitforge.core.kernels.vocabulary import VocabularyShard, exact_logits
 
 
 class LinearLogProbsKernel(Protocol):
     """Log-probs of targets [rows] under the softmax of `hidden [rows, dim] @ weight [vocab, dim].T / temperature`, and
-    the entropies of those distributions: both [rows], in fp32 and differentiable."""
+    the entropies of those distributions: both [rows], in fp32 and differentiable.
+
+    `softcap` and `shard` are those of `LinearCrossEntropyKernel`; the temperature divides capped logits.
+    """
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+        *,
+        softcap: float | None = None,
+        shard: VocabularyShard | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
 def linear_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    *,
+    softcap: float | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `LinearLogProbsKernel`."""
-    logits = functional.linear(hidden, weight)
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    log_probs = exact.log_softmax(-1)
+    log_probs = (exact_logits(hidden, weight, softcap, shard) / temperature).log_softmax(-1)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     return log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropies

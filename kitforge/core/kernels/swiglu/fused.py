@@ -1,10 +1,11 @@
-"""`swiglu` that saves only its inputs and recomputes the sigmoid in the backward pass.
+"""`swiglu` that saves only its inputs and recomputes the activation in the backward pass.
 
 With s = sigmoid(gate): d up = grad * gate * s; d gate = grad * up * s * (1 + gate * (1 - s)).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,19 +17,26 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """See `SwiGLUKernel`."""
     if not torch.is_grad_enabled():
         return functional.silu(gate).mul_(up)
-    result: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    result: Tensor = Gated.apply(gate, up, functional.silu, torch.ops.aten.silu_backward)  # type: ignore[no-untyped-call]
     return result
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return functional.silu(gate).mul_(up)
+class Gated(torch.autograd.Function):
+    """`activation(gate) * up`; `activation_backward(grad, gate)` is the gradient of the activation."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_up = functional.silu(gate).mul_(grad)
-        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return grad_gate, grad_up
+    def forward(  # noqa: D102
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor,
+        activation: Callable[[Tensor], Tensor],
+        activation_backward: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.functions = activation, activation_backward
+        return activation(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # noqa: D102
+        (gate, up), (activation, activation_backward) = ctx.saved_tensors, ctx.functions
+        return activation_backward(grad * up, gate), activation(gate).mul_(grad), None, None

@@ -1,0 +1,13 @@
+"""`add_norm` by the norm kernels in Triton: the sum is not read again."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kitforge.core.kernels.triton_norm import norm
+
+
+def add_norm(input: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """See `AddNormKernel`."""
+    normal, total, _ = norm(input, branch, weight, bias, eps)
+    return total, normal

@@ -1,0 +1,13 @@
+"""`geglu` by the gated kernels in Triton."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kitforge.core.kernels.triton_gated import gated
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """See `GeGLUKernel`."""
+    result: Tensor = gated(gate, up, True)
+    return result

@@ -1,0 +1,13 @@
+"""`layer_norm` by the norm kernels in Triton."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kitforge.core.kernels.triton_norm import norm
+
+
+def layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """See `LayerNormKernel`."""
+    result: Tensor = norm(input, None, weight, bias, eps)[0]
+    return result

@@ -1,0 +1,109 @@
+"""SwiGLU and GeGLU in Triton: one pass forward, and one backward that recomputes the activation from the gate.
+
+Both activations are x * s(z(x)) with the sigmoid s: z(x) = x for SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x³) for GELU by
+tanh. The gradients are d up = grad * x * s and d gate = grad * up * (s + x * s * (1 - s) * z'(x)).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kitforge.core.kernels.triton_runtime import describe, launch
+
+# 2 sqrt(2 / pi), and that times 0.044715.
+_LINEAR = tl.constexpr(1.5957691216057308)
+_CUBIC = tl.constexpr(0.07135481627260025)
+
+
+@torch.library.custom_op("kitforge::gated", mutates_args=())
+def gated(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
+    """`gelu_tanh(gate) * up`, or `silu(gate) * up`."""
+    output = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+    _launch(_forward_kernel, is_gelu, gate, up, output)
+    return output
+
+
+@torch.library.custom_op("kitforge::gated_backward", mutates_args=())
+def _backward(grad: Tensor, gate: Tensor, up: Tensor, is_gelu: bool) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up."""
+    grad_gate, grad_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    _launch(_backward_kernel, is_gelu, grad, gate, up, grad_gate, grad_up)
+    return grad_gate, grad_up
+
+
+def _launch(kernel: Any, is_gelu: bool, *tensors: Tensor) -> None:
+    """Run an elementwise kernel over contiguous tensors of one shape; it writes the last of them."""
+    size, block = tensors[0].numel(), describe(tensors[0].device).tile_elements
+    if size:
+        rows = (each.contiguous() for each in tensors)
+        launch(kernel, triton.cdiv(size, block), block, *rows, size, IS_GELU=is_gelu)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs[:2])
+    ctx.is_gelu = inputs[2]
+
+
+gated.register_fake(
+    lambda gate, up, _: gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype)),
+)
+_backward.register_fake(lambda _, gate, up, _gelu: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
+gated.register_autograd(
+    lambda ctx, grad: (*_backward(grad, *ctx.saved_tensors, ctx.is_gelu), None), setup_context=_save
+)
+
+
+@triton.jit
+def _sigmoid(x, IS_GELU: tl.constexpr):
+    """s(z(x))."""
+    if IS_GELU:
+        x = x * (_LINEAR + _CUBIC * x * x)
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _forward_kernel(gate, up, output, size, steps, BLOCK: tl.constexpr, EXACT: tl.constexpr, IS_GELU: tl.constexpr):
+    for step in range(steps):
+        tile = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)
+        offsets = tile * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < size
+        g = tl.load(gate + offsets, mask=inside, other=0).to(EXACT)
+        u = tl.load(up + offsets, mask=inside, other=0).to(EXACT)
+        # torch rounds the activation before it multiplies.
+        activated = (g * _sigmoid(g, IS_GELU)).to(gate.dtype.element_ty).to(EXACT)
+        tl.store(output + offsets, (activated * u).to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    grad,
+    gate,
+    up,
+    grad_gate,
+    grad_up,
+    size,
+    steps,
+    BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
+    IS_GELU: tl.constexpr,
+):
+    for step in range(steps):
+        tile = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)
+        offsets = tile * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < size
+        d = tl.load(grad + offsets, mask=inside, other=0).to(EXACT)
+        g = tl.load(gate + offsets, mask=inside, other=0).to(EXACT)
+        u = tl.load(up + offsets, mask=inside, other=0).to(EXACT)
+        s = _sigmoid(g, IS_GELU)
+        tl.store(grad_up + offsets, (d * g * s).to(grad_up.dtype.element_ty), mask=inside)
+        bend = g * s * (1 - s)
+        if IS_GELU:
+            # Where the sigmoid is flat, its slope may overflow.
+            bend = tl.where(bend == 0, 0, bend * (_LINEAR + 3 * _CUBIC * g * g))
+        tl.store(grad_gate + offsets, (d * u * (s + bend)).to(grad_gate.dtype.element_ty), mask=inside)

@@ -1,0 +1,81 @@
+"""What the losses over a vocabulary share: chunks of logits, shards of the vocabulary, soft-capping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kitforge.foundation.errors import ModelError
+
+# Bytes of logits of one chunk. On a CPU: enough for full speed of the products, few enough for its caches.
+CHUNK_BYTES = 32 * 2**20
+# On an accelerator: with a vocabulary of 2**17 in bfloat16 a product has 2048 rows, which its matrix units need.
+ACCELERATOR_CHUNK_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyShard:
+    """Marks `weight` as a vocabulary-parallel shard, with the collective that gathers the results of all shards."""
+
+    first: int  # the vocabulary index of the first row
+    max_rows: int  # rows of the largest shard, so that all ranks make as many exchanges
+    gather: Callable[[Tensor], Tensor]  # all-gathers a tensor, stacked in a new first dim
+
+
+def chunks(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> list[slice]:
+    """Slices of rows whose logits [rows, width] have about as many bytes as a chunk on that device."""
+    num_bytes = CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
+    rows = max(1, num_bytes // (max(width, 1) * dtype.itemsize))
+    return [slice(start, start + rows) for start in range(0, num_rows, rows)]
+
+
+def exact_logits(hidden: Tensor, weight: Tensor, softcap: float | None, shard: VocabularyShard | None) -> Tensor:
+    """Soft-capped logits [rows, vocab] of the references, in fp32 at least. Raises ModelError for a shard."""
+    if shard is not None:
+        raise ModelError("the reference of a loss takes no shard of the vocabulary", got="a shard", expected="None")
+    logits = functional.linear(hidden, weight)
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return exact if softcap is None else softcap * torch.tanh(exact / softcap)
+
+
+def soft_cap_(logits: Tensor, softcap: float | None) -> Tensor | None:
+    """Replace logits by `softcap * tanh(logits / softcap)` (Gemma 2, 2024). Returns the slopes, None without a cap."""
+    if softcap is None:
+        return None
+    ratio = logits.div_(softcap).tanh_()
+    slopes = 1 - ratio.square()
+    logits.mul_(softcap)
+    return slopes
+
+
+def merge_statistics(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-probs of the targets, the entropies and the logsumexps [rows], from the statistics [shards, 4, rows].
+
+    Those of a shard are, by row: the maximum m of the logits x, the sum of exp(x - m), the sum of exp(x - m) (x - m),
+    and the logit of the target, -inf in the shards that do not hold it.
+    """
+    highest, sums, products, targets = statistics.unbind(1)
+    top = highest.amax(dim=0)
+    below = torch.where(sums > 0, highest - top, 0)
+    total = (sums * below.exp()).sum(dim=0)
+    normalisers = total.log() + top
+    mean = ((products + sums * below) * below.exp()).sum(dim=0) / total
+    return targets.amax(dim=0) - normalisers, total.log() - mean, normalisers
+
+
+def row_weights(targets: Tensor, token_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The weight of each row's loss [rows]: 1 or its token weight, and 0 where the target is -100."""
+    counted = targets != -100
+    return counted.to(dtype) if token_weights is None else torch.where(counted, token_weights.to(dtype), 0)
+
+
+def add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """`total += gradient.T @ hidden`, fused where the dtypes allow."""
+    if gradient.dtype == total.dtype:
+        total.addmm_(gradient.t(), hidden)
+    else:
+        total += gradient.t() @ hidden
