@@ -157,6 +157,16 @@ def host_memory(device: torch.device, *shape: int) -> torch.Tensor:
     return torch.empty(shape, pin_memory=device.type == "cuda")
 
 
+def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on that device. A copy from the CPU to CUDA is made through pinned memory and nothing waits for it."""
+    if tensor.device == device:
+        return tensor
+    if device.type == "cuda" and tensor.is_cpu and not tensor.is_pinned():
+        # torch's pinned allocator keeps the memory until the copy, which it records, is done.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=device.type == "cuda" and tensor.is_cpu)
+
+
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     """The state of torch's global generators (our own layers do not use them)."""
     states = {"cpu": torch.get_rng_state()}

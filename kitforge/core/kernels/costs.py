@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from kitforge.core.kernels.attention.packed_mask import dense_mask
+from kitforge.core.kernels.attention.reference import Mask
 from kitforge.core.kernels.custom_ops import is_traced
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.vocabulary import VocabularyShard
@@ -54,10 +56,11 @@ def _quantized_linear(input: Tensor, quantized: Tensor, scales: Tensor, bias: Te
     return Cost(flops, _size(input, quantized, scales, bias) + output)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float) -> Cost:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, causal: bool, scale: float) -> Cost:
     """A query of a causal call sees the keys up to its position; a mask is dense here. Flash attention computes the
     scores again in its backward pass, which is not counted."""
     del scale
+    mask = dense_mask(mask)
     batch, heads, queries, head_dim = query.shape
     keys = key.shape[2]
     seen = queries * keys

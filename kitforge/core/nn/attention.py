@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.kernels.attention.reference import probabilities
+from kitforge.core.kernels.attention.reference import Mask, probabilities
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.context import AttentionSpec, Context, DropoutKey, dropout, dropout_name_key
 from kitforge.core.nn.linear import Linear
@@ -89,9 +89,7 @@ class Attention(nn.Module):
             return self.spec
         name, rate = self._noise, self.config.dropout
 
-        def kernel(
-            query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
-        ) -> Tensor:
+        def kernel(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, causal: bool, scale: float) -> Tensor:
             weights = probabilities(query, key, mask=mask, causal=causal, scale=scale)
             kept = dropout(weights, rate, name, noise)
             return kept @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)

@@ -5,6 +5,7 @@ B batch, T length. No layer reads a global.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,9 +13,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kitforge.core.kernels.attention.reference import AttentionKernel
+from kitforge.core.kernels.attention.packed_mask import (
+    PackedMask,
+    find_boundaries,
+    row_boundaries,
+    takes_packed,
+)
+from kitforge.core.kernels.attention.reference import AttentionKernel, Mask
 from kitforge.core.kernels.dispatch import select
 from kitforge.foundation import seed
+from kitforge.foundation.device import copy_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,35 +50,48 @@ class CausalAttend:
     """Causal attention within each document.
 
     `documents` [B, T] is the document number of every token; tokens do not attend to those of other documents, so
-    padding is a document of its own. None: each row is one document.
+    padding is a document of its own. None: each row is one document. `boundaries` are those of the documents, which a
+    kernel on a GPU takes in place of a mask; they are found on the CPU, since their number depends on the numbers.
     """
 
-    def __init__(self, documents: Tensor | None = None) -> None:
+    def __init__(self, documents: Tensor | None = None, boundaries: tuple[Tensor, int] | None = None) -> None:
         self.documents = documents
-        self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._boundaries = boundaries
+        self._masks: dict[tuple[int, int | None], Tensor | PackedMask] = {}
 
-    def prepare(self, length: int, windows: Iterable[int | None], device: torch.device) -> None:
-        """Make the masks of layers with these windows. If the first layer made them and the others reused them,
-        torch.compile would need two graphs for each shape."""
+    def prepare(self, stream: Tensor, length: int, windows: Iterable[int | None], head_dim: int) -> None:
+        """Make the masks of layers with these windows, for rows of `length` tokens and a stream [B, T or a shard of it,
+        dim]. If the first layer made them and the others reused them, torch.compile would need two graphs for each
+        shape."""
         for window in windows:
-            self._mask(length, window, device)
+            self._mask(stream, length, head_dim, window)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `Attend`."""
-        mask = self._mask(query.shape[2], spec.window, query.device)
+        mask = self._mask(query, query.shape[2], query.shape[3], spec.window)
         return spec.kernel(query, key, value, mask=mask, causal=True, scale=spec.scale)
 
-    def _mask(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
-        """Boolean [length, length] or [B, 1, length, length]; None for plain causal attention."""
+    def _mask(self, input: Tensor, length: int, head_dim: int, window: int | None) -> Mask:
+        """For queries of the rows, device and dtype of `input`; None for plain causal attention."""
         window = window if window is not None and window < length else None
         if self.documents is None and window is None:
             return None
         if (length, window) not in self._masks:
-            mask = causal_mask(torch.arange(length, device=device), torch.arange(length, device=device), window)
-            if self.documents is not None:
-                mask = (mask & (self.documents.unsqueeze(2) == self.documents.unsqueeze(1))).unsqueeze(1)
-            self._masks[length, window] = mask
+            dense = functools.partial(_dense_mask, self.documents, length, window, input.device)
+            rows = row_boundaries(len(input), length, input.device)
+            boundaries = rows if self.documents is None else self._boundaries
+            if boundaries is None or not takes_packed(input, head_dim):
+                self._masks[length, window] = dense()
+            else:
+                self._masks[length, window] = PackedMask(*boundaries, window, dense)
         return self._masks[length, window]
+
+
+def _dense_mask(documents: Tensor | None, length: int, window: int | None, device: torch.device) -> Tensor:
+    """Boolean [length, length] or [B, 1, length, length]."""
+    positions = torch.arange(length, device=device)
+    mask = causal_mask(positions, positions, window)
+    return mask if documents is None else (mask & (documents.unsqueeze(2) == documents.unsqueeze(1))).unsqueeze(1)
 
 
 def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
@@ -149,9 +170,25 @@ class Context:
             object.__setattr__(self, "attend", CausalAttend(self.documents))
 
     @classmethod
-    def packed(cls, positions: Tensor, documents: Tensor | None, dropout: DropoutKey | None = None) -> Context:
-        """The context of packed rows: attention isolates the documents."""
-        return cls(positions=positions, documents=documents, dropout=dropout)
+    def packed(
+        cls,
+        positions: Tensor,
+        documents: Tensor | None,
+        dropout: DropoutKey | None = None,
+        device: torch.device | None = None,
+    ) -> Context:
+        """The context of packed rows on `device`: attention isolates the documents. Documents on the CPU give their
+        boundaries without waiting for a device."""
+        device = positions.device if device is None else device
+        positions = copy_to(positions, device)
+        if documents is None:
+            return cls(positions=positions, dropout=dropout)
+        known = None
+        if documents.is_cpu and device.type != "cpu":
+            cu_seqlens, max_length = find_boundaries(documents)
+            known = copy_to(cu_seqlens, device), max_length
+        documents = copy_to(documents, device)
+        return cls(positions=positions, documents=documents, attend=CausalAttend(documents, known), dropout=dropout)
 
 
 def dropout(input: Tensor, rate: float, name: str | Tensor, key: DropoutKey | None) -> Tensor:

@@ -126,7 +126,7 @@ class Decoder(nn.Module):
         compiled = None
         if isinstance(context.attend, CausalAttend):
             compiled = self._run
-            context.attend.prepare(tokens.shape[1], self._windows, stream.device)
+            context.attend.prepare(stream, tokens.shape[1], self._windows, self.geometry.head_dim)
         for block in compiled or self.blocks:
             if self.recompute and torch.is_grad_enabled():
                 stream = checkpoint(block, stream, rotary, context, use_reentrant=False, preserve_rng_state=False)

@@ -10,6 +10,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from kitforge.foundation.device import copy_to
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +92,16 @@ class FeatureBatch:
     def to(self, device: torch.device) -> FeatureBatch:
         """The same batch on a device."""
         return FeatureBatch(
-            dense=self.dense.to(device),
-            ids={name: ids.to(device) for name, ids in self.ids.items()},
+            dense=copy_to(self.dense, device),
+            ids={name: copy_to(ids, device) for name, ids in self.ids.items()},
             bags={
-                name: IdBag(ids=bag.ids.to(device), offsets=bag.offsets.to(device)) for name, bag in self.bags.items()
+                name: IdBag(ids=copy_to(bag.ids, device), offsets=copy_to(bag.offsets, device))
+                for name, bag in self.bags.items()
             },
             sequences={
-                name: IdSequence(ids=item.ids.to(device), lengths=item.lengths.to(device))
+                name: IdSequence(ids=copy_to(item.ids, device), lengths=copy_to(item.lengths, device))
                 for name, item in self.sequences.items()
             },
-            labels=None if self.labels is None else self.labels.to(device),
-            groups=None if self.groups is None else self.groups.to(device),
+            labels=None if self.labels is None else copy_to(self.labels, device),
+            groups=None if self.groups is None else copy_to(self.groups, device),
         )

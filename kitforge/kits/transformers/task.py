@@ -18,6 +18,7 @@ from kitforge.core.parallel.world import World
 from kitforge.data.collate import drop_trivial_columns
 from kitforge.data.packing import PackedRows
 from kitforge.data.prefetch import BackgroundPrefetcher
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError
 from kitforge.foundation.progress import heartbeat
 from kitforge.foundation.types import Cursor, MicroBatch, Sums
@@ -75,12 +76,9 @@ class TextGenerationTask(Task):
         network = cast(CausalLM, model)
         device = network.head_weight.device
         noise = self._dropout_key(micro_batch) if model.training else None
-        documents = micro_batch.get("documents")
-        context = Context.packed(
-            micro_batch["positions"].to(device), None if documents is None else documents.to(device), noise
-        )
-        hidden = network.hidden(micro_batch["tokens"].to(device), context)
-        targets = micro_batch["targets"].to(device).flatten()
+        context = Context.packed(micro_batch["positions"], micro_batch.get("documents"), noise, device)
+        hidden = network.hidden(copy_to(micro_batch["tokens"], device), context)
+        targets = copy_to(micro_batch["targets"], device).flatten()
         return {"loss": network.kernels.linear_cross_entropy(hidden.flatten(0, 1), network.head_weight, targets)}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:

@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kitforge.core.kernels.attention import bf16_attention
+from kitforge.core.kernels.attention.packed_mask import PackedMask, packed_attention, takes_packed
+from kitforge.core.kernels.attention.reference import Mask
 from kitforge.core.kernels.mixed_precision import storage_dtype
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, causal: bool, scale: float) -> Tensor:
     """See `AttentionKernel`."""
     half = storage_dtype(query)
     if half is None and mask is None and causal and bf16_attention.fits_in_memory(query):
@@ -22,13 +24,19 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None,
         return traceable_attention(query, key, value, mask=mask, causal=causal, scale=scale)
 
 
-def traceable_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
-) -> Tensor:
+def traceable_attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, causal: bool, scale: float) -> Tensor:
     """The same without control over the tensors saved for the backward pass, which is up to the compiler."""
+    if isinstance(mask, PackedMask):
+        if takes_packed(query, query.shape[-1]):
+            return packed_attention(query, key, value, mask, scale)
+        mask = mask.dense
     half = storage_dtype(query)
     causal = causal and mask is None
     grouped = query.shape[1] != key.shape[1]
+    if grouped and mask is not None and query.is_cuda:
+        # Under a mask torch has no fused attention for grouped queries: it would write all scores out.
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+        grouped = False
     if half is None:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped

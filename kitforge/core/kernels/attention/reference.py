@@ -7,21 +7,27 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kitforge.core.kernels.attention.packed_mask import PackedMask, dense_mask
+
+Mask = Tensor | PackedMask | None
+
 
 class AttentionKernel(Protocol):
     """Softmax attention: query [batch, heads, length, head_dim], key and value [batch, kv_heads, keys, head_dim].
 
     `mask` is boolean, True where a query attends to a key, broadcastable to [batch, heads, length, keys]. Without one,
-    attention is causal (as many keys as queries) or, with `causal` False, unrestricted.
+    attention is causal (as many keys as queries) or, with `causal` False, unrestricted. A `PackedMask` stands for a
+    mask of packed rows, of as many keys as queries.
     """
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, causal: bool, scale: float
     ) -> Tensor: ...
 
 
-def probabilities(query: Tensor, key: Tensor, *, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def probabilities(query: Tensor, key: Tensor, *, mask: Mask, causal: bool, scale: float) -> Tensor:
     """Attention weights [batch, heads, length, keys]; each key head serves a group of query heads."""
+    mask = dense_mask(mask)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = query @ key.transpose(-2, -1) * scale
     if mask is None and causal:
@@ -33,7 +39,7 @@ def probabilities(query: Tensor, key: Tensor, *, mask: Tensor | None, causal: bo
     return torch.softmax(scores, dim=-1, dtype=exact).to(query.dtype)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, causal: bool, scale: float) -> Tensor:
     """See `AttentionKernel`."""
     weights = probabilities(query, key, mask=mask, causal=causal, scale=scale)
     return weights @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)

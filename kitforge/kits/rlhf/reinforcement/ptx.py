@@ -14,6 +14,7 @@ from kitforge.core.parallel.world import World
 from kitforge.data.chat_datasets import TokenizedExample
 from kitforge.data.packing import IGNORED
 from kitforge.data.schedule import shuffled_indices
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.batching import pad_examples, row_schedule
 from kitforge.kits.rlhf.config import RLOptions
@@ -57,7 +58,7 @@ def ptx_count(step: Sequence[MicroBatch]) -> Sums:
 def ptx_loss(policy: nn.Module, micro_batch: MicroBatch) -> Sums:
     """The sum of cross-entropies, and its weighted share of the loss."""
     network = cast(CausalLM, policy)
-    tokens, targets = (micro_batch[name].to(network.head_weight.device) for name in ("tokens", "targets"))
+    tokens, targets = (copy_to(micro_batch[name], network.head_weight.device) for name in ("tokens", "targets"))
     hidden = network.hidden(tokens).flatten(0, 1)
     total = network.kernels.linear_cross_entropy(hidden, network.head_weight, targets.flatten())
     return {"loss": total * micro_batch["ptx_weight"], "ptx_loss": total.detach()}

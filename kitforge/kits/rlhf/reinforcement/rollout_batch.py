@@ -18,6 +18,7 @@ from kitforge.data.chat_datasets import PromptExample, TokenizedExample
 from kitforge.data.packing import IGNORED
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation import seed as seeds
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch
 from kitforge.inference.engine import Engine, Output
 from kitforge.inference.text_engine import Detokenizer, InferenceOptions
@@ -285,7 +286,7 @@ def token_logprobs(model: nn.Module, tokens: Tensor, targets: Tensor, temperatur
     """Log-probs and entropies of the targets [B, T], 0 without a target."""
     network = cast(CausalLM, model)
     device = network.head_weight.device
-    tokens, targets = tokens.to(device), targets.to(device)
+    tokens, targets = copy_to(tokens, device), copy_to(targets, device)
     mask = targets != IGNORED
     hidden = network.hidden(tokens)
     found = network.kernels.linear_log_probs(hidden[mask], network.head_weight, targets[mask], temperature)
@@ -296,8 +297,8 @@ def token_logprobs(model: nn.Module, tokens: Tensor, targets: Tensor, temperatur
 def token_values(critic: ValueHeadModel, tokens: Tensor, mask: Tensor) -> Tensor:
     """Values of the critic before each generated token [B, T], 0 elsewhere."""
     device = critic.score.weight.device
-    values = critic(tokens.to(device))
-    return torch.where(mask.to(device), values, 0.0)
+    values = critic(copy_to(tokens, device))
+    return torch.where(copy_to(mask, device), values, 0.0)
 
 
 def slice_batch(batch: RolloutBatch, rows: Tensor) -> dict[str, Tensor]:

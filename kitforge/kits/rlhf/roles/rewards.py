@@ -22,6 +22,7 @@ from kitforge.data.chat_datasets import TokenizedExample
 from kitforge.data.template import ChatTemplate, template_of
 from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError, DataError, KitforgeError, TrainingError, nearest
 from kitforge.foundation.untrusted import names_function
 from kitforge.kits.rlhf.batching import forward_batches, pad_examples
@@ -110,7 +111,7 @@ class ModelScorer(Scorer):
         for indices in forward_batches([len(each) for each in whole], self._most_tokens, device):
             texts = [TokenizedExample(tokens=whole[index], loss_mask=(False,) * len(whole[index])) for index in indices]
             batch = pad_examples(texts, pad_id)
-            scores = self.model.scores_at(batch["tokens"].to(device), batch["ends"].to(device))
+            scores = self.model.scores_at(copy_to(batch["tokens"], device), copy_to(batch["ends"], device))
             for index, score in zip(indices, self.model.normalized(scores).tolist(), strict=True):
                 found[index] = RewardOutput(score=score)
         return found

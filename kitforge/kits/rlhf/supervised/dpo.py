@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.data.packing import IGNORED
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.preference_losses import (
     dpo_loss,
@@ -74,9 +75,9 @@ def sequence_logprobs(model: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor
     """The sums [B] of the target log-probs of each row, and the numbers of targets (1 for none)."""
     network = cast(CausalLM, model)
     device = network.head_weight.device
-    targets = micro_batch["targets"].to(device)
+    targets = copy_to(micro_batch["targets"], device)
     loss_mask = targets != IGNORED
-    hidden = network.hidden(micro_batch["tokens"].to(device))
+    hidden = network.hidden(copy_to(micro_batch["tokens"], device))
     # The head is applied to positions with a target only.
     log_probs, _ = network.kernels.linear_log_probs(hidden[loss_mask], network.head_weight, targets[loss_mask])
     rows = loss_mask.nonzero()[:, 0]

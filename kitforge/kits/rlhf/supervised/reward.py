@@ -8,6 +8,7 @@ from typing import cast, final
 import torch
 from torch import Tensor, nn
 
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.algorithms.preference_losses import pairwise_loss
 from kitforge.kits.rlhf.batching import split_pairs
@@ -89,7 +90,7 @@ def _scores(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Scores [2P] of both responses of each pair, at their last tokens."""
     network = cast(ValueHeadModel, model)
     device = network.score.weight.device
-    return network.scores_at(batch["tokens"].to(device), batch["ends"].to(device))
+    return network.scores_at(copy_to(batch["tokens"], device), copy_to(batch["ends"], device))
 
 
 def _ranking_accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:

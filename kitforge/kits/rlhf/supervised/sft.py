@@ -15,6 +15,7 @@ from kitforge.data.chat_datasets import TokenizedExample
 from kitforge.data.collate import drop_trivial_columns
 from kitforge.data.packing import IGNORED
 from kitforge.data.schedule import Indices
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.rlhf.batching import input_tokens, pack_examples
 from kitforge.kits.rlhf.config import SFTOptions
@@ -46,16 +47,12 @@ class SFTTask(DatasetTask[SFTOptions, TokenizedExample]):
         """The sum of cross-entropies over the trained tokens."""
         network = cast(CausalLM, model)
         device = network.head_weight.device
-        documents = micro_batch.get("documents")
         indices = tuple(micro_batch["places"].tolist())
         noise = DropoutKey(seed=self._options.seed, step=micro_batch["step"], samples=indices)
-        context = Context.packed(
-            micro_batch["positions"].to(device),
-            None if documents is None else documents.to(device),
-            noise if model.training else None,
-        )
-        hidden = network.hidden(micro_batch["tokens"].to(device), context)
-        targets = micro_batch["targets"].to(device).flatten()
+        documents, dropout = micro_batch.get("documents"), noise if model.training else None
+        context = Context.packed(micro_batch["positions"], documents, dropout, device)
+        hidden = network.hidden(copy_to(micro_batch["tokens"], device), context)
+        targets = copy_to(micro_batch["targets"], device).flatten()
         return {"loss": network.kernels.linear_cross_entropy(hidden.flatten(0, 1), network.head_weight, targets)}
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
