@@ -8,6 +8,7 @@ set.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -151,6 +152,11 @@ def call_networks(*, with_all: bool) -> None:
 def call_tables(*, with_all: bool) -> None:
     """Every loop over rows that has a Triton kernel."""
     kernels = select_table("cuda")
+    with contextlib.suppress(IndexError):  # no kernel has written what it reads
+        kernels.unique(torch.arange(3000))
+    table = kernels.hash_map()
+    table.insert(torch.arange(3000), torch.arange(3000))
+    table.lookup(torch.arange(3000))
     slots, inverse = torch.randperm(50)[:20], torch.randint(0, 20, (60,))
     offsets = torch.arange(0, 61, 3)
     for dim in (1, 16, 128) if with_all else (1, 16):

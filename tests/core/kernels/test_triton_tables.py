@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from kitforge.core.kernels.dispatch import TABLE_REFERENCE, TableKernels, implementation, select_table
+from kitforge.core.kernels.hash_map.triton import DeviceHashMap
 from kitforge.core.kernels.jagged_bags import Bags
 from kitforge.core.kernels.sparse_update.reference import integer_view
 from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.foundation.errors import ModelError
 from tests.core.kernels import test_embedding_bag as bag_tests
+from tests.core.kernels import test_hash_map as map_tests
 from tests.core.kernels import test_sparse_update as update_tests
-from tests.core.kernels.records import have_same_bits, normal, poisoned
+from tests.core.kernels import test_unique as unique_tests
+from tests.core.kernels.records import EXTREME, KERNELS, have_same_bits, normal, poisoned, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TRITON = select_table("cuda")
@@ -23,12 +26,12 @@ LENGTHS = [0, 3, 1, 0, 17, 2, 0]
 
 
 def test_an_accelerator_gets_them_and_a_cpu_does_not() -> None:
-    names = ("embedding_bag", "embedding_bag_backward", "copy_rows")
+    names = ("embedding_bag", "embedding_bag_backward", "copy_rows", "unique", "hash_map")
     for name in names:
         assert getattr(TRITON, name) is implementation(name, "triton", "cuda")
         assert getattr(select_table("cpu"), name) is implementation(name, "numba")
     assert TRITON.sparse_update is implementation("sparse_update", "triton", "cuda")
-    assert TRITON.hash_map is TABLE_REFERENCE.hash_map
+    assert TRITON.swap_rows is TABLE_REFERENCE.swap_rows
     assert DeviceTier(8, 4, "cpu").kernels is select_table("cpu")
 
 
@@ -159,3 +162,62 @@ def test_torch_checks_the_operators() -> None:
     checks(ops.embedding_bag.default, (torch.empty(2, 4), slab, slots, inverse, offsets, weights, True))
     checks(ops.embedding_bag_backward.default, (torch.empty(3, 4), normal(2, 4), inverse, offsets, weights, True))
     checks(ops.copy_rows.default, (torch.empty(3, 4), slab, slots, None))
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 300])
+@pytest.mark.parametrize("kind", ["few", "distinct", "equal", "extreme"])
+def test_unique_numbers_ids_as_a_dict_would(kind: str, size: int) -> None:
+    ids = {
+        "few": torch.randint(-9, 9, (size,), generator=seeded(size)),
+        "distinct": torch.randperm(size, generator=seeded(size)) * 2**40 - 7,
+        "equal": torch.full((size,), -1),
+        "extreme": torch.tensor(EXTREME)[torch.randint(0, len(EXTREME), (size,), generator=seeded(1))],
+    }[kind]
+    out = poisoned(size, dtype=torch.int64)
+    distinct, inverse = TRITON.unique(ids, out)
+    assert inverse is out
+    assert (distinct.tolist(), inverse.tolist()) == unique_tests.by_dict(ids.tolist())
+    strided = torch.stack([ids, ids + 1], 1)[:, 0]
+    assert torch.equal(TRITON.unique(strided)[0], distinct)
+
+
+def test_no_ids_are_no_trouble() -> None:
+    distinct, inverse = TRITON.unique(torch.empty(0, dtype=torch.int64))
+    assert len(distinct) == len(inverse) == 0
+
+
+def test_a_map_on_a_device_answers_as_a_dict_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KERNELS, "triton", TRITON)
+    generator = seeded(5)
+    for _ in range(4):
+        calls = [("lookup", [1, 2])]
+        for _ in range(12):
+            call = ("insert", "insert", "remove")[int(torch.randint(0, 3, (), generator=generator))]
+            keys = torch.randint(-60, 60, (int(torch.randint(0, 40, (), generator=generator)),), generator=generator)
+            calls.append((call, [*keys.unique().tolist(), *EXTREME[:2]]))
+        map_tests.check("triton", calls)
+    map_tests.check("triton", [("insert", []), ("remove", []), ("lookup", []), ("remove", [5]), ("insert", [5])])
+
+
+def test_a_map_on_a_device_grows_and_looks_through() -> None:
+    found = TRITON.hash_map(10)
+    keys = torch.randint(-(2**63), 2**63 - 1, (500,), generator=seeded(0)).unique()
+    for portion in torch.arange(len(keys)).split(77):
+        assert (found.insert(keys[portion], portion) == -1).all()
+    order = torch.randperm(len(keys), generator=seeded(3))
+    through = torch.arange(len(keys)) * 3
+    wanted = torch.cat([order * 3, torch.tensor([-1])])
+    out = poisoned(len(keys) + 1, dtype=torch.int64)
+    asked = torch.cat([keys[order], torch.tensor([7])])
+    assert found.lookup(asked, out, through) is out
+    assert torch.equal(out, wanted)
+
+
+def test_a_map_that_keys_come_and_go_from_does_not_grow_on_a_device() -> None:
+    found = TRITON.hash_map(50)
+    for first in range(0, 1000, 50):
+        found.insert(torch.arange(first, first + 50), torch.arange(50))
+        assert (found.remove(torch.arange(first, first + 50)) >= 0).all()
+    assert isinstance(found, DeviceHashMap)
+    assert len(found._keys) == 128
+    assert len(found) == 0

@@ -1,0 +1,30 @@
+"""Open addressing with linear probing in Triton: what `unique` and `hash_map` share."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kitforge.core.kernels.triton_runtime import describe
+
+SMALLEST_TABLE = 64
+
+
+def table_size(num_keys: int) -> int:
+    """The power of two of which that many keys fill at most half."""
+    return max(SMALLEST_TABLE, 1 << max(2 * num_keys - 1, 0).bit_length())
+
+
+def key_tiles(device: torch.device, num_keys: int) -> tuple[int, int]:
+    """Of a kernel over keys: the number of tiles, and the keys of a tile."""
+    # Lanes of a tile wait for the longest probe among them.
+    block = min(describe(device).tile_elements, 256)
+    return triton.cdiv(num_keys, block), block
+
+
+@triton.jit
+def first_cell(key, mask):
+    """Where the probe of a key begins: the highest bits of a product (Knuth, 1973, section 6.4)."""
+    bits = key.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    return ((bits >> 32) ^ (bits >> 20)).to(tl.int64) & mask
