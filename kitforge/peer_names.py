@@ -35,6 +35,7 @@ PEER_NAMES: dict[str, tuple[str, ...]] = {
     "report_to": ("trainer.wandb",),
     "bf16": ("precision",),
     "fp16": ("precision",),
+    "fp8": ("precision",),
     "torch_compile": ("compile_level",),
     "use_liger_kernel": ("compile_level",),
     "model_name_or_path": ("checkpoint", "model"),

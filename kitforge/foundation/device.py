@@ -202,6 +202,19 @@ def has_native_matmul(dtype: torch.dtype, kind: str = "cpu") -> bool:
     return torch.cpu._is_amx_fp16_supported()
 
 
+def check_float8(device: torch.device) -> None:
+    """Raises DeviceError for a device without FP8 matrix products. A CPU has slow ones."""
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        is_able, got = capability >= (8, 9), f"{describe(device)}, compute capability {capability[0]}.{capability[1]}"
+    else:
+        is_able, got = device.type == "cpu", device.type
+    if not is_able:
+        raise DeviceError(
+            "precision=fp8 needs FP8 matrix units", got=got, expected="compute capability 8.9", fix="precision=bf16"
+        )
+
+
 @cache
 def keep_malloc_arenas() -> bool:
     """Let the C allocator keep freed memory instead of returning it to the system.

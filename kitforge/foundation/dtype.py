@@ -6,13 +6,19 @@ from typing import Literal
 
 import torch
 
-Precision = Literal["fp32", "bf16", "fp16"]
+# "fp8": bf16, with the products of linear layers in FP8.
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 # Spelled as in `torch_dtype` of config.json.
 ExportDtype = Literal["float32", "bfloat16", "float16"]
 # "auto": as stored.
 LoadDtype = Literal["auto", "fp32", "bf16", "fp16"]
 
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
 EXPORT_DTYPES: dict[ExportDtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,

@@ -28,7 +28,7 @@ from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.loop import Loop
 from kitforge.trainer.options import RunOptions
-from kitforge.trainer.precision import autocast
+from kitforge.trainer.precision import autocast, use_precision
 from kitforge.trainer.run_folder import Run, default_folder, make_loop, train
 from kitforge.trainer.task import Task
 
@@ -283,6 +283,7 @@ class OwnTaskKit(TaskKit[RunOptions, None]):
 def evaluate_model(task: Task, parallel: ParallelModel, device: torch.device, precision: Precision) -> dict[str, float]:
     """Metrics of a model outside of a run. Gathered parameters are sharded again, and its mode is restored."""
     model = parallel.model
+    use_precision(model, precision, device)
     was_training = model.training
     model.eval()
     try:

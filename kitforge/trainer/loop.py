@@ -26,7 +26,7 @@ from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.trainer.callbacks.callback import Callback, Event
 from kitforge.trainer.optimizer_step import drop_gradients, optimizer_step
 from kitforge.trainer.options import RunOptions, TrainerOptions
-from kitforge.trainer.precision import GradScaler, autocast
+from kitforge.trainer.precision import GradScaler, autocast, use_precision
 from kitforge.trainer.resume import check_changes
 from kitforge.trainer.signals import interrupt_signals
 from kitforge.trainer.state import TrainingState
@@ -72,6 +72,7 @@ class Loop:
         self._config_changes: list[str] = []
         self.model = task.build(world)
         _seed_per_replica(options.seed, world)
+        use_precision(self.model, options.precision, world.device)
         self._parallel = parallel_model_of(self.model, world)
         self._parallel.broadcast_replicas()
         groups = self._parallel.local_groups(task.parameter_groups(self.model, options.optimizer.weight_decay))

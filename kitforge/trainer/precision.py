@@ -6,7 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
+from torch import nn
 
+from kitforge.core.nn.linear import Linear
+from kitforge.foundation import device as devices
 from kitforge.foundation.dtype import DTYPES, Precision
 
 GROWTH_INTERVAL = 2000
@@ -19,6 +22,19 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
         return nullcontext()
     # The autocast cache would keep a rounded copy of every weight, gathered ones included, until the pass ends.
     return torch.autocast(device.type, DTYPES[precision], cache_enabled=False)
+
+
+def use_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:
+    """With "fp8", let the linear layers of the model multiply in FP8; the head and the adapters keep bf16.
+
+    Raises DeviceError for a device without FP8 products.
+    """
+    if precision != "fp8":
+        return
+    devices.check_float8(device)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.use_float8()
 
 
 @final

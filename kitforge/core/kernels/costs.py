@@ -20,6 +20,7 @@ from kitforge.core.kernels.attention.packed_mask import dense_mask
 from kitforge.core.kernels.attention.reference import Mask
 from kitforge.core.kernels.custom_ops import is_traced
 from kitforge.core.kernels.jagged_bags import Bags
+from kitforge.core.kernels.moe_permute.reference import Permutation
 from kitforge.core.kernels.vocabulary import VocabularyShard
 
 
@@ -54,6 +55,18 @@ def _quantized_linear(input: Tensor, quantized: Tensor, scales: Tensor, bias: Te
     flops = 2 * input.numel() * quantized.shape[0]
     output = input.numel() // max(input.shape[-1], 1) * quantized.shape[0] * input.element_size()
     return Cost(flops, _size(input, quantized, scales, bias) + output)
+
+
+def _float8_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
+    """As many operations as `linear`; each operand is also rounded to one byte an element."""
+    exact = _linear(input, weight, bias)
+    rounded = input.numel() + weight.numel()
+    return Cost(exact.flops, exact.bytes + rounded, exact.backward_flops, exact.backward_bytes + rounded)
+
+
+def _num_choices(permutation: Permutation) -> int:
+    """The experts of a token."""
+    return permutation.positions.shape[1]
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, causal: bool, scale: float) -> Cost:
@@ -190,6 +203,7 @@ def _sparse_update(slab: Tensor, slots: Tensor, gradients: Tensor, *_: float) ->
 COSTS: dict[str, Callable[..., Cost]] = {
     "linear": _linear,
     "quantized_linear": _quantized_linear,
+    "float8_linear": _float8_linear,
     "attention": _attention,
     "decode_attention": _decode_attention,
     "paged_attention": _paged_attention,
@@ -201,6 +215,15 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "geglu": _gated(10, 18),
     "linear_cross_entropy": _vocabulary(4),
     "linear_log_probs": _vocabulary(6),
+    "moe_permute": lambda input, permutation: Cost(
+        0, (1 + _num_choices(permutation)) * _size(input) + _size(permutation.positions), 0, 2 * _size(input)
+    ),
+    "moe_unpermute": lambda rows, weights, permutation: Cost(
+        2 * rows.numel(),
+        _size(rows, weights, permutation.positions) + _size(rows) // max(_num_choices(permutation), 1),
+        4 * rows.numel(),
+        3 * _size(rows),
+    ),
     # Ten rounds of Philox for four elements, of integers.
     "keep_mask": lambda _key, rows, _start, count, _rate: Cost(0, _size(rows) + len(rows) * count),
     "unique": lambda ids: Cost(0, 3 * _size(ids)),

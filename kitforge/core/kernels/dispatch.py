@@ -24,6 +24,7 @@ from kitforge.core.kernels.custom_ops import CUSTOM_OPS, is_traced
 from kitforge.core.kernels.decode_attention.reference import DecodeAttentionKernel, decode_attention
 from kitforge.core.kernels.embedding_bag.reference import EmbeddingBagKernel, embedding_bag
 from kitforge.core.kernels.embedding_bag_backward.reference import EmbeddingBagBackwardKernel, embedding_bag_backward
+from kitforge.core.kernels.float8_linear.reference import Float8LinearKernel, float8_linear
 from kitforge.core.kernels.fused_decode_step.reference import DecodeStepFactory, ReferenceDecodeStep
 from kitforge.core.kernels.geglu.reference import GeGLUKernel, geglu
 from kitforge.core.kernels.hash_map.reference import DictHashMap, HashMapFactory
@@ -32,6 +33,8 @@ from kitforge.core.kernels.layer_norm.reference import LayerNormKernel, layer_no
 from kitforge.core.kernels.linear.reference import LinearKernel, linear
 from kitforge.core.kernels.linear_cross_entropy.reference import LinearCrossEntropyKernel, linear_cross_entropy
 from kitforge.core.kernels.linear_log_probs.reference import LinearLogProbsKernel, linear_log_probs
+from kitforge.core.kernels.moe_permute.reference import MoEPermuteKernel, moe_permute
+from kitforge.core.kernels.moe_unpermute.reference import MoEUnpermuteKernel, moe_unpermute
 from kitforge.core.kernels.paged_attention.reference import PagedAttentionKernel, paged_attention
 from kitforge.core.kernels.pread_rows.reference import PreadRowsKernel, pread_rows
 from kitforge.core.kernels.quantized_linear.reference import QuantizedLinearKernel, quantized_linear
@@ -54,6 +57,7 @@ class Kernels:
 
     linear: LinearKernel
     quantized_linear: QuantizedLinearKernel
+    float8_linear: Float8LinearKernel
     attention: AttentionKernel
     decode_attention: DecodeAttentionKernel
     paged_attention: PagedAttentionKernel
@@ -64,6 +68,8 @@ class Kernels:
     geglu: GeGLUKernel
     linear_cross_entropy: LinearCrossEntropyKernel
     linear_log_probs: LinearLogProbsKernel
+    moe_permute: MoEPermuteKernel
+    moe_unpermute: MoEUnpermuteKernel
     keep_mask: KeepMaskKernel
     # None: the modules one by one are as fast.
     add_norm: AddNormKernel | None = None
@@ -90,6 +96,7 @@ class TableKernels:
 REFERENCE = Kernels(
     linear=linear,
     quantized_linear=quantized_linear,
+    float8_linear=float8_linear,
     attention=attention,
     decode_attention=decode_attention,
     paged_attention=paged_attention,
@@ -100,6 +107,8 @@ REFERENCE = Kernels(
     geglu=geglu,
     linear_cross_entropy=linear_cross_entropy,
     linear_log_probs=linear_log_probs,
+    moe_permute=moe_permute,
+    moe_unpermute=moe_unpermute,
     keep_mask=keep_mask,
 )
 TABLE_REFERENCE = TableKernels(
@@ -141,6 +150,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
             path="triton.quantized_linear", levels=("O1", "O2"), accepts=fast_path.accepts_triton_quantized
         )
     },
+    "float8_linear": {"fused": Implementation(path="fused.float8_linear", levels=("O1", "O2"))},
     "attention": {
         "fused": Implementation(path="fused.attention"),
         "traceable": Implementation(path="fused.traceable_attention", levels=("O2",)),
@@ -182,6 +192,12 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "linear_log_probs": {
         "triton": _triton(path="triton.linear_log_probs", levels=("O1", "O2"), accepts=fast_path.accepts_triton_logits),
         "chunked": Implementation(path="chunked.linear_log_probs", levels=("O1", "O2")),
+    },
+    "moe_permute": {
+        "triton": _triton(path="triton.moe_permute", levels=("O1", "O2"), accepts=fast_path.accepts_triton)
+    },
+    "moe_unpermute": {
+        "triton": _triton(path="triton.moe_unpermute", levels=("O1", "O2"), accepts=fast_path.accepts_triton)
     },
     "keep_mask": {"numba": _numba(path="numba.keep_mask", levels=("O1", "O2"))},
     "fused_decode_step": {"numba": _numba(path="numba.NumbaDecodeStep")},

@@ -13,6 +13,7 @@ from kitforge.core.kernels.fused_decode_step.reference import BlockWeights, Deco
 from kitforge.core.nn.block import Block
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.norm import Norm
 
 # With more sequences the vendor's products are faster.
@@ -130,6 +131,8 @@ def _is_wrapped(module: nn.Module) -> bool:
 
 def _is_plain(model: Decoder) -> bool:
     dtype = model.head_weight.dtype
+    if any(isinstance(each, Linear) and each.is_float8 for each in model.modules()):
+        return False
     return dtype in (torch.float32, torch.bfloat16) and all(
         each.dtype is dtype and each.is_cpu and each.is_contiguous() for each in model.parameters()
     )

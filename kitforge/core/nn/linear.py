@@ -18,11 +18,18 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
         self.bias = nn.Parameter(torch.empty(out_dim)) if bias else None
+        self._kernels = kernels
         self._linear = kernels.linear
+        self.is_float8 = False
 
     def forward(self, input: Tensor) -> Tensor:
         """`input @ weight.T + bias`, in autocast's dtype where autocast is on."""
         return self._linear(input, self.weight, self.bias)
+
+    def use_float8(self) -> None:
+        """Multiply in FP8 from now on, where matrix units can: both dims must be multiples of 16."""
+        if all(size % 16 == 0 for size in self.weight.shape):
+            self._linear, self.is_float8 = self._kernels.float8_linear, True
 
     def without_bias(self, input: Tensor) -> Tensor:
         """`input @ weight.T`, for tensor parallelism, which adds the bias after its reduction."""

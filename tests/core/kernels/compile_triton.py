@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from kitforge.core.kernels import triton_runtime
 from kitforge.core.kernels.dispatch import select, select_table
 from kitforge.core.kernels.jagged_bags import Bags
+from kitforge.core.kernels.moe_permute.reference import permutation_of
 from kitforge.core.kernels.quantized_linear.reference import quantize
 from kitforge.core.kernels.sparse_update.reference import integer_view
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
@@ -134,6 +135,10 @@ def call_networks(*, with_all: bool) -> None:
                 packed = quantize(torch.randn(100, 4096), bits, group)
                 kernels.quantized_linear(random(3, 4096), *packed)
                 kernels.quantized_linear(random(64, 4096), *packed, random(100))
+        for choices in (1, 2):
+            permutation = permutation_of(torch.randint(0, 8, (33, choices)), 8)
+            rows = kernels.moe_permute(random(33, 2048), permutation)
+            kernels.moe_unpermute(rows, random(33, choices), permutation).sum().backward()
         tables, lengths = torch.tensor([[0, 1, 2]] * 2), torch.tensor([5, 9])
         with torch.no_grad():
             for heads, dim, slopes in itertools.product(

@@ -22,6 +22,7 @@ TARGETS = torch.arange(N)
 PRODUCTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], int]] = {
     # Arguments, options, and operations for each logit that torch does not count.
     "linear": ((torch.randn(2, 3, DIM), torch.randn(7, DIM), None), {}, 0),
+    "float8_linear": ((torch.randn(2, 3, DIM), torch.randn(7, DIM), None), {}, 0),
     "attention": ((QUERY, KEY, KEY), {"mask": None, "causal": False, "scale": 0.3}, 0),
     "linear_cross_entropy": ((torch.randn(N, DIM), torch.randn(VOCAB, DIM), TARGETS), {}, 4),
     "linear_log_probs": ((torch.randn(N, DIM), torch.randn(VOCAB, DIM), TARGETS), {}, 6),

@@ -13,6 +13,7 @@ from kitforge.core.nn import lora
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decode_step import MAX_SEQUENCES, FusedDecodeStep
 from kitforge.core.nn.decoder import Decoder
+from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.mlp import MLP, MLPConfig
 from kitforge.core.nn.quantized import quantized_copy
 from tests.core.kernels.comparison import relative
@@ -131,6 +132,11 @@ def test_others_are_asked_module_by_module_from_the_start() -> None:
     for block in gated.blocks:
         block.mlp = MLP(MLPConfig(dim=24, hidden_dim=32, kind="geglu"), gated.kernels)  # type: ignore[union-attr]
     assert step(single(gated), tokens[:, 0], 0) is None
+    rounded = build(CONFIGS["glm"], dtype=torch.float32)
+    for module in rounded.modules():
+        if isinstance(module, Linear):
+            module.use_float8()
+    assert step(single(rounded), tokens[:, 0], 0) is None
     model.blocks[1] = build(replace(CONFIGS["llama"], mlp_dim=40), dtype=torch.float32).blocks[1]
     assert step(single(model), tokens[:, 0], 0) is None
 

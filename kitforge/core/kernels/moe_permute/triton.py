@@ -1,0 +1,14 @@
+"""`moe_permute` in Triton: each token is read once and written k times."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kitforge.core.kernels.moe_permute.reference import Permutation
+from kitforge.core.kernels.triton_moe import spread
+
+
+def moe_permute(input: Tensor, permutation: Permutation) -> Tensor:
+    """See `MoEPermuteKernel`."""
+    rows: Tensor = spread(input, permutation.positions, None)
+    return rows

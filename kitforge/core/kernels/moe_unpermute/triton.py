@@ -1,0 +1,14 @@
+"""`moe_unpermute` in Triton: the k rows of a token are read once and added in fp32."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kitforge.core.kernels.moe_permute.reference import Permutation
+from kitforge.core.kernels.triton_moe import combine
+
+
+def moe_unpermute(rows: Tensor, weights: Tensor, permutation: Permutation) -> Tensor:
+    """See `MoEUnpermuteKernel`."""
+    tokens: Tensor = combine(rows, permutation.positions, weights)
+    return tokens

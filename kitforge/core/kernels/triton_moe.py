@@ -1,0 +1,176 @@
+"""Moves of rows between tokens and experts in Triton, forward and backward, without atomic additions.
+
+Each program takes tokens and the k rows of each: the gradient of a token is the sum of those of its rows, and that of a
+row belongs to one token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kitforge.core.kernels.triton_runtime import launch, row_tiles, rows_of
+
+
+@torch.library.custom_op("kitforge::moe_spread", mutates_args=())
+def spread(tokens: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
+    """Rows [T * k, dim]: at `positions` [T, k] the tokens [T, dim], times `weights` [T, k]."""
+    rows = tokens.new_empty(positions.numel(), tokens.shape[1])
+    _launch(_spread_kernel, rows_of(tokens), positions, weights, rows)
+    return rows
+
+
+@torch.library.custom_op("kitforge::moe_combine", mutates_args=())
+def combine(rows: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
+    """Tokens [T, dim]: the sums of `rows[positions]` times weights [T, k]."""
+    tokens = rows.new_empty(len(positions), rows.shape[1])
+    _launch(_combine_kernel, rows_of(rows), positions, weights, tokens)
+    return tokens
+
+
+@torch.library.custom_op("kitforge::moe_weight_gradient", mutates_args=())
+def weight_gradient(grad: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    """[T, k]: the products of the gradient of a token [T, dim] with its rows."""
+    result = _like_weights(rows, positions)
+    _launch(_weight_kernel, rows_of(grad), positions, rows_of(rows), result)
+    return result
+
+
+def _launch(kernel: Any, source: Tensor, positions: Tensor, other: Tensor | None, output: Tensor) -> None:
+    """Run a kernel over the tokens of `positions`; `other` is weights, or the rows that a gradient multiplies."""
+    num_tokens, k = positions.shape
+    dim = source.shape[1]
+    if not output.numel():
+        return
+    features, tokens, tiles = row_tiles(source.device, num_tokens, dim)
+    read = source if other is None else other if kernel is _weight_kernel else other.contiguous()
+    constants = {} if kernel is _weight_kernel else {"HAS_WEIGHTS": other is not None}
+    sizes = num_tokens, dim, source.stride(0), read.stride(0), k
+    launch(kernel, tiles, tokens, source, positions.contiguous(), read, output, *sizes, FEATURES=features, **constants)
+
+
+def _like_weights(rows: Tensor, positions: Tensor) -> Tensor:
+    return rows.new_empty(positions.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
+
+
+spread.register_fake(lambda tokens, positions, _: tokens.new_empty(positions.numel(), tokens.shape[1]))
+combine.register_fake(lambda rows, positions, _: rows.new_empty(len(positions), rows.shape[1]))
+weight_gradient.register_fake(lambda _, rows, positions: _like_weights(rows, positions))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _of_spread(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
+    tokens, positions, weights = ctx.saved_tensors
+    of_weights = None if weights is None else weight_gradient(tokens, grad, positions).to(weights.dtype)
+    return combine(grad, positions, weights), None, of_weights
+
+
+def _of_combine(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
+    rows, positions, weights = ctx.saved_tensors
+    of_weights = None if weights is None else weight_gradient(grad, rows, positions).to(weights.dtype)
+    return spread(grad, positions, weights), None, of_weights
+
+
+spread.register_autograd(_of_spread, setup_context=_save)
+combine.register_autograd(_of_combine, setup_context=_save)
+
+
+@triton.jit
+def _spread_kernel(
+    source,
+    positions,
+    weights,
+    rows,
+    num_tokens,
+    dim,
+    stride,
+    weight_stride,
+    k,
+    steps,
+    BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
+    FEATURES: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+):
+    columns = tl.arange(0, FEATURES)
+    for step in range(steps):
+        token = (tl.program_id(0) + step * tl.num_programs(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        is_token = token < num_tokens
+        inside = is_token[:, None] & (columns < dim)[None, :]
+        x = tl.load(source + token[:, None] * stride + columns[None, :], mask=inside, other=0)
+        for choice in range(k):
+            position = tl.load(positions + token * k + choice, mask=is_token, other=0)
+            y = x
+            if HAS_WEIGHTS:
+                weight = tl.load(weights + token * weight_stride + choice, mask=is_token, other=0).to(EXACT)
+                y = (x.to(EXACT) * weight[:, None]).to(x.dtype)
+            tl.store(rows + position[:, None] * dim + columns[None, :], y, mask=inside)
+
+
+@triton.jit
+def _combine_kernel(
+    source,
+    positions,
+    weights,
+    tokens,
+    num_tokens,
+    dim,
+    stride,
+    weight_stride,
+    k,
+    steps,
+    BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
+    FEATURES: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+):
+    columns = tl.arange(0, FEATURES)
+    for step in range(steps):
+        token = (tl.program_id(0) + step * tl.num_programs(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        is_token = token < num_tokens
+        inside = is_token[:, None] & (columns < dim)[None, :]
+        total = tl.zeros((BLOCK, FEATURES), EXACT)
+        for choice in range(k):
+            position = tl.load(positions + token * k + choice, mask=is_token, other=0)
+            x = tl.load(source + position[:, None] * stride + columns[None, :], mask=inside, other=0).to(EXACT)
+            if HAS_WEIGHTS:
+                weight = tl.load(weights + token * weight_stride + choice, mask=is_token, other=0).to(EXACT)
+                x = x * weight[:, None]
+            total += x
+        tl.store(tokens + token[:, None] * dim + columns[None, :], total.to(tokens.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _weight_kernel(
+    source,
+    positions,
+    rows,
+    result,
+    num_tokens,
+    dim,
+    stride,
+    row_stride,
+    k,
+    steps,
+    BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    columns = tl.arange(0, FEATURES)
+    for step in range(steps):
+        token = (tl.program_id(0) + step * tl.num_programs(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        is_token = token < num_tokens
+        inside = is_token[:, None] & (columns < dim)[None, :]
+        x = tl.load(source + token[:, None] * stride + columns[None, :], mask=inside, other=0).to(EXACT)
+        for choice in range(k):
+            position = tl.load(positions + token * k + choice, mask=is_token, other=0)
+            y = tl.load(rows + position[:, None] * row_stride + columns[None, :], mask=inside, other=0).to(EXACT)
+            tl.store(result + token * k + choice, tl.sum(x * y, 1), mask=is_token)
