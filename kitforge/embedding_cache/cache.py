@@ -28,6 +28,7 @@ from kitforge.embedding_cache.sharding.strategy import TableSharding
 from kitforge.embedding_cache.stats import TableCounters, TableStats
 from kitforge.embedding_cache.tiers.device import DeviceTier
 from kitforge.embedding_cache.tiers.two_level import build_tiers
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import ConfigError
 
 # Learning rates that there is room for at first, for optimizers that also move rows without a gradient.
@@ -143,7 +144,7 @@ class RowCache:
         if not self.optimizer.moves_untouched_rows or not self.num_steps or not len(slots):
             return
         with self.device.slab_lock:
-            slab, there = self.device.slab, slots.to(self.device.device)
+            slab, there = self.device.slab, copy_to(slots, self.device.device)
             self._before_change(slots)
             self.optimizer.catch_up(slab, there, self.num_steps, self.rates)
             has_moved = self.layout.as_integers(slab)[:, self.layout.updates][there] > 0
@@ -162,7 +163,7 @@ class RowCache:
         if part is None or not len(part.slots):
             return
         with self.device.slab_lock:
-            slab, there = self.device.slab, part.slots.to(self.device.device)
+            slab, there = self.device.slab, copy_to(part.slots, self.device.device)
             self._before_change(part.slots)
             self.optimizer.update(slab, there, part.gradients, rate, self.num_steps)
             put(self.device.is_dirty, part.slots, True)

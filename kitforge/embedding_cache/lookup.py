@@ -19,6 +19,7 @@ from kitforge.core.optim.grad_norm import global_norm
 from kitforge.embedding_cache.options import CachedEmbeddingOptions
 from kitforge.embedding_cache.pins import LookupHandle, PinRegistry
 from kitforge.embedding_cache.tiers.device import DeviceTier
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError, ModelError
 
 # Ids whose rows are gathered at once for the gradient of weights.
@@ -110,14 +111,18 @@ class Pooling:
         """[B, dim], or [N, dim] without bags, of the first `dim` columns of `source`."""
         device = self.tier.device
         return self.tier.kernels.embedding_bag(
-            source, self.slots.to(device), self.dim, inverse=self.inverse.to(device), bags=self._device_bags()
+            source,
+            copy_to(self.slots, device),
+            self.dim,
+            inverse=copy_to(self.inverse, device),
+            bags=self._device_bags(),
         )
 
     def scatter_gradients(self, gradients: Tensor, out: Tensor) -> Tensor:
         """The gradients [u, dim] of the distinct rows, from those of the output of `pool`."""
         return self.tier.kernels.embedding_bag_backward(
             gradients.contiguous(),
-            self.inverse.to(self.tier.device),
+            copy_to(self.inverse, self.tier.device),
             len(self.slots),
             bags=self._device_bags(),
             out=out,
@@ -128,18 +133,18 @@ class Pooling:
         assert self.bags is not None
         device, counts = self.tier.device, self.bags.offsets.diff()
         bag_of = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        rows = source.index_select(0, self.slots.to(device))[:, : self.dim]
+        rows = source.index_select(0, copy_to(self.slots, device))[:, : self.dim]
         chunks = zip(torch.split(self.inverse, CHUNK_IDS), torch.split(bag_of, CHUNK_IDS), strict=True)
-        parts = [(rows[at.to(device)] * gradients[bags.to(device)]).sum(1) for at, bags in chunks]
+        parts = [(rows[copy_to(at, device)] * gradients[copy_to(bags, device)]).sum(1) for at, bags in chunks]
         result = torch.cat([*parts, gradients.new_empty(0)])
-        return result / counts[bag_of].to(device).to(result.dtype) if self.bags.mode == "mean" else result
+        return result / copy_to(counts[bag_of], device).to(result.dtype) if self.bags.mode == "mean" else result
 
     def _device_bags(self) -> Bags | None:
         device = self.tier.device
         if self.bags is None or device.type == "cpu":
             return self.bags
-        weights = None if self.bags.weights is None else self.bags.weights.to(device)
-        return replace(self.bags, offsets=self.bags.offsets.to(device), weights=weights)
+        weights = None if self.bags.weights is None else copy_to(self.bags.weights, device)
+        return replace(self.bags, offsets=copy_to(self.bags.offsets, device), weights=weights)
 
 
 class PooledRows(torch.autograd.Function):
@@ -228,7 +233,7 @@ class RowGradients:
                 [part.gradients for part in parts], out=self.buffer("joined", sum(len(part.slots) for part in parts))
             )
             summed = tier.kernels.embedding_bag_backward(
-                gradients, inverse.to(tier.device), len(slots), out=self.buffer("summed", len(slots))
+                gradients, copy_to(inverse, tier.device), len(slots), out=self.buffer("summed", len(slots))
             )
             self.parts = [SlotGradients(slots=slots, gradients=summed)]
         return self.parts[0] if self.parts else None

@@ -37,6 +37,7 @@ from kitforge.embedding_cache.stats import TableStats
 from kitforge.embedding_cache.store import RowStore
 from kitforge.embedding_cache.tiers.redis import RedisStore
 from kitforge.foundation.config import check, to_dict
+from kitforge.foundation.device import copy_to
 from kitforge.foundation.errors import DataError, ModelError
 
 Batch = TypeVar("Batch")
@@ -223,7 +224,7 @@ class CachedEmbedding(nn.Module):
     def _vectors_of(self, handle: LookupHandle) -> Tensor:
         device = self.rows.device
         with device.slab_lock:
-            slots = handle.slots.to(device.device)
+            slots = copy_to(handle.slots, device.device)
             return device.kernels.embedding_bag(device.slab, slots, self.rows.row_initializer.dim)
 
     def _all_reduce_gradients(self) -> None:

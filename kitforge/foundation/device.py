@@ -6,10 +6,10 @@ import ctypes
 import platform
 import resource
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -165,6 +165,32 @@ def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         # torch's pinned allocator keeps the memory until the copy, which it records, is done.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=device.type == "cuda" and tensor.is_cpu)
+
+
+@final
+class CopyStream:
+    """A stream of a CUDA device for copies from and to the CPU, beside the one that computes. Elsewhere it does
+    nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # A stream needs no memory of the device before its first use.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """What is queued within runs after all that computation has queued so far, and beside what it queues next."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def wait(self) -> None:
+        """Let computation that is queued from now on wait for the copies that have been queued. The CPU does not."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -61,7 +61,7 @@ class HostStore(SlabStore):
         """Swap the rows at `positions` [n] here with those at `slots` [n] of the tier above, in one pass."""
         with self._lock:
             above.index.exchange(slots, self._index, positions)
-            above.kernels.swap_rows(above.slab, self._slab, slots.to(above.device), positions)
+            above.swap(slots, self._slab, positions)
             dirty = at(above.is_dirty, slots)
             put(above.is_dirty, slots, at(self._dirty, positions))
             put(self._dirty, positions, dirty)
