@@ -153,9 +153,9 @@ class RowCache:
     @torch.no_grad()
     def update(self, part: SlotGradients | None, rate: float) -> None:
         """One optimizer step on the rows of `part`, whose lookups are still open."""
-        if part is not None:
-            self.catch_up(part.slots)
         if self.optimizer.moves_untouched_rows:
+            if part is not None:
+                self.catch_up(part.slots)
             if self.num_steps == len(self.rates):
                 self.rates = torch.cat([self.rates, torch.zeros_like(self.rates)])
             self.rates[self.num_steps] = rate

@@ -103,26 +103,20 @@ class Pooling:
 
     tier: DeviceTier
     dim: int
-    slots: Tensor  # [u] positions of the distinct rows in the source
-    inverse: Tensor  # [N]
+    slots: Tensor  # [u] positions of the distinct rows in the source, on the device of the tier
+    inverse: Tensor  # [N], on the device of the tier
     bags: Bags | None
 
     def pool(self, source: Tensor) -> Tensor:
         """[B, dim], or [N, dim] without bags, of the first `dim` columns of `source`."""
-        device = self.tier.device
-        return self.tier.kernels.embedding_bag(
-            source,
-            copy_to(self.slots, device),
-            self.dim,
-            inverse=copy_to(self.inverse, device),
-            bags=self._device_bags(),
-        )
+        kernel, bags = self.tier.kernels.embedding_bag, self._device_bags()
+        return kernel(source, self.slots, self.dim, inverse=self.inverse, bags=bags)
 
     def scatter_gradients(self, gradients: Tensor, out: Tensor) -> Tensor:
         """The gradients [u, dim] of the distinct rows, from those of the output of `pool`."""
         return self.tier.kernels.embedding_bag_backward(
             gradients.contiguous(),
-            copy_to(self.inverse, self.tier.device),
+            self.inverse,
             len(self.slots),
             bags=self._device_bags(),
             out=out,
@@ -133,9 +127,9 @@ class Pooling:
         assert self.bags is not None
         device, counts = self.tier.device, self.bags.offsets.diff()
         bag_of = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        rows = source.index_select(0, copy_to(self.slots, device))[:, : self.dim]
+        rows = source.index_select(0, self.slots)[:, : self.dim]
         chunks = zip(torch.split(self.inverse, CHUNK_IDS), torch.split(bag_of, CHUNK_IDS), strict=True)
-        parts = [(rows[copy_to(at, device)] * gradients[copy_to(bags, device)]).sum(1) for at, bags in chunks]
+        parts = [(rows[at] * gradients[copy_to(bags, device)]).sum(1) for at, bags in chunks]
         result = torch.cat([*parts, gradients.new_empty(0)])
         return result / copy_to(counts[bag_of], device).to(result.dtype) if self.bags.mode == "mean" else result
 

@@ -207,15 +207,17 @@ class CachedEmbedding(nn.Module):
         device, dim = self.rows.device, self.options.dim
         deliver = GradientHandle(handle, self._gradients, device, self.rows.pins)
         output: Tensor
+        inverse = copy_to(handle.inverse, device.device)
         if handle.exchange is None:
-            pooling = Pooling(tier=device, dim=dim, slots=handle.slots, inverse=handle.inverse, bags=query.bags)
+            slots = copy_to(handle.slots, device.device)
+            pooling = Pooling(tier=device, dim=dim, slots=slots, inverse=inverse, bags=query.bags)
             anchor = torch.empty(0, requires_grad=True)
             output = PooledRows.apply(anchor, query.weights, pooling, deliver)  # type: ignore[no-untyped-call]
         else:
             assert self._sharding is not None
             vectors = self._sharding.vectors(handle.exchange, lambda: self._vectors_of(handle), deliver)
-            positions = torch.arange(len(vectors))
-            pooling = Pooling(tier=device, dim=dim, slots=positions, inverse=handle.inverse, bags=query.bags)
+            positions = torch.arange(len(vectors), device=device.device)
+            pooling = Pooling(tier=device, dim=dim, slots=positions, inverse=inverse, bags=query.bags)
             output = PooledVectors.apply(vectors, query.weights, pooling)  # type: ignore[no-untyped-call]
         if not torch.is_grad_enabled():
             deliver.close()

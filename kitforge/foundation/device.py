@@ -6,8 +6,8 @@ import ctypes
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, final
 
@@ -16,6 +16,7 @@ import torch
 from kitforge.foundation.errors import DeviceError
 
 KINDS = ("cpu", "cuda", "mps", "npu")
+_NO_CONTEXT = nullcontext()
 # The torch.distributed backend of each kind of device.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
@@ -176,16 +177,14 @@ class CopyStream:
         self._device = device
         # A stream needs no memory of the device before its first use.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.is_idle = self._stream is None
 
-    @contextmanager
-    def copying(self) -> Iterator[None]:
+    def copying(self) -> AbstractContextManager[Any]:
         """What is queued within runs after all that computation has queued so far, and beside what it queues next."""
         if self._stream is None:
-            yield
-            return
+            return _NO_CONTEXT
         self._stream.wait_stream(torch.cuda.default_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
+        return torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
         """Let computation that is queued from now on wait for the copies that have been queued. The CPU does not."""

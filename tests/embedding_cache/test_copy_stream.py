@@ -26,6 +26,7 @@ class LateStream:
     """A stream of which work is done when the next one of its calls, or a wait for it, needs that."""
 
     num_late = 0
+    is_idle = False
 
     def __init__(self, _device: torch.device) -> None:
         self._lock = threading.RLock()

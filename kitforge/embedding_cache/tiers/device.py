@@ -41,7 +41,8 @@ class DeviceTier:
     @property
     def slab(self) -> Tensor:
         """Rows in their slots [room, width]; computation with them waits for the rows that are on their way."""
-        self._copies.wait()
+        if not self._copies.is_idle:
+            self._copies.wait()
         return self._slab
 
     def make_room(self, num_new: int) -> None:
