@@ -28,6 +28,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
+from kitforge.core.kernels.add_norm.reference import add_norm
+from kitforge.core.kernels.attention.packed_mask import PackedMask, find_boundaries
 from kitforge.core.kernels.costs import cost
 from kitforge.core.kernels.dispatch import (
     REFERENCE,
@@ -39,13 +41,15 @@ from kitforge.core.kernels.dispatch import (
     select_table,
 )
 from kitforge.core.kernels.jagged_bags import Bags
-from kitforge.core.nn.context import Context
+from kitforge.core.kernels.moe_permute.reference import permutation_of
+from kitforge.core.nn.context import Context, causal_mask
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.init import init_weights
 from kitforge.core.optim.row_optimizers import SparseOptimizerConfig, build_row_optimizer
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tables.synthetic_clicks import SyntheticClicks, SyntheticClicksConfig
 from kitforge.foundation import device as devices
+from kitforge.foundation.errors import DeviceError
 from kitforge.foundation.log import console
 from kitforge.inference.engine import Engine
 from kitforge.inference.sampling import SamplingOptions
@@ -118,18 +122,42 @@ def kernel_cases(device: torch.device) -> dict[str, tuple[Callable[[Kernels], Ca
     tables, lengths = torch.tensor([[3, 1, 1], [0, 2, 4]], device=device), torch.tensor([19, 48], device=device)
     pages: dict[str, Any] = {"block_size": 16, "window": None, "scale": 0.25}
 
+    documents = torch.tensor([[0] * 9 + [1] * 24, [0] * 20 + [1] * 3 + [2] * 10])
+    begins, longest = find_boundaries(documents)
+    order = torch.arange(33)
+    seen = (documents[:, :, None] == documents[:, None]) & (order[:, None] >= order) & (order[:, None] - order < 7)
+    packed = PackedMask(begins.to(device), longest, 7, lambda: seen[:, None].to(device))
+    permutation = permutation_of(torch.rand(37, 8, generator=generator).topk(2, 1).indices.to(device), 8)
+
     def turn(kernels: Kernels, interleaved: bool) -> Callable[..., Tensor]:
         return lambda x: kernels.rotary(x, angles.to(exact(x)).cos(), angles.to(exact(x)).sin(), interleaved)
 
     return {
         "linear": (lambda kernels: kernels.linear, [random(37, 48), random(64, 48), random(64)]),
         "rms_norm": (lambda kernels: lambda x, w: kernels.rms_norm(x, w, 1e-6), [random(37, 48), random(48)]),
+        "layer_norm": (
+            lambda kernels: lambda x, w, b: kernels.layer_norm(x, w, b, 1e-6),
+            [random(37, 48), random(48), random(48)],
+        ),
+        "add_norm": (
+            lambda kernels: lambda x, y, w: torch.stack((kernels.add_norm or add_norm)(x, y, w, None, 1e-6)),
+            [random(37, 48), random(37, 48), random(48)],
+        ),
         "rotary": (lambda kernels: turn(kernels, False), [random(2, 4, 33, 24)]),
         "rotary interleaved": (lambda kernels: turn(kernels, True), [random(2, 4, 33, 24)]),
         "swiglu": (lambda kernels: kernels.swiglu, [random(37, 48), random(37, 48)]),
         "attention": (
             lambda kernels: lambda q, k, v: kernels.attention(q, k, v, mask=None, causal=True, scale=0.25),
             [random(2, 4, 33, 16), random(2, 2, 33, 16), random(2, 2, 33, 16)],
+        ),
+        "geglu": (lambda kernels: kernels.geglu, [random(37, 48), random(37, 48)]),
+        "attention of packed rows": (
+            lambda kernels: lambda q, k, v: kernels.attention(q, k, v, mask=packed, causal=True, scale=0.25),
+            [random(2, 4, 33, 16), random(2, 2, 33, 16), random(2, 2, 33, 16)],
+        ),
+        "moe_permute": (
+            lambda kernels: lambda x, w: kernels.moe_unpermute(kernels.moe_permute(x, permutation), w, permutation),
+            [random(37, 48), random(37, 2)],
         ),
         "linear_cross_entropy": (
             lambda kernels: lambda hidden, weight: kernels.linear_cross_entropy(hidden, weight, some),
@@ -139,6 +167,10 @@ def kernel_cases(device: torch.device) -> dict[str, tuple[Callable[[Kernels], Ca
             lambda kernels: lambda hidden, weight: torch.stack(kernels.linear_log_probs(hidden, weight, targets, 0.7)),
             # Small logits: entropies and their gradients suffer most where logits are rounded.
             [random(37, 48) / 8, random(301, 48)],
+        ),
+        "linear_cross_entropy with a soft cap": (
+            lambda kernels: lambda hidden, weight: kernels.linear_cross_entropy(hidden, weight, some, softcap=3.0),
+            [random(37, 48), random(301, 48)],
         ),
         "paged_attention": (
             lambda kernels: lambda q, k, v: kernels.paged_attention(q, k, v, tables, lengths, **pages),
@@ -176,7 +208,8 @@ def outcome(kernel: Callable[..., Tensor], arguments: list[Tensor]) -> list[Tens
     leaves = [each.detach().clone().requires_grad_() for each in arguments]
     try:
         output = kernel(*leaves)
-        gradient = torch.ones_like(output) if output.dim() == 0 else output.detach().cos()
+        # Not made of the output, which is rounded differently in each dtype.
+        gradient = torch.arange(output.numel(), device=output.device).cos().view_as(output).to(output.dtype)
         return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
     except (RuntimeError, NotImplementedError):
         with torch.no_grad():
@@ -193,9 +226,14 @@ def check_tables(device: torch.device) -> Iterator[Row]:
         rows, at, of = slab.to(place).clone(), slots.to(place), inverse.to(place)
         pooled = kernels.embedding_bag(rows, at, 32, inverse=of, bags=here)
         sums = kernels.embedding_bag_backward(pooled, of, 200, bags=here)
+        distinct, numbers = kernels.unique(of - 100)
+        table = kernels.hash_map()
+        table.insert(at * 7 - 3, at)
+        table.remove((at * 7 - 3)[:50])
         copied = torch.zeros_like(rows)
         kernels.copy_rows(rows, copied, at=at, to=at.flip(0))
         results = {"embedding_bag": pooled, "embedding_bag_backward": sums, "copy_rows": copied}
+        results |= {"unique": torch.cat([distinct, numbers]), "hash_map": table.lookup(of * 7 - 3)}
         for name in ("sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "adam", "ftrl"):
             rule = build_row_optimizer(SparseOptimizerConfig(name=name), kernels)  # type: ignore[arg-type]
             records = rule.new_records(rows[:, :32])
@@ -207,7 +245,7 @@ def check_tables(device: torch.device) -> Iterator[Row]:
 
     wanted, found = run(TABLE_REFERENCE, torch.device("cpu")), run(select_table(device.type), device)
     for name, one in wanted.items():
-        error = float((found[name].cpu() - one).abs().max() / one.abs().max())
+        error = float((found[name].cpu() - one).abs().max() / one.abs().max().clamp(min=1))
         yield f"table {name}", f"{error:.0e}", "equal" if error < 1e-5 else "DIFFERENT"
     keys = torch.arange(-3, 500)
     masks = [
@@ -394,7 +432,10 @@ def measure_kernels(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     """Bytes moved per second by forward and backward calls, against a copy and against torch's own operations."""
     dtype = torch.bfloat16
     x, gate = (torch.randn(sizes.rows, sizes.width, device=device, dtype=dtype) for _ in range(2))
-    weight = torch.ones(sizes.width, device=device, dtype=dtype)
+    weight, bias = (
+        torch.ones(sizes.width, device=device, dtype=dtype),
+        torch.zeros(sizes.width, device=device, dtype=dtype),
+    )
     heads = torch.randn(4, sizes.rows // 4, sizes.width // 128, 128, device=device, dtype=dtype).transpose(1, 2)
     angles = torch.rand(1, sizes.rows // 4, 64, device=device)
     copy = 2 * x.nbytes / seconds(lambda: gate.copy_(x), device)
@@ -408,7 +449,9 @@ def measure_kernels(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     # Torch's own, the arguments, and how many of them have gradients.
     cases: dict[str, tuple[Callable[..., Tensor], list[Any], int]] = {
         "rms_norm": (lambda x, w, eps: functional.rms_norm(x, (sizes.width,), w, eps), [x, weight, 1e-6], 2),
+        "layer_norm": (lambda x, w, b, eps: functional.layer_norm(x, w.shape, w, b, eps), [x, weight, bias, 1e-6], 3),
         "swiglu": (lambda gate, up: functional.silu(gate) * up, [gate, x], 2),
+        "geglu": (lambda gate, up: functional.gelu(gate, approximate="tanh") * up, [gate, x], 2),
         "rotary": (torch_rotary, [heads, angles, angles, False], 1),
     }
     for name, (other, arguments, num_leaves) in cases.items():
@@ -431,6 +474,43 @@ def pass_of(function: Callable[..., Tensor], arguments: list[Any], num_leaves: i
     output = function(*leaves, *arguments[num_leaves:])
     gradient = torch.randn_like(output)
     return lambda: torch.autograd.grad(output, leaves, gradient, retain_graph=True)
+
+
+def measure_products(device: torch.device, sizes: Sizes) -> Iterator[Row]:
+    """Forward and backward: a linear layer in FP8 against bfloat16, and attention of packed rows against a mask."""
+    kernels, dtype = select("O1", device.type), torch.bfloat16
+    rows = sizes.rows // 2
+    x = torch.randn(rows, sizes.width, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(sizes.width, sizes.width, device=device, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(rows, sizes.width, device=device, dtype=dtype)
+
+    def both(linear: Callable[..., Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(linear(x, weight), [x, weight], gradient)
+
+    flops = 6 * rows * sizes.width**2
+    try:
+        devices.check_float8(device)
+        float8, exact = (seconds(both(each), device) for each in (kernels.float8_linear, kernels.linear))
+        yield "float8_linear", f"{flops / float8 / 1e12:,.1f} TFLOP/s, {exact / float8:.2f}x bf16", ""
+    except DeviceError as error:
+        yield "float8_linear", str(error).splitlines()[0], ""
+    length = rows // 4
+    documents = (torch.arange(length) * 5 // length).expand(2, length)
+    boundaries, longest = find_boundaries(documents)
+    on_device = documents.to(device)
+    mask = causal_mask(torch.arange(length, device=device), torch.arange(length, device=device), None)
+    mask = (mask & (on_device.unsqueeze(2) == on_device.unsqueeze(1))).unsqueeze(1)
+    packed = PackedMask(boundaries.to(device), longest, None, lambda: mask)
+    query, key, value = (
+        torch.randn(2, length, heads, 128, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
+        for heads in (32, 8, 8)
+    )
+
+    def attend(given: Any) -> Callable[[], object]:
+        return lambda: kernels.attention(query, key, value, mask=given, causal=True, scale=0.1).sum().backward()
+
+    one, other = (seconds(attend(each), device) for each in (packed, mask))
+    yield "attention of packed rows", f"{1e3 * one:.2f} ms, {other / one:.2f}x a dense mask", ""
 
 
 def measure_vocabulary(device: torch.device, sizes: Sizes) -> Iterator[Row]:
@@ -496,6 +576,7 @@ def all_rows(device: torch.device, sizes: Sizes, place: Path) -> Iterator[Row]:
         lambda: check_resumption(device, sizes, place),
         lambda: check_wide_deep(device, sizes, place),
         lambda: measure_kernels(device, sizes),
+        lambda: measure_products(device, sizes),
         lambda: measure_vocabulary(device, sizes),
         lambda: measure_llama(device, sizes),
     ]
