@@ -35,6 +35,7 @@ from kitforge.kits.recommender.build import TASKS
 from kitforge.kits.recommender.factory import new_recommender
 from kitforge.kits.recommender.features import FeatureEncoder, FeatureStatistics, Moments
 from kitforge.kits.recommender.model import build_request_plan
+from kitforge.kits.recommender.negatives import ClickRows
 from kitforge.kits.recommender.pointwise_objective import PointwiseObjective
 from kitforge.kits.recommender.schema import CategoricalFeature, FeatureSchema, NumericFeature
 from kitforge.models.catalog import recommender_of
@@ -58,7 +59,10 @@ MICRO_BATCH = 2000
 class Steps(Task):
     """Batches that lie in memory, as those of the peers do."""
 
-    def __init__(self, dim: int, hidden: list[int], rules: dict[str, str], precision: str) -> None:
+    def __init__(
+        self, dim: int, hidden: list[int], rules: dict[str, str], precision: str, *, on: str = "cpu", **cache: int
+    ) -> None:
+        """On the device `on`; `cache` limits the tiers of the tables."""
         names = [f"C{place}" for place in range(len(sizes()))]
         numbers = [f"I{place}" for place in range(NUM_DENSE)]
         schema = FeatureSchema(
@@ -75,13 +79,15 @@ class Steps(Task):
             {
                 "model": {"family": "wide_deep", "dim": dim, "hidden": hidden},
                 "precision": precision,
-                "device": "cpu",
+                "device": on,
+                "cache": cache,
                 "tables": {kind: {"name": rule, "learning_rate": 0.01} for kind, rule in rules.items()},
                 "trainer": {"max_steps": 10_000, "progress": False, "max_grad_norm": 0.0, "log_every": 100_000},
             }
         )
         self._config = recommender_of(self.options.model)
         self._objective = PointwiseObjective(build_request_plan(self._config, self._encoder), seed=0)
+        self._size = MICRO_BATCH if on == "cpu" else BATCH
         self._data = [self._parts(seed) for seed in range(4)]
 
     def build(self, world: World) -> nn.Module:
@@ -103,12 +109,15 @@ class Steps(Task):
     def _parts(self, seed: int) -> list[MicroBatch]:
         ids, dense, labels = (torch.from_numpy(each) for each in batch(seed))
         columns = {f"C{place}": column.contiguous() for place, column in enumerate(ids.t())}
-        whole = FeatureBatch(dense=dense, ids=columns, bags={}, sequences={}, labels=labels)
-        starts = range(0, BATCH, MICRO_BATCH)
+        clicks = FeatureBatch(dense=dense, ids=columns, bags={}, sequences={}, labels=labels)
+        firsts = torch.arange(BATCH + 1)
+        whole = ClickRows(batch=clicks, starts=firsts, positions=torch.zeros_like(firsts[1:]))
+        size = self._size
+        starts = range(0, BATCH, size)
         return [
             {
-                **self._objective.micro_batch(whole, start, start + MICRO_BATCH),
-                "samples": torch.arange(MICRO_BATCH),
+                **self._objective.micro_batch(whole, start, start + size),
+                "samples": torch.arange(size),
                 "step": 0,
             }
             for start in starts
