@@ -78,6 +78,7 @@ def test_a_new_story_begins_with_an_empty_folder() -> None:
     assert len(list(stories(Path("page.md"), MARKED.format("a") + "\n" + MARKED.format("b")))) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["false", "no_such_command", "false | cat", "echo $unset_name"])
 def test_a_block_that_fails_is_seen(fault: str, empty: Path, tmp_path: Path, run: Run) -> None:
     (story,) = stories(Path("page.md"), MARKED.format(f"{fault}\necho done"))

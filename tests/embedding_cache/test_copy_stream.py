@@ -71,6 +71,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_file, "select_table", lambda *_: replace(kernels, copy_rows=copy_rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", ["host", "host_file", "file"])
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
 @pytest.mark.parametrize("is_mixed", [False, True])

@@ -32,6 +32,7 @@ PRODUCT = [
 CASES = PRODUCT if os.environ.get("KITFORGE_PROVE") else sampled(PRODUCT, 36, seed=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("is_mixed", [False, True])

@@ -32,6 +32,7 @@ def few_are_excused() -> Iterator[None]:
     assert len(EXCUSED) <= 1, EXCUSED
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_greedy_texts_equal_those_of_generate(tmp_path: Path, name: str) -> None:

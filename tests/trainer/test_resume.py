@@ -49,6 +49,7 @@ def resumed(source: Path, target: Path, corpus: Path, kind: str, step: int) -> P
 PLACES = [*(("adamw", step) for step in range(7)), *((kind, step) for kind in tiny.KINDS for step in (1, 3, 4))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "step"), sorted(set(PLACES)))
 def test_resuming_from_any_step_changes_nothing(
     tmp_path: Path, corpus: Path, uninterrupted: Callable[[str], Path], kind: str, step: int

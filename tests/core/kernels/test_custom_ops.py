@@ -100,6 +100,7 @@ def test_a_loop_without_an_operator_is_traced_as_its_reference() -> None:
     assert select("O1").keep_mask(7, torch.arange(3), 0, 10, 0.5).shape == (3, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "glm4", "window"])
 def test_a_network_at_o1_is_one_graph(family: str, is_training: bool) -> None:

@@ -113,6 +113,7 @@ def test_views_no_sequence_and_large_scores() -> None:
     assert nothing.shape == (0, 4, 8)
 
 
+@pytest.mark.slow
 def test_torch_checks_the_operator() -> None:
     implementation("paged_attention", "triton", "cuda")
     keys, values, tables = cache(8, 2, LENGTHS[:3])

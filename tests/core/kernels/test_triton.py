@@ -36,6 +36,7 @@ DTYPES = list(TOLERANCE)
 ANGLES = random(2, 9, 3)
 # Rows and columns: one of each, no row, fewer and more than a tile of 64, powers of two and their neighbours.
 SHAPES = [(1, 1), (0, 5), (5, 7), (4, 64), (3, 65), (9, 200)]
+FAST_SHAPES = [(0, 5), (3, 65)]
 
 
 def targets_of(rows: int, vocabulary: int, ignored: int = 3) -> Tensor:
@@ -94,7 +95,9 @@ def check(operation: str, call: Callable[[Any], Call], inputs: list[Tensor], fou
 
 
 @pytest.mark.parametrize("operation", TRITON)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [each if each in FAST_SHAPES else pytest.param(each, marks=pytest.mark.slow) for each in SHAPES]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_its_reference(operation: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     if dtype == torch.float16 and operation.startswith("linear"):
@@ -106,6 +109,7 @@ def test_it_is_its_reference(operation: str, shape: tuple[int, int], dtype: torc
     assert check(operation, call, rounded) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("dim", [6, 7, 16])
@@ -250,6 +254,7 @@ def test_chunks_change_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
         assert max(map(relative, parts, whole)) < 1e-13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", TRITON)
 def test_the_same_inputs_give_the_same_bits(operation: str) -> None:
     call, inputs = cases(9, 65)[operation]
@@ -361,6 +366,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     operation, before, after = FAULTS[fault]

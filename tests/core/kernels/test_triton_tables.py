@@ -93,6 +93,7 @@ def test_rows_move_as_the_reference_moves_them(name: str, dim: int) -> None:
         assert have_same_bits(integer_view(found), integer_view(wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adam", "ftrl_pulled"])
 def test_float64_rows_are_as_exact_as_their_rates(name: str) -> None:
     found, wanted = (trained(kernels, name, 1, torch.float64) for kernels in (TRITON, TABLE_REFERENCE))
@@ -164,7 +165,7 @@ def test_torch_checks_the_operators() -> None:
     checks(ops.copy_rows.default, (torch.empty(3, 4), slab, slots, None))
 
 
-@pytest.mark.parametrize("size", [1, 63, 64, 65, 300])
+@pytest.mark.parametrize("size", [1, 65, *(pytest.param(each, marks=pytest.mark.slow) for each in (63, 64, 300))])
 @pytest.mark.parametrize("kind", ["few", "distinct", "equal", "extreme"])
 def test_unique_numbers_ids_as_a_dict_would(kind: str, size: int) -> None:
     ids = {
@@ -186,6 +187,7 @@ def test_no_ids_are_no_trouble() -> None:
     assert len(distinct) == len(inverse) == 0
 
 
+@pytest.mark.slow
 def test_a_map_on_a_device_answers_as_a_dict_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, "triton", TRITON)
     generator = seeded(5)

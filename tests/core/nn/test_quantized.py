@@ -74,6 +74,7 @@ def test_changed_weights_are_quantised_anew_when_told() -> None:
     assert not torch.equal(network(TOKENS), old)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.02), ("int4", 0.5)])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "glm4"])

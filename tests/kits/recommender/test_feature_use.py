@@ -36,6 +36,7 @@ ROWS = [
 SCORING = ("wide_deep", "deepfm", "dcn_v2", "dlrm", "din")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SCORING)
 @pytest.mark.parametrize("feature", ["price", "user", "item", "history", "user_x_item"])
 def test_a_family_that_scores_uses_every_feature(tmp_path: Path, family: str, feature: str) -> None:

@@ -130,6 +130,7 @@ LOSSES = {"sft": (loss_of_demonstrations, DEMONSTRATIONS), "kto": (loss_of_verdi
 LOSSES |= {"reward": (loss_of_scores, PAIRS)} | dict.fromkeys(("dpo", "ipo", "simpo", "orpo"), (loss_of_pairs, PAIRS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "choices"), CASES, ids=lambda each: each if isinstance(each, str) else json.dumps(each)
 )
