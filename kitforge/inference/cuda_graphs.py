@@ -90,7 +90,7 @@ class CudaGraphRunner:
             rows.append([*numbers, *pad_block_table(table, num_blocks)])
         rows += [[0, 0, 1, self._cache.spare_slot, 1] + [0] * num_blocks] * (num_texts - len(rows))
         # One host-to-device transfer for all buffers.
-        filled = torch.tensor(rows).to(buffers.tables.device)
+        filled = devices.copy_to(torch.tensor(rows), buffers.tables.device)
         columns = (buffers.tokens[0], buffers.positions[0], buffers.max_lengths[0], buffers.slots, buffers.lengths)
         for index, column in enumerate(columns):
             column.copy_(filled[:, index])

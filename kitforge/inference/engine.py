@@ -24,7 +24,7 @@ from kitforge.inference.block_manager import BlockManager
 from kitforge.inference.cuda_graphs import CudaGraphRunner
 from kitforge.inference.fair_lock import FairLock
 from kitforge.inference.logprobs import PromptLogprob, eval_mode, token_logprobs
-from kitforge.inference.model_runner import ModelRunner, decodes_first
+from kitforge.inference.model_runner import ModelRunner, decodes_first, diverged_works
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.paged_attention import KeyValueCache
 from kitforge.inference.sampling import SamplingOptions, TopLogprobs, sample_tokens, top_logprobs
@@ -270,18 +270,19 @@ class Engine:
                 if self._blocks.copies:
                     self._runner.cache.copy(self._blocks.copies)
                     self._blocks.copies.clear()
-                logits, diverged = self._runner.run(works)
-            self._sample(works, logits, diverged)
+                logits, hidden = self._runner.run(works)
+            self._sample(works, logits, hidden)
 
-    def _sample(self, works: list[ScheduledTokens], logits: Tensor, diverged: set[int]) -> None:
-        """Sample the next tokens and advance the sequences; works whose indices are in `diverged` are aborted."""
+    def _sample(self, works: list[ScheduledTokens], logits: Tensor, hidden: Tensor | None) -> None:
+        """Sample the next tokens and advance the sequences; works whose hidden states are not finite are aborted."""
         ready = [work for work in works if work.needs_logits]
         draws = [
             work.sequence.sample_request(work.draft_tokens[:count])
             for work in ready
             for count in range(len(work.draft_tokens) + 1)
         ]
-        tokens, logprobs = sample_tokens(logits, draws) if draws else ([], [])
+        tokens, logprobs, is_finite = sample_tokens(logits, draws, hidden)
+        diverged = set() if is_finite or hidden is None else diverged_works(works, hidden)
         top = top_logprobs(logits, draws)
         end = 0
         for index, work in enumerate(works):

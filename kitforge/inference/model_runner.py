@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.context import Context
 from kitforge.core.nn.decode_step import FusedDecodeStep
+from kitforge.foundation.device import copy_to
 from kitforge.inference.cuda_graphs import CudaGraphRunner, pad_block_table
 from kitforge.inference.logprobs import prompt_logprobs_of
 from kitforge.inference.paged_attention import (
@@ -47,13 +48,13 @@ class ModelRunner:
         if self._cuda_graphs is not None:
             self._cuda_graphs.drop_graphs_of_moved_weights()
 
-    def run(self, works: list[ScheduledTokens]) -> tuple[Tensor, set[int]]:
-        """Logits [R, vocab] and the indices of works with non-finite hidden states. Each work that needs logits has, in
-        order, one row for its last token and one for each draft token. Works must be ordered by `decodes_first`. Prompt
-        log-probabilities are appended to the sequences that request them."""
+    def run(self, works: list[ScheduledTokens]) -> tuple[Tensor, Tensor | None]:
+        """Logits [R, vocab], and hidden states [N, dim] of all tokens. Each work that needs logits has, in order, one
+        row for its last token and one for each draft token. Works must be ordered by `decodes_first`. Prompt
+        log-probabilities are appended to the sequences that request them. The hidden states are None where the logits
+        of all tokens show whether they are finite."""
         if self._cuda_graphs is not None and all(work.is_single_token and work.needs_logits for work in works):
-            # All tokens have logits, whose NaN shows that a sequence has diverged.
-            return self._cuda_graphs.run([work.sequence for work in works]), set()
+            return self._cuda_graphs.run([work.sequence for work in works]), None
         if not self._is_paged and all(work.is_single_token and work.needs_logits for work in works):
             result = self._run_fused_decode(works)
             if result is not None:
@@ -73,15 +74,15 @@ class ModelRunner:
             if work.needs_logits:
                 rows += range(len(tokens) - len(work.draft_tokens) - 1, len(tokens))
         segments = self._attention_segments(works, device)
-        attention = PagedAttention(self.cache, torch.tensor(slots, device=device), segments, network.kernels)
+        attention = PagedAttention(self.cache, copy_to(torch.tensor(slots), device), segments, network.kernels)
         context = Context(
-            positions=torch.tensor([positions], device=device),
+            positions=copy_to(torch.tensor([positions]), device),
             lengths=self._max_lengths(works, device),
             attend=attention,
         )
-        hidden = network.hidden(torch.tensor([tokens], device=device), context)[0]
+        hidden = network.hidden(copy_to(torch.tensor([tokens]), device), context)[0]
         self._add_prompt_logprobs(works, hidden)
-        return network.head(hidden if len(rows) == len(tokens) else hidden[rows]), _diverged(works, hidden)
+        return network.head(hidden if len(rows) == len(tokens) else hidden[rows]), hidden
 
     def _add_prompt_logprobs(self, works: list[ScheduledTokens], hidden: Tensor) -> None:
         """Append prompt log-probabilities from hidden [N, dim]. The row of a token predicts the next one."""
@@ -101,7 +102,7 @@ class ModelRunner:
                     logprobs += prompt_logprobs_of(network, rows, targets, num_alternatives)
             first += work.num_tokens + len(work.draft_tokens)
 
-    def _run_fused_decode(self, works: list[ScheduledTokens]) -> tuple[Tensor, set[int]] | None:
+    def _run_fused_decode(self, works: list[ScheduledTokens]) -> tuple[Tensor, Tensor] | None:
         """`run` for single tokens of sequences with consecutive blocks, in one fused call; None where impossible."""
         texts = [work.sequence for work in works]
         if not all(text.is_consecutive for text in texts):
@@ -120,7 +121,7 @@ class ModelRunner:
         if result is None:
             return None
         hidden, logits = result
-        return logits, _diverged(works, hidden)
+        return logits, hidden
 
     def _slots(self, sequence: Sequence, start: int, end: int) -> Iterable[int]:
         """The slots of positions start .. end - 1 of the sequence."""
@@ -134,7 +135,7 @@ class ModelRunner:
         if not cast(CausalLM, self.model).geometry.depends_on_length:
             return None
         lengths = [work.sequence.max_length for work in works for _ in range(work.num_tokens + len(work.draft_tokens))]
-        return torch.tensor([lengths], device=device)
+        return copy_to(torch.tensor([lengths]), device)
 
     def _attention_segments(self, works: list[ScheduledTokens], device: torch.device) -> list[AttentionSegment]:
         num_decodes = 0
@@ -185,10 +186,8 @@ class ModelRunner:
         return segments
 
 
-def _diverged(works: list[ScheduledTokens], hidden: Tensor) -> set[int]:
+def diverged_works(works: list[ScheduledTokens], hidden: Tensor) -> set[int]:
     """The indices of works whose hidden states [N, dim] are not finite."""
-    if torch.isfinite(hidden.sum()):
-        return set()
     sizes = [work.num_tokens + len(work.draft_tokens) for work in works]
     return {index for index, rows in enumerate(torch.split(hidden, sizes)) if not rows.isfinite().all()}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from kitforge.core.kernels.threads import single_thread
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
+from kitforge.foundation.device import copy_to
 
 # Up to so many logits on CPU are sampled on one thread, which leaves the other cores to the next forward pass.
 SINGLE_THREAD_LOGITS = 2**20
@@ -106,27 +108,38 @@ class SampleRequest:
         return (seeds.key(self.options.seed, "token", self.key, self.position) >> 31) * 2.0**-32
 
 
-def sample_tokens(logits: Tensor, draws: Sequence[SampleRequest]) -> tuple[list[int], list[float]]:
-    """The next token of every row of logits [R, vocab], and its log-probability under the distribution it was sampled
-    from; see `process_logits`. A row with NaN has a log-probability of NaN and a meaningless token."""
+def sample_tokens(
+    logits: Tensor, draws: Sequence[SampleRequest], hidden: Tensor | None = None
+) -> tuple[list[int], list[float], bool]:
+    """The next token of every row of logits [R, vocab], its log-probability under the distribution it was sampled from
+    (see `process_logits`), and whether `hidden` is finite: read from the device in one transfer. A row with NaN has a
+    log-probability of NaN and a meaningless token."""
+    parts = [_sample(logits, draws).flatten()] if draws else []
+    if hidden is not None:
+        parts.append(hidden.sum().double().view(1))
+    numbers: list[float] = torch.cat(parts).tolist() if parts else []
+    size = len(draws)
+    return list(map(int, numbers[:size])), numbers[size : 2 * size], all(map(isfinite, numbers[2 * size :]))
+
+
+def _sample(logits: Tensor, draws: Sequence[SampleRequest]) -> Tensor:
+    """Tokens and log-probabilities [2, R] in float64, in which both are exact."""
     if logits.is_cpu and logits.numel() <= SINGLE_THREAD_LOGITS:
         with single_thread():
-            return _sample_tokens(logits, draws)
-    return _sample_tokens(logits, draws)
+            return _sample_kinds(logits, draws)
+    return _sample_kinds(logits, draws)
 
 
-def _sample_tokens(logits: Tensor, draws: Sequence[SampleRequest]) -> tuple[list[int], list[float]]:
+def _sample_kinds(logits: Tensor, draws: Sequence[SampleRequest]) -> Tensor:
     kinds: dict[Hashable, list[int]] = {}
     for row, draw in enumerate(draws):
         kinds.setdefault(draw.signature, []).append(row)
     if len(kinds) == 1:
         return _sample_with_same_options(logits, draws)
-    tokens, logprobs = [0] * len(draws), [0.0] * len(draws)
+    sampled = torch.empty(2, len(draws), dtype=torch.float64, device=logits.device)
     for rows in kinds.values():
-        sampled = _sample_with_same_options(logits[rows], [draws[row] for row in rows])
-        for row, token, logprob in zip(rows, *sampled, strict=True):
-            tokens[row], logprobs[row] = token, logprob
-    return tokens, logprobs
+        sampled[:, rows] = _sample_with_same_options(logits[rows], [draws[row] for row in rows])
+    return sampled
 
 
 def top_logprobs(logits: Tensor, draws: Sequence[SampleRequest]) -> list[TopLogprobs]:
@@ -170,7 +183,7 @@ def process_logits(logits: Tensor, options: SamplingOptions, draws: Sequence[Sam
     return scores
 
 
-def _sample_with_same_options(logits: Tensor, draws: Sequence[SampleRequest]) -> tuple[list[int], list[float]]:
+def _sample_with_same_options(logits: Tensor, draws: Sequence[SampleRequest]) -> Tensor:
     options = draws[0].options
     scores = process_logits(logits, options, draws)
     if options.is_greedy:
@@ -181,7 +194,7 @@ def _sample_with_same_options(logits: Tensor, draws: Sequence[SampleRequest]) ->
         points = torch.tensor([[draw.uniform()] for draw in draws], dtype=torch.float64, device=scores.device)
         chosen = torch.searchsorted(ends, points * ends[:, -1:], right=True).clamp_(max=scores.shape[-1] - 1)
     logprobs = torch.log_softmax(scores, dim=-1).gather(-1, chosen)
-    return chosen.flatten().tolist(), logprobs.flatten().tolist()
+    return torch.stack([chosen.flatten().double(), logprobs.flatten().double()])
 
 
 def _apply_penalties(scores: Tensor, options: SamplingOptions, draws: Sequence[SampleRequest]) -> Tensor:
@@ -189,12 +202,14 @@ def _apply_penalties(scores: Tensor, options: SamplingOptions, draws: Sequence[S
     place."""
     if options.needs_history:
         for row, draw in zip(scores, draws, strict=True):
-            history = torch.tensor(draw.history, device=scores.device)
-            seen = torch.unique(history)
+            # On the CPU, since the number of distinct tokens depends on the tokens.
+            history = torch.tensor(draw.history, device="cpu")
+            seen = copy_to(torch.unique(history), scores.device)
             old = row[seen]
             row[seen] = torch.where(old > 0, old / options.repetition_penalty, old * options.repetition_penalty)
             tokens, counts = torch.unique(history[draw.prompt_length :], return_counts=True)
-            row[tokens] -= options.frequency_penalty * counts + options.presence_penalty
+            falls = options.frequency_penalty * counts + options.presence_penalty
+            row[copy_to(tokens, scores.device)] -= copy_to(falls, scores.device)
     bias = (draws[0].bias if draws else None) or options.bias(scores.device)
     if bias is not None:
         tokens, values = bias

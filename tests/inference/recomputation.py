@@ -52,7 +52,7 @@ def recomputed(
             position=len(completion.tokens),
             key=key,
         )
-        tokens, logprobs = sample_tokens(logits_of(model, text, final_length)[-1:], [draw])
+        tokens, logprobs, _ = sample_tokens(logits_of(model, text, final_length)[-1:], [draw])
         completion.tokens += tokens
         completion.logprobs += logprobs
         if tokens[0] in stop_ids or tokens[0] in options.stop_ids:

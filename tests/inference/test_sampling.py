@@ -78,7 +78,7 @@ def test_draws_follow_the_distribution(choices: dict[str, float]) -> None:
     options = SamplingOptions(**{"temperature": 1.0} | choices)
     num_draws = 4000
     draws = [draw(options, key) for key in range(num_draws)]
-    tokens, logprobs = sample_tokens(LOGITS.expand(num_draws, -1), draws)
+    tokens, logprobs, _ = sample_tokens(LOGITS.expand(num_draws, -1), draws)
     counts = torch.bincount(torch.tensor(tokens), minlength=NUM_TOKENS).double()
     exact = distribution(LOGITS, options)[0].double()
     expected = exact * num_draws
@@ -123,13 +123,13 @@ def test_rows_of_different_options_do_not_mix() -> None:
     draws = [draw(SamplingOptions(**kind), key, position=2) for key, kind in enumerate(kinds * 3)]
     logits = torch.randn(len(draws), NUM_TOKENS, generator=torch.Generator().manual_seed(1))
     alone = [sample_tokens(row.unsqueeze(0), [each]) for row, each in zip(logits, draws, strict=True)]
-    tokens, logprobs = sample_tokens(logits, draws)
-    assert tokens == [token for (token,), _ in alone]
-    assert logprobs == pytest.approx([logprob for _, (logprob,) in alone], abs=1e-6)
+    tokens, logprobs, _ = sample_tokens(logits, draws)
+    assert tokens == [token for (token,), _, _ in alone]
+    assert logprobs == pytest.approx([logprob for _, (logprob,), _ in alone], abs=1e-6)
 
 
 def test_temperature_zero_takes_the_most_likely_and_tells_how_likely_it_was() -> None:
-    tokens, logprobs = sample_tokens(LOGITS, [draw(SamplingOptions(top_k=1))])
+    tokens, logprobs, _ = sample_tokens(LOGITS, [draw(SamplingOptions(top_k=1))])
     assert tokens == [0]
     assert logprobs == pytest.approx([float(LOGITS.log_softmax(-1)[0, 0])])
 
@@ -181,7 +181,7 @@ def test_a_temperature_near_zero_takes_the_most_likely_token() -> None:
     for temperature in (1e-5, 1e-38, 2e-207):
         options = SamplingOptions(temperature=temperature)
         drawn = SampleRequest(options=options, signature=0, history=(), prompt_length=0, position=0, key=0)
-        assert sample_tokens(logits, [drawn] * 3) == (logits.argmax(-1).tolist(), [0.0] * 3)
+        assert sample_tokens(logits, [drawn] * 3) == (logits.argmax(-1).tolist(), [0.0] * 3, True)
 
 
 @pytest.mark.parametrize("num", [0, 1, 3, NUM_TOKENS, 50])
