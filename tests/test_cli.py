@@ -462,7 +462,7 @@ def test_data_that_may_not_be_read_is_told() -> None:
         ("optimizer.betas=0.9", ["a list"]),
         ("data.shuffle=maybe", ["'maybe'", "true or false"]),
         ("data.eval_fraction=1.0", ["below 1"]),
-        ("precision=fp8", ["did you mean 'fp32'?"]),
+        ("precision=fp31", ["did you mean 'fp32'?"]),
         ("model.vocab_size=100", ["100", "tokenizer's 258"]),
         ("data.sequence_length=4096", ["4096", "max_length=512"]),
         ("model.num_heads=3", ["a divisor of model.dim=32"]),
