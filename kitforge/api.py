@@ -21,6 +21,7 @@ from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
 from kitforge.kits.kit import AnyKit, OwnTaskKit, Pipeline, ReplayResult, RunInputs
 from kitforge.kits.registry import DEFAULT_TASK, kit_of, kit_of_folder, recorded_task
+from kitforge.models.hub import is_pretrained, resolve
 from kitforge.trainer.callbacks.callback import Callback
 from kitforge.trainer.options import RunOptions
 from kitforge.trainer.run_folder import Run
@@ -226,24 +227,21 @@ def load_processor(model: Model) -> object:
 
 
 def save_model(model: Model, folder: str | Path, processor: object = None, dtype: ExportDtype | None = None) -> None:
-    """Write a model for other programs: a language model or a reward model as a Hugging Face folder, the items of a
-    retrieval model as a faiss index. `dtype` of the weights: float32, bfloat16 or float16; by default as published, and
-    float32 for those trained from nothing. For a model in a folder one tensor at a time is in memory."""
-    check(dtype is None or dtype in EXPORT_DTYPES, "dtype", dtype, f"one of {', '.join(EXPORT_DTYPES)}, or null")
+    """Write a model for other programs: a language model or a reward model as a Hugging Face folder, or a GGUF file if
+    `folder` ends in .gguf; the items of a retrieval model as a faiss index. `dtype` of the weights: float32, bfloat16,
+    float16 or, in GGUF files, q8_0; by default as published, else float32. One tensor at a time is in memory."""
+    names = (*EXPORT_DTYPES, "q8_0")
+    check(dtype is None or dtype in names, "dtype", dtype, f"one of {', '.join(names)}, or null")
     source = model if isinstance(model, (Run, nn.Module)) else _folder(model)
     if processor is None and not isinstance(source, nn.Module):
         processor = load_processor(source)
     home = source.folder if isinstance(source, Run) else None if isinstance(source, nn.Module) else source
-    kit = kit_of(DEFAULT_TASK) if home is None or not home.is_dir() else kit_of_folder(home)
+    kit = kit_of(DEFAULT_TASK) if home is None or not home.exists() else kit_of_folder(home)
     kit.save(source, Path(folder), processor, dtype)
 
 
 def _folder(model: str | Path) -> Path:
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if str(model) in presets("model"):
-        raise ModelError(
-            "a preset is an architecture without weights", got=str(model), expected="a run or a Hugging Face folder"
-        )
-    raise ModelError("there is no such folder", got=path, expected="a run, a step or a Hugging Face folder")
+    if str(model) in presets("model") and not is_pretrained(model):
+        expected = "a run or a Hugging Face folder"
+        raise ModelError("a preset is an architecture without weights", got=str(model), expected=expected)
+    return resolve(model)

@@ -29,12 +29,15 @@ from yaml import YAMLError
 from kitforge.foundation.errors import ConfigError, nearest
 from kitforge.foundation.untrusted import check_yaml, names_function
 from kitforge.kits.registry import DEFAULT_TASK, kit_of, recorded_config, recorded_task
+from kitforge.models.hub import NAMED, is_pretrained, resolve
 from kitforge.peer_names import PEER_NAMES
 
 CONFIGS = Path(__file__).parent / "configs"
 OWN_CONFIGS = Path("configs")
 # Groups whose value may be a folder, and the option that the folder sets.
 FOLDER_OPTIONS = {"model": "checkpoint", "tokenizer": "tokenizer.name"}
+# Further options that name weights.
+WEIGHT_OPTIONS = ("checkpoint", "reference")
 # Groups without a default preset.
 OPTIONAL_GROUPS = ("data", "recipe")
 # Options that may name a function on the command line; a YAML file may not.
@@ -180,7 +183,8 @@ def recipe_task(name: Any) -> str | None:
 
 def task_of(choices: Mapping[str, Any]) -> str:
     """The task: by name, else of the checkpoint, else of the recipe, else the default."""
-    named = choices.get("task") or recorded_task(choices.get("checkpoint")) or recipe_task(choices.get("recipe"))
+    checkpoint = _resolved(choices.get("checkpoint"))
+    named = choices.get("task") or recorded_task(checkpoint) or recipe_task(choices.get("recipe"))
     return str(named or DEFAULT_TASK)
 
 
@@ -210,7 +214,7 @@ def compose_config(
 
 def compose_eval_config(task: str, choices: Mapping[str, Any], ignored_sections: Sequence[str] = ()) -> Composition:
     """The configuration of an evaluation, over the run's options if `Kit.evaluation_options` gives them."""
-    checkpoint, kit, base = choices.get("checkpoint"), kit_of(task), None
+    checkpoint, kit, base = _resolved(choices.get("checkpoint")), kit_of(task), None
     config = recorded_config(checkpoint) if isinstance(checkpoint, (str, Path)) else None
     if config is not None and recorded_task(checkpoint) == task:
         base = kit.evaluation_options(to_plain_dict(read_yaml(config)), dotted(choices))
@@ -382,17 +386,23 @@ def _split_choices(choices: Mapping[str, Any]) -> tuple[dict[str, str], dict[str
     single: dict[str, Any] = {}
     for name, value in dotted(choices).items():
         if name not in groups():
-            single[name] = value
+            single[name] = _resolved(value) if name in WEIGHT_OPTIONS else value
         elif name in OPTIONAL_GROUPS and value is None:
             continue
         elif isinstance(value, str) and value in presets(name):
             named[name] = value
-        elif name in FOLDER_OPTIONS and Path(str(value)).expanduser().is_dir():
-            single[FOLDER_OPTIONS[name]] = str(Path(str(value)).expanduser())
+        elif name in FOLDER_OPTIONS and is_pretrained(value):
+            single[FOLDER_OPTIONS[name]] = str(resolve(value))
         else:
-            expected = "a preset or a folder" if name in FOLDER_OPTIONS else None
+            known = f"a preset, a folder, a .gguf file, {', '.join(NAMED)}, or an id of the Hugging Face Hub"
+            expected = known if name in FOLDER_OPTIONS else None
             raise ConfigError(f"unknown {name} {value!r}", expected=expected, fix=nearest(str(value), presets(name)))
     return named, single
+
+
+def _resolved(model: Any) -> Any:
+    """The path of named weights; anything else as it is."""
+    return str(resolve(model)) if is_pretrained(model) else model
 
 
 def _refuse_two_networks(checkpoint: str, named: Mapping[str, str], single: Mapping[str, Any]) -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 from kitforge.api import save_model
 from kitforge.cli.console import say
 from kitforge.composition import Composition
+from kitforge.data.gguf_file import GGUF_SUFFIX
 from kitforge.foundation.errors import ConfigError
 from kitforge.kits.registry import kit_of
 
 
 def export(chosen: Composition) -> int:
-    """Export a run: a Hugging Face folder, a faiss index of items, or a torch.export program."""
+    """Export a run: a Hugging Face folder, a GGUF file, a faiss index of items, or a torch.export program."""
     if chosen.values.get("format") == "torch_export":
         kit = kit_of(chosen.values["task"])
         say(f"wrote {', '.join(map(str, kit.export_program(kit.read_options(chosen.values))))}")
@@ -20,6 +21,10 @@ def export(chosen: Composition) -> int:
     source, target = chosen.values.get("checkpoint"), chosen.values.get("output_dir")
     if source is None or target is None:
         raise ConfigError("export needs a run and a folder", fix="add checkpoint=RUN output_dir=FOLDER")
-    save_model(source, target, dtype=chosen.values.get("dtype"))
-    say(f"wrote {target}: {', '.join(sorted(path.name for path in Path(target).iterdir()))}")
+    path = Path(target)
+    if chosen.values.get("format") == "gguf" and path.suffix != GGUF_SUFFIX:
+        path /= f"model{GGUF_SUFFIX}"
+    save_model(source, path, dtype=chosen.values.get("dtype"))
+    written = sorted(each.name for each in path.iterdir()) if path.is_dir() else [f"{path.stat().st_size / 1e6:.1f} MB"]
+    say(f"wrote {path}: {', '.join(written)}")
     return 0

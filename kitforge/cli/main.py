@@ -15,6 +15,7 @@ from kitforge.cli.export import export
 from kitforge.cli.generate import generate
 from kitforge.cli.info import config, doctor, list_presets, report, version
 from kitforge.cli.inspect import inspect
+from kitforge.cli.models import models
 from kitforge.cli.predict import predict
 from kitforge.cli.replay import replay
 from kitforge.cli.serve import serve
@@ -79,6 +80,7 @@ COMMANDS = {
     "inspect": Command(help="a table: inspect FILE; loss mask: data.train=FILE checkpoint=RUN", run_plain=inspect),
     "demo": Command(help="all three kits in a few minutes, and one page about them", run_plain=demo),
     "replay": Command(help="train a step again from its rollouts: kitforge replay RUN step=N", run_plain=replay),
+    "models": Command(help="pretrained checkpoints by name: kitforge models fetch smollm2", run_plain=models),
     "list": Command(help="tasks and presets with their sizes", run_plain=list_presets),
     "doctor": Command(help="this machine: devices, packages, a one-second speed test", run_plain=doctor),
 }

@@ -74,6 +74,11 @@ class HuggingFaceTokenizer:
         return HuggingFaceTokenizer, (self._files,)
 
     @property
+    def files(self) -> dict[str, bytes]:
+        """The files that it was read from, by name."""
+        return dict(self._files)
+
+    @property
     def special_tokens(self) -> dict[str, int]:
         """The tokens that a chat template may write, by their spelling."""
         added = self._tokenizer.get_added_tokens_decoder()

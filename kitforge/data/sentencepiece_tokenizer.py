@@ -125,6 +125,19 @@ class SentencePieceTokenizer:
             else token_text.replace(_SPACE_LETTER, " ").encode()
         )
 
+    def scored_pieces(self) -> list[tuple[str, float, str]]:
+        """Spelling, score and kind (normal, unknown, control, byte) of every piece."""
+        processor = self._processor
+        kinds = {"unknown": processor.is_unknown, "control": processor.is_control, "byte": processor.is_byte}
+        return [
+            (
+                str(processor.id_to_piece(token)),
+                float(processor.get_score(token)),
+                next((kind for kind, holds in kinds.items() if holds(token)), "normal"),
+            )
+            for token in range(self.vocab_size)
+        ]
+
     def save(self, folder: Path) -> None:
         """Write `tokenizer.model`, and the `tokenizer_config.json` that lay beside it."""
         files = {SENTENCEPIECE_FILE: self._model, TOKENIZER_CONFIG: self._config}

@@ -65,12 +65,12 @@ def _alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-_BYTES = _alphabet()
+BYTES_OF_LETTERS = _alphabet()
 
 
 def _byte_level(token_text: str) -> bytes:
     try:
-        return bytes([_BYTES[letter] for letter in token_text])
+        return bytes([BYTES_OF_LETTERS[letter] for letter in token_text])
     except KeyError:
         # An added token is its own text.
         return token_text.encode()

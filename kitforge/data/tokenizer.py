@@ -10,6 +10,8 @@ from typing import final
 
 import numpy as np
 
+from kitforge.data.gguf_file import GGUF_SUFFIX, GgufFile, is_gguf
+from kitforge.data.gguf_tokenizer import tokenizer_files
 from kitforge.data.huggingface_tokenizer import HUGGINGFACE_FILE, HuggingFaceTokenizer
 from kitforge.data.sentencepiece_tokenizer import SENTENCEPIECE_FILE, SentencePieceTokenizer, trained
 from kitforge.data.source import Source
@@ -118,21 +120,22 @@ def make_tokenizer(config: TokenizerConfig, source: Source | None, cache_folder:
             return trained(_required(source), config.vocab_size, cache_folder)
         path = Path(config.path)
         return load_tokenizer(path) if path.is_dir() else SentencePieceTokenizer(path)
-    if Path(config.name).is_dir():
+    if Path(config.name).is_dir() or is_gguf(Path(config.name)):
         return load_tokenizer(config.name)
     raise ConfigError(
         f"unknown tokenizer {config.name!r}",
-        expected="byte, sentencepiece, or a folder with a tokenizer",
+        expected=f"byte, sentencepiece, or a folder or {GGUF_SUFFIX} file with a tokenizer",
         fix=nearest(config.name, ["byte", "sentencepiece"]),
     )
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer that lies in a folder: our own marker, `tokenizer.json` or `tokenizer.model`, in this order.
-
-    Of the two foreign files `tokenizer.json` comes first because it also holds tokens that were added later.
+    """The tokenizer of a GGUF file, or that of a folder: our own marker, `tokenizer.json` or `tokenizer.model`, in this
+    order. Of the two foreign files `tokenizer.json` comes first because it also holds tokens that were added later.
     """
     folder = Path(folder)
+    if is_gguf(folder):
+        return HuggingFaceTokenizer(tokenizer_files(GgufFile(folder).metadata))
     if (folder / _MARKER).is_file():
         marker = parse_object(folder / _MARKER, read_tokenizer_file(folder / _MARKER))
         if marker.get("kind") != "byte":
@@ -151,7 +154,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def find_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a run, a step or a Hugging Face folder."""
+    """The tokenizer of a run, a step, a Hugging Face folder or a GGUF file."""
     candidates = [folder / TOKENIZER_FOLDER, folder.parent.parent / TOKENIZER_FOLDER, folder]
     return load_tokenizer(next((path for path in candidates[:2] if path.is_dir()), folder))
 

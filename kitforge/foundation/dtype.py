@@ -9,7 +9,9 @@ import torch
 # "fp8": bf16, with the products of linear layers in FP8.
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 # Spelled as in `torch_dtype` of config.json.
-ExportDtype = Literal["float32", "bfloat16", "float16"]
+WeightDtype = Literal["float32", "bfloat16", "float16"]
+# q8_0: blocks of 32 in int8 with a scale, in GGUF files only.
+ExportDtype = Literal["float32", "bfloat16", "float16", "q8_0"]
 # "auto": as stored.
 LoadDtype = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -19,8 +21,13 @@ DTYPES: dict[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,
 }
-EXPORT_DTYPES: dict[ExportDtype, torch.dtype] = {
+EXPORT_DTYPES: dict[WeightDtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+def export_dtype(name: ExportDtype) -> torch.dtype:
+    """The dtype of weights before they are written in that format; quantized ones start from float32."""
+    return torch.float32 if name == "q8_0" else EXPORT_DTYPES[name]

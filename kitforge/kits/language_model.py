@@ -14,9 +14,11 @@ from kitforge.core.checkpoint.gather import GatheredParameters
 from kitforge.core.parallel import collectives
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.world import ALONE
+from kitforge.data.gguf_file import GGUF_SUFFIX
+from kitforge.data.gguf_tokenizer import tokenizer_metadata
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig
 from kitforge.foundation.config import to_dict
-from kitforge.foundation.dtype import EXPORT_DTYPES, ExportDtype
+from kitforge.foundation.dtype import ExportDtype, export_dtype
 from kitforge.foundation.errors import KitforgeError
 from kitforge.models import loading
 from kitforge.models.catalog import config_of
@@ -42,12 +44,13 @@ def resolved_options(
 def save_language_model(
     model: nn.Module, folder: Path, tokenizer: Tokenizer | None, dtype: ExportDtype | None = None
 ) -> None:
-    """Write a Hugging Face folder that `transformers` and Kitforge load. `dtype` of the weights: by default that
-    of the published ones. For a sharded model all ranks call this, and rank 0 writes tensor by tensor."""
+    """Write a Hugging Face folder that `transformers` and Kitforge load, or a GGUF file where `folder` ends so. `dtype`
+    of the weights: by default that of the published ones. For a sharded model all ranks call this, and rank 0 writes
+    tensor by tensor."""
     config = loading.exportable_config(model)
     parallel = parallel_model_of(model, ALONE)
     names = loading.exported_names(config)
-    weights = GatheredParameters(parallel, names, EXPORT_DTYPES[dtype or config.dtype])
+    weights = GatheredParameters(parallel, names, export_dtype(dtype or config.dtype))
 
     def write() -> None:
         try:
@@ -70,8 +73,10 @@ def export_language_model(
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
-    """What config.json says of its tokens."""
+    """What config.json says of its tokens, or the metadata of a GGUF file about them."""
     ids: dict[str, Any] = {}
+    if folder.suffix == GGUF_SUFFIX:
+        return {} if tokenizer is None else tokenizer_metadata(tokenizer, vocab_size)
     if tokenizer is not None:
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save(folder)

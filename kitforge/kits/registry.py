@@ -73,7 +73,8 @@ def recorded_config(folder: str | Path) -> Path | None:
     """config.yaml of a run, or of the run that a step belongs to; None for another folder."""
     path = Path(folder).expanduser()
     # A step is RUN/checkpoints/step_N.
-    candidates = (parent / "config.yaml" for parent in (path, path.resolve().parent.parent))
+    parents = (path, path.resolve().parent.parent) if path.is_dir() else ()
+    candidates = (parent / "config.yaml" for parent in parents)
     return next((each for each in candidates if each.is_file()), None)
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias, cast, final
+from typing import Any, Protocol, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,15 @@ from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpo
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.init import init_weights, materialize
+from kitforge.data.gguf_file import GGUF_SUFFIX, is_gguf
 from kitforge.foundation.config import check
-from kitforge.foundation.dtype import DTYPES, EXPORT_DTYPES, ExportDtype, LoadDtype
+from kitforge.foundation.dtype import DTYPES, EXPORT_DTYPES, ExportDtype, LoadDtype, export_dtype
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.types import Region
 from kitforge.foundation.untrusted import parse_json
 from kitforge.models.catalog import FAMILIES, config_of, config_of_network, converter_of, converter_of_type
+from kitforge.models.gguf import GgufWeights, write_gguf
+from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.weight_mapping import HEADS, export_order, export_tensors, held_shapes, import_tensors
 
 # The suffix of sequence-classification models in transformers, and the weight of their head.
@@ -58,6 +61,25 @@ def build_on_meta(config: FamilyConfig, level: CompileLevel = "O1", device: str 
         return cast(Decoder, FAMILIES[config.family].build(config, select(level, device)))
 
 
+class WeightFiles(Protocol):
+    """Published weights on disk: a Hugging Face folder, or a GGUF file in its words."""
+
+    path: Path
+    config: dict[str, Any]  # of config.json
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors by Hugging Face's names."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype in which a tensor is stored; None for one that torch does not have."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, in that dtype or a wider one."""
+        ...
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
@@ -78,7 +100,7 @@ class StoredModel:
 
 
 def load(folder: Path, *, device: torch.device, level: CompileLevel = "O1", dtype: LoadDtype = "fp32") -> Decoder:
-    """The unsharded model of a run folder, a step folder or a Hugging Face folder."""
+    """The unsharded model of a run folder, a step folder, a Hugging Face folder or a GGUF file."""
     return load_stored(open_model(folder), device=device, level=level, dtype=dtype)
 
 
@@ -98,13 +120,16 @@ def load_stored(
 
 
 def open_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
-    """Open a run folder, a step folder or a Hugging Face folder; reads no weights. Raises ModelError where names or
-    shapes of the tensors do not match the configuration."""
+    """Open a run folder, a step folder, a Hugging Face folder or a GGUF file; reads no weights. Raises ModelError where
+    names or shapes of the tensors do not match the configuration."""
+    if is_gguf(folder):
+        return _open_weights(GgufWeights(folder))
     if not folder.is_dir():
-        raise ModelError("there is no such folder", got=folder, expected="a run, a step or a Hugging Face folder")
+        expected = "a run, a step or a Hugging Face folder, or a .gguf file"
+        raise ModelError("there is no such folder", got=folder, expected=expected)
     checkpoint = open_run(folder)
     if checkpoint is None:
-        return _open_hugging_face(folder)
+        return _open_weights(read_folder(folder))
     values = checkpoint.state.get("config", {}).get("model")
     if not isinstance(values, Mapping) or "family" not in values:
         raise ModelError(
@@ -145,7 +170,7 @@ def open_reward_model(folder: Path) -> StoredModel:
             expected="one score a text (num_labels=1)",
         )
     # The language-model head is never used, so none is built.
-    stored = _open_hugging_face(folder, {"tie_word_embeddings": True}, (_HEAD, "score.bias", *HEADS))
+    stored = _open_weights(source, {"tie_word_embeddings": True}, (_HEAD, "score.bias", *HEADS))
     head = {name: source.tensor(name) for name in (_HEAD, "score.bias") if name in source.shapes()}
     ours = {name: source.config.get(f"score_{name}") for name in SCORE_KEYS}
     numbers = {f"score.{name}": torch.tensor(value) for name, value in ours.items() if isinstance(value, (int, float))}
@@ -153,32 +178,31 @@ def open_reward_model(folder: Path) -> StoredModel:
     return replace(stored, head=numbers | head, pad_id=pad_id if isinstance(pad_id, int) else None)
 
 
-def _open_hugging_face(
-    folder: Path, changes: Mapping[str, Any] = MappingProxyType({}), left_out: tuple[str, ...] = ()
+def _open_weights(
+    source: WeightFiles, changes: Mapping[str, Any] = MappingProxyType({}), left_out: tuple[str, ...] = ()
 ) -> StoredModel:
-    """Open a Hugging Face folder, with changes to its config.json and without the tensors of `left_out`."""
-    source = read_folder(folder)
+    """Open published weights, with changes to their config.json and without the tensors of `left_out`."""
     model_type = str(source.config.get("model_type"))
     converter = converter_of_type(model_type)
     try:
         config = converter.read_config({**source.config, **changes})
     except KeyError as error:
-        raise ModelError("config.json lacks a key", got=folder / CONFIG, expected=f"the key {error}") from None
+        raise ModelError("config.json lacks a key", got=source.path, expected=f"the key {error}") from None
     shapes = {name: shape for name, shape in source.shapes().items() if name not in left_out}
-    check_count(config, len(shapes), folder)
+    check_count(config, len(shapes), source.path)
     mappings = converter.tensor_mappings(config, model_type)
     expected = dict(export_tensors(mappings, dict(build_on_meta(config).named_parameters()).__getitem__))
-    check_shapes(expected, held_shapes(converter, mappings, shapes), what=f"{folder / CONFIG}: the network")
+    check_shapes(expected, held_shapes(converter, mappings, shapes), what=f"{source.path}: the network")
     most_common = Counter(source.dtype(name) for name in shapes).most_common(1)[0][0]
     published = next((name for name, dtype in EXPORT_DTYPES.items() if dtype == most_common), "float32")
 
     @cache
-    def mapped() -> dict[str, Tensor]:
-        """All weights, as views of the memory-mapped files."""
-        return dict(import_tensors(converter, mappings, shapes, source.tensor))
+    def readers() -> dict[str, Callable[[], Tensor]]:
+        return import_tensors(converter, mappings, shapes, source.tensor)
 
     def read(name: str, region: Region | None) -> Tensor:
-        return mapped()[name] if region is None else region.of(mapped()[name])
+        tensor = readers()[name]()
+        return tensor if region is None else region.of(tensor)
 
     names = tuple(mapping.ours for mapping in mappings)
     # Every family's options are a dataclass with this field.
@@ -205,11 +229,11 @@ def save(
     weights: Mapping[str, Tensor] | None = None,
     dtype: ExportDtype | None = None,
 ) -> None:
-    """Write a language model as a Hugging Face folder, one tensor at a time.
+    """Write a language model as a Hugging Face folder, or as a GGUF file where `folder` ends so, one tensor at a time.
 
-    `extra` is added to config.json (token ids). `weights` are the full tensors of a sharded model. `dtype` defaults to
-    that of the published weights. Raises ModelError for a network outside the catalog and for a weight that float16
-    cannot hold.
+    `extra` is added to config.json (token ids), or to the metadata of the file (its tokenizer). `weights` are the full
+    tensors of a sharded model. `dtype` defaults to that of the published weights. Raises ModelError for a network
+    outside the catalog and for a weight that float16 cannot hold.
     """
     config = exportable_config(model)
     given = dict(model.named_parameters()) if weights is None else weights
@@ -236,7 +260,7 @@ def export(
         tensor = stored.read(name, None)
         if not tensor.is_floating_point():
             raise ModelError(f"tensor {name!r} is not a weight", got=tensor.dtype, expected="floating point")
-        return tensor.to(EXPORT_DTYPES[chosen])
+        return tensor.to(export_dtype(chosen))
 
     if not stored.head:
         _write(stored.config, read, folder, extra, chosen)
@@ -268,9 +292,20 @@ def _write(
     head: Tensor | None = None,
 ) -> None:
     converter = converter_of(config)
-    values = converter.write_config(config) | {"dtype": dtype} | dict(extra or {})
+    values = converter.write_config(config)
     mappings = converter.tensor_mappings(config, values["model_type"])
     meta = dict(build_on_meta(config).named_parameters())
+    if folder.suffix == GGUF_SUFFIX:
+        if not isinstance(config, LlamaConfig) or head is not None:
+            got = config.family if head is None else "a reward model"
+            raise ModelError("this model cannot be written as a GGUF file", got=got, expected="a language model, llama")
+        outline = {name: tuple(each.shape) for name, each in export_tensors(mappings, meta.__getitem__)}
+        write_gguf(folder, config, outline, export_tensors(mappings, read), extra or {}, dtype)
+        return
+    if dtype == "q8_0":
+        fix = "add format=gguf, or export as bfloat16"
+        raise ModelError("a Hugging Face folder holds no blocks of GGUF", got="dtype=q8_0", fix=fix)
+    values |= {"dtype": dtype} | dict(extra or {})
     heads = [] if head is None else [(_HEAD, head)]
 
     def cast_to_dtype(item: tuple[str, Tensor]) -> tuple[str, Tensor]:

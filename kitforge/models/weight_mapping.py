@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -118,9 +119,9 @@ def decoder_mappings(
 
 def import_tensors(
     converter: Converter, mappings: Sequence[TensorMapping], names: Iterable[str], read: Callable[[str], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Our names and tensors from a checkpoint that holds `names`. Raises ModelError listing missing and unexpected
-    tensors; the head of a model with tied embeddings is unexpected unless it equals the embedding."""
+) -> dict[str, Callable[[], Tensor]]:
+    """Readers of our tensors by name, from a checkpoint that holds `names`. Raises ModelError listing missing and
+    unexpected tensors; the head of a model with tied embeddings is unexpected unless it equals the embedding."""
     wanted = {mapping.theirs for mapping in mappings}
     kept = [name for name in names if not name.endswith(converter.ignored_suffixes)]
     held = {_full_name(name, converter, wanted): name for name in kept}
@@ -142,7 +143,8 @@ def import_tensors(
     for mapping in mappings:
         if mapping.rows is not None:
             ends[mapping.theirs] = max(ends.get(mapping.theirs, 0), mapping.start + mapping.rows)
-    for mapping in mappings:
+
+    def reader(mapping: TensorMapping) -> Tensor:
         tensor = read(held[mapping.theirs])
         tensor = tensor.t() if mapping.transpose else tensor
         rows = ends.get(mapping.theirs, tensor.shape[0])
@@ -153,7 +155,9 @@ def import_tensors(
                 expected=f"{rows} rows, by config.json",
                 fix="check that config.json belongs to these weights",
             )
-        yield mapping.ours, tensor if mapping.rows is None else tensor[mapping.start : mapping.start + mapping.rows]
+        return tensor if mapping.rows is None else tensor[mapping.start : mapping.start + mapping.rows]
+
+    return {mapping.ours: partial(reader, mapping) for mapping in mappings}
 
 
 def held_shapes(

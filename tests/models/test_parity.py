@@ -24,6 +24,7 @@ from tests.models.variants import (
     largest_difference,
     logits_of,
     ours_from,
+    read_all,
     tokens,
 )
 
@@ -76,7 +77,7 @@ def gradient_distance(ours: Decoder, peer: Peer) -> float:
         converter, converter.tensor_mappings(ours.config, config["model_type"]), named, lambda name: named[name].grad
     )
     parameters = dict(ours.named_parameters())
-    pairs = [(parameters[name].grad, gradient) for name, gradient in gradients]
+    pairs = [(parameters[name].grad, gradient) for name, gradient in read_all(gradients).items()]
     assert len(pairs) == len(parameters)
     error = sum((got - wanted).square().sum() for got, wanted in pairs if got is not None)
     scale = sum(wanted.square().sum() for _, wanted in pairs)

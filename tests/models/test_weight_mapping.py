@@ -14,7 +14,15 @@ from kitforge.core.checkpoint.hugging_face import read_folder
 from kitforge.foundation.errors import ModelError
 from kitforge.models.weight_mapping import import_tensors
 from tests.models.conftest import GetPeer
-from tests.models.variants import Peer, converter_and_config, largest_difference, logits_of, ours_from, tokens
+from tests.models.variants import (
+    Peer,
+    converter_and_config,
+    largest_difference,
+    logits_of,
+    ours_from,
+    read_all,
+    tokens,
+)
 
 
 @pytest.mark.parametrize(("name", "body"), [("gpt2", "transformer"), ("llama_tied", "model"), ("glm_plain", "model")])
@@ -93,6 +101,5 @@ def tensors_of(peer: Peer) -> dict[str, Tensor]:
 def imported(peer: Peer, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     converter, config = converter_and_config(peer)
     ours: Any = converter.read_config(config)
-    return dict(
-        import_tensors(converter, converter.tensor_mappings(ours, config["model_type"]), held, held.__getitem__)
-    )
+    mappings = converter.tensor_mappings(ours, config["model_type"])
+    return read_all(import_tensors(converter, mappings, held, held.__getitem__))

@@ -5,7 +5,7 @@ B batch, T length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,12 @@ def ours_from(folder: Path, level: CompileLevel = "O0") -> Decoder:
     converter = converter_of_type(source.config["model_type"])
     config = converter.read_config(source.config)
     pieces = converter.tensor_mappings(config, source.config["model_type"])
-    return filled(config, dict(import_tensors(converter, pieces, source.names(), source.tensor)), level)
+    return filled(config, read_all(import_tensors(converter, pieces, source.names(), source.tensor)), level)
+
+
+def read_all(readers: Mapping[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
+    """All tensors by name."""
+    return {name: read() for name, read in readers.items()}
 
 
 def filled(config: FamilyConfig, tensors: Mapping[str, Tensor], level: CompileLevel = "O0") -> Decoder:

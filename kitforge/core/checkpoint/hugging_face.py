@@ -34,7 +34,7 @@ class HuggingFaceFolder:
     """A folder whose files are complete; tensors are memory-mapped on first access."""
 
     def __init__(self, folder: Path, config: dict[str, Any], files: list[TensorFile]) -> None:
-        self.folder = folder
+        self.path = folder
         self.config = config
         self._files: dict[str, TensorFile] = {}
         for file in files:
@@ -61,7 +61,7 @@ class HuggingFaceFolder:
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._files:
-            raise ModelError(f"{self.folder} holds no tensor {name!r}")
+            raise ModelError(f"{self.path} holds no tensor {name!r}")
         return self._files[name]
 
 

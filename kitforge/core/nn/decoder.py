@@ -23,7 +23,7 @@ from kitforge.core.nn.init import unfilled_embedding
 from kitforge.core.nn.norm import Norm
 from kitforge.core.nn.rotary import RotaryAngles, RotaryConfig, document_lengths
 from kitforge.foundation.config import check, check_counts
-from kitforge.foundation.dtype import ExportDtype
+from kitforge.foundation.dtype import WeightDtype
 
 # A configuration makes a dataclass for each block, so absurd counts are refused first.
 MAX_LAYERS = 10_000
@@ -60,7 +60,7 @@ class FamilyConfig(Protocol):
         ...
 
     @property
-    def dtype(self) -> ExportDtype:
+    def dtype(self) -> WeightDtype:
         """The dtype of its published weights, and of an export by default."""
         ...
 

@@ -112,6 +112,10 @@ class RotaryAngles:
             angles = positions.unsqueeze(-1).float() * frequencies
             return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
+    def frequencies(self) -> Tensor:
+        """The frequencies of position 0 [dim / 2], in fp32."""
+        return self._frequencies(torch.zeros(1, 1, dtype=torch.long), None).flatten()
+
     def _frequencies(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
         """[dim / 2], or [B, T, dim / 2] where they depend on the length of the sequence around a token."""
         config, scaling = self.config, self.config.scaling

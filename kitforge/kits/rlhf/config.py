@@ -79,7 +79,10 @@ class StageOptions(RunOptions):
     data: ChatDatasetOptions = field(default_factory=ChatDatasetOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
     inference: InferenceOptions = field(default_factory=InferenceOptions)
-    checkpoint: str | None = None  # run, step or Hugging Face folder to start from, evaluate or generate with
+    # Run, step or Hugging Face folder, .gguf file, named checkpoint (`kitforge models`) or Hub id (NAME/MODEL@REVISION)
+    # to start from, evaluate or generate with.
+    checkpoint: str | None = None
+    format: Literal["huggingface", "gguf"] = "huggingface"  # of `export`
     prompt: Any = None  # prompt or list of prompts for generation and report samples
 
     @property

@@ -47,7 +47,9 @@ class TextGenerationOptions(RunOptions):
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataOptions = field(default_factory=DataOptions)
     inference: InferenceOptions = field(default_factory=InferenceOptions)
-    checkpoint: str | None = None  # run or folder with the weights
+    # Run, folder, .gguf file, named checkpoint (`kitforge models`) or Hub id (NAME/MODEL@REVISION) with the weights.
+    checkpoint: str | None = None
+    format: Literal["huggingface", "gguf"] = "huggingface"  # of `export`
     prompt: Any = None  # one prompt or a list; also for the samples of the report
     tasks: tuple[str, ...] = ()  # benchmarks of `evaluate`: jsonl files, or their names in data.tasks
     limit: int | None = None  # first questions of each benchmark; None: all

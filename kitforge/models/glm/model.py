@@ -12,7 +12,7 @@ from kitforge.core.nn.decoder import MAX_LAYERS, DecoderConfig
 from kitforge.core.nn.mlp import MLPConfig
 from kitforge.core.nn.rotary import RopeScaling, RotaryConfig
 from kitforge.foundation.config import check, check_counts
-from kitforge.foundation.dtype import ExportDtype
+from kitforge.foundation.dtype import WeightDtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class GLMConfig:
     sandwich_norms: bool = False  # GLM-4-0414
     tie_embeddings: bool = False
     attention_dropout: float = 0.0
-    dtype: ExportDtype = "float32"  # of exported weights unless another is asked for; training keeps fp32
+    dtype: WeightDtype = "float32"  # of exported weights unless another is asked for; training keeps fp32
 
     def __post_init__(self) -> None:
         check_counts("model", {"num_layers": self.num_layers}, MAX_LAYERS)

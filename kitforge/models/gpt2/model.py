@@ -10,7 +10,7 @@ from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.decoder import MAX_LAYERS, DecoderConfig
 from kitforge.core.nn.mlp import MLPConfig
 from kitforge.foundation.config import check, check_counts
-from kitforge.foundation.dtype import ExportDtype
+from kitforge.foundation.dtype import WeightDtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class GPT2Config:
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
     scale_by_layer: bool = False  # divide attention scores by the layer's number, counted from 1
-    dtype: ExportDtype = "float32"  # of exported weights unless another is asked for; training keeps fp32
+    dtype: WeightDtype = "float32"  # of exported weights unless another is asked for; training keeps fp32
 
     def __post_init__(self) -> None:
         check_counts("model", {"num_layers": self.num_layers}, MAX_LAYERS)

@@ -277,7 +277,7 @@ def recorded_reference_model(
         return None
     config = checkpoint.state["config"]
     named, start = config.get("reference"), config["checkpoint"]
-    lost = next((each for each in (named or start,) if each is not None and not Path(each).is_dir()), None)
+    lost = next((each for each in (named or start,) if each is not None and not Path(each).exists()), None)
     origin: BaseModelSource | None = None
     begun = replace(options, checkpoint=named, lora=LoraOptions())
     if named is not None and lost is None:

@@ -61,7 +61,7 @@ def _tokenizer_of(given: Any) -> Tokenizer | None:
     if isinstance(given, Run):
         return cast(Tokenizer, given.processor)
     folder = Path(given).expanduser() if isinstance(given, (str, Path)) else None
-    return None if folder is None or not folder.is_dir() else find_tokenizer_or_none(folder)
+    return None if folder is None or not folder.exists() else find_tokenizer_or_none(folder)
 
 
 def _tokenizer_text(tokenizer: Tokenizer) -> str:

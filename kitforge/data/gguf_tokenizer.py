@@ -1,0 +1,338 @@
+"""Tokenizers of GGUF files, as the files of a Hugging Face folder, and back.
+
+A GGUF file holds the tokens, their types, and merges or scores; how a text is split before merging is only a name
+(`tokenizer.ggml.pre`). The rules behind the names are those of llama.cpp's `llama-vocab.cpp`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+from kitforge.data.huggingface_tokenizer import HUGGINGFACE_FILE, HuggingFaceTokenizer
+from kitforge.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from kitforge.data.token_bytes import BYTES_OF_LETTERS
+from kitforge.data.tokenizer_protocol import Tokenizer, parse_object
+from kitforge.foundation.errors import DataError, ModelError, nearest
+
+_PREFIX = "tokenizer.ggml."
+_CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+# Token types of the format.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
+# Further tokens that end a turn or a message.
+_ENDS = ("eos", "eot", "eom")
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_DIGITS, _GPT2 = "single digits", "the pattern of GPT-2"
+# The splits of each `tokenizer.ggml.pre`, in order.
+_SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "olmo", "mpt", "jais"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (_DIGITS, _GPT2)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "falcon3", "glm4"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), (_QWEN2,)),
+}
+# The first name of each group is the one that is written.
+_NAMES = {splits: name for name, splits in reversed(_SPLITS.items())} | {(_GPT2,): "gpt-2", (_LLAMA3,): "llama-bpe"}
+# Vocabularies whose whole words are tokens without merges, as LLaMA 3's; NFC is Qwen's.
+_IGNORES_MERGES, _NFC = ("llama-bpe", "llama3", "llama-v3"), ("qwen2", "deepseek-r1-qwen")
+
+# Texts that a written tokenizer must encode as the one that it was written from.
+_PROBES = (
+    "The year 2026, it's 3.14!  Two spaces,\n\n\ttabs\r\n and 'quotes' don't end.",
+    "def f(x_1):\n    return {'a': [1, 22, 333, 4444]}  # ok",
+    "\u00dcber na\u00efve caf\u00e9s, \u65e5\u672c\u8a9e \U0001f600 \u0645\u0631\u062d\u0628\u0627.",
+    " leading and trailing ",
+)
+
+
+def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of a Hugging Face folder with the tokenizer of a GGUF file. Raises ModelError for one of an unknown
+    kind, or whose lists do not belong together."""
+    read = _Metadata(metadata)
+    if read.model == "gpt2":
+        tokenizer = _byte_level(read)
+    elif read.model == "llama":
+        tokenizer = _sentencepiece(read)
+    else:
+        raise ModelError("a GGUF file has a tokenizer of an unknown kind", got=read.model, expected="gpt2 or llama")
+    named = {f"{role}_token": read.text_of(key) for role, key in _ROLES.items()}
+    ends = list(dict.fromkeys(each for key in _ENDS if (each := read.id_of(key)) is not None))
+    files = {
+        HUGGINGFACE_FILE: tokenizer,
+        _CONFIG: {name: text for name, text in named.items() if text is not None},
+        _GENERATION: {"eos_token_id": ends},
+    }
+    template = metadata.get("tokenizer.chat_template")
+    written = {name: json.dumps(content, ensure_ascii=False).encode() for name, content in files.items()}
+    return written | ({_TEMPLATE: template.encode()} if isinstance(template, str) else {})
+
+
+@final
+class _Metadata:
+    """The tokenizer's entries of a GGUF file, checked."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._values = metadata
+        self.model = metadata.get(f"{_PREFIX}model")
+        self.pre = str(metadata.get(f"{_PREFIX}pre", "default"))
+        self.tokens = self.texts("tokens")
+        self.types = self._list("token_type", [_NORMAL] * len(self.tokens))
+        self.scores = self._list("scores", [0.0] * len(self.tokens))
+        if len(set(self.tokens)) != len(self.tokens):
+            raise ModelError(
+                "a GGUF file names tokens twice", got=f"{len(self.tokens)} tokens", expected="distinct ones"
+            )
+
+    def texts(self, name: str) -> list[str]:
+        """A list of texts."""
+        values = self._values.get(_PREFIX + name)
+        if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+            got = "nothing" if values is None else type(values).__name__
+            raise ModelError(f"a GGUF file lacks {_PREFIX}{name}", got=got, expected="a list of texts")
+        return values
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        return bool(self._values.get(_PREFIX + name, default))
+
+    def id_of(self, role: str) -> int | None:
+        """The token of a role; None if there is none."""
+        value = self._values.get(f"{_PREFIX}{role}_token_id")
+        if value is not None and not (isinstance(value, int) and 0 <= value < len(self.tokens)):
+            expected = f"a token of {len(self.tokens)}"
+            raise ModelError(f"a GGUF file has an impossible {role} token", got=value, expected=expected)
+        return value
+
+    def text_of(self, role: str) -> str | None:
+        """The spelling of the token of a role."""
+        number = self.id_of(role)
+        return None if number is None else self.tokens[number]
+
+    def _list(self, name: str, default: list[Any]) -> list[Any]:
+        values = self._values.get(_PREFIX + name, default)
+        if not isinstance(values, list) or len(values) != len(self.tokens):
+            got = len(values) if isinstance(values, list) else type(values).__name__
+            raise ModelError(f"{_PREFIX}{name} has another length", got=got, expected=len(self.tokens))
+        return values
+
+    def added(self) -> list[dict[str, Any]]:
+        """Control tokens as special added tokens, user-defined ones as plain added tokens."""
+        kinds = {_CONTROL: True, _USER_DEFINED: False}
+        shared = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        return [
+            {"id": number, "content": text, "special": kinds[kind], **shared}
+            for number, (text, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind in kinds
+        ]
+
+    def post_processor(self, *, begins: bool) -> dict[str, Any] | None:
+        """What puts the begin and end token around a text; None if nothing does. `begins`: the kind's default."""
+        sides = [
+            self.text_of(role) if self.flag(f"add_{role}_token", default) else None
+            for role, default in (("bos", begins), ("eos", False))
+        ]
+        if sides == [None, None]:
+            return None
+        around = [None if text is None else {"SpecialToken": {"id": text, "type_id": 0}} for text in sides]
+        known = {text: {"id": text, "ids": [self.tokens.index(text)], "tokens": [text]} for text in sides if text}
+        single = [around[0], {"Sequence": {"id": "A", "type_id": 0}}, around[1]]
+        pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+        return {
+            "type": "TemplateProcessing",
+            "single": [each for each in single if each],
+            "pair": [each for each in pair if each],
+            "special_tokens": known,
+        }
+
+
+def _byte_level(read: _Metadata) -> dict[str, Any]:
+    """tokenizer.json of byte-level BPE (Radford et al., 2019)."""
+    if read.pre not in _SPLITS:
+        message = f"a GGUF file has an unknown tokenizer.ggml.pre {read.pre!r}"
+        raise ModelError(message, expected=", ".join(_SPLITS), fix=nearest(read.pre, _SPLITS))
+    merges = [merge.split(" ") for merge in read.texts("merges")]
+    if not all(len(pair) == 2 for pair in merges):
+        raise ModelError("a GGUF file has a merge that is no pair", expected="two tokens with a space between them")
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    steps = [_split_step(split) for split in _SPLITS[read.pre] if split != _GPT2]
+    steps.append({**byte_level, "use_regex": _GPT2 in _SPLITS[read.pre]})
+    return {
+        "version": "1.0",
+        "added_tokens": read.added(),
+        "normalizer": {"type": "NFC"} if read.pre in _NFC else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": read.post_processor(begins=read.pre in _IGNORES_MERGES),
+        "decoder": {**byte_level, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "ignore_merges": read.pre in _IGNORES_MERGES,
+            "vocab": {text: number for number, text in enumerate(read.tokens)},
+            "merges": merges,
+        },
+    }
+
+
+def _split_step(split: str) -> dict[str, Any]:
+    if split == _DIGITS:
+        return {"type": "Digits", "individual_digits": True}
+    return {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
+
+
+def _sentencepiece(read: _Metadata) -> dict[str, Any]:
+    """tokenizer.json of sentencepiece's BPE (Kudo & Richardson, 2018): two neighbours merge into the token of the
+    highest score that they spell."""
+    vocab = {text: number for number, text in enumerate(read.tokens)}
+    mergeable = (_NORMAL, _USER_DEFINED, _UNUSED)
+    pieces = [number for number, kind in enumerate(read.types) if kind in mergeable]
+    unknown = next((text for text, kind in zip(read.tokens, read.types, strict=True) if kind == _UNKNOWN), None)
+    prefix = [{"type": "Prepend", "prepend": "\u2581"}] if read.flag("add_space_prefix", True) else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    return {
+        "version": "1.0",
+        "added_tokens": read.added(),
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, _replace(" ", "\u2581")]},
+        "pre_tokenizer": None,
+        "post_processor": read.post_processor(begins=True),
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [_replace("\u2581", " "), {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
+        },
+        "model": {
+            "type": "BPE",
+            "unk_token": unknown,
+            "fuse_unk": True,
+            "byte_fallback": _BYTE in read.types,
+            "vocab": vocab,
+            "merges": _merges(read.tokens, read.scores, pieces, vocab),
+        },
+    }
+
+
+def _replace(pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+def _merges(
+    tokens: Sequence[str], scores: Sequence[float], pieces: Iterable[int], vocab: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """Every pair of tokens that spells a third, the highest score first; of equal scores the earlier token first."""
+    found = []
+    for number in pieces:
+        text = tokens[number]
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in vocab and right in vocab:
+                found.append((-scores[number], vocab[left], vocab[right], left, right))
+    return [(left, right) for _, _, _, left, right in sorted(found)]
+
+
+def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
+    """The tokenizer's entries of a GGUF file, with a name for each of the model's `vocab_size` tokens. Raises DataError
+    for a tokenizer that the format cannot express: the entries are read back and must encode probe texts alike."""
+    template = None
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        entries = _entries_of_json(parse_object(HUGGINGFACE_FILE, tokenizer.files[HUGGINGFACE_FILE]))
+        template = tokenizer.chat_templates.get("default")
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        numbers = {"normal": _NORMAL, "unknown": _UNKNOWN, "control": _CONTROL, "byte": _BYTE}
+        pieces = tokenizer.scored_pieces()
+        entries = {
+            "model": "llama",
+            "tokens": [text for text, _, _ in pieces],
+            "scores": [score for _, score, _ in pieces],
+            "token_type": [numbers[kind] for _, _, kind in pieces],
+            "add_space_prefix": tokenizer.token_bytes(tokenizer.encode("a")[0]).startswith(b" "),
+        }
+    else:
+        entries = _entries_of_bytes(tokenizer)
+    named = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "padding": tokenizer.pad_id}
+    entries |= {f"{role}_token_id": number for role, number in named.items() if number is not None}
+    entries["eot_token_id"] = tokenizer.eos_ids[-1]
+    before, after = tokenizer.encode_prompt(""), []
+    if before and before[-1] == tokenizer.eos_id:
+        before, after = before[:-1], [before[-1]]
+    entries |= {"add_bos_token": before == [tokenizer.bos_id], "add_eos_token": bool(after)}
+    missing = range(len(entries["tokens"]), vocab_size)
+    entries["tokens"] = [*entries["tokens"], *(f"[PAD{number}]" for number in missing)]
+    entries["token_type"] = [*entries["token_type"], *(_UNUSED for _ in missing)]
+    if "scores" in entries:
+        entries["scores"] = [*entries["scores"], *(-1e4 for _ in missing)]
+    metadata = {_PREFIX + name: value for name, value in entries.items()}
+    metadata |= {} if template is None else {"tokenizer.chat_template": template}
+    written = HuggingFaceTokenizer(tokenizer_files(metadata))
+    for probe in _PROBES:
+        if written.encode_prompt(probe) != tokenizer.encode_prompt(probe):
+            got = f"{probe[:20]!r}... would become other tokens"
+            fix = "export as a Hugging Face folder, and convert it with llama.cpp's convert_hf_to_gguf.py"
+            raise DataError("this tokenizer cannot be written into a GGUF file", got=got, fix=fix)
+    return metadata
+
+
+def _entries_of_json(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a tokenizer.json with BPE."""
+    model, added = content["model"], {each["id"]: each for each in content.get("added_tokens") or []}
+    if model.get("type") != "BPE":
+        got = f"tokenizer.json with {model.get('type')}"
+        raise DataError("this tokenizer cannot be written into a GGUF file", got=got, expected="BPE")
+    names = {number: text for text, number in model["vocab"].items()}
+    names |= {number: each["content"] for number, each in added.items()}
+    tokens = [names.get(number, f"[PAD{number}]") for number in range(max(names) + 1)]
+    types = [_NORMAL if number in names else _UNUSED for number in range(len(tokens))]
+    for number, each in added.items():
+        types[number] = _CONTROL if each["special"] else _USER_DEFINED
+    merges = [tuple(each.split(" ")) if isinstance(each, str) else tuple(each) for each in model["merges"]]
+    if not model.get("byte_fallback"):
+        splits = tuple(_splits_of(content.get("pre_tokenizer") or {}))
+        if splits not in _NAMES:
+            raise DataError(
+                "this tokenizer cannot be written into a GGUF file",
+                got=f"a pre_tokenizer of the rules {list(splits)}",
+                expected=f"the rules of one of {', '.join(_SPLITS)}",
+            )
+        spelled = [f"{left} {right}" for left, right in merges]
+        return {"model": "gpt2", "pre": _NAMES[splits], "tokens": tokens, "token_type": types, "merges": spelled}
+    scores = {left + right: -float(rank) for rank, (left, right) in reversed(list(enumerate(merges)))}
+    for number, text in enumerate(tokens):
+        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+            types[number] = _BYTE
+        elif text == model.get("unk_token"):
+            types[number] = _UNKNOWN
+    steps = (content.get("normalizer") or {}).get("normalizers") or [content.get("normalizer") or {}]
+    return {
+        "model": "llama",
+        "tokens": tokens,
+        "token_type": types,
+        "scores": [scores.get(text, -1e4) for text in tokens],
+        "add_space_prefix": any(step.get("type") == "Prepend" for step in steps),
+    }
+
+
+def _splits_of(step: Mapping[str, Any]) -> Iterator[str]:
+    """The rules of a pre-tokenizer, in order."""
+    if step.get("type") == "Sequence":
+        for each in step["pretokenizers"]:
+            yield from _splits_of(each)
+    elif step.get("type") == "Digits" and step.get("individual_digits"):
+        yield _DIGITS
+    elif step.get("type") == "Split" and isinstance(step.get("pattern"), Mapping):
+        yield str(next(iter(step["pattern"].values())))
+    elif step.get("type") == "ByteLevel" and not step.get("add_prefix_space"):
+        yield from [_GPT2] if step.get("use_regex", True) else []
+    else:
+        yield str(step.get("type"))
+
+
+def _entries_of_bytes(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The entries of a tokenizer whose tokens are single bytes, as byte-level BPE without merges."""
+    letters = {byte: letter for letter, byte in BYTES_OF_LETTERS.items()}
+    spelled = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+    tokens = [
+        f"<|{number}|>" if not each else "".join(letters[byte] for byte in each) for number, each in enumerate(spelled)
+    ]
+    types = [_NORMAL if each else _CONTROL for each in spelled]
+    return {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": types, "merges": []}

@@ -1,0 +1,290 @@
+"""GGUF files as published weights, in and out: LLaMA, Mistral, Qwen2 and Qwen3.
+
+Names of tensors are translated by the package `gguf`, which has them for every architecture of llama.cpp. In its
+architecture `llama` neighbouring features rotate together, so rows of queries and keys are stored in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kitforge.core.nn.rotary import RopeScaling, RotaryAngles, RotaryConfig
+from kitforge.data.gguf_file import GgufFile
+from kitforge.data.optional_imports import import_optional
+from kitforge.foundation.dtype import ExportDtype
+from kitforge.foundation.errors import CheckpointError, ModelError, nearest
+from kitforge.foundation.files import atomic_file
+from kitforge.models.llama import convert as llama
+from kitforge.models.llama.model import LlamaConfig
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_ROPE_FACTORS = "rope_freqs.weight"
+# LLaMA 3's interpolation, of which a file keeps the resulting factors alone.
+_LLAMA3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# `general.file_type` of llama.cpp.
+_FILE_TYPES: dict[ExportDtype, int] = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}
+_KINDS: dict[ExportDtype, str] = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0", "bfloat16": "BF16"}
+
+
+@final
+class GgufWeights:
+    """The weights of a GGUF file by Hugging Face's names, with a config.json made of its metadata. Raises ModelError
+    for an architecture or a tensor type that is unknown, naming it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = GgufFile(path)
+        self._architecture = str(self._file.metadata.get("general.architecture"))
+        if self._architecture not in ARCHITECTURES:
+            raise ModelError(
+                f"{path} has an architecture that Kitforge does not read from GGUF files",
+                got=self._architecture,
+                expected=", ".join(ARCHITECTURES),
+                fix=nearest(self._architecture, ARCHITECTURES),
+            )
+        self.config = self._config()
+        config = llama.read_config(self.config)
+        translate = _translator(self._architecture, config.num_layers)
+        theirs = {mapping.theirs for mapping in llama.tensor_mappings(config, self._architecture)}
+        names = {translate(name): name for name in theirs}
+        self._names = {names.get(name, name): name for name in self._file.tensors if name != _ROPE_FACTORS}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors."""
+        return {name: self._file.tensors[own].shape for name, own in self._names.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a tensor is stored; float16, which scales of blocks have, for quantized ones."""
+        return _DTYPES.get(self._file.tensors[self._names[name]].kind, torch.float16)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as stored; a quantized one is decoded to float32 on every call."""
+        own = self._names[name]
+        tensor = torch.from_numpy(np.array(self._file.values(own)))
+        if self._file.tensors[own].kind == "BF16":
+            tensor = tensor.view(torch.bfloat16)
+        heads = _rotated_heads(name, self.config) if self._architecture == "llama" else None
+        return tensor if heads is None else _to_halves(tensor, heads)
+
+    def _config(self) -> dict[str, Any]:
+        """The values of config.json."""
+        embedding, dim = self._file.tensors.get("token_embd.weight"), self._value("embedding_length")
+        heads, rope = self._value("attention.head_count"), self._value("rope.freq_base", 10000.0)
+        config = {
+            "model_type": self._architecture,
+            "vocab_size": None if embedding is None else embedding.shape[0],
+            "hidden_size": dim,
+            "num_hidden_layers": self._value("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._value("attention.head_count_kv", heads),
+            "head_dim": self._value("attention.key_length", None) or self._value("rope.dimension_count", None),
+            "intermediate_size": self._value("feed_forward_length"),
+            "max_position_embeddings": self._value("context_length"),
+            "rms_norm_eps": round(float(self._value("attention.layer_norm_rms_epsilon")), 12),
+            "tie_word_embeddings": "output.weight" not in self._file.tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self._file.tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in self._file.tensors,
+        }
+        kinds = {"linear": "linear", "yarn": "yarn"}
+        scaling: dict[str, Any] = {"rope_type": "default", "rope_theta": rope}
+        if (kind := self._value("rope.scaling.type", "none")) in kinds:
+            original = self._value("rope.scaling.original_context_length", None)
+            scaling |= {"rope_type": kind, "factor": self._value("rope.scaling.factor")}
+            scaling |= {} if original is None else {"original_max_position_embeddings": original}
+        elif kind != "none":
+            raise ModelError(f"{self.path} scales its positions in an unknown way", got=kind, expected="linear or yarn")
+        if _ROPE_FACTORS in self._file.tensors:
+            scaling |= self._llama3(config, rope)
+        return config | {"rope_parameters": scaling}
+
+    def _llama3(self, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
+        """The options of LLaMA 3's interpolation that give the file's factors."""
+        factors = torch.from_numpy(np.array(self._file.values(_ROPE_FACTORS))).float().flatten()
+        factor, dim = float(factors.max()), 2 * factors.numel()
+        made = _rope_factors(dim, theta, int(config["max_position_embeddings"]), factor)
+        if not torch.allclose(made, factors, rtol=1e-4):
+            got = f"{_ROPE_FACTORS} up to {factor:g} that are not those of LLaMA 3"
+            raise ModelError(
+                f"{self.path} scales its positions in an unknown way", got=got, expected="LLaMA 3's factors"
+            )
+        return {"rope_type": "llama3", "factor": factor} | _LLAMA3
+
+    def _value(self, key: str, *default: Any) -> Any:
+        """A number of the architecture's metadata. Raises ModelError without one that has no default."""
+        name = f"{self._architecture}.{key}"
+        value = self._file.metadata.get(name, *default)
+        if value is None and not default:
+            raise ModelError(f"{self.path} lacks a value that its architecture needs", expected=name)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise ModelError(
+                    f"{self.path} has layers of different shapes", got=f"{name}={value[:9]}", expected="one"
+                )
+            return value[0]
+        return value
+
+
+def write_gguf(
+    path: Path,
+    config: LlamaConfig,
+    outline: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, Tensor]],
+    tokenizer: Mapping[str, Any],
+    dtype: ExportDtype,
+) -> None:
+    """Write a GGUF file, one tensor at a time. `outline`: shapes by Hugging Face's names, in the order of `tensors`.
+    `tokenizer`: its entries of the metadata. Matrices are written in `dtype`, vectors in F32, and so are, in F16, those
+    whose rows are no multiple of Q8_0's blocks. Raises ModelError for options that llama.cpp does not have."""
+    gguf = import_optional("gguf", needed_for="writing a GGUF file", extra="transformers")
+    values = llama.write_config(config)
+    architecture, metadata = _metadata(config, values, path.stem)
+    translate, factors = _translator(architecture, config.num_layers), _written_factors(config)
+    heads = values if architecture == "llama" else {}
+    shapes = dict(outline) | ({} if factors is None else {_ROPE_FACTORS: tuple(factors.shape)})
+    kinds = {name: getattr(gguf.GGMLQuantizationType, _kind_of(shape, dtype)) for name, shape in shapes.items()}
+    try:
+        with atomic_file(path) as file:
+            writer = gguf.GGUFWriter(file.name, architecture)
+            for name, value in (metadata | {"general.file_type": _FILE_TYPES[dtype]} | dict(tokenizer)).items():
+                _add_value(writer, name, value)
+            for name, shape in shapes.items():
+                stored = _stored_shape(gguf, shape, kinds[name])
+                own = name if name == _ROPE_FACTORS else translate(name)
+                writer.add_tensor_info(own, stored, np.dtype(np.uint8), int(np.prod(stored)), kinds[name])
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for name, tensor in tensors:
+                count = _rotated_heads(name, heads)
+                rows = tensor.float() if count is None else _to_pairs(tensor.float(), count)
+                writer.write_tensor_data(gguf.quants.quantize(rows.numpy(), kinds[name]).view(np.uint8))
+            if factors is not None:
+                writer.write_tensor_data(factors.numpy().view(np.uint8))
+            writer.close()
+    except OSError as error:
+        fix = "make room, or choose another place"
+        raise CheckpointError(f"{path} could not be written: {error}", fix=fix) from error
+
+
+def _kind_of(shape: tuple[int, ...], dtype: ExportDtype) -> str:
+    """The tensor type of a weight."""
+    if len(shape) == 1:
+        return "F32"
+    return "F16" if dtype == "q8_0" and shape[-1] % 32 else _KINDS[dtype]
+
+
+def _stored_shape(gguf: Any, shape: tuple[int, ...], kind: Any) -> tuple[int, ...]:
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    return (*shape[:-1], shape[-1] // elements * size)
+
+
+def _metadata(config: LlamaConfig, values: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]]:
+    """The architecture, and the metadata without the tokenizer. Raises ModelError for options that it lacks."""
+    kind = values["model_type"]
+    if config.sliding_window is not None and config.sliding_window < config.max_length:
+        got, fix = f"sliding_window={config.sliding_window}", "export as a Hugging Face folder"
+        raise ModelError("llama.cpp would ignore the sliding window of this model", got=got, fix=fix)
+    head_dim, rope = values["head_dim"], values["rope_parameters"]
+    scaling = config.rope_scaling
+    if scaling is not None and (scaling.kind not in ("linear", "yarn", "llama3") or _has_own_yarn(scaling)):
+        raise ModelError("a GGUF file cannot hold this rope_scaling", got=scaling, expected="linear, yarn or LLaMA 3's")
+    architecture = "llama" if kind == "mistral" else str(kind)
+    numbers: dict[str, Any] = {
+        "block_count": config.num_layers,
+        "context_length": config.max_length,
+        "embedding_length": config.dim,
+        "feed_forward_length": config.mlp_dim,
+        "vocab_size": config.vocab_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": values["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "rope.dimension_count": head_dim,
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
+    if scaling is not None and scaling.kind != "llama3":
+        numbers |= {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor or 1.0}
+        numbers |= {"rope.scaling.original_context_length": scaling.original_length or config.max_length}
+    general = {"general.name": name, "general.quantization_version": 2}
+    return architecture, general | {f"{architecture}.{key}": value for key, value in numbers.items()}
+
+
+def _has_own_yarn(scaling: RopeScaling) -> bool:
+    """Whether options beside the factor differ from the defaults of their kind."""
+    plain = RopeScaling(kind=scaling.kind, factor=scaling.factor, original_length=scaling.original_length)
+    return scaling.kind != "llama3" and scaling != plain
+
+
+def _written_factors(config: LlamaConfig) -> Tensor | None:
+    """LLaMA 3's factors of the rotary frequencies [head_dim / 2]; None for another scaling."""
+    if config.rope_scaling is None or config.rope_scaling.kind != "llama3":
+        return None
+    dim = config.head_dim or config.dim // config.num_heads
+    return _factors(dim, config.rope_theta, config.max_length, config.rope_scaling)
+
+
+def _rope_factors(dim: int, theta: float, max_length: int, factor: float) -> Tensor:
+    scaling = RopeScaling(kind="llama3", factor=factor, original_length=8192)
+    return _factors(dim, theta, max_length, scaling)
+
+
+def _factors(dim: int, theta: float, max_length: int, scaling: RopeScaling) -> Tensor:
+    """What LLaMA 3's interpolation divides each frequency by [dim / 2]."""
+    angles = RotaryAngles(RotaryConfig(dim=dim, theta=theta, max_length=max_length, scaling=scaling))
+    return (1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)) / angles.frequencies()
+
+
+def _translator(architecture: str, num_layers: int) -> Callable[[str], str]:
+    """From Hugging Face's names of tensors to those of GGUF files."""
+    gguf = import_optional("gguf", needed_for="a GGUF file", extra="transformers")
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture], num_layers)
+
+    def translate(name: str) -> str:
+        own: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if own is None:
+            raise ModelError("a GGUF file has no name for this tensor", got=name, expected=f"those of {architecture}")
+        return own
+
+    return translate
+
+
+def _rotated_heads(name: str, config: Mapping[str, Any]) -> int | None:
+    """The number of heads of a tensor whose rows are in another order in architecture `llama`; None for the others."""
+    keys = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    found = next((key for part, key in keys.items() if f".{part}." in name), None)
+    return config.get(found) if found is not None else None
+
+
+def _to_halves(rows: Tensor, num_heads: int) -> Tensor:
+    """Rows of pairs (2i, 2i + 1) as rows of halves (i, i + head_dim / 2)."""
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape).contiguous()
+
+
+def _to_pairs(rows: Tensor, num_heads: int) -> Tensor:
+    """The inverse of `_to_halves`."""
+    halves = rows.reshape(num_heads, 2, -1, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape).contiguous()
+
+
+def _add_value(writer: Any, name: str, value: Any) -> None:
+    """Add an entry of the metadata in the type that llama.cpp expects of its kind."""
+    if isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, int):
+        writer.add_uint32(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
+    elif isinstance(value, str):
+        writer.add_string(name, value)
+    elif value:
+        writer.add_array(name, value)
