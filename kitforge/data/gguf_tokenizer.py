@@ -158,6 +158,7 @@ def _byte_level(read: _Metadata) -> dict[str, Any]:
     merges = [merge.split(" ") for merge in read.texts("merges")]
     if not all(len(pair) == 2 for pair in merges):
         raise ModelError("a GGUF file has a merge that is no pair", expected="two tokens with a space between them")
+    vocab = {text: number for number, text in enumerate(read.tokens)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     steps = [_split_step(split) for split in _SPLITS[read.pre] if split != _GPT2]
     steps.append({**byte_level, "use_regex": _GPT2 in _SPLITS[read.pre]})
@@ -171,8 +172,9 @@ def _byte_level(read: _Metadata) -> dict[str, Any]:
         "model": {
             "type": "BPE",
             "ignore_merges": read.pre in _IGNORES_MERGES,
-            "vocab": {text: number for number, text in enumerate(read.tokens)},
-            "merges": merges,
+            "vocab": vocab,
+            # As in llama.cpp, where what spells no token falls apart again.
+            "merges": [pair for pair in merges if "".join(pair) in vocab],
         },
     }
 
@@ -188,7 +190,7 @@ def _sentencepiece(read: _Metadata) -> dict[str, Any]:
     highest score that they spell."""
     vocab = {text: number for number, text in enumerate(read.tokens)}
     mergeable = (_NORMAL, _USER_DEFINED, _UNUSED)
-    pieces = [number for number, kind in enumerate(read.types) if kind in mergeable]
+    candidates = [number for number, kind in enumerate(read.types) if kind in mergeable]
     unknown = next((text for text, kind in zip(read.tokens, read.types, strict=True) if kind == _UNKNOWN), None)
     prefix = [{"type": "Prepend", "prepend": "\u2581"}] if read.flag("add_space_prefix", True) else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
@@ -208,7 +210,7 @@ def _sentencepiece(read: _Metadata) -> dict[str, Any]:
             "fuse_unk": True,
             "byte_fallback": _BYTE in read.types,
             "vocab": vocab,
-            "merges": _merges(read.tokens, read.scores, pieces, vocab),
+            "merges": _merges(read.tokens, read.scores, candidates, vocab),
         },
     }
 
@@ -218,11 +220,11 @@ def _replace(pattern: str, content: str) -> dict[str, Any]:
 
 
 def _merges(
-    tokens: Sequence[str], scores: Sequence[float], pieces: Iterable[int], vocab: Mapping[str, int]
+    tokens: Sequence[str], scores: Sequence[float], candidates: Iterable[int], vocab: Mapping[str, int]
 ) -> list[tuple[str, str]]:
     """Every pair of tokens that spells a third, the highest score first; of equal scores the earlier token first."""
     found = []
-    for number in pieces:
+    for number in candidates:
         text = tokens[number]
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
@@ -240,12 +242,12 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         template = tokenizer.chat_templates.get("default")
     elif isinstance(tokenizer, SentencePieceTokenizer):
         numbers = {"normal": _NORMAL, "unknown": _UNKNOWN, "control": _CONTROL, "byte": _BYTE}
-        pieces = tokenizer.scored_pieces()
+        scored = tokenizer.scored_tokens()
         entries = {
             "model": "llama",
-            "tokens": [text for text, _, _ in pieces],
-            "scores": [score for _, score, _ in pieces],
-            "token_type": [numbers[kind] for _, _, kind in pieces],
+            "tokens": [text for text, _, _ in scored],
+            "scores": [score for _, score, _ in scored],
+            "token_type": [numbers[kind] for _, _, kind in scored],
             "add_space_prefix": tokenizer.token_bytes(tokenizer.encode("a")[0]).startswith(b" "),
         }
     else:
@@ -335,4 +337,6 @@ def _entries_of_bytes(tokenizer: Tokenizer) -> dict[str, Any]:
         f"<|{number}|>" if not each else "".join(letters[byte] for byte in each) for number, each in enumerate(spelled)
     ]
     types = [_NORMAL if each else _CONTROL for each in spelled]
-    return {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": types, "merges": []}
+    # An empty list cannot be written, and llama.cpp wants one: this merge spells no token, so it is never made.
+    unused = f"{letters[0]} {letters[0]}"
+    return {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": types, "merges": [unused]}

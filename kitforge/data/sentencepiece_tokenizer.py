@@ -125,7 +125,7 @@ class SentencePieceTokenizer:
             else token_text.replace(_SPACE_LETTER, " ").encode()
         )
 
-    def scored_pieces(self) -> list[tuple[str, float, str]]:
+    def scored_tokens(self) -> list[tuple[str, float, str]]:
         """Spelling, score and kind (normal, unknown, control, byte) of every piece."""
         processor = self._processor
         kinds = {"unknown": processor.is_unknown, "control": processor.is_control, "byte": processor.is_byte}

@@ -25,8 +25,8 @@ from kitforge.models.llama.model import LlamaConfig
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _ROPE_FACTORS = "rope_freqs.weight"
-# LLaMA 3's interpolation, of which a file keeps the resulting factors alone.
-_LLAMA3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# LLaMA 3's interpolation, of which a file keeps the resulting factors, and we the length as well.
+_LLAMA3_LENGTH = 8192
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # `general.file_type` of llama.cpp.
 _FILE_TYPES: dict[ExportDtype, int] = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}
@@ -108,13 +108,16 @@ class GgufWeights:
         """The options of LLaMA 3's interpolation that give the file's factors."""
         factors = torch.from_numpy(np.array(self._file.values(_ROPE_FACTORS))).float().flatten()
         factor, dim = float(factors.max()), 2 * factors.numel()
-        made = _rope_factors(dim, theta, int(config["max_position_embeddings"]), factor)
+        original = self._value("rope.scaling.original_context_length", _LLAMA3_LENGTH)
+        scaling = RopeScaling(kind="llama3", factor=factor, original_length=original)
+        made = _factors(dim, theta, int(config["max_position_embeddings"]), scaling)
         if not torch.allclose(made, factors, rtol=1e-4):
             got = f"{_ROPE_FACTORS} up to {factor:g} that are not those of LLaMA 3"
             raise ModelError(
                 f"{self.path} scales its positions in an unknown way", got=got, expected="LLaMA 3's factors"
             )
-        return {"rope_type": "llama3", "factor": factor} | _LLAMA3
+        # The other options have LLaMA 3's values as defaults.
+        return {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original}
 
     def _value(self, key: str, *default: Any) -> Any:
         """A number of the architecture's metadata. Raises ModelError without one that has no default."""
@@ -193,7 +196,7 @@ def _metadata(config: LlamaConfig, values: Mapping[str, Any], name: str) -> tupl
         raise ModelError("llama.cpp would ignore the sliding window of this model", got=got, fix=fix)
     head_dim, rope = values["head_dim"], values["rope_parameters"]
     scaling = config.rope_scaling
-    if scaling is not None and (scaling.kind not in ("linear", "yarn", "llama3") or _has_own_yarn(scaling)):
+    if scaling is not None and (scaling.kind not in ("linear", "yarn", "llama3") or _has_further_options(scaling)):
         raise ModelError("a GGUF file cannot hold this rope_scaling", got=scaling, expected="linear, yarn or LLaMA 3's")
     architecture = "llama" if kind == "mistral" else str(kind)
     numbers: dict[str, Any] = {
@@ -210,17 +213,17 @@ def _metadata(config: LlamaConfig, values: Mapping[str, Any], name: str) -> tupl
         "rope.dimension_count": head_dim,
         "rope.freq_base": float(rope["rope_theta"]),
     }
+    if scaling is not None:
+        numbers["rope.scaling.original_context_length"] = scaling.original_length or config.max_length
     if scaling is not None and scaling.kind != "llama3":
         numbers |= {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor or 1.0}
-        numbers |= {"rope.scaling.original_context_length": scaling.original_length or config.max_length}
     general = {"general.name": name, "general.quantization_version": 2}
     return architecture, general | {f"{architecture}.{key}": value for key, value in numbers.items()}
 
 
-def _has_own_yarn(scaling: RopeScaling) -> bool:
-    """Whether options beside the factor differ from the defaults of their kind."""
-    plain = RopeScaling(kind=scaling.kind, factor=scaling.factor, original_length=scaling.original_length)
-    return scaling.kind != "llama3" and scaling != plain
+def _has_further_options(scaling: RopeScaling) -> bool:
+    """Whether options beside factor and length differ from the defaults of their kind."""
+    return scaling != RopeScaling(kind=scaling.kind, factor=scaling.factor, original_length=scaling.original_length)
 
 
 def _written_factors(config: LlamaConfig) -> Tensor | None:
@@ -229,11 +232,6 @@ def _written_factors(config: LlamaConfig) -> Tensor | None:
         return None
     dim = config.head_dim or config.dim // config.num_heads
     return _factors(dim, config.rope_theta, config.max_length, config.rope_scaling)
-
-
-def _rope_factors(dim: int, theta: float, max_length: int, factor: float) -> Tensor:
-    scaling = RopeScaling(kind="llama3", factor=factor, original_length=8192)
-    return _factors(dim, theta, max_length, scaling)
 
 
 def _factors(dim: int, theta: float, max_length: int, scaling: RopeScaling) -> Tensor:
@@ -286,5 +284,5 @@ def _add_value(writer: Any, name: str, value: Any) -> None:
         writer.add_float32(name, value)
     elif isinstance(value, str):
         writer.add_string(name, value)
-    elif value:
+    else:
         writer.add_array(name, value)

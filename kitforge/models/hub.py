@@ -141,8 +141,9 @@ def _is_local(path: Path) -> bool:
 
 
 def _is_hub_id(text: str) -> bool:
-    """Whether a text has the form of a Hub id. `runs/latset` has it too: below a local folder it is a path."""
-    return _HUB_ID.fullmatch(text) is not None and not Path(text.split("/")[0]).exists()
+    """Whether a text has the form of a Hub id. `runs/latset` has it too: below `runs` or a local folder it is a path."""
+    first = text.split("/")[0]
+    return _HUB_ID.fullmatch(text) is not None and first != "runs" and not Path(first).exists()
 
 
 def _from_hub(model: str) -> Path:
