@@ -2,28 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from kitforge.core.checkpoint.all_or_none import collective_try
 from kitforge.core.checkpoint.gather import GatheredParameters
+from kitforge.core.nn.linear import Linear, quantize_weight
+from kitforge.core.nn.lora import (
+    FACTORS,
+    LoraConfig,
+    active_adapter,
+    adapter_tensors,
+    attach,
+    initial_down,
+    merge_factors,
+    row_norms,
+)
+from kitforge.core.nn.lora import config_of as config_of_adapter
+from kitforge.core.nn.quantized import quantize_linears
 from kitforge.core.parallel import collectives
-from kitforge.core.parallel.parallelize import parallel_model_of
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of
 from kitforge.core.parallel.world import ALONE
 from kitforge.data.gguf_file import GGUF_SUFFIX
 from kitforge.data.gguf_tokenizer import tokenizer_metadata
-from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig
-from kitforge.foundation.config import to_dict
+from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, find_tokenizer
+from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, export_dtype
-from kitforge.foundation.errors import KitforgeError
+from kitforge.foundation.errors import DataError, KitforgeError, ModelError, nearest
 from kitforge.models import loading
-from kitforge.models.catalog import config_of
+from kitforge.models.catalog import config_of, config_of_network, exportable_config
+from kitforge.models.hub import resolve
 from kitforge.models.loading import StoredModel
+from kitforge.models.peft import base_of, is_adapter, read_factors, save_adapter
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
 from kitforge.trainer.options import RunOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraOptions:
+    """Low-rank adapters on a frozen base model: LoRA (Hu et al., 2021), DoRA (Liu et al., 2024), or QLoRA (Dettmers et
+    al., 2023). Several roles of a task share the base model, and each has its own adapter."""
+
+    rank: int = 0  # LoRA rank; 0: full fine-tuning
+    # lora; dora: the norm of each row is trained as well; qlora: LoRA on a base model in whole numbers of lora.bits.
+    kind: Literal["lora", "dora", "qlora"] = "lora"
+    bits: Literal[4, 8] = 4  # of the linear layers of the base model, with kind=qlora
+    alpha: float = 16.0  # LoRA alpha; adapter outputs are scaled by alpha / rank
+    target_modules: tuple[str, ...] = ("query", "value")  # linear layers with an adapter, by last name
+    path: str | None = None  # PEFT adapter folder to start from, of the same rank, alpha and modules
+
+    def __post_init__(self) -> None:
+        check(self.rank >= 0, "lora.rank", self.rank, "a whole number of at least 1, or 0 for none")
+        check(self.is_on or self.path is None, "lora.path", self.path, "null without lora.rank")
+        check(self.is_on or self.kind == "lora", "lora.kind", self.kind, "lora without a rank", "add lora.rank=8")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether LoRA adapters are trained instead of the weights."""
+        return self.rank > 0
+
+    @property
+    def quantized_bits(self) -> Literal[4, 8] | None:
+        """Bits of the base model's linear layers; None: they stay in floating point."""
+        return self.bits if self.is_on and self.kind == "qlora" else None
+
+    @property
+    def config(self) -> LoraConfig:
+        """The configuration for `core.nn.lora`."""
+        kind: Literal["lora", "dora"] = "dora" if self.kind == "dora" else "lora"
+        return LoraConfig(kind=kind, rank=self.rank, alpha=self.alpha, target_modules=self.target_modules)
+
+    def check_parallel(self, degrees: ParallelConfig) -> None:
+        """Raise ConfigError for a kind that the degrees cannot cut."""
+        fix = "lora.kind=lora runs on every axis"
+        if self.kind == "dora":
+            expected = "1 with lora.kind=dora, which needs the norms of whole rows"
+            check(degrees.tensor == 1, "parallel.tensor", degrees.tensor, expected, fix)
+        if self.quantized_bits is not None:
+            for axis in ("tensor", "shard"):
+                degree, expected = getattr(degrees, axis), "1 with lora.kind=qlora, whose blocks are not cut"
+                check(degree == 1, f"parallel.{axis}", degree, expected, fix)
 
 
 def resolved_options(
@@ -44,24 +110,47 @@ def resolved_options(
 def save_language_model(
     model: nn.Module, folder: Path, tokenizer: Tokenizer | None, dtype: ExportDtype | None = None
 ) -> None:
-    """Write a Hugging Face folder that `transformers` and Kitforge load, or a GGUF file where `folder` ends so. `dtype`
-    of the weights: by default that of the published ones. For a sharded model all ranks call this, and rank 0 writes
-    tensor by tensor."""
-    config = loading.exportable_config(model)
+    """Write a Hugging Face folder that `transformers` and Kitforge load, or a GGUF file where `folder` ends so; an
+    active adapter is merged. `dtype` of the weights: by default that of the published ones. For a sharded model all
+    ranks call this, and rank 0 writes tensor by tensor."""
+    config = exportable_config(model)
     parallel = parallel_model_of(model, ALONE)
     names = loading.exported_names(config)
-    weights = GatheredParameters(parallel, names, export_dtype(dtype or config.dtype))
+    read, finish = _merged_reader(model, parallel, names, export_dtype(dtype or config.dtype))
 
     def write() -> None:
         try:
             if parallel.rank == 0:
                 ids = _write_tokenizer(folder, tokenizer, config.decoder().vocab_size)
-                loading.save(model, folder, extra=ids, weights=weights, dtype=dtype)
+                loading.save(model, folder, extra=ids, read=read, dtype=dtype)
         finally:
-            weights.finish()
+            finish()
 
     group = None if parallel.mesh is None else parallel.mesh.world
     collective_try(write, partial(collectives.all_gather_object, group=group), KitforgeError)
+
+
+def _merged_reader(
+    model: nn.Module, parallel: ParallelModel, names: Sequence[str], dtype: torch.dtype
+) -> tuple[Callable[[str], Tensor], Callable[[], None]]:
+    """What gives rank 0 the whole weights by name, dequantized and with the active adapter merged in fp32; and what all
+    ranks call at the end."""
+    name, config = active_adapter(model), config_of_adapter(model)
+    linears = {path: each for path, each in model.named_modules() if isinstance(each, Linear)}
+    weights = GatheredParameters(parallel, names, dtype if name is None else torch.float32)
+    factors = {} if name is None else full_lora_factors(model, name, parallel)
+
+    def read(own: str) -> Tensor:
+        weight, path = weights[own], own.removesuffix(".weight")
+        if path == own or path not in linears:
+            return weight
+        if linears[path].scales is not None:
+            weight = linears[path].dense_weight()
+        if config is None or path not in factors:
+            return weight
+        return merge_factors(weight, [factor.to(weight) for factor in factors[path]], config.scale)
+
+    return read, weights.finish
 
 
 def export_language_model(
@@ -84,3 +173,108 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer | None, vocab_size: int)
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
         ids["pad_token_id"] = tokenizer.pad_id if tokenizer.pad_id < vocab_size else None
     return ids
+
+
+# The name of the adapter of a task that trains one model.
+ADAPTER = "default"
+# Finds, in a model that was trained, the adapted language model, the name of its adapter, and the tensors of its head.
+FindAdapted = Callable[[nn.Module], tuple[nn.Module, str, Mapping[str, Tensor] | None]]
+
+
+def with_adapter(network: nn.Module, lora: LoraOptions, seed: int) -> None:
+    """Freeze a network, of which nothing else has a copy, and add an adapter to it; with QLoRA its linear layers are
+    quantized. On the meta device the adapter's values come from `load_weights`."""
+    attach(network, ADAPTER, lora.config, seed)
+    if lora.quantized_bits is not None:
+        quantize_linears(network, lora.quantized_bits)
+
+
+@torch.no_grad()
+def load_weights(parallel: ParallelModel, stored: StoredModel, lora: LoraOptions, seed: int) -> None:
+    """Fill this rank's shards of a model with stored weights, quantized if its layers are, and its adapter with the
+    factors of `lora.path`, or with initial ones. One tensor at a time is in memory, besides what is memory-mapped."""
+    shards = parallel.parameters()
+    given = None if lora.path is None else read_factors(stored.config, lora.path, lora.config)
+    for name, shard in shards.items():
+        path, last = name.rpartition(".")[::2]
+        if f".adapters.{ADAPTER}." in name or last == "scales":
+            continue
+        if f"{path}.scales" not in shards or last != "weight":
+            shard.copy_(stored.read(name, parallel.region(name)))
+            continue
+        assert lora.quantized_bits is not None
+        whole, scales = quantize_weight(stored.read(name, None), lora.quantized_bits)
+        shard.copy_(whole)
+        shards[f"{path}.scales"].copy_(scales)
+    for path in adapter_tensors(parallel.model, ADAPTER):
+        for member in [each for each in shards if each.startswith(f"{path}.adapters.{ADAPTER}.")]:
+            kind = member.rpartition(".")[2]
+            shape = torch.Size(parallel.layouts[member].shape)
+            if given is not None:
+                value = given[path][FACTORS.index(kind)]
+            elif kind == "magnitude":
+                value = row_norms(stored.read(f"{path}.weight", None))
+            else:
+                value = initial_down(seed, ADAPTER, path, shape) if kind == "down" else torch.zeros(shape)
+            shards[member].copy_(parallel.region(member).of(value))
+
+
+def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
+    """Leave the parameters out of training whose names match a pattern. Raises ConfigError for a pattern that matches
+    none, and where none would be trained."""
+    names = [name for name, _ in network.named_parameters()]
+    for pattern in patterns:
+        found = fnmatch.filter(names, pattern)
+        check(bool(found), "freeze", pattern, "a pattern of parameter names", nearest(pattern, names))
+        for name in found:
+            network.get_parameter(name).requires_grad_(False)
+    is_trained = any(parameter.requires_grad for parameter in network.parameters())
+    check(not patterns or is_trained, "freeze", list(patterns), "patterns that leave something to train")
+
+
+def stored_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a run, a step, a Hugging Face folder, a GGUF file, or of the base model of an adapter."""
+    try:
+        return find_tokenizer(folder)
+    except DataError:
+        if not is_adapter(folder):
+            raise
+        return find_tokenizer(resolve(base_of(folder)))
+
+
+@final
+class SaveAdapter(Callback):
+    """Writes the LoRA adapter of a model to the run folder in PEFT's format, if PEFT has names for its layers, with the
+    tokenizer. `base` names the model that it was trained on."""
+
+    def __init__(self, find: FindAdapted, base: str | None, tokenizer: Tokenizer) -> None:
+        self._find = find
+        self._base = base
+        self._tokenizer = tokenizer
+
+    def on_event(self, event: Event, run: RunContext) -> None:
+        """At the end."""
+        network, name, head = self._find(run.model)
+        # Gathering shards is a collective, so it runs between steps only.
+        if not can_save_at_end(event, run) or run.folder is None or config_of_network(network) is None:
+            return
+        config = config_of_adapter(network)
+        if config is None:
+            return
+        factors = full_lora_factors(network, name, run.state.parallel)
+        if run.world.rank > 0:
+            return
+        try:
+            save_adapter(network, factors, config, run.folder / "adapter", self._base, head)
+            self._tokenizer.save(run.folder / "adapter")
+        except ModelError as error:
+            run.log_event("adapter", f"PEFT adapter not written: {error}")
+
+
+def full_lora_factors(network: nn.Module, name: str, parallel: ParallelModel) -> dict[str, tuple[Tensor, ...]]:
+    """The LoRA factors of every adapted layer, gathered from all shards."""
+    names = {id(parameter): own for own, parameter in parallel.model.named_parameters()}
+    return {
+        path: tuple(parallel.full_tensor(names[id(factor)]) for factor in factors)
+        for path, factors in adapter_tensors(network, name).items()
+    }

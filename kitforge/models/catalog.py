@@ -102,6 +102,14 @@ def config_of_network(network: nn.Module) -> FamilyConfig | None:
     return network.config if isinstance(network, Decoder) else None
 
 
+def exportable_config(model: nn.Module) -> FamilyConfig:
+    """The options of a network that has a Hugging Face format. Raises ModelError for any other."""
+    config = config_of_network(model)
+    if config is None:
+        raise ModelError("only the families can be exported", got=type(model).__name__, expected="a gpt2, llama or glm")
+    return config
+
+
 def converter_of(config: FamilyConfig) -> Converter:
     """The conversion of the family that these options belong to."""
     converter = FAMILIES[config.family].convert

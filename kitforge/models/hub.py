@@ -141,7 +141,8 @@ def _is_local(path: Path) -> bool:
 
 
 def _is_hub_id(text: str) -> bool:
-    """Whether a text has the form of a Hub id. `runs/latset` has it too: below `runs` or a local folder it is a path."""
+    """Whether a text has the form of a Hub id. `runs/latset` has it too: below `runs` or a local folder it is a
+    path."""
     first = text.split("/")[0]
     return _HUB_ID.fullmatch(text) is not None and first != "runs" and not Path(first).exists()
 

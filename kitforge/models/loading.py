@@ -17,17 +17,22 @@ from torch import Tensor, nn
 from kitforge.core.checkpoint.hugging_face import CONFIG, read_folder, write_folder
 from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpoint, load_tensors
 from kitforge.core.kernels.dispatch import CompileLevel, select
+from kitforge.core.kernels.quantized_linear.reference import dequantize
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.init import init_weights, materialize
+from kitforge.core.nn.lora import FACTORS, LoraConfig, adapter_tensors, attach, merge_factors
+from kitforge.core.nn.quantized import quantize_linears
 from kitforge.data.gguf_file import GGUF_SUFFIX, is_gguf
 from kitforge.foundation.config import check
 from kitforge.foundation.dtype import DTYPES, EXPORT_DTYPES, ExportDtype, LoadDtype, export_dtype
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.types import Region
 from kitforge.foundation.untrusted import parse_json
-from kitforge.models.catalog import FAMILIES, config_of, config_of_network, converter_of, converter_of_type
+from kitforge.models.catalog import FAMILIES, config_of, converter_of, converter_of_type, exportable_config
 from kitforge.models.gguf import GgufWeights, write_gguf
+from kitforge.models.hub import resolve
 from kitforge.models.llama.model import LlamaConfig
+from kitforge.models.peft import base_of, is_adapter, merge_adapter
 from kitforge.models.weight_mapping import HEADS, export_order, export_tensors, held_shapes, import_tensors
 
 # The suffix of sequence-classification models in transformers, and the weight of their head.
@@ -120,13 +125,17 @@ def load_stored(
 
 
 def open_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
-    """Open a run folder, a step folder, a Hugging Face folder or a GGUF file; reads no weights. Raises ModelError where
-    names or shapes of the tensors do not match the configuration."""
+    """Open a run folder, a step folder, a Hugging Face folder, a GGUF file or the folder of a PEFT adapter, which names
+    its base model; reads no weights. Raises ModelError where names or shapes of the tensors do not match the
+    configuration."""
     if is_gguf(folder):
         return _open_weights(GgufWeights(folder))
     if not folder.is_dir():
         expected = "a run, a step or a Hugging Face folder, or a .gguf file"
         raise ModelError("there is no such folder", got=folder, expected=expected)
+    if is_adapter(folder):
+        base = open_model(resolve(base_of(folder)), open_run)
+        return replace(base, read=merge_adapter(base.config, base.read, folder))
     checkpoint = open_run(folder)
     if checkpoint is None:
         return _open_weights(read_folder(folder))
@@ -138,14 +147,48 @@ def open_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> Stor
             expected="a run of one of the families",
             fix="build your own network and pass it to Trainer, with resume= this folder",
         )
-    config, shapes = config_of(values), checkpoint.shapes("model")
-    check_count(config, len(shapes), checkpoint.folder)
-    check_shapes(dict(build_on_meta(config).named_parameters()), shapes, what="model")
+    return open_decoder(checkpoint)
 
-    def read(name: str, region: Region | None) -> Tensor:
+
+def open_decoder(checkpoint: Checkpoint, prefix: str = "") -> StoredModel:
+    """The decoder of a run whose parameter names have the prefix, weights dequantized and adapters merged; reads no
+    weights yet. Raises ModelError for tensors that do not match the configuration."""
+    config = config_of(checkpoint.state["config"]["model"])
+    held = {name: shape for name, shape in checkpoint.shapes("model").items() if name.startswith(prefix)}
+    shapes = {name.removeprefix(prefix): shape for name, shape in held.items()}
+    check_count(config, len(shapes), checkpoint.folder)
+    network = build_on_meta(config)
+    names, lora = tuple(name for name, _ in network.named_parameters()), checkpoint.state["config"].get("lora") or {}
+    adapter = next((name.split(".")[-2] for name in shapes if ".adapters." in name), None)
+    if adapter is not None:
+        kind: Any = "dora" if lora.get("kind") == "dora" else "lora"
+        targets = tuple(lora["target_modules"])
+        attach(network, adapter, LoraConfig(kind=kind, rank=lora["rank"], alpha=lora["alpha"], target_modules=targets))
+    if any(name.endswith(".scales") for name in shapes):
+        quantize_linears(network, lora["bits"])
+    check_shapes(dict(network.named_parameters()), shapes, what="model")
+    factors = {} if adapter is None else {path: len(each) for path, each in adapter_tensors(network, adapter).items()}
+    scale = lora["alpha"] / lora["rank"] if adapter is not None else 1.0
+
+    def part(name: str, region: Region | None = None) -> Tensor:
+        name = prefix + name
         return checkpoint.tensor(name) if region is None else checkpoint.read(name, region)
 
-    return StoredModel(config=config, names=tuple(shapes), read=read)
+    def read(name: str, region: Region | None) -> Tensor:
+        path = name.removesuffix(".weight")
+        has_adapter = path != name and path in factors
+        if not has_adapter and f"{path}.scales" not in shapes:
+            return part(name, region)
+        weight = part(name)
+        if f"{path}.scales" in shapes:
+            weight = dequantize(weight, part(f"{path}.scales"))
+        if has_adapter:
+            # Merged in fp32, as in memory.
+            members = [part(f"{path}.adapters.{adapter}.{each}").float() for each in FACTORS[: factors[path]]]
+            weight = merge_factors(weight, members, scale)
+        return weight if region is None else region.of(weight)
+
+    return StoredModel(config=config, names=names, read=read)
 
 
 def is_reward_model(folder: Path) -> bool:
@@ -226,26 +269,17 @@ def save(
     folder: Path,
     *,
     extra: Mapping[str, Any] | None = None,
-    weights: Mapping[str, Tensor] | None = None,
+    read: Callable[[str], Tensor] | None = None,
     dtype: ExportDtype | None = None,
 ) -> None:
     """Write a language model as a Hugging Face folder, or as a GGUF file where `folder` ends so, one tensor at a time.
 
-    `extra` is added to config.json (token ids), or to the metadata of the file (its tokenizer). `weights` are the full
-    tensors of a sharded model. `dtype` defaults to that of the published weights. Raises ModelError for a network
-    outside the catalog and for a weight that float16 cannot hold.
+    `extra` is added to config.json (token ids), or to the metadata of the file (its tokenizer). `read` gives the whole
+    tensors of a sharded or adapted model. `dtype` defaults to that of the published weights. Raises ModelError for a
+    network outside the catalog and for a weight that float16 cannot hold.
     """
     config = exportable_config(model)
-    given = dict(model.named_parameters()) if weights is None else weights
-    _write(config, given.__getitem__, folder, extra, dtype or config.dtype)
-
-
-def exportable_config(model: nn.Module) -> FamilyConfig:
-    """The options of a network that has a Hugging Face format. Raises ModelError for any other."""
-    config = config_of_network(model)
-    if config is None:
-        raise ModelError("only the families can be exported", got=type(model).__name__, expected="a gpt2, llama or glm")
-    return config
+    _write(config, read or dict(model.named_parameters()).__getitem__, folder, extra, dtype or config.dtype)
 
 
 def export(

@@ -131,7 +131,7 @@ def _is_wrapped(module: nn.Module) -> bool:
 
 def _is_plain(model: Decoder) -> bool:
     dtype = model.head_weight.dtype
-    if any(isinstance(each, Linear) and each.is_float8 for each in model.modules()):
+    if any(isinstance(each, Linear) and (each.is_float8 or each.scales is not None) for each in model.modules()):
         return False
     return dtype in (torch.float32, torch.bfloat16) and all(
         each.dtype is dtype and each.is_cpu and each.is_contiguous() for each in model.parameters()

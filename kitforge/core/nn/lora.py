@@ -1,14 +1,15 @@
-"""LoRA (Hu et al., 2021): several adapters by name on one network, of which one or none is active.
+"""LoRA (Hu et al., 2021) and DoRA (Liu et al., 2024): several adapters by name on one network, one or none active.
 
 The base weights keep their names and never change, so without an active adapter it is the base network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,17 @@ from kitforge.foundation.config import check
 from kitforge.foundation.errors import ModelError, nearest
 
 _ADAPTERS = "adapters"
+# The tensors of an adapted layer; the last of DoRA alone.
+FACTORS = ("down", "up", "magnitude")
 # Methods of a linear layer that an adapter adds to.
 _ADAPTED_METHODS = ("forward", "without_bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Rank, scale and target modules of an adapter."""
+    """Kind, rank, scale and target modules of an adapter."""
 
+    kind: Literal["lora", "dora"] = "lora"  # dora: the norm of each row of an adapted matrix is trained as well
     rank: int = 8
     alpha: float = 16.0  # the scale of the update is alpha / rank
     target_modules: tuple[str, ...] = ("query", "value")  # last names of the linear layers with an adapter
@@ -45,7 +49,8 @@ class LoraConfig:
 
 @final
 class LowRank(nn.Module):
-    """The update `scale * up @ down` of a matrix [out, in]; initially zero."""
+    """The update `scale * up @ down` of a matrix [out, in]; initially zero. DoRA rescales each row of the updated
+    matrix to the norm `magnitude` [out], initially its own; the norm that it is divided by gets no gradient."""
 
     def __init__(self, weight: Tensor, config: LoraConfig) -> None:
         super().__init__()
@@ -55,14 +60,54 @@ class LowRank(nn.Module):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         self.down = nn.Parameter(torch.empty(config.rank, in_dim, device=weight.device, dtype=dtype))
         self.up = nn.Parameter(torch.zeros(out_dim, config.rank, device=weight.device, dtype=dtype))
+        self.magnitude = (
+            nn.Parameter(torch.empty(out_dim, device=weight.device, dtype=dtype)) if config.kind == "dora" else None
+        )
+        self._row_norms: Tensor | None = None  # of the frozen matrix, squared [out]
+        if self.magnitude is not None and not weight.is_meta:
+            self.magnitude.data.copy_(row_norms(weight))
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """The low-rank update of an output: [..., in] -> [..., out]."""
         return functional.linear(functional.linear(input, self.down), self.up) * self.scale
 
-    def delta(self) -> Tensor:
-        """The update of the matrix [out, in]."""
-        return self.up @ self.down * self.scale
+    def rescaled(self, input: Tensor, output: Tensor, weight: Tensor) -> Tensor:
+        """DoRA's output [..., out], from that of `weight` alone."""
+        updated: Tensor = output + self(input).to(output.dtype)
+        return updated * self._rescaling(weight).to(output.dtype)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The adapted matrix [out, in], in the dtype of the factors."""
+        factors = (self.down, self.up) if self.magnitude is None else (self.down, self.up, self.magnitude)
+        return merge_factors(weight, factors, self.scale)
+
+    def _rescaling(self, weight: Tensor) -> Tensor:
+        """Magnitude over the norm of each row [out]. The norm of `weight + scale * up @ down` is expanded, so that no
+        matrix of that size is made: |w|^2 + 2 s (w down^T) up + s^2 up (down down^T) up."""
+        assert self.magnitude is not None
+        with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+            if self._row_norms is None:
+                self._row_norms = row_norms(weight).square()
+            down, up = self.down, self.up * self.scale
+            cross = (functional.linear(weight.to(down.dtype), down) * up).sum(1)
+            own = ((up @ (down @ down.T)) * up).sum(1)
+            norms = (self._row_norms + 2 * cross + own).clamp(min=torch.finfo(down.dtype).tiny).sqrt()
+        rescaling: Tensor = self.magnitude / norms
+        return rescaling
+
+
+def merge_factors(weight: Tensor, factors: Sequence[Tensor], scale: float) -> Tensor:
+    """A matrix [out, in] with an adapter merged: down [rank, in], up [out, rank], and of DoRA the magnitude [out]."""
+    down, up, *magnitude = factors
+    updated: Tensor = weight + up @ down * scale
+    return updated * (magnitude[0] / row_norms(updated)).unsqueeze(1) if magnitude else updated
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    """The norm of each row [out] of a matrix, in fp32 or wider."""
+    exact = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    norms: Tensor = torch.linalg.vector_norm(exact, dim=1)
+    return norms
 
 
 @torch.no_grad()
@@ -82,12 +127,18 @@ def attach(network: nn.Module, name: str, config: LoraConfig, seed: int = 0) -> 
         if _ADAPTERS not in layer._modules:
             layer.add_module(_ADAPTERS, nn.ModuleDict())
             for way in _ADAPTED_METHODS:
-                layer.__dict__[way] = _with_adapters(layer, getattr(layer, way))
+                layer.__dict__[way] = _with_adapters(layer, getattr(layer, way), has_bias=way == "forward")
         adapter = LowRank(layer.weight, config)
-        noise = torch.randn(adapter.down.shape, generator=seeds.generator(seed, "lora", name, path))
-        adapter.down.copy_(noise / layer.weight.shape[1] ** 0.5)
+        if not adapter.down.is_meta:
+            adapter.down.copy_(initial_down(seed, name, path, adapter.down.shape))
         _adapters_of(layer)[name] = adapter
         layer.__dict__["adapter"] = name
+
+
+def initial_down(seed: int, name: str, path: str, shape: torch.Size) -> Tensor:
+    """The first values [rank, in] of the factor of adapter `name` that meets the input of the layer `path`."""
+    noise: Tensor = torch.randn(shape, generator=seeds.generator(seed, "lora", name, path))
+    return noise / math.sqrt(shape[1])
 
 
 @contextmanager
@@ -108,21 +159,24 @@ def using(network: nn.Module, name: str | None) -> Iterator[None]:
 
 @torch.no_grad()
 def merge(network: nn.Module, name: str) -> None:
-    """Merge an adapter into the base weights and remove all adapters."""
+    """Merge an adapter into the base weights and remove all adapters. Raises ModelError for quantized ones."""
+    if any(layer.scales is not None for _, layer in _adapted(network)):
+        raise ModelError("an adapter cannot be merged into quantized weights", fix="export it, or merge a copy")
     for _, layer in _adapted(network):
         if name in _adapters_of(layer):
-            layer.weight.add_(_adapters_of(layer)[name].delta())
+            layer.weight.copy_(_adapters_of(layer)[name].merged(layer.weight))
         del layer._modules[_ADAPTERS]
         for attribute in (*_ADAPTED_METHODS, "adapter"):
             del layer.__dict__[attribute]
 
 
-def adapter_tensors(network: nn.Module, name: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Both factors, down [rank, in] and up [out, rank], of every layer with that adapter, by the layer's name."""
+def adapter_tensors(network: nn.Module, name: str) -> dict[str, tuple[Tensor, ...]]:
+    """Both factors, down [rank, in] and up [out, rank], of every layer with that adapter, by the layer's name, and of
+    DoRA the magnitude [out]."""
+    found = {path: _adapters_of(layer)[name] for path, layer in _adapted(network) if name in _adapters_of(layer)}
     return {
-        path: (_adapters_of(layer)[name].down, _adapters_of(layer)[name].up)
-        for path, layer in _adapted(network)
-        if name in _adapters_of(layer)
+        path: (each.down, each.up) if each.magnitude is None else (each.down, each.up, each.magnitude)
+        for path, each in found.items()
     }
 
 
@@ -131,9 +185,16 @@ def config_of(network: nn.Module) -> LoraConfig | None:
     found = _active(network)
     if not found:
         return None
-    rank, scale = next((each.down.shape[0], each.scale) for each in found.values())
-    targets = tuple(sorted({path.split(".")[-1] for path in found}))
-    return LoraConfig(rank=rank, alpha=scale * rank, target_modules=targets)
+    first = next(iter(found.values()))
+    rank, targets = first.down.shape[0], tuple(sorted({path.split(".")[-1] for path in found}))
+    kind: Literal["lora", "dora"] = "lora" if first.magnitude is None else "dora"
+    return LoraConfig(kind=kind, rank=rank, alpha=first.scale * rank, target_modules=targets)
+
+
+def active_adapter(network: nn.Module) -> str | None:
+    """The name of the active adapter; None if none is active."""
+    names = (layer.__dict__["adapter"] for _, layer in _adapted(network))
+    return next((name for name in names if name is not None), None)
 
 
 def owner_of(name: str) -> str:
@@ -141,9 +202,10 @@ def owner_of(name: str) -> str:
     return name.rpartition(f".{_ADAPTERS}.")[0]
 
 
-def deltas(network: nn.Module) -> dict[str, Tensor]:
-    """The updates of the active adapter to matrices [out, in], by the layers' names; empty if none is active."""
-    return {path: each.delta() for path, each in _active(network).items()}
+def merged_weights(network: nn.Module) -> dict[str, Tensor]:
+    """The matrices [out, in] with the active adapter, by the layers' names; empty if none is active."""
+    layers, active = dict(_adapted(network)), _active(network)
+    return {path: each.merged(layers[path].dense_weight()) for path, each in active.items()}
 
 
 @torch.no_grad()
@@ -151,8 +213,7 @@ def copy_factors(source: nn.Module, target: nn.Module) -> None:
     """Copy the factors of the active adapter of `source` to that of `target`, which has the same layers."""
     theirs = _active(source)
     for path, own in _active(target).items():
-        own.down.copy_(theirs[path].down)
-        own.up.copy_(theirs[path].up)
+        own.load_state_dict(theirs[path].state_dict())
 
 
 def _active(network: nn.Module) -> dict[str, LowRank]:
@@ -161,10 +222,18 @@ def _active(network: nn.Module) -> dict[str, LowRank]:
     return {path: adapters[name] for path, adapters, name in found if name is not None and name in adapters}
 
 
-def _with_adapters(layer: Linear, compute: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _with_adapters(layer: Linear, compute: Callable[[Tensor], Tensor], *, has_bias: bool) -> Callable[[Tensor], Tensor]:
     def forward(input: Tensor) -> Tensor:
-        output, name = compute(input), layer.__dict__["adapter"]
-        return output if name not in _adapters_of(layer) else output + _adapters_of(layer)[name](input).to(output.dtype)
+        name, adapters = layer.__dict__["adapter"], _adapters_of(layer)
+        if name not in adapters:
+            return compute(input)
+        if adapters[name].magnitude is None:
+            output = compute(input)
+            update: Tensor = adapters[name](input)
+            return output + update.to(output.dtype)
+        # The bias is no part of what is rescaled.
+        output = adapters[name].rescaled(input, Linear.without_bias(layer, input), layer.weight)
+        return output + layer.bias.to(output.dtype) if has_bias and layer.bias is not None else output
 
     return forward
 

@@ -81,6 +81,22 @@ class WeightOnlyLinear:
         self._packed = {}
 
 
+def quantize_linears(model: nn.Module, bits: Literal[4, 8]) -> None:
+    """Quantize the weights of all linear layers in place; embeddings, norms and the head stay as they are."""
+    for layer in _linears(model):
+        layer.quantize(bits)
+
+
+def quantized_bits(model: nn.Module) -> Literal[4, 8] | None:
+    """The bits of quantized linear layers; None for a model without."""
+    kinds = {layer.weight.dtype for layer in _linears(model) if layer.scales is not None}
+    return None if not kinds else 4 if torch.uint8 in kinds else 8
+
+
+def _linears(model: nn.Module) -> list[Linear]:
+    return [each for each in model.modules() if isinstance(each, Linear)]
+
+
 def pack(weight: Tensor) -> Any:
     """The weight [out, in] quantized to int8 and packed for the processor."""
     exact = weight.detach().float()
@@ -98,6 +114,9 @@ def quantized_copy(model: nn.Module, kind: Quantization = "int8") -> tuple[nn.Mo
 
     Raises ModelError for a network that is not `Quantizable` or is sharded, and DeviceError for int4 on CPU.
     """
+    if quantized_bits(model) is not None:
+        got, fix = "a base model of QLoRA", "inference.engine.quantization=none"
+        raise ModelError("the weights are quantized already", got=got, fix=fix)
     if not isinstance(model, Quantizable) or not model.is_whole:
         raise ModelError(
             f"{kind} needs a decoder that is not sharded",

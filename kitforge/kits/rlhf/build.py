@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, TypeAlias, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
@@ -25,14 +24,13 @@ from kitforge.foundation.progress import show_progress
 from kitforge.foundation.untrusted import load_yaml, names_function
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.kits.kit import Kit, LoadModel, RunAssembly, evaluate_model
-from kitforge.kits.language_model import export_language_model, resolved_options, save_language_model
+from kitforge.kits.language_model import SaveAdapter, export_language_model, resolved_options, save_language_model
 from kitforge.kits.rlhf import tasks
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
 from kitforge.kits.rlhf.inspection import loss_mask_lines
 from kitforge.kits.rlhf.pipeline import RewardPipeline, write_scores
 from kitforge.kits.rlhf.reinforcement.ppo import PolicyGradientTask
 from kitforge.kits.rlhf.replay import Replay, replay
-from kitforge.kits.rlhf.roles.model_copy import full_lora_factors
 from kitforge.kits.rlhf.roles.model_loading import (
     load_policy,
     load_reward_model,
@@ -44,10 +42,8 @@ from kitforge.kits.rlhf.roles.rewards import reward_reference
 from kitforge.kits.rlhf.roles.role_checks import DisableDropout, check_role_tokenizers
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel, policy_of
 from kitforge.kits.rlhf.tasks import Inputs, TaskBuilder, TaskInputs, task_inputs_of
-from kitforge.models.catalog import config_of_network
 from kitforge.models.loading import OpenCheckpoint, StoredModel
-from kitforge.models.peft import save_adapter
-from kitforge.trainer.callbacks.callback import Callback, Event, RunContext, can_save_at_end
+from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.run_folder import Run, default_folder, make_loop
 from kitforge.trainer.signals import interrupt_signals
 from kitforge.trainer.task import RunResult, Task
@@ -85,13 +81,14 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
         world, folder = _join(options, inputs, rendezvous, prepared)
         task, watching = prepared.task(world)
         quiet = [] if isinstance(options, SFTOptions) else [DisableDropout()]
+        adapter = SaveAdapter(_adapted, options.checkpoint, parts.tokenizer)
         loop = make_loop(
             task,
             dataclasses.replace(options, device=str(world.device)),
             folder,
             world=world,
             config=recorded,
-            callbacks=[*inputs.callbacks, SaveTokenizer(parts.tokenizer), SaveAdapter(), *quiet, *watching],
+            callbacks=[*inputs.callbacks, SaveTokenizer(parts.tokenizer), adapter, *quiet, *watching],
         )
         config_text = to_yaml(recorded)
         return Assembly(loop=loop, folder=folder, processor=parts.tokenizer, options=options, config_text=config_text)
@@ -116,6 +113,7 @@ class RlhfTask(Kit[StageOptions, Tokenizer]):
     def check_parallel(self, options: StageOptions) -> None:
         """Raise ConfigError for parallel axes that the task does not support, before any rank starts."""
         degrees = options.parallel
+        options.lora.check_parallel(degrees)
         is_whole = degrees.tensor == 1 or not degrees.sequence_parallel
         expected, fix = "false for rows of any length", "add parallel.sequence_parallel=false"
         check(is_whole, "parallel.sequence_parallel", degrees.sequence_parallel, expected, fix)
@@ -309,29 +307,11 @@ class SaveTokenizer(Callback):
             self._tokenizer.save(run.folder / TOKENIZER_FOLDER)
 
 
-@final
-class SaveAdapter(Callback):
-    """Writes the LoRA adapter of the policy or reward model to the run folder in PEFT's format, if PEFT has names for
-    its layers."""
-
-    def on_event(self, event: Event, run: RunContext) -> None:
-        """At the end."""
-        scalar = run.model if isinstance(run.model, ValueHeadModel) else None
-        network = policy_of(run.model) if scalar is None else scalar.backbone
-        # Gathering shards is a collective, so it runs between steps only.
-        if not can_save_at_end(event, run) or run.folder is None or config_of_network(network) is None:
-            return
-        config = config_of_adapter(network)
-        if config is None:
-            return
-        name, head = ("policy", None) if scalar is None else ("reward", scalar.head())
-        factors = full_lora_factors(network, name, run.state.parallel)
-        if run.world.rank > 0:
-            return
-        try:
-            save_adapter(network, factors, config, run.folder / "adapter", head=head)
-        except ModelError as error:
-            run.log_event("adapter", f"PEFT adapter not written: {error}")
+def _adapted(model: nn.Module) -> tuple[nn.Module, str, Mapping[str, Tensor] | None]:
+    """The adapted language model of a policy or a reward model, its adapter's name, and the head."""
+    if isinstance(model, ValueHeadModel):
+        return model.backbone, "reward", model.head()
+    return policy_of(model), "policy", None
 
 
 _ROLES = ("reward", "reference", "environment", "tools", "ptx")

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kitforge.core.nn.lora import LoraConfig
 from kitforge.data.tokenizer import TokenizerConfig
 from kitforge.foundation.config import check
 from kitforge.inference.options import EngineOptions
 from kitforge.inference.text_engine import InferenceOptions
+from kitforge.kits.language_model import LoraOptions
 from kitforge.kits.rlhf.algorithms.kl import KlControllerOptions, KlEstimator
 from kitforge.kits.rlhf.algorithms.losses import ClipOptions, ImportanceSamplingOptions, LossAggregation, LossMode
 from kitforge.kits.rlhf.algorithms.pass_at_k import EvaluationOptions
@@ -42,30 +42,6 @@ class ChatDatasetOptions:
         is_one = self.truncation is None or self.on_too_long == "refuse"
         check(is_one, "data.truncation", self.truncation, "null with data.on_too_long=drop")
         check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraOptions:
-    """LoRA (Hu et al., 2021): all roles share the frozen base model, and each has its own adapter."""
-
-    rank: int = 0  # LoRA rank; 0: full fine-tuning
-    alpha: float = 16.0  # LoRA alpha; adapter outputs are scaled by alpha / rank
-    target_modules: tuple[str, ...] = ("query", "value")  # linear layers with an adapter, by last name
-    path: str | None = None  # PEFT adapter folder to start from, of the same rank, alpha and modules
-
-    def __post_init__(self) -> None:
-        check(self.rank >= 0, "lora.rank", self.rank, "a whole number of at least 1, or 0 for none")
-        check(self.is_on or self.path is None, "lora.path", self.path, "null without lora.rank")
-
-    @property
-    def is_on(self) -> bool:
-        """Whether LoRA adapters are trained instead of the weights."""
-        return self.rank > 0
-
-    @property
-    def config(self) -> LoraConfig:
-        """The configuration for `core.nn.lora`."""
-        return LoraConfig(rank=self.rank, alpha=self.alpha, target_modules=self.target_modules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,10 @@ from kitforge.data.tokenizer import Tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.kits.kit import RunInputs
+from kitforge.kits.language_model import LoraOptions
 from kitforge.kits.rlhf.config import (
     ChatDatasetOptions,
     KTOOptions,
-    LoraOptions,
     PreferenceOptions,
     RewardOptions,
     RLOptions,

@@ -11,16 +11,17 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import nn
 
-from kitforge.core.checkpoint.load import find_checkpoint, load_tensors
+from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.nn.causal_lm import CausalLM, Trainable
 from kitforge.core.nn.decoder import FamilyConfig
+from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.parallel.parallelize import init_sharded, parallel_model_of, parallelize
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.sharding import check_geometry
 from kitforge.core.parallel.world import World
 from kitforge.data.source import Source
-from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
+from kitforge.data.tokenizer import ByteTokenizer, Tokenizer
 from kitforge.foundation.config import check, to_dict, to_yaml
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
@@ -31,7 +32,18 @@ from kitforge.inference.server.app import create_app
 from kitforge.inference.server.service import Service
 from kitforge.inference.text_engine import TextEngine
 from kitforge.kits.kit import AnyKit, Kit, LoadModel, RunAssembly, RunInputs, evaluate_model
-from kitforge.kits.language_model import export_language_model, resolved_options, save_language_model
+from kitforge.kits.language_model import (
+    ADAPTER,
+    LoraOptions,
+    SaveAdapter,
+    export_language_model,
+    freeze,
+    load_weights,
+    resolved_options,
+    save_language_model,
+    stored_tokenizer,
+    with_adapter,
+)
 from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference
 from kitforge.kits.transformers.config import TextGenerationOptions
 from kitforge.kits.transformers.data import Corpus, load_corpus, open_text, tokenizer_for
@@ -49,8 +61,12 @@ from kitforge.trainer.run_folder import Run, default_folder, make_loop
 # Options of a run that say where it ran, what it began with, or what is asked of it besides; its evaluation does not
 # begin with them.
 TRAINING_ONLY_OPTIONS = frozenset(
-    ("checkpoint", "model", "resume", "output_dir", "prompt", "device", "parallel", "tasks", "limit", "output", "port")
+    (
+        *("checkpoint", "model", "lora", "freeze", "resume", "output_dir", "prompt", "device", "parallel"),
+        *("tasks", "limit", "output", "port"),
+    )
 )
+_NAME_WEIGHTS = "name a run, a folder, or a pretrained model: checkpoint=smollm2"
 # Opens the model of a folder, whose checkpoint the second finds.
 OpenModel: TypeAlias = Callable[[Path, OpenCheckpoint], StoredModel]
 Inputs: TypeAlias = RunInputs[Tokenizer]
@@ -63,6 +79,7 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
 
     OPTIONS = TextGenerationOptions
     TEXT_TASK = "text_generation"
+    FINE_TUNING = "adamw_finetune"
     IS_SERVED = True
 
     def assemble(self, options: TextGenerationOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
@@ -70,6 +87,10 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
         train = _source(inputs.train_dataset, options.data.train, options)
         evaluation = _source(inputs.eval_dataset, options.data.eval, options)
         given = _given_network(inputs)
+        if options.lora.is_on and given is None and options.checkpoint is None:
+            raise ConfigError(
+                "an adapter needs a model to adapt", got=f"lora.rank={options.lora.rank}", fix=_NAME_WEIGHTS
+            )
         opened = inputs.open_model or self.open_model
         config = _stored_config(options, given, opened)
         tokenizer = _tokenizer(options, inputs, train or evaluation)
@@ -92,19 +113,21 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
 
         def build(world: World) -> nn.Module:
             if given is not None or options.checkpoint is not None:
-                return _prepare(_sharded_model(options, given, world, opened), options)
+                return _prepare(_sharded_model(options, given, world, opened, is_trained=True), options)
             assert config is not None
             network = model_folder.build_on_meta(config, options.compile_level)
+            freeze(network, options.freeze)
             return _prepare(init_sharded(network, sharding_of_network(network), world, options.seed), options)
 
         folder = world.broadcast_object(default_folder(options, inputs.model_name))
+        adapter = SaveAdapter(lambda model: (model, ADAPTER, None), options.checkpoint, tokenizer)
         loop = make_loop(
             TextGenerationTask(options, corpus, build, world),
             dataclasses.replace(options, device=str(world.device)),
             folder,
             world=world,
             config=recorded,
-            callbacks=[*inputs.callbacks, _samples(options, config, corpus, tokenizer)],
+            callbacks=[*inputs.callbacks, _samples(options, config, corpus, tokenizer), adapter],
         )
         return Assembly(loop=loop, folder=folder, processor=tokenizer, options=options, config_text=config_text)
 
@@ -152,7 +175,7 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
 
     def find_processor(self, folder: Path) -> Tokenizer:
         """The tokenizer that lies with a run, a step or a Hugging Face folder."""
-        return find_tokenizer(folder)
+        return stored_tokenizer(folder)
 
     def open_model(self, folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> StoredModel:
         """The model of a run folder, a step folder or a Hugging Face folder, of which no weight is read yet."""
@@ -186,7 +209,7 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
         check(len(set(names)) == len(names), "tasks", names, "files of different names")
         files = log_files(folder, options.output, names)
         model = load_model(options.checkpoint, options.device, options.inference.dtype)
-        found = Evaluator(model, find_tokenizer(folder), options.inference, options.data.on_too_long).evaluate(sets)
+        found = Evaluator(model, stored_tokenizer(folder), options.inference, options.data.on_too_long).evaluate(sets)
         write_log(files, found.rows)
         return found.metrics
 
@@ -199,7 +222,7 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
             )
         folder, target = Path(options.checkpoint).expanduser(), Path(options.output).expanduser()
         prompts = read_prompts(Path(options.data.eval).expanduser())
-        tokenizer = find_tokenizer(folder)
+        tokenizer = stored_tokenizer(folder)
         model = load_model(options.checkpoint, options.device, options.inference.dtype)
         texts = TextEngine(Engine(model, options.inference.engine, stop_ids=tokenizer.eos_ids), tokenizer)
         with show_progress("prompts answered", len(prompts), enabled=options.trainer.progress) as progress:
@@ -279,7 +302,7 @@ def _tokenizer(options: TextGenerationOptions, inputs: Inputs, source: Source | 
         return inputs.processor
     if options.checkpoint is not None:
         try:
-            return find_tokenizer(Path(options.checkpoint))
+            return stored_tokenizer(Path(options.checkpoint))
         except DataError:
             if options.tokenizer == type(options.tokenizer)():
                 raise
@@ -317,19 +340,32 @@ def _new_config(options: TextGenerationOptions, tokenizer: Tokenizer) -> FamilyC
 
 
 def _sharded_model(
-    options: TextGenerationOptions, given: nn.Module | None, world: World, opened: OpenModel
+    options: TextGenerationOptions,
+    given: nn.Module | None,
+    world: World,
+    opened: OpenModel,
+    *,
+    is_trained: bool = False,
 ) -> nn.Module:
-    """The network handed over or the checkpoint's on the device, cut as the world's degrees say. Of the checkpoint's,
-    no rank ever holds more than its pieces, and each verifies a share of the files."""
+    """The network handed over or the checkpoint's on the device, cut as the world's degrees say. One to be trained gets
+    its adapter. Of the checkpoint's, no rank ever holds more than its shards, and each verifies a share of the
+    files."""
+    lora = options.lora if is_trained else LoraOptions()
+    frozen = options.freeze if is_trained else ()
     if given is not None:
+        freeze(given, frozen)
+        if lora.is_on and config_of_adapter(given) is None:
+            with_adapter(given, lora, options.seed)
         parallel_model_of(given.to(world.device), world, sharding_of_network(given))
         return given
     stored = opened(Path(str(options.checkpoint)), partial(find_checkpoint, world=world))
     network = model_folder.build_on_meta(stored.config, options.compile_level)
+    freeze(network, frozen)
+    if lora.is_on:
+        with_adapter(network, lora, options.seed)
     parallel = parallelize(network, sharding_of_network(network), world)
     parallel.materialize(world.device)
-    regions = {name: parallel.region(name) for name in parallel.parameters()}
-    load_tensors(parallel.parameters(), stored.tensors(regions), what="model")
+    load_weights(parallel, stored, lora, options.seed)
     return network
 
 

@@ -9,6 +9,7 @@ from kitforge.data.tokenizer import TokenizerConfig
 from kitforge.foundation.config import check
 from kitforge.inference.server.options import ServeOptions
 from kitforge.inference.text_engine import InferenceOptions
+from kitforge.kits.language_model import LoraOptions
 from kitforge.trainer.options import RunOptions
 
 
@@ -46,6 +47,8 @@ class TextGenerationOptions(RunOptions):
     model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataOptions = field(default_factory=DataOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
+    freeze: tuple[str, ...] = ()  # parameters that are not trained, as patterns: ["embedding.*","blocks.[0-3].*"]
     inference: InferenceOptions = field(default_factory=InferenceOptions)
     # Run, folder, .gguf file, named checkpoint (`kitforge models`) or Hub id (NAME/MODEL@REVISION) with the weights.
     checkpoint: str | None = None
@@ -60,6 +63,9 @@ class TextGenerationOptions(RunOptions):
     serve: ServeOptions = field(default_factory=ServeOptions)
 
     def __post_init__(self) -> None:
+        self.lora.check_parallel(self.parallel)
+        is_one = not (self.freeze and self.lora.is_on)
+        check(is_one, "freeze", list(self.freeze), "nothing with lora.rank, which freezes all weights")
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         right = texts is None or (isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts))
         check(right, "prompt", self.prompt, "text, or a list of texts", """prompt='["first","second"]'""")

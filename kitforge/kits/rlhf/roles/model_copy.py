@@ -15,10 +15,10 @@ from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.kernels.mixed_precision import NATIVE_DTYPES
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.linear import Linear
-from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach, config_of, copy_factors, deltas
+from kitforge.core.nn.lora import LoraConfig, attach, config_of, copy_factors, merged_weights
+from kitforge.core.nn.quantized import quantize_linears, quantized_bits
 from kitforge.core.optim.groups import ParameterGroup, decay_groups
 from kitforge.core.parallel.fsdp import local_tensor
-from kitforge.core.parallel.parallelize import ParallelModel
 from kitforge.kits.rlhf.config import CriticOptions
 from kitforge.kits.rlhf.roles.value_head import critic_of
 from kitforge.models.catalog import config_of_network
@@ -64,11 +64,12 @@ def copy_model(network: nn.Module, device: torch.device, level: CompileLevel = "
     if config is None:
         return copy.deepcopy(network).to(device)
     twin = build(config, device=device, level=level).to(cast(CausalLM, network).head_weight.dtype)
-    sources, added = dict(network.named_parameters()), deltas(network)
+    sources: dict[str, Tensor] = dict(network.named_parameters())
+    layers = {path: each for path, each in network.named_modules() if isinstance(each, Linear)}
+    sources |= {f"{path}.weight": each.dense_weight() for path, each in layers.items()}
+    sources |= {f"{path}.weight": weight for path, weight in merged_weights(network).items()}
     for name, parameter in twin.named_parameters():
         parameter.copy_(sources[name])
-        if (path := name.removesuffix(".weight")) in added:
-            parameter.add_(added[path])
     return twin
 
 
@@ -77,6 +78,8 @@ def alias_weights(network: nn.Module, level: CompileLevel = "O1") -> nn.Module:
     config = config_of_network(network)
     assert config is not None
     twin = build_on_meta(config, level)
+    if (bits := quantized_bits(network)) is not None:
+        quantize_linears(twin, bits)
     sources = dict(network.named_parameters())
     for name in [name for name, _ in twin.named_parameters()]:
         path, _, last = name.rpartition(".")
@@ -93,15 +96,6 @@ def copy_with_adapter(
     if config is not None:
         copy_factors(network, twin)
     return twin
-
-
-def full_lora_factors(network: nn.Module, name: str, parallel: ParallelModel) -> dict[str, tuple[Tensor, Tensor]]:
-    """The LoRA factors of every adapted layer, gathered from all shards."""
-    names = {id(parameter): own for own, parameter in parallel.model.named_parameters()}
-    return {
-        path: (parallel.full_tensor(names[id(down)]), parallel.full_tensor(names[id(up)]))
-        for path, (down, up) in adapter_tensors(network, name).items()
-    }
 
 
 @torch.no_grad()

@@ -11,13 +11,13 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.checkpoint.load import Checkpoint, check_shapes, find_checkpoint
+from kitforge.core.checkpoint.load import Checkpoint, find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.init import init_weights
-from kitforge.core.nn.lora import LoraConfig, adapter_tensors, attach
 from kitforge.core.nn.lora import config_of as config_of_adapter
+from kitforge.core.nn.quantized import quantize_linears, quantized_bits
 from kitforge.core.parallel.parallelize import parallel_model_of, parallelize
 from kitforge.core.parallel.sharding import Sharding, ShardingRule
 from kitforge.core.parallel.world import ALONE, World
@@ -31,7 +31,8 @@ from kitforge.foundation.errors import DataError, ModelError
 from kitforge.foundation.log import logger
 from kitforge.foundation.types import Region
 from kitforge.kits.kit import RunInputs
-from kitforge.kits.rlhf.config import LoraOptions, StageOptions
+from kitforge.kits.language_model import LoraOptions
+from kitforge.kits.rlhf.config import StageOptions
 from kitforge.kits.rlhf.roles.model_copy import (
     alias_weights,
     copy_model,
@@ -51,7 +52,7 @@ from kitforge.kits.rlhf.roles.value_head import (
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, config_of_network
 from kitforge.models.loading import OpenCheckpoint, StoredModel
-from kitforge.models.peft import load_adapter, read_head
+from kitforge.models.peft import check_same, load_adapter, read_head
 from kitforge.models.sharding import sharding_of_network
 
 # Prefixes of parameter names in checkpoints.
@@ -199,11 +200,7 @@ class BaseModelSource:
                 raise ModelError("the adapter is of a reward model", got=options.lora.path, expected=expected)
             shared = alias_weights(self.given, options.compile_level)
             found = load_adapter(shared, name, Path(options.lora.path))
-            wanted = replace(options.lora.config, target_modules=tuple(sorted(options.lora.target_modules)))
-            expected = (
-                f"rank={found.rank} alpha={found.alpha} target_modules={list(found.target_modules)}, as in its folder"
-            )
-            check(found == wanted, "lora", wanted, expected)
+            check_same(found, options.lora.config)
             return shared
         if self.given is not None:
             return copy_model(self.given, device, options.compile_level)
@@ -327,6 +324,10 @@ def _merged_base(
         expected = "a network of one of the families"
         raise ModelError("LoRA does not support this model", got=type(given).__name__, expected=expected)
     made = given or model_folder.build(config, device=device, level=options.compile_level, seed=options.seed)
+    if (bits := options.lora.quantized_bits) is not None and quantized_bits(made) is None:
+        # A given model is not changed.
+        made = alias_weights(made, options.compile_level) if made is given else made
+        quantize_linears(made, bits)
     return made.to(device)
 
 
@@ -354,38 +355,9 @@ def open_policy(folder: Path, open_run: OpenCheckpoint = find_checkpoint) -> Sto
     """The language model of any run, step or Hugging Face folder, adapters merged; reads no weights yet. Raises
     ModelError for files that do not match their config."""
     checkpoint = open_run(folder) if folder.is_dir() else None
-    if checkpoint is None or not (_has(checkpoint, POLICY) or _adapter(checkpoint)):
+    if checkpoint is None or not _has(checkpoint, POLICY):
         return model_folder.open_model(folder, lambda _folder: checkpoint)
-    return _stored_decoder(checkpoint, POLICY if _has(checkpoint, POLICY) else "")
-
-
-def _stored_decoder(checkpoint: Checkpoint, prefix: str) -> StoredModel:
-    """The decoder whose parameter names have the prefix."""
-    config, adapter = config_of(checkpoint.state["config"]["model"]), _adapter(checkpoint)
-    held = {name: shape for name, shape in checkpoint.shapes("model").items() if name.startswith(prefix)}
-    shapes = {name.removeprefix(prefix): shape for name, shape in held.items()}
-    model_folder.check_count(config, len(shapes), checkpoint.folder)
-    network = model_folder.build_on_meta(config)
-    names = tuple(name for name, _ in network.named_parameters())
-    if adapter is not None:
-        attach(network, *adapter)
-    check_shapes(dict(network.named_parameters()), shapes, what="model")
-    layers = {} if adapter is None else adapter_tensors(network, adapter[0])
-
-    def part(name: str, region: Region | None = None) -> Tensor:
-        name = prefix + name
-        return checkpoint.tensor(name) if region is None else checkpoint.read(name, region)
-
-    def read(name: str, region: Region | None) -> Tensor:
-        path = name.removesuffix(".weight")
-        if adapter is None or path not in layers or path == name:
-            return part(name, region)
-        # Merged in fp32, as in memory.
-        down, up = (part(f"{path}.adapters.{adapter[0]}.{factor}").float() for factor in ("down", "up"))
-        delta = (up @ down).mul_(adapter[1].scale)
-        return (delta if region is None else region.of(delta)).add_(part(name, region))
-
-    return StoredModel(config=config, names=names, read=read)
+    return model_folder.open_decoder(checkpoint, POLICY)
 
 
 def is_reward_model(folder: Path) -> bool:
@@ -405,7 +377,7 @@ def open_reward_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint) 
         raise ModelError("there is no reward model here", got=folder, expected=expected)
     names = {f"score.{name}": name for name in ("mean", "deviation")} | {name: name for name in HEAD}
     head = {ours: checkpoint.tensor(name) for ours, name in names.items()}
-    return replace(_stored_decoder(checkpoint, BACKBONE), head=head)
+    return replace(model_folder.open_decoder(checkpoint, BACKBONE), head=head)
 
 
 def load_reward_model(folder: Path, device: torch.device, level: CompileLevel = "O1") -> ValueHeadModel:
@@ -415,18 +387,6 @@ def load_reward_model(folder: Path, device: torch.device, level: CompileLevel = 
     model.load_head(stored.head)
     model.pad_id = stored.pad_id
     return model
-
-
-def _adapter(checkpoint: Checkpoint) -> tuple[str, LoraConfig] | None:
-    """Name and config of the adapter of a run."""
-    names = [name for name in checkpoint.names("model") if name.endswith(".down") and not name.startswith("critic.")]
-    paths = [name.split(".") for name in names if ".adapters." in name]
-    if not paths:
-        return None
-    recorded = checkpoint.state["config"]["lora"]
-    return paths[0][-2], LoraConfig(
-        rank=recorded["rank"], alpha=recorded["alpha"], target_modules=tuple(recorded["target_modules"])
-    )
 
 
 def _has(checkpoint: Checkpoint, prefix: str) -> bool:
