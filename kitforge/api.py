@@ -123,7 +123,8 @@ class Trainer:
             raise ModelError("there is nothing to predict with yet", fix="call train() first, or use pipeline()")
         model = load_model(source, self.options.device, self._kit.load_dtype(self.options))
         opened = self._kit.open_pipeline(model, given.processor or load_processor(source), self.options)
-        return [result[0] for result in opened([inputs] if isinstance(inputs, str) else list(inputs))]
+        found = opened([inputs] if isinstance(inputs, str) else list(inputs))
+        return [result[0] if isinstance(result, list) else result for result in found]
 
     def _inputs(self, run: Run | None = None) -> RunInputs[object]:
         """The objects that were handed over, with the network and processor of the run, if there is one."""

@@ -122,6 +122,19 @@ def token_budget_batches(indices: Sequence[int], lengths: Sequence[int], max_tok
     return [np.array(each, dtype=np.int64) for each in batches]
 
 
+def train_eval_split(num_rows: int, fraction: float, seed: int) -> tuple[Indices, Indices]:
+    """Training and evaluation rows; no evaluation rows with `fraction` 0. Appending rows to a dataset does not move
+    earlier rows between the splits."""
+    everything = np.arange(num_rows, dtype=np.int64)
+    if fraction == 0 or num_rows < 2:
+        return everything, everything[:0]
+    chances = hash_array(everything.astype(np.uint64), key(seed, "validation")) / 2.0**64
+    is_kept = chances < fraction
+    # Neither part may be empty, however small or large the fraction.
+    is_kept[np.argmin(chances)], is_kept[np.argmax(chances)] = True, False
+    return everything[~is_kept], everything[is_kept]
+
+
 def shuffled_indices(seed: int, num_rows: int, start: int, count: int, *, shuffle: bool = True) -> Indices:
     """Row indices [count] of the samples start .. start + count - 1, counted over all epochs.
 

@@ -190,33 +190,36 @@ def with_adapter(network: nn.Module, lora: LoraOptions, seed: int) -> None:
 
 
 @torch.no_grad()
-def load_weights(parallel: ParallelModel, stored: StoredModel, lora: LoraOptions, seed: int) -> None:
-    """Fill this rank's shards of a model with stored weights, quantized if its layers are, and its adapter with the
-    factors of `lora.path`, or with initial ones. One tensor at a time is in memory, besides what is memory-mapped."""
-    shards = parallel.parameters()
-    given = None if lora.path is None else read_factors(stored.config, lora.path, lora.config)
+def load_weights(parallel: ParallelModel, stored: StoredModel, lora: LoraOptions, seed: int, prefix: str = "") -> None:
+    """Fill this rank's shards of a language model with stored weights, quantized if its layers are, and its adapter
+    with the factors of `lora.path`, or with initial ones. Its parameters have the prefix. One tensor at a time is in
+    memory, besides what is memory-mapped."""
+    held = parallel.parameters().items()
+    shards = {name.removeprefix(prefix): each for name, each in held if name.startswith(prefix)}
     for name, shard in shards.items():
         path, last = name.rpartition(".")[::2]
         if f".adapters.{ADAPTER}." in name or last == "scales":
             continue
         if f"{path}.scales" not in shards or last != "weight":
-            shard.copy_(stored.read(name, parallel.region(name)))
+            shard.copy_(stored.read(name, parallel.region(prefix + name)))
             continue
         assert lora.quantized_bits is not None
         whole, scales = quantize_weight(stored.read(name, None), lora.quantized_bits)
         shard.copy_(whole)
         shards[f"{path}.scales"].copy_(scales)
-    for path in adapter_tensors(parallel.model, ADAPTER):
-        for member in [each for each in shards if each.startswith(f"{path}.adapters.{ADAPTER}.")]:
-            kind = member.rpartition(".")[2]
-            shape = torch.Size(parallel.layouts[member].shape)
-            if given is not None:
-                value = given[path][FACTORS.index(kind)]
-            elif kind == "magnitude":
-                value = row_norms(stored.read(f"{path}.weight", None))
-            else:
-                value = initial_down(seed, ADAPTER, path, shape) if kind == "down" else torch.zeros(shape)
-            shards[member].copy_(parallel.region(member).of(value))
+    given = None if lora.path is None else read_factors(stored.config, lora.path, lora.config)
+    for name, shard in shards.items():
+        path, _, kind = name.partition(f".adapters.{ADAPTER}.")
+        if not kind:
+            continue
+        shape = torch.Size(parallel.layouts[prefix + name].shape)
+        if given is not None:
+            value = given[path][FACTORS.index(kind)]
+        elif kind == "magnitude":
+            value = row_norms(stored.read(f"{path}.weight", None))
+        else:
+            value = initial_down(seed, ADAPTER, path, shape) if kind == "down" else torch.zeros(shape)
+        shard.copy_(parallel.region(prefix + name).of(value))
 
 
 def freeze(network: nn.Module, patterns: Sequence[str]) -> None:

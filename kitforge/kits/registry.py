@@ -17,7 +17,7 @@ from pathlib import Path
 from kitforge.foundation.errors import ConfigError, KitforgeError, nearest
 from kitforge.foundation.untrusted import load_yaml
 from kitforge.kits.kit import AnyKit, Kit
-from kitforge.models.loading import is_reward_model
+from kitforge.models.loading import labels_of
 
 RLHF_TASKS = (
     *("sft", "reward", "dpo", "ipo", "kto", "orpo", "simpo"),
@@ -28,6 +28,7 @@ ENTRY_POINTS = "kitforge.kits"
 _MODULES = {
     "recommendation": "kitforge.kits.recommender.build",
     DEFAULT_TASK: "kitforge.kits.transformers.build",
+    "text_classification": "kitforge.kits.transformers.build",
     **dict.fromkeys(RLHF_TASKS, "kitforge.kits.rlhf.build"),
 }
 
@@ -83,7 +84,8 @@ def recorded_task(folder: object) -> str | None:
     if not isinstance(folder, (str, Path)):
         return None
     if (config := recorded_config(folder)) is None:
-        return "reward" if is_reward_model(Path(folder).expanduser()) else None
+        labels = labels_of(Path(folder).expanduser())
+        return None if labels is None else "reward" if len(labels) == 1 else "text_classification"
     try:
         values = load_yaml(config.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -94,8 +94,10 @@ class StoredModel:
     names: tuple[str, ...]  # our names of all weights
     # Reads a weight, or one region of it, in the dtype in which it is stored.
     read: Callable[[str, Region | None], Tensor]
-    # The head of a reward model: `score.weight` [1, dim] and further tensors `score.<name>`.
+    # The head of a classifier, `score.weight` [labels, dim]; of a reward model with one row and further tensors
+    # `score.<name>`.
     head: Mapping[str, Tensor] = field(default_factory=dict)
+    labels: tuple[str, ...] = ("LABEL_0",)  # of a model with a head
     dtype: torch.dtype = torch.float32  # of most weights as stored
     pad_id: int | None = None  # padding token of a reward model, whose scores do not count; None: all count
 
@@ -192,13 +194,40 @@ def open_decoder(checkpoint: Checkpoint, prefix: str = "") -> StoredModel:
 
 
 def is_reward_model(folder: Path) -> bool:
-    """Whether the folder is a Hugging Face folder of a `*ForSequenceClassification` model."""
+    """Whether the folder is a Hugging Face folder of a `*ForSequenceClassification` model with one label."""
+    labels = labels_of(folder)
+    return labels is not None and len(labels) == 1
+
+
+def labels_of(folder: Path) -> tuple[str, ...] | None:
+    """The labels of the Hugging Face folder of a `*ForSequenceClassification` model; None for another folder."""
     try:
-        architectures = parse_json((folder / CONFIG).read_bytes()).get("architectures")
+        values = parse_json((folder / CONFIG).read_bytes())
+        architectures = values.get("architectures")
     except (OSError, ValueError, AttributeError):
-        return False
+        return None
     names = architectures if isinstance(architectures, list) else []
-    return any(isinstance(each, str) and each.endswith(_SCORE_MODEL_SUFFIX) for each in names)
+    if not any(isinstance(each, str) and each.endswith(_SCORE_MODEL_SUFFIX) for each in names):
+        return None
+    named = values.get("id2label")
+    if isinstance(named, dict) and all(str(number) in named for number in range(len(named))):
+        return tuple(str(named[str(number)]) for number in range(len(named)))
+    count = values.get("num_labels")
+    # Without a word of them, transformers has two.
+    return tuple(f"LABEL_{number}" for number in range(count if isinstance(count, int) else 2))
+
+
+def open_classifier(folder: Path) -> StoredModel:
+    """Open the Hugging Face folder of a `*ForSequenceClassification` model: backbone, head [labels, dim] and labels;
+    reads no weights of the backbone. Raises ModelError for a head of other labels than config.json names."""
+    source, labels = read_folder(folder), labels_of(folder) or ()
+    shape = source.shapes().get(_HEAD)
+    if shape is None or shape[0] != len(labels):
+        got = "no score.weight" if shape is None else f"a head of {shape[0]}"
+        raise ModelError(f"{folder} does not hold its classifier", got=got, expected=f"{len(labels)} labels")
+    # The language-model head is never used, so none is built.
+    stored = _open_weights(source, {"tie_word_embeddings": True}, (_HEAD, *HEADS))
+    return replace(stored, head={_HEAD: source.tensor(_HEAD)}, labels=labels)
 
 
 def open_reward_model(folder: Path) -> StoredModel:
@@ -304,7 +333,8 @@ def export(
     numbers = {name: stored.head[f"score.{name}"] for name in SCORE_KEYS if f"score.{name}" in stored.head}
     values: dict[str, Any] = {f"score_{name}": float(number) for name, number in numbers.items()}
     values |= {"architectures": [_reward_architecture(config)]}
-    values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    values |= {"id2label": {str(number): label for number, label in enumerate(stored.labels)}}
+    values |= {"label2id": {label: number for number, label in enumerate(stored.labels)}}
     _write(config, read, folder, {**(extra or {}), **values}, chosen, stored.head[_HEAD])
 
 

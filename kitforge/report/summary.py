@@ -20,6 +20,8 @@ PROGRESS = frozenset({"epoch", "tokens", "samples", "skipped", "time/seconds"})
 _TITLES = {
     "grad_norm": "Gradient norm",
     "eval/loss": "Validation loss",
+    "eval/accuracy": "Validation accuracy",
+    "eval/f1": "Validation F1 (macro)",
     "best_auc": "Best possible AUC",
     "kl": "KL to the reference",
     "approx_kl": "Approx. KL",

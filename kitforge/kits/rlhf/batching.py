@@ -12,8 +12,6 @@ from kitforge.core.parallel.world import World
 from kitforge.data.chat_datasets import PreferencePair, TokenizedExample
 from kitforge.data.packing import IGNORED
 from kitforge.data.schedule import BatchSchedule, Indices, token_budget_batches
-from kitforge.data.splitmix64 import hash_array
-from kitforge.foundation.seed import key
 from kitforge.foundation.types import MicroBatch
 from kitforge.kits.rlhf.config import StageOptions
 from kitforge.trainer.task import batch_schedule
@@ -42,19 +40,6 @@ def forward_batches(lengths: Sequence[int], max_tokens: int | None, device: torc
     if max_tokens is None:
         max_tokens = CPU_TOKENS if device.type == "cpu" else DEVICE_TOKENS
     return token_budget_batches(range(len(lengths)), lengths, max_tokens)
-
-
-def train_eval_split(num_rows: int, fraction: float, seed: int) -> tuple[Indices, Indices]:
-    """Training and evaluation rows; no evaluation rows with `fraction` 0. Appending rows to a dataset does not move
-    earlier rows between the splits."""
-    everything = np.arange(num_rows, dtype=np.int64)
-    if fraction == 0 or num_rows < 2:
-        return everything, everything[:0]
-    chances = hash_array(everything.astype(np.uint64), key(seed, "validation")) / 2.0**64
-    is_kept = chances < fraction
-    # Neither part may be empty, however small or large the fraction.
-    is_kept[np.argmin(chances)], is_kept[np.argmax(chances)] = True, False
-    return everything[~is_kept], everything[is_kept]
 
 
 def pad_examples(responses: Sequence[TokenizedExample], pad_id: int) -> dict[str, Tensor]:

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from kitforge.data.chat_datasets import PreferencePair, TokenizedExample, UnpairedExample
 from kitforge.data.document_shard import fingerprint_of
 from kitforge.data.example_cache import ExampleCache
+from kitforge.data.schedule import train_eval_split
 from kitforge.foundation.errors import ConfigError, DataError
 from kitforge.foundation.log import logger
-from kitforge.kits.rlhf.batching import train_eval_split
 from kitforge.kits.rlhf.config import ChatDatasetOptions
 
 Row = TypeVar("Row")

@@ -13,7 +13,7 @@ from torch import nn
 
 from kitforge.core.checkpoint.load import find_checkpoint
 from kitforge.core.kernels.dispatch import CompileLevel
-from kitforge.core.nn.causal_lm import CausalLM, Trainable
+from kitforge.core.nn.causal_lm import CausalLM
 from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.lora import config_of as config_of_adapter
 from kitforge.core.parallel.parallelize import init_sharded, parallel_model_of, parallelize
@@ -24,7 +24,7 @@ from kitforge.data.source import Source
 from kitforge.data.tokenizer import ByteTokenizer, Tokenizer
 from kitforge.foundation.config import check, to_dict, to_yaml
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
-from kitforge.foundation.errors import ConfigError, DataError, ModelError
+from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.progress import show_progress
 from kitforge.inference.engine import Engine
 from kitforge.inference.pipeline import TextGenerationPipeline
@@ -45,11 +45,13 @@ from kitforge.kits.language_model import (
     with_adapter,
 )
 from kitforge.kits.transformers.batch_inference import read_prompts, run_batch_inference
+from kitforge.kits.transformers.classification_kit import TextClassification
 from kitforge.kits.transformers.config import TextGenerationOptions
-from kitforge.kits.transformers.data import Corpus, load_corpus, open_text, tokenizer_for
+from kitforge.kits.transformers.data import Corpus, load_corpus, open_text
 from kitforge.kits.transformers.evaluation import Evaluator
 from kitforge.kits.transformers.evaluation_log import log_files, write_log
 from kitforge.kits.transformers.generation_samples import GenerationSamples
+from kitforge.kits.transformers.network import check_fit, find_run_tokenizer, new_config, prepare
 from kitforge.kits.transformers.questions import load_task
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.models import loading as model_folder
@@ -93,11 +95,11 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
             )
         opened = inputs.open_model or self.open_model
         config = _stored_config(options, given, opened)
-        tokenizer = _tokenizer(options, inputs, train or evaluation)
+        tokenizer = find_run_tokenizer(options, inputs.processor, train or evaluation)
         if config is None and given is None:
-            config = _new_config(options, tokenizer)
+            config = new_config(options, tokenizer)
         if config is not None:
-            _check_fit(config, options, tokenizer)
+            check_fit(config, options, tokenizer)
         # Token caches are built by one rank, before ranks wait for one another.
         with (
             rendezvous.local_rank_zero_first(),
@@ -113,11 +115,11 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
 
         def build(world: World) -> nn.Module:
             if given is not None or options.checkpoint is not None:
-                return _prepare(_sharded_model(options, given, world, opened, is_trained=True), options)
+                return prepare(_sharded_model(options, given, world, opened, is_trained=True), options)
             assert config is not None
             network = model_folder.build_on_meta(config, options.compile_level)
             freeze(network, options.freeze)
-            return _prepare(init_sharded(network, sharding_of_network(network), world, options.seed), options)
+            return prepare(init_sharded(network, sharding_of_network(network), world, options.seed), options)
 
         folder = world.broadcast_object(default_folder(options, inputs.model_name))
         adapter = SaveAdapter(lambda model: (model, ADAPTER, None), options.checkpoint, tokenizer)
@@ -247,9 +249,9 @@ class TextGeneration(Kit[TextGenerationOptions, Tokenizer]):
             raise ModelError("there is no model to evaluate", fix="add checkpoint=RUN, or train one first")
         opened = inputs.open_model or self.open_model
         config = _stored_config(options, given, opened)
-        tokenizer = _tokenizer(options, inputs, evaluation or train)
+        tokenizer = find_run_tokenizer(options, inputs.processor, evaluation or train)
         if config is not None:
-            _check_fit(config, options, tokenizer)
+            check_fit(config, options, tokenizer)
         with rendezvous.local_rank_zero_first():
             corpus = load_corpus(train, evaluation, tokenizer, options.data, options.seed)
         world = rendezvous.init_process_group().with_precision(options.precision)
@@ -296,19 +298,6 @@ def _source(dataset: Any, named: Any, options: TextGenerationOptions) -> Source 
     return None if spec is None else open_text(spec, options.data)
 
 
-def _tokenizer(options: TextGenerationOptions, inputs: Inputs, source: Source | None) -> Tokenizer:
-    """The one handed over, else the one that lies with the weights, else the one that the options name."""
-    if inputs.processor is not None:
-        return inputs.processor
-    if options.checkpoint is not None:
-        try:
-            return stored_tokenizer(Path(options.checkpoint))
-        except DataError:
-            if options.tokenizer == type(options.tokenizer)():
-                raise
-    return tokenizer_for(options.tokenizer, source, options.data)
-
-
 def _given_network(inputs: Inputs) -> nn.Module | None:
     """The network handed over; None for a checkpoint's, or one that is to be built from `options.model`."""
     if inputs.model is not None and not isinstance(inputs.model, CausalLM):
@@ -329,14 +318,6 @@ def _stored_config(options: TextGenerationOptions, given: nn.Module | None, open
     if options.checkpoint is None:
         return None
     return opened(Path(options.checkpoint), partial(find_checkpoint, verify=False)).config
-
-
-def _new_config(options: TextGenerationOptions, tokenizer: Tokenizer) -> FamilyConfig:
-    """The options of a network that is to be built."""
-    values = dict(options.model)
-    if values.get("vocab_size") is None:
-        values["vocab_size"] = tokenizer.vocab_size
-    return config_of(values)
 
 
 def _sharded_model(
@@ -367,31 +348,6 @@ def _sharded_model(
     parallel.materialize(world.device)
     load_weights(parallel, stored, lora, options.seed)
     return network
-
-
-def _check_fit(config: FamilyConfig, options: TextGenerationOptions, tokenizer: Tokenizer) -> None:
-    shape = config.decoder()
-    check(
-        shape.vocab_size >= tokenizer.vocab_size,
-        "model.vocab_size",
-        shape.vocab_size,
-        f"at least the tokenizer's {tokenizer.vocab_size}",
-        "model.vocab_size=null takes the tokenizer's",
-    )
-    check(
-        options.data.sequence_length <= shape.max_length,
-        "data.sequence_length",
-        options.data.sequence_length,
-        f"at most the model's max_length={shape.max_length}",
-    )
-
-
-def _prepare(model: nn.Module, options: TextGenerationOptions) -> nn.Module:
-    if isinstance(model, Trainable):
-        model.recompute = options.trainer.activation_checkpointing
-        if options.compile_level == "O2":
-            model.compile_blocks()
-    return model
 
 
 def _samples(
@@ -431,4 +387,4 @@ def _count(size: int) -> str:
     return f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.1f} M"
 
 
-TASKS: dict[str, AnyKit] = {"text_generation": TextGeneration()}
+TASKS: dict[str, AnyKit] = {"text_generation": TextGeneration(), "text_classification": TextClassification()}

@@ -1,0 +1,396 @@
+"""The task `text_classification`: options, labelled rows, the network, its loss and its metrics.
+
+B rows, T tokens, C labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kitforge.core.nn.causal_lm import CausalLM
+from kitforge.core.nn.context import Context, DropoutKey
+from kitforge.core.optim.groups import ParameterGroup, decay_groups
+from kitforge.core.parallel.sharding import Sharding, ShardingRule
+from kitforge.core.parallel.world import World
+from kitforge.data.document_shard import document_of, fingerprint_of, missing_column
+from kitforge.data.schedule import train_eval_split
+from kitforge.data.source import open_rows
+from kitforge.data.tokenizer import Tokenizer, TokenizerConfig
+from kitforge.foundation import seed as seeds
+from kitforge.foundation.config import check
+from kitforge.foundation.device import copy_to
+from kitforge.foundation.errors import ConfigError, DataError, nearest
+from kitforge.foundation.log import logger
+from kitforge.foundation.progress import heartbeat
+from kitforge.foundation.types import Cursor, MicroBatch, Sums
+from kitforge.kits.language_model import LoraOptions
+from kitforge.kits.transformers.task import EMBEDDINGS
+from kitforge.models.sharding import sharding_of_network
+from kitforge.trainer.options import RunOptions
+from kitforge.trainer.task import Task, batch_schedule
+
+BACKBONE, HEAD = "backbone.", "score.weight"
+# Tokens of a micro-batch on a CPU, padding included: with more, activations leave its caches.
+_CPU_TOKENS = 2048
+_log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassificationDataOptions:
+    """Labelled rows."""
+
+    train: Any = None  # a jsonl, json, csv or parquet file, a folder, a glob, a list of them, or rows
+    eval: Any = None  # None: a fraction of the training rows (eval_fraction)
+    text: str = "text"  # column of the text
+    label: str = "label"  # column of the label: a text or a whole number
+    batch_size: int = 16  # rows per step
+    sequence_length: int = 256  # largest number of tokens of a row
+    on_too_long: Literal["refuse", "cut_right"] = "refuse"  # rows of more tokens: refuse, or drop the last ones
+    on_invalid: Literal["refuse", "skip"] = "refuse"  # rows without a text or a label
+    eval_fraction: float = 0.05  # fraction of the training rows held out if data.eval is not given
+    shuffle: bool = True
+    cache: str | None = None  # folder of trained tokenizers; None: $KITFORGE_CACHE or ~/.cache/kitforge
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "sequence_length"):
+            check(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a whole number of at least 1")
+        check(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "at least 0, below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextClassificationOptions(RunOptions):
+    """All options of the task."""
+
+    task: str = "text_classification"
+    model: dict[str, Any] = field(default_factory=dict)  # `family` and the options of that family's config
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: ClassificationDataOptions = field(default_factory=ClassificationDataOptions)
+    labels: tuple[str, ...] = ()  # in the order of the logits; null: those of the checkpoint, else of the training rows
+    lora: LoraOptions = field(default_factory=LoraOptions)
+    freeze: tuple[str, ...] = ()  # parameters that are not trained, as patterns: ["backbone.embedding.*"]
+    # Run, folder, .gguf file, named checkpoint (`kitforge models`) or Hub id (NAME/MODEL@REVISION) with the weights.
+    checkpoint: str | None = None
+    format: Literal["huggingface"] = "huggingface"  # of `export`
+    output: str | None = None  # jsonl file of `predict`
+
+    def __post_init__(self) -> None:
+        self.lora.check_parallel(self.parallel)
+        is_one = not (self.freeze and self.lora.is_on)
+        check(is_one, "freeze", list(self.freeze), "nothing with lora.rank, which freezes all weights")
+        check(len(set(self.labels)) == len(self.labels) != 1, "labels", list(self.labels), "two or more, all distinct")
+        degrees = self.parallel
+        is_whole = degrees.tensor == 1 or not degrees.sequence_parallel
+        fix = "add parallel.sequence_parallel=false"
+        check(is_whole, "parallel.sequence_parallel", True, "false for rows of any length", fix)
+
+
+@final
+class LabelledRows:
+    """Tokenized rows in memory: all tokens in one array, with the offsets of the rows, and a label for each."""
+
+    def __init__(self, tokens: Sequence[Sequence[int]], labels: Sequence[int], indices: NDArray[np.int64]) -> None:
+        chosen = [tokens[index] for index in indices]
+        self.lengths = np.array([len(each) for each in chosen], np.int64)
+        self._starts = np.concatenate([np.zeros(1, np.int64), self.lengths.cumsum()])
+        self._tokens = np.fromiter((token for row in chosen for token in row), np.uint32, int(self._starts[-1]))
+        self.labels = np.array([labels[index] for index in indices], np.int64)
+        self.fingerprint = fingerprint_of(self._tokens.tobytes(), self.lengths.tobytes(), self.labels.tobytes())
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, rows: NDArray[np.int64], pad_id: int) -> dict[str, Tensor]:
+        """Rows padded on the right, which causal attention never reads: tokens [B, T], the position of the last token
+        `ends` [B], labels [B] and weights [B]. Without rows, one of weight 0."""
+        longest = int(self.lengths[rows].max()) if len(rows) else 1
+        tokens = torch.full((max(len(rows), 1), longest), pad_id)
+        for row, index in enumerate(rows):
+            own = self._tokens[self._starts[index] : self._starts[index + 1]]
+            tokens[row, : len(own)] = torch.from_numpy(own.astype(np.int64))
+        if not len(rows):
+            empty = torch.zeros(1, dtype=torch.int64)
+            return {"tokens": tokens, "ends": empty, "labels": empty, "weights": empty.float()}
+        return {
+            "tokens": tokens,
+            "ends": torch.from_numpy(self.lengths[rows] - 1),
+            "labels": torch.from_numpy(self.labels[rows]),
+            "weights": torch.ones(len(rows)),
+        }
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledData:
+    """Training and evaluation rows, and the names of their labels."""
+
+    train: LabelledRows
+    eval: LabelledRows
+    labels: tuple[str, ...]
+    pad_id: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all rows."""
+        return fingerprint_of(self.train.fingerprint, self.eval.fingerprint, self.labels)
+
+
+def read_data(
+    train: object, evaluation: object, tokenizer: Tokenizer, options: TextClassificationOptions, known: tuple[str, ...]
+) -> LabelledData:
+    """Read and tokenize labelled rows. `known` are the labels of the options or of the checkpoint; without them they
+    are those of the training rows, in order. Raises DataError naming the row of a text or label that is unusable."""
+    data = options.data
+    rows, held = _read(train, tokenizer, data), _read(evaluation, tokenizer, data)
+    labels = known or _label_names([label for _, _, label in rows])
+    tokens, targets = [each for _, each, _ in rows], _indices(rows, labels)
+    kept, held_out = np.arange(len(rows)), np.arange(0)
+    if evaluation is None:
+        kept, held_out = train_eval_split(len(rows), data.eval_fraction, options.seed)
+    elsewhere = LabelledRows([each for _, each, _ in held], _indices(held, labels), np.arange(len(held)))
+    return LabelledData(
+        train=LabelledRows(tokens, targets, kept),
+        eval=LabelledRows(tokens, targets, held_out) if evaluation is None else elsewhere,
+        labels=labels,
+        pad_id=tokenizer.pad_id,
+    )
+
+
+def _read(
+    spec: object, tokenizer: Tokenizer, data: ClassificationDataOptions
+) -> list[tuple[object, list[int], str | int]]:
+    """Location, tokens and label of every row."""
+    found: list[tuple[object, list[int], str | int]] = []
+    num_skipped = num_cut = 0
+    located = (pair for shard in (open_rows(spec) if spec is not None else ()) for pair in shard.rows())
+    for location, row in located:
+        try:
+            text, label = _columns(row, data, location)
+        except DataError:
+            if data.on_invalid == "refuse":
+                raise
+            num_skipped += 1
+            continue
+        tokens = encode_text(tokenizer, text)
+        is_long = len(tokens) > data.sequence_length
+        if is_long and data.on_too_long == "refuse":
+            got, expected = f"{len(tokens)} tokens", f"at most data.sequence_length={data.sequence_length}"
+            fix = "raise data.sequence_length, or add data.on_too_long=cut_right"
+            raise DataError(f"{location} is too long", got=got, expected=expected, fix=fix)
+        num_cut += is_long
+        found.append((location, tokens[: data.sequence_length], label))
+    if spec is not None and not found:
+        raise DataError("there are no labelled rows", got=f"{num_skipped} unusable ones", expected="at least one")
+    if num_skipped or num_cut:
+        _log.warning("%d rows: %d more were skipped, %d were cut", len(found), num_skipped, num_cut)
+    return found
+
+
+def _columns(row: object, data: ClassificationDataOptions, location: object) -> tuple[str, str | int]:
+    text = document_of(row, data.text, "strict", location)
+    values = row if isinstance(row, dict) else {}
+    if data.label not in values:
+        raise missing_column(data.label, map(str, values), location)
+    label = values[data.label]
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)
+    if not text.strip() or not isinstance(label, (str, int)) or label == "":
+        got = "an empty text" if not text.strip() else f"{data.label}={label!r}"
+        raise DataError(f"{location} is no labelled text", got=got, expected="a text, and a text or a number as label")
+    return text, label
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text, between those that the vocabulary begins and ends every text with."""
+    return tokenizer.encode_prompt(text)
+
+
+def _label_names(labels: Sequence[str | int]) -> tuple[str, ...]:
+    """The names of labels: numbers in their order, texts by the alphabet."""
+    distinct = set(labels)
+    are_numbers = all(isinstance(each, int) for each in distinct)
+    names = tuple(map(str, sorted(distinct) if are_numbers else sorted(map(str, distinct))))
+    if len(names) < 2:
+        raise DataError("the rows have one label only", got=", ".join(names), expected="two labels or more")
+    return names
+
+
+def _indices(rows: Sequence[tuple[object, list[int], str | int]], names: tuple[str, ...]) -> list[int]:
+    """The index of each row's label. A number that is no name is an index, as Hugging Face has it."""
+    index = {name: number for number, name in enumerate(names)}
+    found = []
+    for location, _, label in rows:
+        number = index.get(str(label), label if isinstance(label, int) and 0 <= label < len(names) else None)
+        if number is None:
+            fix = nearest(str(label), names)
+            raise DataError(f"{location} has an unknown label", got=label, expected=", ".join(names[:20]), fix=fix)
+        found.append(int(number))
+    return found
+
+
+@final
+class SequenceClassifier(nn.Module):
+    """A decoder with a linear head [C, dim] on the output of a row's last token, as `*ForSequenceClassification` of
+    transformers."""
+
+    def __init__(self, backbone: nn.Module, labels: Sequence[str]) -> None:
+        super().__init__()
+        like = cast(CausalLM, backbone).head_weight
+        self.backbone = backbone
+        self.labels = tuple(labels)
+        dim = cast(CausalLM, backbone).geometry.dim
+        self.score = nn.Linear(dim, len(self.labels), bias=False, device=like.device, dtype=like.dtype)
+
+    def logits_at(self, tokens: Tensor, ends: Tensor, dropout: DropoutKey | None = None) -> Tensor:
+        """Logits [B, C] of rows [B, T] whose last tokens are at `ends` [B]."""
+        hidden = cast(CausalLM, self.backbone).hidden(tokens, Context(dropout=dropout))
+        last = hidden[torch.arange(len(ends), device=hidden.device), ends]
+        scores: Tensor = self.score(last)
+        return scores.float()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, C] of rows [B, T] without padding."""
+        return self.logits_at(tokens, torch.full((len(tokens),), tokens.shape[1] - 1, device=tokens.device))
+
+
+def initial_head(num_labels: int, dim: int, seed: int) -> Tensor:
+    """The first weights [C, dim] of a head, with standard deviation 0.02."""
+    return torch.randn((num_labels, dim), generator=seeds.generator(seed, "init", HEAD)) * 0.02
+
+
+def sharding_of_classifier(model: SequenceClassifier) -> Sharding:
+    """How a classifier is sharded. The head is replicated, and so is its gradient."""
+    backbone = sharding_of_network(model.backbone).with_prefix("backbone")
+    score = Sharding(rules=(ShardingRule(module="score", gradient="whole"),) if backbone.rules else ())
+    merged = backbone.merged_with(score)
+    return Sharding(rules=merged.rules, divisible=merged.divisible, fsdp_roots={"": ("logits_at",)})
+
+
+@final
+class TextClassificationTask(Task):
+    """Cross entropy of the labels. A micro-batch is that of `LabelledRows.batch`, with the numbers of its samples and
+    of the step."""
+
+    def __init__(
+        self,
+        options: TextClassificationOptions,
+        data: LabelledData,
+        build: Callable[[World], nn.Module],
+        world: World,
+    ) -> None:
+        self._options = options
+        self._data = data
+        self._build = build
+        self._world = world
+        self._schedule = batch_schedule(
+            options,
+            world,
+            num_rows=len(data.train),
+            batch_size=options.data.batch_size,
+            shuffle=options.data.shuffle,
+            max_tokens=_CPU_TOKENS if world.device.type == "cpu" else None,
+        )
+
+    def build(self, world: World) -> nn.Module:
+        """The network, on the device, cut as the world's degrees say."""
+        return self._build(world)
+
+    def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
+        """Weight decay for matrices only: not for embeddings, norms and biases."""
+        names = [name for name, _ in model.named_parameters()]
+        tables = [name for name in names if name.removeprefix(BACKBONE) in EMBEDDINGS]
+        return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=tables, heads=[HEAD])
+
+    def num_steps(self, epochs: float) -> int | None:
+        """Steps in that many passes over the rows; the last one may be smaller."""
+        return self._schedule.num_steps(epochs)
+
+    def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
+        """Batches from the cursor on; rows of like lengths share a micro-batch."""
+        for step, batch in enumerate(self._schedule.batches(cursor.samples), start=cursor.step):
+            yield self._micro_batches(self._data.train, batch.rows, batch.start, step)
+
+    def count(self, step: Sequence[MicroBatch]) -> Sums:
+        """The rows of this rank: the denominator of the mean loss."""
+        rows = torch.stack([micro_batch["weights"].sum() for micro_batch in step]).sum()
+        tokens = torch.stack([((each["ends"] + 1) * each["weights"]).sum() for each in step]).sum()
+        return {"loss": rows, "samples": rows, "input_tokens": tokens}
+
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
+        """The sums of cross entropies and of right answers."""
+        noise = None
+        if model.training:
+            samples = tuple(micro_batch["samples"].tolist())
+            noise = DropoutKey(seed=self._options.seed, step=micro_batch["step"], samples=samples)
+        logits, labels, weights = self._logits(model, micro_batch, noise)
+        losses = functional.cross_entropy(logits, labels, reduction="none")
+        right = (logits.detach().argmax(-1) == labels).to(weights)
+        return {"loss": (losses * weights).sum(), "accuracy": (right * weights).sum()}
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """eval/loss, eval/accuracy and eval/f1 (macro) over all evaluation rows; independent of the batch size."""
+        rows, size = self._data.eval, len(self._data.labels)
+        if not len(rows):
+            return {}
+        total, confusion = torch.zeros((), dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
+        parts = (
+            micro_batch
+            for batch in self._schedule.eval_batches(len(rows))
+            for micro_batch in self._micro_batches(rows, batch, 0, 0)
+        )
+        for micro_batch in heartbeat(parts, "batches evaluated", enabled=self._options.trainer.progress):
+            logits, labels, weights = self._logits(model, micro_batch, None)
+            total += (functional.cross_entropy(logits, labels, reduction="none") * weights).sum().double().cpu()
+            pairs = (labels * size + logits.argmax(-1)).cpu()
+            confusion.view(-1).index_add_(0, pairs, weights.double().cpu())
+        summed = self._world.sum({"sums": torch.cat([total.view(1), confusion.flatten()])})["sums"]
+        return {f"eval/{name}": value for name, value in metrics_of(summed[0], summed[1:].view(size, size)).items()}
+
+    def state(self) -> dict[str, Any]:
+        """Which rows the cursor counts."""
+        return {"rows": self._data.fingerprint}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Refuse to go on over other rows than those that the run began with."""
+        if state["rows"] != self._data.fingerprint and not self._options.trainer.allow_data_changes:
+            raise ConfigError(
+                "the labelled rows are not those that the run began with",
+                got=f"rows {self._data.fingerprint[:12]}",
+                expected=f"rows {state['rows'][:12]}",
+                fix="put the files back, or add trainer.allow_data_changes=true to go on all the same",
+            )
+
+    def _logits(
+        self, model: nn.Module, micro_batch: MicroBatch, noise: DropoutKey | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [B, C], labels [B] and weights [B] on the device."""
+        network = cast(SequenceClassifier, model)
+        device = network.score.weight.device
+        tokens, ends, labels, weights = (
+            copy_to(micro_batch[name], device) for name in ("tokens", "ends", "labels", "weights")
+        )
+        return network.logits_at(tokens, ends, noise), labels, weights
+
+    def _micro_batches(self, rows: LabelledRows, indices: NDArray[np.int64], first: int, step: int) -> list[MicroBatch]:
+        """This rank's micro-batches of the rows of a step, whose samples are counted from `first` on."""
+        found: list[MicroBatch] = []
+        for part in self._schedule.length_buckets(rows.lengths[indices].tolist()):
+            samples = torch.from_numpy(first + part) if len(part) else torch.full((1,), -1)
+            found.append({**rows.batch(indices[part], self._data.pad_id), "samples": samples, "step": step})
+        return found
+
+
+def metrics_of(loss: Tensor, confusion: Tensor) -> dict[str, float]:
+    """Mean loss, accuracy, and the unweighted mean of the labels' F1 (a label that neither occurs nor is predicted is
+    left out), from the sum of losses and the counts [label, prediction]."""
+    count, right = confusion.sum().clamp(min=1), confusion.diagonal()
+    both = confusion.sum(0) + confusion.sum(1)
+    f1 = (2 * right / both.clamp(min=1))[both > 0]
+    return {"loss": float(loss / count), "accuracy": float(right.sum() / count), "f1": float(f1.mean())}

@@ -1,0 +1,346 @@
+"""The task `text_classification`: rows and labels, exact sums, ranks, resumption, and what peers make of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from kitforge.api import Trainer, evaluate, load_model, load_processor, pipeline, save_model
+from kitforge.cli.main import run as run_command
+from kitforge.core.parallel.config import ParallelConfig
+from kitforge.core.parallel.rendezvous import Rendezvous
+from kitforge.data.tokenizer import ByteTokenizer
+from kitforge.foundation.errors import ConfigError, DataError, ModelError
+from kitforge.kits.kit import RunInputs
+from kitforge.kits.registry import kit_of_folder, recorded_task
+from kitforge.kits.transformers.build import TASKS
+from kitforge.kits.transformers.classification import SequenceClassifier, metrics_of
+from kitforge.trainer.run_folder import train
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import TestRendezvous
+from tests.kits.transformers.test_adapters import base
+from tests.trainer import tiny
+
+KIT: Any = TASKS["text_classification"]
+OPTIONS: dict[str, Any] = {
+    "model": tiny.LLAMA,
+    "data.batch_size": 5,
+    "data.sequence_length": 48,
+    "data.eval_fraction": 0.2,
+    "trainer.max_steps": 8,
+    "trainer.progress": False,
+    "trainer.log_every": 1,
+    "optimizer.learning_rate": 1e-2,
+    "device": "cpu",
+}
+LABELS = ("bad", "fair", "good")
+
+
+def rows(count: int = 60) -> list[dict[str, Any]]:
+    """Texts of very different lengths; a word says which label."""
+    generator = random.Random(4)
+    found = []
+    for _ in range(count):
+        label = generator.choice(LABELS)
+        words = [generator.choice(tiny.WORDS[:4]) for _ in range(generator.randint(0, 5))]
+        words.insert(generator.randint(0, len(words)), label)
+        found.append({"text": " ".join(words), "label": label})
+    return found
+
+
+def begin(folder: Path | None, choices: dict[str, Any] | None = None, rendezvous: Any = None, **given: Any) -> Any:
+    values = OPTIONS | {"output_dir": None if folder is None else str(folder)} | (choices or {})
+    options = KIT.read_options(tiny.nested(values))
+    inputs = RunInputs(**({"train_dataset": rows(), "processor": ByteTokenizer()} | given))
+    return KIT.assemble(options, inputs, rendezvous or Rendezvous.open(options.parallel, options.device))
+
+
+def finish(assembly: Any) -> dict[str, float]:
+    return train(assembly.loop, assembly.options, assembly.folder, assembly.config_text)
+
+
+def run(folder: Path | None, choices: dict[str, Any] | None = None, **given: Any) -> Any:
+    assembly = begin(folder, choices, **given)
+    finish(assembly)
+    return assembly
+
+
+def test_it_learns_which_word_decides(tmp_path: Path) -> None:
+    assembly = begin(tmp_path, {"trainer.max_steps": 160, "trainer.epochs": 20, "optimizer.learning_rate": 4e-3})
+    found = finish(assembly)
+    assert found["eval/accuracy"] > 0.9
+    assert found["eval/f1"] > 0.9
+    classify = pipeline("text_classification", model=tmp_path)
+    assert [each["label"] for each in classify(["moon good", "the river is bad", "fair sun"])] == [
+        "good",
+        "bad",
+        "fair",
+    ]
+    (single,) = classify("good stone")
+    assert single["label"] == "good" and 0.5 < single["score"] <= 1
+    ranked = classify(["good stone", "bad"], top_k=None)
+    assert [len(each) for each in ranked] == [3, 3]
+    assert sum(each["score"] for each in ranked[0]) == pytest.approx(1, abs=1e-6)
+    assert [each["label"] for each in classify(["good stone"], top_k=2)[0]][0] == "good"
+
+
+def test_the_loss_is_that_of_each_row_alone() -> None:
+    assembly = begin(None, {"data.eval_fraction": 0.0, "trainer.micro_batch_size": 7}, eval_dataset=rows(13))
+    model, tokenizer = cast(SequenceClassifier, assembly.loop.model), ByteTokenizer()
+    found = assembly.loop.evaluate()
+    losses, right = [], []
+    for row in rows(13):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokenizer.encode(row["text"])])).double()
+        label = LABELS.index(row["label"])
+        losses.append(-logits.log_softmax(-1)[0, label].detach())
+        right.append(int(logits.argmax()) == label)
+    assert found["eval/loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-6)
+    assert found["eval/accuracy"] == pytest.approx(sum(right) / 13)
+
+
+def test_padding_is_never_read() -> None:
+    assembly = begin(None)
+    model = cast(SequenceClassifier, assembly.loop.model).double().eval()
+    tokens, ends = torch.randint(0, 200, (3, 9)), torch.tensor([2, 8, 5])
+    with torch.no_grad():
+        wanted = model.logits_at(tokens, ends)
+        for row, end in enumerate(ends):
+            tokens[row, end + 1 :] = 257
+        assert torch.equal(model.logits_at(tokens, ends), wanted)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_micro_batches_are_one_batch(size: int) -> None:
+    whole, cut = (run(None, {"trainer.micro_batch_size": each}).loop for each in (5, size))
+    for name, parameter in whole.model.named_parameters():
+        assert torch.allclose(parameter, cut.model.get_parameter(name), atol=1e-5), name
+
+
+@pytest.mark.parametrize("size", [1, 4, 64])
+def test_metrics_do_not_depend_on_the_batch_size(size: int) -> None:
+    wanted = begin(None).loop
+    found = begin(None, {"data.batch_size": size}).loop
+    assert found.evaluate() == pytest.approx(wanted.evaluate(), rel=1e-5)
+
+
+def test_f1_is_that_of_scikit_learn() -> None:
+    from sklearn.metrics import f1_score
+
+    draw = random.Random(2)
+    wanted, found = ([draw.randrange(4) for _ in range(50)] for _ in range(2))
+    confusion = torch.zeros(5, 5, dtype=torch.float64)
+    for label, predicted in zip(wanted, found, strict=True):
+        confusion[label, predicted] += 1
+    metrics = metrics_of(torch.tensor(25.0), confusion)
+    # Label 4 neither occurs nor is predicted.
+    assert metrics["f1"] == pytest.approx(f1_score(wanted, found, average="macro"))
+    assert metrics["loss"] == 0.5
+
+
+@pytest.mark.parametrize("choices", [{}, {"model": tiny.GPT2 | tiny.DROPOUT, "trainer.micro_batch_size": 2}])
+def test_a_killed_and_resumed_run_is_the_run_that_was_never_killed(choices: dict[str, Any], tmp_path: Path) -> None:
+    choices = choices | {"trainer.checkpoint_every": 2, "trainer.save_total_limit": 9}
+    run(tmp_path / "whole", choices)
+    folder = tiny.copy_up_to(tmp_path / "whole", tmp_path / "killed", 4)
+    run(folder, choices | {"resume": "auto"})
+    tiny.assert_same(folder, tmp_path / "whole")
+    with pytest.raises(ConfigError, match="labelled rows are not those"):
+        run(
+            tiny.copy_up_to(tmp_path / "whole", tmp_path / "other", 4),
+            choices | {"resume": "auto"},
+            train_dataset=rows(50),
+        )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_transformers_gives_the_same_logits_and_its_folder_is_read_back(family: str, tmp_path: Path) -> None:
+    run(tmp_path / "run", {"model": {"llama": tiny.LLAMA, "gpt2": tiny.GPT2}[family]})
+    save_model(tmp_path / "run", tmp_path / "folder")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "folder").eval()
+    assert theirs.config.id2label == dict(enumerate(LABELS))
+    ours = cast(Any, load_model(tmp_path / "run"))
+    ids = torch.tensor([ByteTokenizer().encode("the moon is good")])
+    with torch.no_grad():
+        assert torch.allclose(theirs(ids).logits, ours(ids), atol=1e-5)
+        again = cast(Any, load_model(tmp_path / "folder"))
+        assert torch.equal(again(ids), ours(ids))
+    assert again.labels == LABELS
+    assert recorded_task(tmp_path / "folder") == "text_classification"
+    assert kit_of_folder(tmp_path / "folder") is KIT
+
+
+def test_a_classifier_of_transformers_is_evaluated_and_trained_further(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = transformers.LlamaConfig(
+        vocab_size=258, **sizes, num_labels=3, id2label=dict(enumerate(LABELS)), label2id={}, pad_token_id=257
+    )
+    theirs = transformers.LlamaForSequenceClassification(config).eval()
+    theirs.save_pretrained(tmp_path)
+    ByteTokenizer().save(tmp_path)
+    ids = torch.tensor([ByteTokenizer().encode("bad moon")])
+    with torch.no_grad():
+        wanted = theirs(ids).logits
+        assert torch.allclose(cast(Any, load_model(tmp_path))(ids), wanted, atol=1e-5)
+    # The head goes on where the labels are the same; other labels begin with a new one.
+    same = begin(None, {"model": {}, "checkpoint": str(tmp_path)}, processor=None).loop.model
+    assert torch.equal(same.score.weight, theirs.score.weight)
+    other = begin(None, {"model": {}, "checkpoint": str(tmp_path), "labels": ["good", "fair", "bad"]}, processor=None)
+    assert not torch.equal(other.loop.model.score.weight, theirs.score.weight)
+    assert torch.equal(other.loop.model.backbone.embedding.weight, theirs.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "qlora"])
+def test_an_adapter_and_the_head_learn_and_the_run_is_read_back(kind: str, tmp_path: Path) -> None:
+    start = base(tmp_path / "base")
+    choices = {"model": {}, "checkpoint": str(start), "lora.rank": 4, "lora.kind": kind, "trainer.max_steps": 5}
+    model = run(tmp_path / "run", choices, processor=None).loop.model.eval()
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    assert all(".adapters." in name or name == "score.weight" for name in trained) and len(trained) > 1
+    ids = torch.tensor([ByteTokenizer().encode("fair river")])
+    with torch.no_grad():
+        found: Tensor = cast(Any, load_model(tmp_path / "run"))(ids)
+        assert torch.allclose(found, model(ids), atol=2e-5)
+    page = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert (page["task_type"], page["modules_to_save"]) == ("SEQ_CLS", ["score"])
+
+
+def test_python_trains_evaluates_and_predicts_in_a_few_lines(tmp_path: Path) -> None:
+    start = base(tmp_path / "base")
+    options = {"trainer.max_steps": 2, "trainer.progress": False, "device": "cpu", "data.sequence_length": 48}
+    trainer = Trainer("text_classification", start, rows(), rows(9), output_dir=tmp_path / "run", options=options)
+    assert trainer.options.optimizer.learning_rate == 5e-5
+    first = trainer.train()
+    assert set(trainer.evaluate()) == {"eval/loss", "eval/accuracy", "eval/f1"}
+    (answer,) = trainer.predict("good moon")
+    assert answer["label"] in LABELS
+    assert load_processor(first).vocab_size == 258  # type: ignore[attr-defined]
+    again = Trainer("text_classification", first, rows(), options=options).train()
+    assert again.metrics
+
+
+def test_the_command_line_trains_evaluates_and_labels_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "".join(json.dumps(row) + "\n" for row in rows())
+    (tmp_path / "rows.jsonl").write_text(text)
+    common = ["data.sequence_length=48", "trainer.progress=false", "device=cpu"]
+    data, place = f"data.train={tmp_path / 'rows.jsonl'}", f"output_dir={tmp_path / 'run'}"
+    assert (
+        run_command(
+            ["train", "task=text_classification", "model=llama_tiny", data, place, "trainer.max_steps=2", *common]
+        )
+        == 0
+    )
+    capsys.readouterr()
+    rows_to_label, target = f"data.eval={tmp_path / 'rows.jsonl'}", tmp_path / "labels.jsonl"
+    assert run_command(["evaluate", f"checkpoint={tmp_path / 'run'}", rows_to_label]) == 0
+    assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {"loss", "accuracy", "f1"}
+    assert run_command(["predict", f"checkpoint={tmp_path / 'run'}", rows_to_label, f"output={target}"]) == 0
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [line["text"] for line in lines] == [row["text"] for row in rows()]
+    classify = pipeline("text_classification", model=tmp_path / "run")
+    assert [line["predicted_label"] for line in lines] == [
+        each["label"] for each in classify([row["text"] for row in rows()])
+    ]
+    with pytest.raises(ConfigError, match="does not exist yet"):
+        run_command(["predict", f"checkpoint={tmp_path / 'run'}", rows_to_label, f"output={target}"])
+    with pytest.raises(ConfigError, match="writes no text"):
+        run_command(["generate", f"checkpoint={tmp_path / 'run'}", "prompt=x"])
+
+
+def test_labels_are_numbers_in_their_order_or_texts_by_the_alphabet() -> None:
+    def labels(*values: Any) -> tuple[str, ...]:
+        given = [{"text": f"row {number}", "label": value} for number, value in enumerate(values)]
+        model = begin(None, {"data.eval_fraction": 0.0}, train_dataset=given).loop.model
+        return cast(tuple[str, ...], model.labels)
+
+    assert labels(10, 9, 2) == ("2", "9", "10")
+    assert labels("b", "a", "b") == ("a", "b")
+    assert labels(1.0, 0.0) == ("0", "1")
+
+
+def test_a_number_that_is_no_name_is_an_index() -> None:
+    given = [{"text": "a", "label": 0}, {"text": "b", "label": 2}]
+    data = begin(None, {"data.eval_fraction": 0.0, "labels": list(LABELS)}, train_dataset=given).loop.task._data
+    assert data.train.labels.tolist() == [0, 2]
+
+
+BAD: list[tuple[str, dict[str, Any], list[Any], str]] = [
+    ("no label", {}, [{"text": "a"}], "has no column 'label'"),
+    ("no text", {}, [{"label": 1}], "has no column 'text'"),
+    ("an empty text", {}, [{"text": " ", "label": 1}], "row 61.*no labelled text"),
+    ("a list as label", {}, [{"text": "a", "label": [1]}], "no labelled text"),
+    ("an unknown label", {"labels": list(LABELS)}, [{"text": "a", "label": "god"}], "row 61.*(?s:unknown label.*good)"),
+    ("a long text", {}, [{"text": "a" * 49, "label": "bad"}], "row 61.*too long"),
+]
+
+
+@pytest.mark.parametrize(("choices", "extra", "message"), [each[1:] for each in BAD], ids=[each[0] for each in BAD])
+def test_a_row_that_cannot_be_used_is_named(choices: dict[str, Any], extra: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        begin(None, choices, train_dataset=[*rows(), *extra])
+
+
+def test_rows_can_be_skipped_or_cut_instead(caplog: pytest.LogCaptureFixture) -> None:
+    extra = [{"text": "a" * 60, "label": "bad"}, {"text": "no label"}]
+    choices = {"data.on_invalid": "skip", "data.on_too_long": "cut_right", "data.eval_fraction": 0.0}
+    data = begin(None, choices, train_dataset=[*rows(), *extra]).loop.task._data
+    assert (len(data.train), int(data.train.lengths.max())) == (61, 48)
+    assert "1 more were skipped, 1 were cut" in caplog.text
+
+
+def test_what_is_no_classifier_is_refused(tmp_path: Path) -> None:
+    start = base(tmp_path / "base")
+    with pytest.raises(ModelError, match="no classifier here"):
+        KIT.load(start, torch.device("cpu"))
+    with pytest.raises(ModelError, match="no labels yet"):
+        options = KIT.read_options(tiny.nested(OPTIONS | {"model": {}, "checkpoint": str(start)}))
+        evaluate(options, RunInputs(eval_dataset=rows(9)), KIT)
+    with pytest.raises(ModelError, match="does not label texts"):
+        pipeline("text_classification", model=cast(Any, load_model(start)), processor=ByteTokenizer())
+    with pytest.raises(DataError, match="one label only"):
+        begin(None, train_dataset=[{"text": "a", "label": 1}])
+    with pytest.raises(ConfigError, match="two or more"):
+        KIT.read_options({"labels": ["one"]})
+    with pytest.raises(ConfigError, match="nothing|no labelled rows"):
+        begin(None, train_dataset=None)
+
+
+MESHES = [
+    ParallelConfig(data=2, sequence_parallel=False),
+    ParallelConfig(shard=2, sequence_parallel=False),
+    ParallelConfig(tensor=2, sequence_parallel=False),
+]
+
+
+def metrics(_rank: int, folder: Path, meshes: list[ParallelConfig]) -> list[tuple[dict[str, float], list[float]]]:
+    """Metrics and losses of a short run on each mesh."""
+    torch.set_num_threads(1)
+    found = []
+    for number, degrees in enumerate(meshes):
+        names = ("data", "shard", "tensor", "sequence_parallel")
+        mesh = {f"parallel.{name}": getattr(degrees, name) for name in names}
+        choices = mesh | {"data.eval_fraction": 0.3, "trainer.max_steps": 12, "trainer.epochs": 2}
+        place = folder / f"{number}-{degrees.world_size}"
+        given = {"train_dataset": rows(23)}
+        ended = finish(begin(place, choices, TestRendezvous(degrees), **given))
+        found.append((ended, [line["loss"] for line in tiny.records(place, "train")]))
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_are_one(tmp_path: Path) -> None:
+    ((wanted, losses),) = metrics(0, tmp_path, [ParallelConfig(sequence_parallel=False)])
+    for rank in run_ranks(2, metrics, tmp_path, MESHES):
+        for degrees, (found, own) in zip(MESHES, rank, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-4), degrees
+            assert own == pytest.approx(losses, rel=1e-4), degrees
