@@ -128,7 +128,7 @@ def attach(network: nn.Module, name: str, config: LoraConfig, seed: int = 0) -> 
             layer.add_module(_ADAPTERS, nn.ModuleDict())
             for way in _ADAPTED_METHODS:
                 layer.__dict__[way] = _with_adapters(layer, getattr(layer, way), has_bias=way == "forward")
-        adapter = LowRank(layer.weight, config)
+        adapter = LowRank(layer.dense_weight(), config)
         if not adapter.down.is_meta:
             adapter.down.copy_(initial_down(seed, name, path, adapter.down.shape))
         _adapters_of(layer)[name] = adapter

@@ -17,6 +17,7 @@ from kitforge.cli.main import run
 from kitforge.core.checkpoint.safetensors_file import TensorFile
 from kitforge.core.nn.decoder import Decoder
 from kitforge.core.nn.lora import adapter_tensors, config_of
+from kitforge.core.nn.quantized import quantized_bits
 from kitforge.data.tokenizer import ByteTokenizer
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.foundation.types import Region
@@ -69,6 +70,41 @@ def test_only_the_adapter_learns_and_the_base_stays_bit_for_bit(stage: str, tmp_
     # From its folder it comes with the adapter within its weights, ready for any use.
     assert torch.allclose(logits(load_policy(tmp_path, CPU)), logits(trained), atol=1e-5)
     assert all(each.requires_grad for each in load_policy(tmp_path, CPU).parameters())
+
+
+@pytest.mark.parametrize("kind", ["dora", "qlora"])
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "kto", "grpo", "ppo"])
+def test_every_task_trains_every_kind_of_adapter(stage: str, kind: str, tmp_path: Path) -> None:
+    base = runs.network(torch.float32)
+    before, weights = logits(base), [each.clone() for each in base.parameters()]
+    choices = SMALL | {"lora.kind": kind, "optimizer.learning_rate": 1e-2}
+    assembly = runs.begin(stage, tmp_path, choices, model=base)
+    runs.finish(assembly)
+    model = assembly.loop.model
+    trained = model.backbone if isinstance(model, ValueHeadModel) else policy_of(model)
+    assert cast(Any, config_of(trained)).kind == ("dora" if kind == "dora" else "lora")
+    assert quantized_bits(trained) == (4 if kind == "qlora" else None)
+    # The model that was given is as it was, and not quantized.
+    assert all(torch.equal(each, old) for each, old in zip(base.parameters(), weights, strict=True))
+    assert torch.equal(logits(base), before)
+    ups = [factors[1] for factors in adapter_tensors(trained, "reward" if stage == "reward" else "policy").values()]
+    assert any(bool(up.any()) for up in ups)
+    if stage != "reward":
+        assert torch.allclose(logits(load_policy(tmp_path, CPU)), logits(trained), atol=2e-5)
+        save_model(tmp_path, tmp_path / "merged")
+        assert torch.allclose(logits(model_folder.load(tmp_path / "merged", device=CPU)), logits(trained), atol=2e-5)
+
+
+def test_a_run_in_memory_is_exported_with_its_adapter(tmp_path: Path) -> None:
+    trainer = Trainer("sft", runs.network(), runs.ROWS["sft"], processor=ByteTokenizer(), options=_short(tmp_path))
+    finished = trainer.train()
+    save_model(finished, tmp_path / "merged")
+    assert torch.allclose(logits(model_folder.load(tmp_path / "merged", device=CPU)), logits(finished.model), atol=2e-5)
+
+
+def _short(folder: Path) -> dict[str, Any]:
+    own = {"lora.rank": 2, "optimizer.learning_rate": 1e-1, "output_dir": str(folder / "run"), "device": "cpu"}
+    return own | {"trainer.max_steps": 3, "trainer.progress": False, "data.sequence_length": 64}
 
 
 @pytest.mark.slow
