@@ -4,9 +4,8 @@
     python -m benchmarks.kits.transformers.adapters            # interleaved, writes adapters.md
     python -m benchmarks.kits.transformers.adapters --worker ours bf16 lora
 
-Rank 8 on queries and values, rows of 256 tokens, batch 8, AdamW. Every worker is its own process; ours and the peer take
-turns, and the ratios are medians over pairs. Memory is the peak of the process above what it had when the model was
-built, and its whole peak.
+Rank 8 on queries and values, rows of 256 tokens, batch 8, AdamW. Every worker is its own process; ours and the peer
+take turns, and the ratios are medians over pairs. Memory is the peak of the whole process.
 """
 
 from __future__ import annotations
