@@ -264,11 +264,17 @@ class SaveAdapter(Callback):
         config = config_of_adapter(network)
         if config is None:
             return
-        factors = full_lora_factors(network, name, run.state.parallel)
+        parallel = run.state.parallel
+        factors = full_lora_factors(network, name, parallel)
+        owners = {id(parameter): own for own, parameter in parallel.model.named_parameters()}
+        whole = {
+            own: parallel.full_tensor(owners[id(each)]) if id(each) in owners else each
+            for own, each in (head or {}).items()
+        }
         if run.world.rank > 0:
             return
         try:
-            save_adapter(network, factors, config, run.folder / "adapter", self._base, head)
+            save_adapter(network, factors, config, run.folder / "adapter", self._base, whole)
             self._tokenizer.save(run.folder / "adapter")
         except ModelError as error:
             run.log_event("adapter", f"PEFT adapter not written: {error}")

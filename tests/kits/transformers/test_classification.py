@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kitforge.api import Trainer, evaluate, load_model, load_processor, pipeline, save_model
 from kitforge.cli.main import run as run_command
+from kitforge.core.checkpoint.safetensors_file import TensorFile
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.data.tokenizer import ByteTokenizer
@@ -345,3 +346,22 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
         for degrees, (found, own) in zip(MESHES, rank, strict=True):
             assert found == pytest.approx(wanted, rel=1e-4), degrees
             assert own == pytest.approx(losses, rel=1e-4), degrees
+
+
+def sharded_adapter(_rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    degrees = ParallelConfig(shard=2, sequence_parallel=False)
+    mesh = {"parallel.shard": 2, "parallel.sequence_parallel": False}
+    choices = mesh | {"model": {}, "checkpoint": str(folder / "base"), "lora.rank": 2, "trainer.max_steps": 2}
+    finish(begin(folder / "run", choices, TestRendezvous(degrees)))
+
+
+@pytest.mark.slow
+def test_two_ranks_write_the_whole_adapter_and_head(tmp_path: Path) -> None:
+    base(tmp_path / "base")
+    run_ranks(2, sharded_adapter, tmp_path)
+    file = TensorFile(tmp_path / "run" / "adapter" / "adapter_model.safetensors", ModelError)
+    model = cast(Any, load_model(tmp_path / "run"))
+    assert torch.equal(file.tensor("base_model.model.score.weight"), model.score.weight)
+    names = [name for name in file.names() if name.endswith("layers.1.self_attn.q_proj.lora_A.weight")]
+    assert [tuple(file.tensor(name).shape) for name in names] == [(2, 32)]
