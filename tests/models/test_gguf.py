@@ -45,6 +45,7 @@ def exported(peer: GetPeer, name: str, folder: Path, dtype: ExportDtype = "float
     return model, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_written_file_is_read_back_bit_for_bit(name: str, peer: GetPeer, tmp_path: Path) -> None:
     model, path = exported(peer, name, tmp_path)
@@ -64,6 +65,7 @@ def test_transformers_reads_the_same_network_out_of_it(name: str, peer: GetPeer,
     assert largest_difference(logits_of(model, tokens()), logits_of(theirs, tokens())) < 1e-5
 
 
+@pytest.mark.slow
 def test_transformers_reads_a_qwen3_out_of_it(tmp_path: Path) -> None:
     sizes = {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 96, "max_length": 64}
     # Their reader knows no other size of a head.
@@ -74,6 +76,7 @@ def test_transformers_reads_a_qwen3_out_of_it(tmp_path: Path) -> None:
     assert largest_difference(logits_of(model, tokens()), logits_of(theirs, tokens())) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
 def test_weights_are_rounded_as_the_package_gguf_rounds_them(dtype: ExportDtype, peer: GetPeer, tmp_path: Path) -> None:
     model, path = exported(peer, "qwen2", tmp_path, dtype)

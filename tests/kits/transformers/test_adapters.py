@@ -63,6 +63,7 @@ def logits(model: nn.Module) -> Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_adapter_learns_and_the_run_is_read_back_merged(
@@ -102,6 +103,7 @@ def test_the_base_of_qlora_keeps_its_bits(bits: int, tmp_path: Path, corpus: Pat
         quantized_copy(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_and_resumed_run_is_the_run_that_was_never_killed(kind: str, tmp_path: Path, corpus: Path) -> None:
     start = base(tmp_path / "base")
@@ -112,6 +114,7 @@ def test_a_killed_and_resumed_run_is_the_run_that_was_never_killed(kind: str, tm
     tiny.assert_same(folder, tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_micro_batches_are_one_batch(kind: str, tmp_path: Path, corpus: Path) -> None:
     start = base(tmp_path / "base")
@@ -175,6 +178,7 @@ def test_an_adapter_of_peft_goes_on_here_and_its_gradients_are_ours(
         assert torch.allclose(cast(Tensor, factor.grad), wanted, rtol=1e-3, atol=1e-4), kind
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_rank_or_of_no_base_is_refused(tmp_path: Path, corpus: Path) -> None:
     start = base(tmp_path / "base")
     trained(tmp_path / "run", corpus, start, KINDS["lora"])
@@ -199,6 +203,7 @@ def test_an_adapter_without_a_model_is_refused(tmp_path: Path, corpus: Path) -> 
         tiny.run(tmp_path, corpus, {"lora.kind": "dora"})
 
 
+@pytest.mark.slow
 def test_two_lines_of_python_finetune_a_folder_by_an_adapter(tmp_path: Path, corpus: Path) -> None:
     start = base(tmp_path / "base")
     short = {"trainer.max_steps": 2, "trainer.progress": False, "data.sequence_length": 32, "device": "cpu"}
@@ -215,6 +220,7 @@ def test_two_lines_of_python_finetune_a_folder_by_an_adapter(tmp_path: Path, cor
     assert Trainer("text_generation", run, corpus / "corpus.txt", options=short).train().metrics
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay_as_they_are(tmp_path: Path, corpus: Path) -> None:
     start = base(tmp_path / "base")
     choices = {"model": {}, "checkpoint": str(start), "trainer.max_steps": 3, "freeze": ["embedding.*", "blocks.0.*"]}

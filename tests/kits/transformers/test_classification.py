@@ -73,6 +73,7 @@ def run(folder: Path | None, choices: dict[str, Any] | None = None, **given: Any
     return assembly
 
 
+@pytest.mark.slow
 def test_it_learns_which_word_decides(tmp_path: Path) -> None:
     assembly = begin(tmp_path, {"trainer.max_steps": 160, "trainer.epochs": 20, "optimizer.learning_rate": 4e-3})
     found = finish(assembly)
@@ -118,6 +119,7 @@ def test_padding_is_never_read() -> None:
         assert torch.equal(model.logits_at(tokens, ends), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_micro_batches_are_one_batch(size: int) -> None:
     whole, cut = (run(None, {"trainer.micro_batch_size": each}).loop for each in (5, size))
@@ -125,6 +127,7 @@ def test_micro_batches_are_one_batch(size: int) -> None:
         assert torch.allclose(parameter, cut.model.get_parameter(name), atol=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 4, 64])
 def test_metrics_do_not_depend_on_the_batch_size(size: int) -> None:
     wanted = begin(None).loop
@@ -146,6 +149,7 @@ def test_f1_is_that_of_scikit_learn() -> None:
     assert metrics["loss"] == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choices", [{}, {"model": tiny.GPT2 | tiny.DROPOUT, "trainer.micro_batch_size": 2}])
 def test_a_killed_and_resumed_run_is_the_run_that_was_never_killed(choices: dict[str, Any], tmp_path: Path) -> None:
     choices = choices | {"trainer.checkpoint_every": 2, "trainer.save_total_limit": 9}
@@ -161,6 +165,7 @@ def test_a_killed_and_resumed_run_is_the_run_that_was_never_killed(choices: dict
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_transformers_gives_the_same_logits_and_its_folder_is_read_back(family: str, tmp_path: Path) -> None:
     run(tmp_path / "run", {"model": {"llama": tiny.LLAMA, "gpt2": tiny.GPT2}[family]})
@@ -199,6 +204,7 @@ def test_a_classifier_of_transformers_is_evaluated_and_trained_further(tmp_path:
     assert torch.equal(other.loop.model.backbone.embedding.weight, theirs.model.embed_tokens.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "dora", "qlora"])
 def test_an_adapter_and_the_head_learn_and_the_run_is_read_back(kind: str, tmp_path: Path) -> None:
     start = base(tmp_path / "base")
@@ -214,6 +220,7 @@ def test_an_adapter_and_the_head_learn_and_the_run_is_read_back(kind: str, tmp_p
     assert (page["task_type"], page["modules_to_save"]) == ("SEQ_CLS", ["score"])
 
 
+@pytest.mark.slow
 def test_python_trains_evaluates_and_predicts_in_a_few_lines(tmp_path: Path) -> None:
     start = base(tmp_path / "base")
     options = {"trainer.max_steps": 2, "trainer.progress": False, "device": "cpu", "data.sequence_length": 48}
