@@ -370,7 +370,7 @@ def open_reward_model(folder: Path, open_run: OpenCheckpoint = find_checkpoint) 
     """The reward model of a run, step or Hugging Face folder, adapters merged; reads no weights yet. Raises ModelError
     if there is none."""
     checkpoint = open_run(folder)
-    if checkpoint is None and model_folder.is_reward_model(folder):
+    if checkpoint is None and model_folder.labels_of(folder) is not None:
         return model_folder.open_reward_model(folder)
     if checkpoint is None or not _has(checkpoint, BACKBONE):
         expected = "a run of the task reward, or a *ForSequenceClassification of Hugging Face"
