@@ -2,9 +2,10 @@
 
     python -m benchmarks.trainer.training                      # all, interleaved, writes training.md
     python -m benchmarks.trainer.training --dtype fp32 --only ours "HF Trainer" --table some.md
+    python -m benchmarks.trainer.training --arch bloom --only ours "HF Trainer" --table some.md
     python -m benchmarks.trainer.training --worker ours gpt2 fp32
 
-Shapes: GPT-2 6 layers x 384, LLaMA 8 layers x 512; vocabulary 8192, sequences of 256, batch 8; AdamW (torch's fused),
+Shapes: GPT-2 and BLOOM 6 layers x 384, LLaMA 8 layers x 512; vocabulary 8192, sequences of 256, batch 8; fused AdamW,
 gradients clipped at 1. Every worker is its own process; the peers take turns, and the ratios are medians over rounds.
 """
 
@@ -29,6 +30,7 @@ from typing import Any
 BATCH, LENGTH, VOCAB = 8, 256, 8192
 WARMUP, STEPS = 2, 6
 SIZES: dict[str, dict[str, Any]] = {
+    "bloom": {"dim": 384, "num_layers": 6, "num_heads": 6},
     "gpt2": {"dim": 384, "num_layers": 6, "num_heads": 6, "max_length": 1024},
     "llama": {"dim": 512, "num_layers": 8, "num_heads": 8, "mlp_dim": 1376, "max_length": 1024},
 }
@@ -203,6 +205,11 @@ def peer_model(arch: str) -> Any:
             eos_token_id=1,
         )
         return transformers.GPT2LMHeadModel(config)
+    if arch == "bloom":
+        config = transformers.BloomConfig(
+            n_layer=size["num_layers"], hidden_size=size["dim"], n_head=size["num_heads"], vocab_size=VOCAB
+        )
+        return transformers.BloomForCausalLM(config)
     config = transformers.LlamaConfig(
         num_hidden_layers=size["num_layers"],
         hidden_size=size["dim"],
@@ -223,6 +230,8 @@ def plain(arch: str, dtype: str, compiled: bool = False) -> dict[str, float]:
     torch.manual_seed(0)
     tokens = torch.randint(2, VOCAB, (512, LENGTH + 1))
     size = SIZES[arch]
+    if arch == "bloom":
+        raise SystemExit("the plain loop has no BLOOM; choose --arch gpt2 llama, or --only ours 'HF Trainer'")
     network: Any = (PlainGPT2 if arch == "gpt2" else PlainLlama)(size, VOCAB, LENGTH)
     parameters = list(network.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=3e-4, fused=True)
@@ -289,7 +298,7 @@ def main() -> None:
     parser.add_argument("--worker", nargs=3, metavar=("WORKER", "ARCH", "DTYPE"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=list(WORKERS))
-    parser.add_argument("--arch", nargs="*", default=list(SIZES))
+    parser.add_argument("--arch", nargs="*", default=["gpt2", "llama"], choices=list(SIZES))
     parser.add_argument("--dtype", nargs="*", default=["fp32", "bf16"])
     parser.add_argument("--table", default="training.md")
     arguments = parser.parse_args()

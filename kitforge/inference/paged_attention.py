@@ -10,7 +10,7 @@ import math
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -127,15 +127,13 @@ class PagedAttention:
             return self._attend_prefill(index, segment, query, slabs, spec)
         num_texts = len(segment.lengths)
         tokens = query[0, :, segment.first : segment.first + num_texts].transpose(0, 1)
-        kernels, window, scale = self._kernels, spec.window, spec.scale
-        lengths = segment.lengths
+        kernels, lengths = self._kernels, segment.lengths
+        options: Any = {"window": spec.window, "scale": spec.scale, "slopes": spec.slopes}
         if isinstance(segment, DecodeBatch):
-            mixed = kernels.decode_attention(tokens, *slabs, segment.starts, lengths, window=window, scale=scale)
+            mixed = kernels.decode_attention(tokens, *slabs, segment.starts, lengths, **options)
         else:
             size = self._cache.block_size
-            mixed = kernels.paged_attention(
-                tokens, *slabs, segment.tables, lengths, block_size=size, window=window, scale=scale
-            )
+            mixed = kernels.paged_attention(tokens, *slabs, segment.tables, lengths, block_size=size, **options)
         return mixed.transpose(0, 1).unsqueeze(0)
 
     def _attend_prefill(
@@ -154,7 +152,7 @@ class PagedAttention:
             self._masks[index, spec.window] = _prefill_mask(span, spec.window, query.device)
         mask = self._masks[index, spec.window]
         causal = mask is None and span.num_tokens > 1
-        return spec.kernel(tokens, *view, mask=mask, causal=causal, scale=spec.scale)
+        return spec.kernel(tokens, *view, mask=mask, causal=causal, scale=spec.scale, slopes=spec.slopes)
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:

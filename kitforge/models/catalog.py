@@ -13,6 +13,8 @@ from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.embedding_spec import RecommenderConfig, SampleShape
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
+from kitforge.models.bloom import convert as bloom
+from kitforge.models.bloom.model import BloomConfig
 from kitforge.models.dcn.model import DCNV2, DCNV2Config
 from kitforge.models.deepfm.model import DeepFM, DeepFMConfig
 from kitforge.models.din.model import DIN, DINConfig
@@ -50,6 +52,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
+        Family(name="bloom", config=BloomConfig, build=Decoder, convert=bloom.CONVERTER, kind="language model"),
         Family(name="dcn_v2", config=DCNV2Config, build=DCNV2, convert=None, kind="recommender"),
         Family(name="deepfm", config=DeepFMConfig, build=DeepFM, convert=None, kind="recommender"),
         Family(name="din", config=DINConfig, build=DIN, convert=None, kind="recommender"),
@@ -106,7 +109,11 @@ def exportable_config(model: nn.Module) -> FamilyConfig:
     """The options of a network that has a Hugging Face format. Raises ModelError for any other."""
     config = config_of_network(model)
     if config is None:
-        raise ModelError("only the families can be exported", got=type(model).__name__, expected="a gpt2, llama or glm")
+        raise ModelError(
+            "only the families can be exported",
+            got=type(model).__name__,
+            expected=", ".join(families_of("language model")),
+        )
     return config
 
 

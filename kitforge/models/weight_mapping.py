@@ -85,13 +85,24 @@ def require(config: Mapping[str, Any], expected: Mapping[str, Any], network: str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMapping:
-    """Our tensor is `rows` rows from `start` of their tensor, which is transposed first if `transpose`."""
+    """Our tensor is `rows` rows from `start` of their tensor, or with a `stride` of every `stride` rows of it. Their
+    tensor is transposed first if `transpose`."""
 
     ours: str
     theirs: str
     transpose: bool = False
     start: int = 0
     rows: int | None = None  # None: all of it
+    stride: int | None = None
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Our tensor, a view of theirs or, with a stride, a copy."""
+        if self.rows is None:
+            return tensor
+        stop = self.start + self.rows
+        if self.stride is None:
+            return tensor[self.start : stop]
+        return tensor.view(-1, self.stride, *tensor.shape[1:])[:, self.start : stop].flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +152,7 @@ def import_tensors(
         )
     ends: dict[str, int] = {}
     for mapping in mappings:
-        if mapping.rows is not None:
+        if mapping.rows is not None and mapping.stride is None:
             ends[mapping.theirs] = max(ends.get(mapping.theirs, 0), mapping.start + mapping.rows)
 
     def reader(mapping: TensorMapping) -> Tensor:
@@ -155,7 +166,7 @@ def import_tensors(
                 expected=f"{rows} rows, by config.json",
                 fix="check that config.json belongs to these weights",
             )
-        return tensor if mapping.rows is None else tensor[mapping.start : mapping.start + mapping.rows]
+        return mapping.take(tensor)
 
     return {mapping.ours: partial(reader, mapping) for mapping in mappings}
 
@@ -183,9 +194,17 @@ def export_tensors(mappings: Sequence[TensorMapping], read: Callable[[str], Tens
 
 def _joined(members: Sequence[TensorMapping], read: Callable[[str], Tensor]) -> Tensor:
     # A function of its own, so that no local of the generator keeps a tensor alive between two.
-    is_one = len(members) == 1
-    tensor = (read(members[0].ours) if is_one else torch.cat([read(mapping.ours) for mapping in members])).detach()
-    return (tensor.t() if members[0].transpose else tensor).contiguous()
+    first = members[0]
+    if len(members) == 1:
+        tensor = read(first.ours)
+    elif first.stride is None:
+        tensor = torch.cat([read(mapping.ours) for mapping in members])
+    else:
+        parts = [read(mapping.ours) for mapping in members]
+        groups = [part.view(-1, first.rows or 1, *part.shape[1:]) for part in parts]
+        tensor = torch.cat(groups, dim=1).flatten(0, 1)
+    tensor = tensor.detach()
+    return (tensor.t() if first.transpose else tensor).contiguous()
 
 
 def export_order(mappings: Sequence[TensorMapping]) -> list[str]:

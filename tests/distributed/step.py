@@ -22,6 +22,7 @@ from kitforge.core.parallel.mesh import Mesh
 from kitforge.core.parallel.parallelize import parallelize
 from kitforge.core.parallel.world import World
 from kitforge.foundation.types import Region
+from kitforge.models.bloom.model import BloomConfig
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama.model import LlamaConfig
@@ -32,6 +33,7 @@ BATCH, LENGTH = 12, 8
 
 # Widths and vocabularies that 4 does not divide, weights tied and not, biases, norms of heads and of branches.
 FAMILIES: dict[str, Any] = {
+    "bloom": BloomConfig(vocab_size=50, dim=16, num_layers=2, num_heads=4, attention_dropout=0.1, residual_dropout=0.1),
     "gpt2": GPT2Config(
         vocab_size=50,
         dim=16,

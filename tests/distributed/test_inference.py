@@ -59,6 +59,7 @@ def on_rank(rank: int, family: str, degrees: ParallelConfig) -> tuple[workload.R
     ("family", "degrees"),
     [
         ("gpt2", ParallelConfig(tensor=2)),
+        ("bloom", ParallelConfig(tensor=2)),
         ("llama", ParallelConfig(tensor=4)),
         ("glm", ParallelConfig(shard=2)),
     ],

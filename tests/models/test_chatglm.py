@@ -58,7 +58,7 @@ def test_a_chatglm_of_another_architecture_is_refused(change: dict[str, Any], pe
 @pytest.mark.parametrize(("ratio", "theta"), [(None, 10000.0), (50.0, 500000.0)])
 def test_the_base_of_the_rotation_follows_the_ratio(ratio: float | None, theta: float, peer: GetPeer) -> None:
     config = chatglm_config(peer("glm").model.config) | ({} if ratio is None else {"rope_ratio": ratio})
-    rotary = converter_of_type("chatglm").read_config(config).decoder().rotary
+    rotary = converter_of_type("chatglm").read_config(config).decoder().positions
     assert rotary is not None
     assert rotary.theta == theta
 

@@ -37,7 +37,7 @@ def test_a_written_config_is_read_back(name: str, peer: GetPeer) -> None:
     assert converter.read_config(converter.write_config(ours)).decoder() == ours.decoder()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "glm"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "glm", "bloom"])
 def test_tensors_come_back_unchanged_bit_for_bit(name: str, peer: GetPeer) -> None:
     source = dict(peer(name).model.state_dict())
     ours = ours_from(peer(name).folder)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kitforge.foundation.errors import ConfigError, ModelError
 from kitforge.models import loading as model_folder
+from kitforge.models.bloom.model import BloomConfig
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama.model import LlamaConfig
@@ -22,6 +23,7 @@ SIZES: dict[str, Any] = {"vocab_size": 37, "dim": 16, "num_layers": 2, "num_head
 NETWORKS: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES, mlp_dim=24),
     "tied": LlamaConfig(**SIZES, mlp_dim=24, tie_embeddings=True),
+    "bloom": BloomConfig(**SIZES),
     "gpt2": GPT2Config(**SIZES),
     "glm": GLMConfig(**SIZES, num_kv_heads=2, mlp_dim=24),
 }
@@ -54,6 +56,8 @@ ABSURD = [
     ("llama", {"hidden_size": 4 * 10**8, "head_dim": 10**8}, "misshapen"),
     ("llama", {"intermediate_size": 25}, r"misshapen \(model.layers.0.mlp.*got \[24, 16\], expected \[25, 16\]"),
     ("tied", {"vocab_size": 38}, "misshapen"),
+    ("bloom", {"n_layer": 9999}, "does not hold the network"),
+    ("bloom", {"hidden_size": 4 * 10**8}, "misshapen"),
     ("gpt2", {"n_layer": 9999}, "does not hold the network"),
     ("gpt2", {"n_positions": 10**9}, "misshapen"),
     ("glm", {"num_hidden_layers": 9999}, "does not hold the network"),
@@ -173,7 +177,7 @@ def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "glm"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "glm", "bloom"])
 @pytest.mark.parametrize(
     ("published", "dtype", "wanted"),
     [

@@ -25,7 +25,10 @@ from tests.models.variants import (
 )
 
 
-@pytest.mark.parametrize(("name", "body"), [("gpt2", "transformer"), ("llama_tied", "model"), ("glm_plain", "model")])
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [("gpt2", "transformer"), ("llama_tied", "model"), ("glm_plain", "model"), ("bloom", "transformer")],
+)
 def test_a_folder_of_the_bare_network_is_read(name: str, body: str, peer: GetPeer, tmp_path: Path) -> None:
     getattr(peer(name).model, body).save_pretrained(tmp_path)
     assert not any(key.startswith(body) for key in read_folder(tmp_path).names())

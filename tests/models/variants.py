@@ -45,6 +45,11 @@ def _gpt2(**options: Any) -> Variant:
     return Variant(architecture="GPT2", options=sizes | {"bos_token_id": 0, "eos_token_id": 0} | options)
 
 
+def _bloom(**options: Any) -> Variant:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 2, "n_head": 4}
+    return Variant(architecture="Bloom", options=sizes | {"pad_token_id": None} | options)
+
+
 def _modern(architecture: str, **options: Any) -> Variant:
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64}
@@ -65,6 +70,9 @@ _LONG = {
 }
 
 VARIANTS: dict[str, Variant] = {
+    "bloom": _bloom(),
+    "bloom_six_heads": _bloom(n_head=6, layer_norm_epsilon=1e-4),
+    "bloom_untied": _bloom(tie_word_embeddings=False),
     "gpt2": _gpt2(),
     "gpt2_inner": _gpt2(n_inner=100),
     "gpt2_inverse_layer": _gpt2(scale_attn_by_inverse_layer_idx=True),

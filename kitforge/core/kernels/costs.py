@@ -69,10 +69,19 @@ def _num_choices(permutation: Permutation) -> int:
     return permutation.positions.shape[1]
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, causal: bool, scale: float) -> Cost:
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask,
+    causal: bool,
+    scale: float,
+    slopes: Tensor | None = None,
+) -> Cost:
     """A query of a causal call sees the keys up to its position; a mask is dense here. Flash attention computes the
     scores again in its backward pass, which is not counted."""
-    del scale
+    del scale, slopes
     mask = dense_mask(mask)
     batch, heads, queries, head_dim = query.shape
     keys = key.shape[2]
@@ -85,10 +94,18 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, causal:
 
 
 def _decode_attention(
-    query: Tensor, keys: Tensor, values: Tensor, _starts: Tensor, lengths: Tensor, *, window: int | None, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    _starts: Tensor,
+    lengths: Tensor,
+    *,
+    window: int | None,
+    scale: float,
+    slopes: Tensor | None = None,
 ) -> Cost:
     """Without the lengths, of a tensor without memory, every sequence is as long as all slots over sequences."""
-    del scale
+    del scale, slopes
     sequences, heads, head_dim = query.shape
     if lengths.is_meta or is_traced((lengths,)):
         seen = keys.shape[0] if window is None else min(keys.shape[0], sequences * window)
@@ -113,8 +130,7 @@ def _paged_attention(
     """That of `decode_attention`; without lengths, every sequence fills its table."""
     if lengths.is_meta or is_traced((lengths,)):
         lengths = torch.full((len(tables),), tables.shape[1] * block_size)
-    del slopes
-    return _decode_attention(query, keys, values, tables, lengths, window=window, scale=scale)
+    return _decode_attention(query, keys, values, tables, lengths, window=window, scale=scale, slopes=slopes)
 
 
 def _rotary(input: Tensor, cos: Tensor, sin: Tensor, _interleaved: bool) -> Cost:

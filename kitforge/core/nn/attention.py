@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.kernels.attention.reference import Mask, probabilities
+from kitforge.core.kernels.attention.reference import probabilities
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.context import AttentionSpec, Context, DropoutKey, dropout, dropout_name_key
 from kitforge.core.nn.linear import Linear
 from kitforge.core.nn.norm import Norm
+from kitforge.core.nn.positions import PositionEncoding
 from kitforge.foundation.config import check, check_counts
 
 
@@ -62,10 +63,12 @@ class Attention(nn.Module):
         self._factor = None if config.scale is None else factor
         self.spec = AttentionSpec(layer=layer, kernel=kernels.attention, scale=common, window=config.window)
         self._noise = dropout_name_key(f"attention.{layer}")
+        self.first_head = 0  # of the heads on this rank
         self._rotary = kernels.rotary
 
-    def forward(self, input: Tensor, rotary: tuple[Tensor, Tensor] | None, context: Context) -> Tensor:
-        """[B, T, dim] -> [B, T, dim]; `rotary` is cos and sin [B or 1, T, pairs], or None without rotary positions."""
+    def forward(self, input: Tensor, positions: PositionEncoding, context: Context) -> Tensor:
+        """[B, T, dim] -> [B, T, dim]."""
+        rotary = positions.rotary
         query, key, value = (self._heads(layer(input)) for layer in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -74,7 +77,10 @@ class Attention(nn.Module):
             key = self._rotary(key, *rotary, self.config.interleaved_rotary)
         if self._factor is not None:
             query = query * self._factor
-        mixed = context.attend(query, key, value, self._spec(context.dropout))
+        slopes = positions.slopes
+        if slopes is not None:
+            slopes = slopes[self.first_head : self.first_head + query.shape[1]]
+        mixed = context.attend(query, key, value, self._spec(context.dropout, slopes))
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output
 
@@ -83,16 +89,16 @@ class Attention(nn.Module):
         batch, length, _ = features.shape
         return features.view(batch, length, -1, self.config.head_dim).transpose(1, 2)
 
-    def _spec(self, noise: DropoutKey | None) -> AttentionSpec:
-        """The layer's spec; under dropout one whose kernel drops attention weights."""
+    def _spec(self, noise: DropoutKey | None, slopes: Tensor | None) -> AttentionSpec:
+        """The layer's spec with slopes of ALiBi; under dropout one whose kernel drops attention weights."""
         if self.config.dropout == 0.0 or noise is None:
-            return self.spec
+            return self.spec if slopes is None else replace(self.spec, slopes=slopes)
         name, rate = self._noise, self.config.dropout
 
-        def kernel(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, causal: bool, scale: float) -> Tensor:
-            weights = probabilities(query, key, mask=mask, causal=causal, scale=scale)
+        def kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+            weights = probabilities(query, key, **options)
             kept = dropout(weights, rate, name, noise)
             return kept @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
         # Only a cache reads the layer, never with dropout; reading it here would cost torch.compile a graph per layer.
-        return AttentionSpec(layer=-1, kernel=kernel, scale=self.spec.scale, window=self.spec.window)
+        return replace(self.spec, layer=-1, kernel=kernel, slopes=slopes)

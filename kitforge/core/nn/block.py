@@ -13,6 +13,7 @@ from kitforge.core.nn.attention import Attention, AttentionConfig
 from kitforge.core.nn.context import Context, dropout, dropout_name_key
 from kitforge.core.nn.mlp import MLP, MLPConfig
 from kitforge.core.nn.norm import Norm, NormKind
+from kitforge.core.nn.positions import PositionEncoding
 from kitforge.foundation.config import check
 
 DROPOUT = "a probability less than 1"
@@ -52,9 +53,9 @@ class Block(nn.Module):
         self._attention_noise = dropout_name_key(f"attention_out.{layer}")
         self._mlp_noise = dropout_name_key(f"mlp_out.{layer}")
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, context: Context) -> Tensor:
+    def forward(self, hidden: Tensor, positions: PositionEncoding, context: Context) -> Tensor:
         """[B, T, dim] -> [B, T, dim]."""
-        branch = self.attention(self.attention_norm(hidden), rotary, context)
+        branch = self.attention(self.attention_norm(hidden), positions, context)
         branch = self._finish(branch, self.attention_out_norm, self._attention_noise, context)
         hidden, normal = self.mlp_norm.add(hidden, branch)
         branch = self.mlp(normal)

@@ -33,6 +33,7 @@ class AttentionSpec:
     kernel: AttentionKernel
     scale: float
     window: int | None = None  # a query sees itself and the `window` - 1 keys before it
+    slopes: Tensor | None = None  # of ALiBi [heads], of the heads on this rank
 
 
 class Attend(Protocol):
@@ -69,7 +70,7 @@ class CausalAttend:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `Attend`."""
         mask = self._mask(query, query.shape[2], query.shape[3], spec.window)
-        return spec.kernel(query, key, value, mask=mask, causal=True, scale=spec.scale)
+        return spec.kernel(query, key, value, mask=mask, causal=True, scale=spec.scale, slopes=spec.slopes)
 
     def _mask(self, input: Tensor, length: int, head_dim: int, window: int | None) -> Mask:
         """For queries of the rows, device and dtype of `input`; None for plain causal attention."""

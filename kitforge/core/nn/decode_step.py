@@ -88,6 +88,7 @@ def stack_of(model: Decoder) -> DecoderWeights:
         norm_eps=model.norm.eps,
         qk_norm_eps=0.0 if first.query_norm is None else first.query_norm.eps,
         interleaved_rotary=first.config.interleaved_rotary,
+        slopes=model.slopes(model.head_weight.device),
     )
 
 

@@ -21,6 +21,7 @@ from kitforge.core.nn.causal_lm import Geometry
 from kitforge.core.nn.context import CausalAttend, Context, dropout
 from kitforge.core.nn.init import unfilled_embedding
 from kitforge.core.nn.norm import Norm
+from kitforge.core.nn.positions import ALiBi, Learned, PositionEncoding, Positions, alibi_slopes
 from kitforge.core.nn.rotary import RotaryAngles, RotaryConfig, document_lengths
 from kitforge.foundation.config import check, check_counts
 from kitforge.foundation.dtype import WeightDtype
@@ -36,8 +37,9 @@ class DecoderConfig:
     vocab_size: int
     max_length: int
     blocks: tuple[BlockConfig, ...]
-    rotary: RotaryConfig | None  # None: learned positions
+    positions: Positions
     tie_embeddings: bool
+    embedding_norm: bool = False  # normalize the embedding, as the blocks do
     embedding_dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -78,7 +80,8 @@ class Decoder(nn.Module):
         shape = config.decoder()
         block = shape.blocks[0]
         dim = block.attention.dim
-        angles = None if shape.rotary is None else RotaryAngles(shape.rotary)
+        positions = shape.positions
+        angles = RotaryAngles(positions) if isinstance(positions, RotaryConfig) else None
         self.config = config
         self.kernels = kernels
         self.geometry = Geometry(
@@ -92,12 +95,14 @@ class Decoder(nn.Module):
             depends_on_length=angles is not None and angles.depends_on_length,
         )
         self.embedding = unfilled_embedding(shape.vocab_size, dim)
-        self.position = unfilled_embedding(shape.max_length, dim) if shape.rotary is None else None
+        self.embedding_norm = Norm(block.norm, dim, block.norm_eps, kernels) if shape.embedding_norm else None
+        self.position = unfilled_embedding(shape.max_length, dim) if isinstance(positions, Learned) else None
         self.blocks = nn.ModuleList(Block(each, layer, kernels) for layer, each in enumerate(shape.blocks))
         self.norm = Norm(block.norm, dim, block.norm_eps, kernels)
         self.output = None if shape.tie_embeddings else nn.Parameter(torch.empty(shape.vocab_size, dim))
         self.recompute = False
         self._angles = angles
+        self._has_slopes = isinstance(positions, ALiBi)
         self._embedding_dropout = shape.embedding_dropout
         self._windows = list(dict.fromkeys(each.attention.window for each in shape.blocks))
         self._run: list[Callable[..., Tensor]] | None = None
@@ -122,6 +127,7 @@ class Decoder(nn.Module):
         """Normalized output [B, T, dim] of the last block for tokens [B, T]."""
         context = Context() if context is None else context
         stream, rotary = self.enter(tokens, context)
+        positions = PositionEncoding(rotary, self.slopes(tokens.device))
         # With a cache each token would be a shape of its own to torch.compile.
         compiled = None
         if isinstance(context.attend, CausalAttend):
@@ -129,9 +135,9 @@ class Decoder(nn.Module):
             context.attend.prepare(stream, tokens.shape[1], self._windows, self.geometry.head_dim)
         for block in compiled or self.blocks:
             if self.recompute and torch.is_grad_enabled():
-                stream = checkpoint(block, stream, rotary, context, use_reentrant=False, preserve_rng_state=False)
+                stream = checkpoint(block, stream, positions, context, use_reentrant=False, preserve_rng_state=False)
             else:
-                stream = block(stream, rotary, context)
+                stream = block(stream, positions, context)
         hidden: Tensor = self.norm(stream)
         return hidden
 
@@ -140,6 +146,8 @@ class Decoder(nn.Module):
         rotary positions."""
         positions = self._positions(tokens, context)
         stream = self.embedding(tokens)
+        if self.embedding_norm is not None:
+            stream = self.embedding_norm.unrounded(stream)
         if self.position is not None:
             stream = stream + self.position(positions)
         stream = dropout(stream, self._embedding_dropout, "embedding", context.dropout)
@@ -149,6 +157,10 @@ class Decoder(nn.Module):
         if lengths is None and context.documents is not None and self._angles.depends_on_length:
             lengths = document_lengths(positions, context.documents)
         return stream, self._angles(positions, lengths)
+
+    def slopes(self, device: torch.device) -> Tensor | None:
+        """The slopes of ALiBi [heads] on the device; None with other positions."""
+        return alibi_slopes(self.geometry.num_heads, device) if self._has_slopes else None
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocab] of hidden [..., dim]."""

@@ -26,12 +26,14 @@ class Norm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalized input, in autocast's dtype where autocast is on: the layers that use it share one rounding."""
+        return self.unrounded(input).to(compute_dtype(input))
+
+    def unrounded(self, input: Tensor) -> Tensor:
+        """Normalized input in its own dtype."""
         weight = self.weight.to(input.dtype)
         if self.bias is None:
-            normal = self._kernels.rms_norm(input, weight, self.eps)
-        else:
-            normal = self._kernels.layer_norm(input, weight, self.bias.to(input.dtype), self.eps)
-        return normal.to(compute_dtype(input))
+            return self._kernels.rms_norm(input, weight, self.eps)
+        return self._kernels.layer_norm(input, weight, self.bias.to(input.dtype), self.eps)
 
     def add(self, input: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """The residual connection before the norm: `input + branch`, and that sum normalized as by `forward`."""

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from kitforge.core.kernels.dispatch import select
 from kitforge.core.kernels.vocabulary import VocabularyShard
+from kitforge.core.nn.attention import Attention
 from kitforge.core.nn.causal_lm import Shardable
 from kitforge.core.nn.context import Context, DropoutShard
 from kitforge.core.nn.linear import Linear
@@ -92,6 +93,8 @@ class TensorParallelModel:
             if layout is not None and layout.splits:
                 first = layout.region({TENSOR: self.stream.index}).offset[0]
             _wrap(module, rule, self.stream, first)
+            if isinstance(module, Attention):
+                module.first_head = self.stream.index * (module.config.num_heads // self.stream.degree)
         for name, module in model.named_modules():
             if isinstance(module, Shardable):
                 _wrap_language_model(module, self, f"{name}." if name else "")

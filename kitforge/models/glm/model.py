@@ -74,6 +74,6 @@ class GLMConfig:
             vocab_size=self.vocab_size,
             max_length=self.max_length,
             blocks=(block,) * self.num_layers,
-            rotary=rotary,
+            positions=rotary,
             tie_embeddings=self.tie_embeddings,
         )

@@ -9,6 +9,7 @@ from kitforge.core.nn.attention import AttentionConfig
 from kitforge.core.nn.block import BlockConfig
 from kitforge.core.nn.decoder import MAX_LAYERS, DecoderConfig
 from kitforge.core.nn.mlp import MLPConfig
+from kitforge.core.nn.positions import Learned
 from kitforge.foundation.config import check, check_counts
 from kitforge.foundation.dtype import WeightDtype
 
@@ -43,7 +44,7 @@ class GPT2Config:
             vocab_size=self.vocab_size,
             max_length=self.max_length,
             blocks=tuple(self._block(layer) for layer in range(self.num_layers)),
-            rotary=None,
+            positions=Learned(),
             tie_embeddings=self.tie_embeddings,
             embedding_dropout=self.embedding_dropout,
         )

@@ -55,7 +55,7 @@ class LlamaConfig:
             vocab_size=self.vocab_size,
             max_length=self.max_length,
             blocks=tuple(self._block(layer, head_dim) for layer in range(self.num_layers)),
-            rotary=RotaryConfig(
+            positions=RotaryConfig(
                 dim=head_dim, theta=self.rope_theta, max_length=self.max_length, scaling=self.rope_scaling
             ),
             tie_embeddings=self.tie_embeddings,

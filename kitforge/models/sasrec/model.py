@@ -17,6 +17,7 @@ from kitforge.core.nn.context import Context, DropoutKey, dropout
 from kitforge.core.nn.embedding_spec import EmbeddingLookup, RecommenderConfig, SampleShape
 from kitforge.core.nn.mlp import MLPConfig
 from kitforge.core.nn.norm import Norm
+from kitforge.core.nn.positions import PositionEncoding
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import ConfigError
 
@@ -133,7 +134,7 @@ class SASRec(nn.Module):
         context = Context(dropout=noise)
         stream = dropout(stream, self.config.dropout, "items", noise)
         for block in self.blocks:
-            stream = block(stream, None, context)
+            stream = block(stream, PositionEncoding(), context)
         states: Tensor = self.norm(stream).float()
         return states
 

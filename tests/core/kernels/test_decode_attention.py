@@ -33,10 +33,10 @@ def compiled() -> partial[Tensor]:
     return partial(module.decode_attention, scale=SCALE)
 
 
-def exact(inputs: tuple[Tensor, ...], window: int | None) -> Tensor:
+def exact(inputs: tuple[Tensor, ...], window: int | None, slopes: Tensor | None = None) -> Tensor:
     query, keys, values, starts, lengths = inputs
     doubles = query.double(), keys.double(), values.double()
-    return reference(*doubles, starts, lengths, window=window, scale=SCALE)
+    return reference(*doubles, starts, lengths, window=window, scale=SCALE, slopes=slopes)
 
 
 @pytest.mark.slow
@@ -49,7 +49,9 @@ def test_the_compiled_loop_is_the_reference(
 ) -> None:
     inputs = texts(lengths, *heads)
     poison()
-    assert relative(compiled()(*inputs, window=window), exact(inputs, window)) < 2e-6
+    for slopes in (None, random(heads[0], seed=4).abs()):
+        found = compiled()(*inputs, window=window, slopes=slopes)
+        assert relative(found, exact(inputs, window, slopes)) < 2e-6
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from kitforge.core.kernels.numba_runtime import run_on_two_threads
 from kitforge.core.kernels.spin_barrier import ThreadAutotuner
 from tests.core.kernels.comparison import poison, random, relative
 
-KINDS = ["gated", "plain", "sandwich", "normed_heads"]
+KINDS = ["gated", "plain", "alibi", "sandwich", "normed_heads"]
 HEADS, KV_HEADS, HEAD_DIM, MLP_DIM, DIM, VOCAB = 4, 2, 6, 35, 24, 31
 SHAPES = {
     "query": (HEADS * HEAD_DIM, DIM),
@@ -30,7 +30,8 @@ HEAD_NORMS, OUT_NORMS = {"query_norm", "key_norm"}, {"attention_out_norm", "mlp_
 
 
 def has(kind: str, name: str) -> bool:
-    """Whether blocks of that kind have that weight; `plain` is GPT-2's, `sandwich` is GLM-4's."""
+    """Whether blocks of that kind have that weight; `plain` is GPT-2's, `alibi` BLOOM's, `sandwich` GLM-4's."""
+    kind = "plain" if kind == "alibi" else kind
     if name in HEAD_NORMS:
         return kind == "normed_heads"
     if name.startswith("gate"):
@@ -62,12 +63,13 @@ def stack(kind: str, dtype: torch.dtype, windows: tuple[int | None, ...] = (None
         scales=(0.4, 0.3),
         windows=windows,
         norm=(1 + 0.2 * random(DIM, seed=5)).to(dtype),
-        norm_bias=random(DIM, seed=6).to(dtype) if kind == "plain" else None,
+        norm_bias=random(DIM, seed=6).to(dtype) if kind in {"plain", "alibi"} else None,
         head=random(VOCAB, DIM, seed=7).to(dtype),
         head_dim=HEAD_DIM,
         norm_eps=1e-5,
         qk_norm_eps=1e-3,
         interleaved_rotary=kind == "sandwich",
+        slopes=random(HEADS, seed=8).abs() if kind == "alibi" else None,
     )
 
 
@@ -85,7 +87,7 @@ def inputs(num_texts: int, kind: str, dtype: torch.dtype) -> tuple[Any, ...]:
     # GLM rotates a part of each head, GPT-2 none.
     pairs = 2 if kind == "sandwich" else HEAD_DIM // 2
     angles = 3 * random(num_texts, pairs, dtype=torch.float32)
-    rotary = None if kind == "plain" else (angles.cos(), angles.sin())
+    rotary = None if kind in {"plain", "alibi"} else (angles.cos(), angles.sin())
     return slabs, random(num_texts, DIM).to(dtype), rotary, starts, lengths
 
 

@@ -23,6 +23,7 @@ CONFIGS: dict[str, FamilyConfig] = {
     "window": replace(networks.LLAMA, dim=32, sliding_window=3),
     "window_in_one_layer": replace(networks.LLAMA, dim=32, sliding_window=2, window_layers=(1,)),
     "gpt2": replace(networks.GPT2, dim=32),
+    "bloom": networks.BLOOM,
 }
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 2, 3], [0] * 9])
 

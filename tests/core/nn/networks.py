@@ -17,6 +17,7 @@ from kitforge.core.nn.context import Context
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.rotary import RopeScaling
+from kitforge.models.bloom.model import BloomConfig
 from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama.model import LlamaConfig
@@ -28,6 +29,7 @@ TRAINED = 4
 
 GPT2 = GPT2Config(vocab_size=VOCAB, dim=24, num_layers=2, num_heads=4, max_length=16)
 LLAMA = LlamaConfig(vocab_size=VOCAB, dim=24, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=32, max_length=16)
+BLOOM = BloomConfig(vocab_size=VOCAB, dim=24, num_layers=2, num_heads=3, max_length=16)
 GLM = GLMConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=32, max_length=16)
 
 
@@ -36,6 +38,7 @@ def _scaled(scaling: RopeScaling, max_length: int = 16) -> LlamaConfig:
 
 
 CONFIGS: dict[str, FamilyConfig] = {
+    "bloom": BLOOM,
     "gpt2": GPT2,
     "llama": LLAMA,
     "linear": _scaled(RopeScaling(kind="linear", factor=3.0)),

@@ -12,7 +12,7 @@ from kitforge.core.nn.decoder import Decoder
 from kitforge.models.catalog import config_of, config_of_network, families_of
 
 SIZES = {"vocab_size": 11, "dim": 8, "num_layers": 1, "num_heads": 2}
-OPTIONS = {"gpt2": {}, "llama": {"mlp_dim": 16}, "glm": {"mlp_dim": 16, "num_kv_heads": 2}}
+OPTIONS = {"bloom": {}, "gpt2": {}, "llama": {"mlp_dim": 16}, "glm": {"mlp_dim": 16, "num_kv_heads": 2}}
 
 
 class Own(nn.Module):

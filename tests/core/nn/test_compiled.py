@@ -45,7 +45,7 @@ def test_compiled_blocks_equal_eager_ones(monkeypatch: pytest.MonkeyPatch) -> No
     assert distance(gradients(compiled, found.square().sum()), gradients(eager, wanted.square().sum())) < 1e-5
 
 
-@pytest.mark.parametrize(("name", "half"), [("llama", False), ("llama", True), ("gpt2", True)])
+@pytest.mark.parametrize(("name", "half"), [("llama", False), ("llama", True), ("gpt2", True), ("bloom", True)])
 def test_layers_share_their_graphs_and_nothing_breaks_them(
     name: str, half: bool, counted: Mapping[str, Counter[str]]
 ) -> None:

@@ -13,10 +13,12 @@ from kitforge.core.kernels.dispatch import CompileLevel, select
 from kitforge.core.nn.attention import Attention, AttentionConfig
 from kitforge.core.nn.context import Context, DropoutKey, DropoutShard, dropout, dropout_name_key
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
-from tests.core.nn.networks import GLM, GPT2, LLAMA, VOCAB, build, distance, gradients
+from kitforge.core.nn.positions import PositionEncoding
+from tests.core.nn.networks import BLOOM, GLM, GPT2, LLAMA, VOCAB, build, distance, gradients
 
 CONFIGS: dict[str, FamilyConfig] = {
     "gpt2": replace(GPT2, embedding_dropout=0.1, attention_dropout=0.2, residual_dropout=0.3),
+    "bloom": replace(BLOOM, attention_dropout=0.2, residual_dropout=0.3),
     "llama": replace(LLAMA, attention_dropout=0.2, sliding_window=3),
     "glm": replace(GLM, attention_dropout=0.2),
 }
@@ -65,9 +67,18 @@ def test_every_step_has_noise_of_its_own(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_forward_pass_without_a_key_drops_nothing(name: str) -> None:
     model = build(CONFIGS[name])
-    plain = {"embedding_dropout": 0.0, "residual_dropout": 0.0} if name == "gpt2" else {}
-    without = build(replace(CONFIGS[name], attention_dropout=0.0, **plain))  # type: ignore[type-var]
+    plain = {"gpt2": {"embedding_dropout": 0.0, "residual_dropout": 0.0}, "bloom": {"residual_dropout": 0.0}}
+    without = build(replace(CONFIGS[name], attention_dropout=0.0, **plain.get(name, {})))  # type: ignore[type-var]
     assert torch.equal(model(tokens()), without(tokens()))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_with_a_key_that_drops_nothing_the_network_is_the_same(name: str) -> None:
+    model = build(replace(CONFIGS[name], attention_dropout=1e-15))  # type: ignore[type-var]
+    plain = {each: 0.0 for each in ("embedding_dropout", "residual_dropout") if hasattr(CONFIGS[name], each)}
+    model = build(replace(model.config, **plain))  # type: ignore[type-var]
+    context = Context(dropout=DropoutKey(seed=0, step=0, samples=SAMPLES))
+    assert distance(model(tokens(), context), model(tokens())) < 1e-12
 
 
 @pytest.mark.parametrize("place", ["embedding_dropout", "attention_dropout", "residual_dropout"])
@@ -122,7 +133,7 @@ def test_attention_dropout_is_of_the_weights() -> None:
     weights = probabilities(query, keys, mask=None, causal=True, scale=2**-0.5)
     kept = dropout(weights, 0.4, "attention.3", key)
     wanted = attention.out((kept @ values.repeat_interleave(2, dim=1)).transpose(1, 2).flatten(2))
-    assert distance(attention(input, None, Context(dropout=key)), wanted) < 1e-12
+    assert distance(attention(input, PositionEncoding(), Context(dropout=key)), wanted) < 1e-12
 
 
 @pytest.mark.parametrize(("shape", "share"), [((2, 6, 3), "sequence"), ((2, 4, 3, 3), "heads")])

@@ -10,13 +10,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from kitforge.core.kernels.attention import bf16_attention
+from kitforge.core.kernels.attention.alibi import FEATURES, with_alibi
 from kitforge.core.kernels.attention.packed_mask import PackedMask, packed_attention, takes_packed
 from kitforge.core.kernels.attention.reference import Mask
 from kitforge.core.kernels.mixed_precision import storage_dtype
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, causal: bool, scale: float) -> Tensor:
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask,
+    causal: bool,
+    scale: float,
+    slopes: Tensor | None = None,
+) -> Tensor:
     """See `AttentionKernel`."""
+    if slopes is not None:
+        inputs = with_alibi(query, key, value, slopes, scale)
+        return attention(*inputs, mask=mask, causal=causal, scale=scale)[..., FEATURES:]
     half = storage_dtype(query)
     if half is None and mask is None and causal and bf16_attention.fits_in_memory(query):
         return bf16_attention.attention(query, key, value, scale)
@@ -24,8 +37,20 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, causal: 
         return traceable_attention(query, key, value, mask=mask, causal=causal, scale=scale)
 
 
-def traceable_attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, causal: bool, scale: float) -> Tensor:
+def traceable_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask,
+    causal: bool,
+    scale: float,
+    slopes: Tensor | None = None,
+) -> Tensor:
     """The same without control over the tensors saved for the backward pass, which is up to the compiler."""
+    if slopes is not None:
+        inputs = with_alibi(query, key, value, slopes, scale)
+        return traceable_attention(*inputs, mask=mask, causal=causal, scale=scale)[..., FEATURES:]
     if isinstance(mask, PackedMask):
         if takes_packed(query, query.shape[-1]):
             return packed_attention(query, key, value, mask, scale)

@@ -21,11 +21,20 @@ from kitforge.core.kernels.numba_runtime import (
 
 
 def decode_attention(
-    query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, *, window: int | None, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    *,
+    window: int | None,
+    scale: float,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """See `DecodeAttentionKernel`; for keys and values in fp32 or bfloat16 on CPU, without gradients."""
     exact = query.float().contiguous()
     output = torch.empty_like(exact)
+    slopes = exact.new_zeros(query.shape[1]) if slopes is None else slopes.float().contiguous()
     over: Any = _attend_at
     over(
         exact.data_ptr(),
@@ -34,6 +43,7 @@ def decode_attention(
         FLOAT if keys.dtype is torch.float32 else HALF,
         starts.data_ptr(),
         lengths.data_ptr(),
+        slopes.data_ptr(),
         output.data_ptr(),
         *query.shape,
         *keys.shape[:2],
@@ -44,8 +54,10 @@ def decode_attention(
 
 
 @compiled_fastmath
-def attend(query: Any, keys: Any, values: Any, starts: Any, lengths: Any, output: Any, window: int, scale: Any) -> None:
-    """Fill output [sequences, heads, D]; see `DecodeAttentionKernel`. A window of 0 is none."""
+def attend(
+    query: Any, keys: Any, values: Any, starts: Any, lengths: Any, slopes: Any, output: Any, window: int, scale: Any
+) -> None:
+    """Fill output [sequences, heads, D]; see `DecodeAttentionKernel`. A window of 0 is none; slopes of 0 are none."""
     num_heads = query.shape[1]
     for text in range(len(starts)):
         count = min(lengths[text], window) if window else lengths[text]
@@ -53,14 +65,14 @@ def attend(query: Any, keys: Any, values: Any, starts: Any, lengths: Any, output
         # Positions are processed in fours; those beyond the last have weight 0.
         weights = np.empty((num_heads, (count + 3) // 4 * 4), dtype=np.float32)
         largest = np.full(num_heads, -np.inf, dtype=np.float32)
-        _score(query[text], keys[first : first + count], weights, largest, scale)
+        _score(query[text], keys[first : first + count], weights, slopes, largest, scale)
         for head in range(num_heads):
             _softmax(weights[head], largest[head], count)
         _weighted_sum(weights, values[first : first + count], output[text])
 
 
 @compiled_fastmath
-def _score(query: Any, keys: Any, scores: Any, largest: Any, scale: Any) -> None:
+def _score(query: Any, keys: Any, scores: Any, slopes: Any, largest: Any, scale: Any) -> None:
     zero = np.float32(0)
     last, num_kv_heads, head_dim = len(keys) - 1, keys.shape[1], keys.shape[2]
     group = len(query) // num_kv_heads
@@ -74,7 +86,9 @@ def _score(query: Any, keys: Any, scores: Any, largest: Any, scale: Any) -> None
                 x = query[head, k]
                 s0, s1 = s0 + x * widened(keys[position, own, k]), s1 + x * widened(keys[b, own, k])
                 s2, s3 = s2 + x * widened(keys[c, own, k]), s3 + x * widened(keys[d, own, k])
-            s0, s1, s2, s3 = s0 * scale, s1 * scale, s2 * scale, s3 * scale
+            slope = slopes[head]
+            s0, s1 = s0 * scale + slope * np.float32(position - last), s1 * scale + slope * np.float32(b - last)
+            s2, s3 = s2 * scale + slope * np.float32(c - last), s3 * scale + slope * np.float32(d - last)
             scores[head, position], scores[head, position + 1] = s0, s1
             scores[head, position + 2], scores[head, position + 3] = s2, s3
             largest[head] = max(largest[head], max(max(s0, s1), max(s2, s3)))
@@ -116,6 +130,7 @@ def _attend_at(
     like: Any,
     starts: int,
     lengths: int,
+    slopes: int,
     output: int,
     num_texts: int,
     num_heads: int,
@@ -133,6 +148,7 @@ def _attend_at(
         array_at(values, slab, like),
         int64_at(starts, (num_texts,)),
         int64_at(lengths, (num_texts,)),
+        float32_at(slopes, (num_heads,)),
         float32_at(output, shape),
         window,
         np.float32(scale),

@@ -15,7 +15,8 @@ class DecodeAttentionKernel(Protocol):
     """Softmax attention of one query per sequence: query [sequences, heads, head_dim].
 
     Keys and values of a sequence are `lengths` int64 [sequences] consecutive slots from `starts` int64 [sequences] on,
-    or the last `window` of them, in keys and values [slots, kv_heads, head_dim]. Returns [sequences, heads, head_dim].
+    or the last `window` of them, in keys and values [slots, kv_heads, head_dim]. `slopes` [heads] add ALiBi's bias,
+    slope * (position - last position). Returns [sequences, heads, head_dim].
     """
 
     def __call__(
@@ -29,6 +30,7 @@ class DecodeAttentionKernel(Protocol):
         *,
         window: int | None,
         scale: float,
+        slopes: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -41,6 +43,7 @@ def decode_attention(
     *,
     window: int | None,
     scale: float,
+    slopes: Tensor | None = None,
     attention: Callable[..., Tensor] = reference.attention,
 ) -> Tensor:
     """See `DecodeAttentionKernel`."""
@@ -50,6 +53,6 @@ def decode_attention(
         # [1, kv_heads, positions, D]
         seen = [slab[first : start + length].transpose(0, 1).unsqueeze(0).to(query.dtype) for slab in (keys, values)]
         token = query[sequence].unsqueeze(0).unsqueeze(2)
-        mixed = attention(token, *seen, mask=None, causal=False, scale=scale)
+        mixed = attention(token, *seen, mask=None, causal=False, scale=scale, slopes=slopes)
         output[sequence] = mixed[0, :, 0]
     return output

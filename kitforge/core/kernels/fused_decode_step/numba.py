@@ -45,8 +45,11 @@ class NumbaDecodeStep:
 
     def __init__(self, weights: DecoderWeights, slabs: list[tuple[Tensor, Tensor]]) -> None:
         layers = [[*layer.tensors(), *pair] for layer, pair in zip(weights.layers, slabs, strict=True)]
+        num_heads = len(weights.layers[0].query) // weights.head_dim
+        slopes = torch.zeros(num_heads) if weights.slopes is None else weights.slopes.float().contiguous()
         # Tensors that are read by address must stay alive.
         self._keepalive = weights, slabs
+        self._slopes = slopes
         self._dtype = weights.head.dtype
         self._autotuner = ThreadAutotuner()
         self._options = weights.norm_eps, weights.qk_norm_eps, weights.interleaved_rotary
@@ -58,7 +61,7 @@ class NumbaDecodeStep:
             each.numel() for layer in weights.layers for each in layer.tensors() if each is not None
         )
         (vocab, dim), first = weights.head.shape, weights.layers[0]
-        num_heads, num_kv_heads = (len(each) // weights.head_dim for each in (first.query, first.key))
+        num_kv_heads = len(first.key) // weights.head_dim
         self._sizes = dim, num_heads, num_kv_heads, weights.head_dim, len(first.up), vocab, len(slabs[0][0])
 
     def __call__(
@@ -83,7 +86,7 @@ class NumbaDecodeStep:
             *self._sizes,
             angles[0].shape[1] if rotary else 0,
             NUM_CHUNKS if is_large else 1,
-            *(each.data_ptr() for each in (own, *angles, starts, lengths, hidden, logits)),
+            *(each.data_ptr() for each in (own, *angles, starts, lengths, hidden, logits, self._slopes)),
             *(scratch.data_ptr() + start for start in (0, *ends[:-1])),
         )
         tables = self._table, self._ends, self._scales, self._windows
@@ -132,6 +135,7 @@ class _Step(NamedTuple):
     lengths: int  # int64 [sequences]
     normal: int  # [sequences, dim], like weights
     logits: int  # [sequences, vocab]
+    slopes: int  # [heads]
     branch: int  # [sequences, dim]
     query: int  # [sequences, heads, head_dim]
     exact: int  # [sequences, heads, head_dim]
@@ -208,6 +212,7 @@ def _attend(step: Any, row: Any, window: int, scale: Any, phase: int) -> Any:
         float32_at(step.sin, (num_sequences, step.num_pairs)),
     )
     starts, lengths = int64_at(step.starts, (num_sequences,)), int64_at(step.lengths, (num_sequences,))
+    slopes = float32_at(step.slopes, (step.num_heads,))
     slab = step.num_slots, step.num_kv_heads, step.head_dim
     keys, values = array_at(row[_KEYS], slab, like), array_at(row[_VALUES], slab, like)
     sequence = next_chunk(phase)
@@ -217,7 +222,7 @@ def _attend(step: Any, row: Any, window: int, scale: Any, phase: int) -> Any:
         _rotate(step, key[sequence], row[_KEY_NORM], cos[sequence], sin[sequence])
         _write(key[sequence], keys[slot], like)
         _write(value[sequence], values[slot], like)
-        attend(query[one], keys, values, starts[one], lengths[one], exact[one], window, scale)
+        attend(query[one], keys, values, starts[one], lengths[one], slopes, exact[one], window, scale)
         _write(exact[sequence], mixed[sequence], like)
         sequence = finish(phase)
     return barrier(phase, num_sequences)

@@ -68,6 +68,7 @@ class DecoderWeights:
     norm_eps: float
     qk_norm_eps: float
     interleaved_rotary: bool
+    slopes: Tensor | None = None  # of ALiBi [heads]
 
 
 class DecodeStepKernel(Protocol):
@@ -134,7 +135,9 @@ class ReferenceDecodeStep:
         last = starts + lengths - 1
         keys[last], values[last] = key, value
         scale, window = weights.scales[index], weights.windows[index]
-        mixed = decode_attention(query, keys, values, starts, lengths, window=window, scale=scale)
+        mixed = decode_attention(
+            query, keys, values, starts, lengths, window=window, scale=scale, slopes=weights.slopes
+        )
         return mixed.flatten(1)
 
 

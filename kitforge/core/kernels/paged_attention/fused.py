@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from kitforge.core.kernels.attention.fused import attention
-from kitforge.core.kernels.paged_attention import reference
 from kitforge.core.kernels.paged_attention.reference import attended, gather_pages
 
 
@@ -22,9 +21,7 @@ def paged_attention(
     slopes: Tensor | None = None,
 ) -> Tensor:
     """See `PagedAttentionKernel`."""
-    if slopes is not None:
-        sizes = {"block_size": block_size, "window": window, "scale": scale}
-        return reference.paged_attention(query, keys, values, tables, lengths, **sizes, slopes=slopes)  # type: ignore[arg-type]
     key, value = (gather_pages(slab, tables, block_size) for slab in (keys, values))
     mask = attended(lengths, key.shape[2], window)
-    return attention(query.unsqueeze(2), key, value, mask=mask, causal=False, scale=scale).squeeze(2)
+    # The bias of a sequence shorter than its pages differs from the definition by the same number for all its keys.
+    return attention(query.unsqueeze(2), key, value, mask=mask, causal=False, scale=scale, slopes=slopes).squeeze(2)

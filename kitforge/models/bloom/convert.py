@@ -1,0 +1,93 @@
+"""Conversion of BLOOM. Hugging Face stores query, key and value of one head after the other in one matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from kitforge.core.nn.decoder import MAX_LAYERS
+from kitforge.models.bloom.model import BloomConfig
+from kitforge.models.weight_mapping import ConfigFile, Converter, TensorMapping, decoder_mappings, require
+
+
+def read_config(config: Mapping[str, Any]) -> BloomConfig:
+    """Our options from config.json. Raises ModelError."""
+    # The first checkpoints of BLOOM name the width and the counts otherwise.
+    old = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+    config = ConfigFile({**{old.get(name, name): value for name, value in config.items()}, **config})
+    require(config, {"apply_residual_connection_post_layernorm": False}, "BLOOM")
+    return BloomConfig(
+        vocab_size=config.count("vocab_size"),
+        dim=config.count("hidden_size"),
+        num_layers=config.count("n_layer", largest=MAX_LAYERS),
+        num_heads=config.count("n_head"),
+        max_length=config.count("seq_length", 2048),
+        norm_eps=config.number("layer_norm_epsilon", 1e-5, below=1.0),
+        tie_embeddings=config.flag("tie_word_embeddings", True),
+        attention_dropout=config.number("attention_dropout", 0.0, below=1.0),
+        residual_dropout=config.number("hidden_dropout", 0.0, below=1.0),
+    )
+
+
+def write_config(config: BloomConfig) -> dict[str, Any]:
+    """The values of config.json."""
+    return {
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "seq_length": config.max_length,
+        "layer_norm_epsilon": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_dropout": config.attention_dropout,
+        "hidden_dropout": config.residual_dropout,
+        "apply_residual_connection_post_layernorm": False,
+    }
+
+
+def tensor_mappings(config: BloomConfig, _model_type: str) -> list[TensorMapping]:
+    """Our tensors and theirs."""
+    norms = {"embedding_norm": "word_embeddings_layernorm", "norm": "ln_f"}
+    theirs = {"embedding.weight": "transformer.word_embeddings.weight", "output": "lm_head.weight"}
+    for ours, name in norms.items():
+        theirs |= {f"{ours}.{kind}": f"transformer.{name}.{kind}" for kind in ("weight", "bias")}
+    return decoder_mappings(config, theirs, "transformer.h", partial(_block, config.dim // config.num_heads))
+
+
+_LAYERS = {
+    "attention_norm": "input_layernorm",
+    "attention.out": "self_attention.dense",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+
+
+def _block(head_dim: int, ours: str, theirs: str) -> list[TensorMapping]:
+    mappings = []
+    for kind in ("weight", "bias"):
+        for name, source in _LAYERS.items():
+            mappings.append(TensorMapping(ours=f"{ours}{name}.{kind}", theirs=f"{theirs}{source}.{kind}"))
+        for index, name in enumerate(("query", "key", "value")):
+            mapping = TensorMapping(
+                ours=f"{ours}attention.{name}.{kind}",
+                theirs=f"{theirs}self_attention.query_key_value.{kind}",
+                start=index * head_dim,
+                rows=head_dim,
+                stride=3 * head_dim,
+            )
+            mappings.append(mapping)
+    return mappings
+
+
+CONVERTER = Converter(
+    model_types=("bloom",),
+    read_config=read_config,
+    write_config=write_config,
+    tensor_mappings=tensor_mappings,
+    prefixes=("transformer.",),
+    ignored_suffixes=(),
+)
