@@ -247,7 +247,7 @@ def stored_tokenizer(folder: Path) -> Tokenizer:
 
 @final
 class SaveAdapter(Callback):
-    """Writes the LoRA adapter of a model to the run folder in PEFT's format, if PEFT has names for its layers, with the
+    """Writes the LoRA adapter of a model to the run folder in PEFT's format, if it has a form there, with the
     tokenizer. `base` names the model that it was trained on."""
 
     def __init__(self, find: FindAdapted, base: str | None, tokenizer: Tokenizer) -> None:

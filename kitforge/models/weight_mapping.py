@@ -188,31 +188,32 @@ def _full_name(name: str, converter: Converter, wanted: Collection[str]) -> str:
 
 def export_tensors(mappings: Sequence[TensorMapping], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Their names and tensors, joined from ours in the order of their rows; ours are read in `export_order`."""
-    for name, members in _by_theirs(mappings).items():
+    for name, members in by_theirs(mappings).items():
         yield name, _joined(members, read)
 
 
 def _joined(members: Sequence[TensorMapping], read: Callable[[str], Tensor]) -> Tensor:
     # A function of its own, so that no local of the generator keeps a tensor alive between two.
-    first = members[0]
-    if len(members) == 1:
-        tensor = read(first.ours)
-    elif first.stride is None:
-        tensor = torch.cat([read(mapping.ours) for mapping in members])
-    else:
-        parts = [read(mapping.ours) for mapping in members]
-        groups = [part.view(-1, first.rows or 1, *part.shape[1:]) for part in parts]
-        tensor = torch.cat(groups, dim=1).flatten(0, 1)
-    tensor = tensor.detach()
-    return (tensor.t() if first.transpose else tensor).contiguous()
+    tensor = join(members, [read(mapping.ours) for mapping in members]).detach()
+    return (tensor.t() if members[0].transpose else tensor).contiguous()
+
+
+def join(members: Sequence[TensorMapping], parts: Sequence[Tensor]) -> Tensor:
+    """The rows of one of their tensors, from those of its members in order: the inverse of `TensorMapping.take`."""
+    if len(parts) == 1:
+        return parts[0]
+    if members[0].stride is None:
+        return torch.cat(list(parts))
+    groups = [part.view(-1, mapping.rows or 1, *part.shape[1:]) for mapping, part in zip(members, parts, strict=True)]
+    return torch.cat(groups, dim=1).flatten(0, 1)
 
 
 def export_order(mappings: Sequence[TensorMapping]) -> list[str]:
     """Our names, in the order in which an export reads them."""
-    return [mapping.ours for members in _by_theirs(mappings).values() for mapping in members]
+    return [mapping.ours for members in by_theirs(mappings).values() for mapping in members]
 
 
-def _by_theirs(mappings: Sequence[TensorMapping]) -> dict[str, list[TensorMapping]]:
+def by_theirs(mappings: Sequence[TensorMapping]) -> dict[str, list[TensorMapping]]:
     """The mappings of each of their tensors, in the order of its rows."""
     groups: dict[str, list[TensorMapping]] = {}
     for mapping in mappings:

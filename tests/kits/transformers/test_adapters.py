@@ -32,7 +32,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 CPU = torch.device("cpu")
 TOKENS = torch.arange(24).unsqueeze(0)
 GLM = {"family": "glm", "dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 64, "max_length": 128}
-FAMILIES = {"llama": tiny.LLAMA, "gpt2": tiny.GPT2, "glm": GLM}
+BLOOM = {"family": "bloom", "dim": 32, "num_layers": 2, "num_heads": 2, "max_length": 128}
+FAMILIES = {"llama": tiny.LLAMA, "gpt2": tiny.GPT2, "glm": GLM, "bloom": BLOOM}
 ALL = {"lora.target_modules": ["query", "value", "out", "up", "down"]}
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"lora.rank": 3},
@@ -126,10 +127,15 @@ def test_micro_batches_are_one_batch(kind: str, tmp_path: Path, corpus: Path) ->
         assert torch.allclose(parameter, second.get_parameter(name), atol=1e-5), name
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_peft_computes_what_we_trained(kind: str, tmp_path: Path, corpus: Path) -> None:
-    start = base(tmp_path / "base")
-    model = trained(tmp_path / "run", corpus, start, KINDS[kind]).loop.model
+def test_peft_computes_what_we_trained(kind: str, family: str, tmp_path: Path, corpus: Path) -> None:
+    start = base(tmp_path / "base", family)
+    # Hugging Face's folders hold some of these layers in one matrix, of which LoRA may adapt a part.
+    more = ["key", "gate"] if kind == "dora" and family == "glm" else ["key"] if kind == "dora" else []
+    targets = {"lora.target_modules": [*ALL["lora.target_modules"], *more]}
+    model = trained(tmp_path / "run", corpus, start, KINDS[kind] | targets).loop.model
     theirs = peft.PeftModel.from_pretrained(
         transformers.AutoModelForCausalLM.from_pretrained(start), tmp_path / "run" / "adapter"
     ).eval()
@@ -141,28 +147,61 @@ def test_peft_computes_what_we_trained(kind: str, tmp_path: Path, corpus: Path) 
     assert load_processor(tmp_path / "run" / "adapter").vocab_size == 258  # type: ignore[attr-defined]
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize(
+    ("family", "theirs", "ours"),
+    [
+        ("gpt2", ["c_attn", "mlp.c_proj"], ["query", "key", "value", "down"]),
+        ("bloom", ["query_key_value", "dense"], ["query", "key", "value", "out"]),
+        ("glm", ["gate_up_proj", "q_proj"], ["gate", "up", "query"]),
+    ],
+)
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_an_adapter_of_peft_of_a_joint_matrix_adapts_its_layers(
+    use_dora: bool, family: str, theirs: list[str], ours: list[str], tmp_path: Path, corpus: Path
+) -> None:
+    start = base(tmp_path / "base", family)
+    adapted = peft_folder(start, tmp_path / "theirs", theirs, use_dora)
+    choices = KINDS["dora" if use_dora else "lora"] | {
+        "lora.path": str(tmp_path / "theirs"),
+        "lora.target_modules": ours,
+    }
+    model = trained(tmp_path / "run", corpus, start, choices | {"trainer.max_steps": 1, "optimizer.learning_rate": 1e-30})
+    with torch.no_grad():
+        assert torch.allclose(adapted(TOKENS).logits, logits(model.loop.model), atol=2e-5)
+    assert torch.allclose(logits(cast(Any, load_model(tmp_path / "theirs"))), logits(model.loop.model), atol=2e-5)
+    # Not trained further, it is written as it was read.
+    page, own = (
+        json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("theirs", "run/adapter")
+    )
+    assert (own["rank_pattern"], sorted(own["target_modules"])) == ({}, sorted(page["target_modules"]))
+
+
+def peft_folder(start: Path, folder: Path, targets: list[str], use_dora: bool) -> Any:
+    """A model of `transformers` with an adapter of PEFT that matters, written to the folder."""
+    options = peft.LoraConfig(r=3, lora_alpha=16.0, target_modules=targets, use_dora=use_dora, task_type="CAUSAL_LM")
+    torch.manual_seed(1)
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(start), options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_an_adapter_of_peft_goes_on_here_and_its_gradients_are_ours(
     use_dora: bool, tmp_path: Path, corpus: Path
 ) -> None:
     start = base(tmp_path / "base")
-    options = peft.LoraConfig(
-        r=3, lora_alpha=16.0, target_modules=["q_proj", "v_proj", "down_proj"], use_dora=use_dora, task_type="CAUSAL_LM"
-    )
-    torch.manual_seed(1)
-    theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(start), options)
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            if "lora_" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    theirs.save_pretrained(tmp_path / "theirs")
+    theirs = peft_folder(start, tmp_path / "theirs", ["q_proj", "v_proj", "down_proj"], use_dora)
     choices = KINDS["dora" if use_dora else "lora"] | {
         "lora.path": str(tmp_path / "theirs"),
         "lora.target_modules": ["query", "value", "down"],
     }
     values = {"model": {}, "checkpoint": str(start)} | choices
     model = cast(Decoder, tiny.begin(tmp_path / "run", corpus, values).loop.model)
-    theirs.eval()
     with torch.no_grad():
         assert torch.allclose(theirs(TOKENS).logits, logits(model), atol=2e-5)
     # PEFT names its base by the path that it was loaded from.
