@@ -166,10 +166,11 @@ def test_an_adapter_of_peft_of_a_joint_matrix_adapts_its_layers(
         "lora.path": str(tmp_path / "theirs"),
         "lora.target_modules": ours,
     }
-    model = trained(tmp_path / "run", corpus, start, choices | {"trainer.max_steps": 1, "optimizer.learning_rate": 1e-30})
+    still = {"trainer.max_steps": 1, "optimizer.learning_rate": 1e-30}
+    model = trained(tmp_path / "run", corpus, start, choices | still).loop.model
     with torch.no_grad():
-        assert torch.allclose(adapted(TOKENS).logits, logits(model.loop.model), atol=2e-5)
-    assert torch.allclose(logits(cast(Any, load_model(tmp_path / "theirs"))), logits(model.loop.model), atol=2e-5)
+        assert torch.allclose(adapted(TOKENS).logits, logits(model), atol=2e-5)
+    assert torch.allclose(logits(cast(Any, load_model(tmp_path / "theirs"))), logits(model), atol=2e-5)
     # Not trained further, it is written as it was read.
     page, own = (
         json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("theirs", "run/adapter")
