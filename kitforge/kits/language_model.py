@@ -121,7 +121,7 @@ def save_language_model(
     def write() -> None:
         try:
             if parallel.rank == 0:
-                ids = _write_tokenizer(folder, tokenizer, config.decoder().vocab_size)
+                ids = _write_tokenizer(folder, tokenizer, config.vocab_size)
                 loading.save(model, folder, extra=ids, read=read, dtype=dtype)
         finally:
             finish()
@@ -157,7 +157,7 @@ def export_language_model(
     stored: StoredModel, folder: Path, tokenizer: Tokenizer | None, dtype: ExportDtype | None = None
 ) -> None:
     """The same for a model on disk, with one tensor at a time in memory."""
-    ids = _write_tokenizer(folder, tokenizer, stored.config.decoder().vocab_size)
+    ids = _write_tokenizer(folder, tokenizer, stored.config.vocab_size)
     loading.export(stored, folder, extra=ids, dtype=dtype)
 
 

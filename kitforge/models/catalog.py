@@ -11,6 +11,7 @@ from torch import nn
 from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn.decoder import Decoder, FamilyConfig
 from kitforge.core.nn.embedding_spec import RecommenderConfig, SampleShape
+from kitforge.core.nn.encoder_decoder import EncoderDecoder
 from kitforge.foundation.config import from_dict
 from kitforge.foundation.errors import ConfigError, ModelError, nearest
 from kitforge.models.bloom import convert as bloom
@@ -26,14 +27,17 @@ from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama import convert as llama
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.sasrec.model import SASRec, SASRecConfig
+from kitforge.models.t5 import convert as t5
+from kitforge.models.t5.model import T5Config
 from kitforge.models.two_tower.model import TwoTower, TwoTowerConfig
 from kitforge.models.weight_mapping import Converter
 from kitforge.models.wide_deep.model import WideDeep, WideDeepConfig
 
-Kind = Literal["language model", "recommender"]
+Kind = Literal["language model", "encoder-decoder", "recommender"]
 # The task that a user adds to train a family of each kind.
 _TASK_HINTS: dict[Kind, str] = {
     "language model": "use it with task=text_generation",
+    "encoder-decoder": "use it with task=translation or task=summarization",
     "recommender": "add task=recommendation",
 }
 
@@ -61,6 +65,7 @@ FAMILIES: dict[str, Family] = {
         Family(name="gpt2", config=GPT2Config, build=Decoder, convert=gpt2.CONVERTER, kind="language model"),
         Family(name="llama", config=LlamaConfig, build=Decoder, convert=llama.CONVERTER, kind="language model"),
         Family(name="sasrec", config=SASRecConfig, build=SASRec, convert=None, kind="recommender"),
+        Family(name="t5", config=T5Config, build=EncoderDecoder, convert=t5.CONVERTER, kind="encoder-decoder"),
         Family(name="two_tower", config=TwoTowerConfig, build=TwoTower, convert=None, kind="recommender"),
         Family(name="wide_deep", config=WideDeepConfig, build=WideDeep, convert=None, kind="recommender"),
     )
@@ -72,9 +77,12 @@ def families_of(kind: Kind) -> dict[str, Family]:
     return {name: family for name, family in FAMILIES.items() if family.kind == kind}
 
 
-def config_of(values: Mapping[str, Any]) -> FamilyConfig:
-    """The options of a language model from a plain dict with the key `family`. Raises ConfigError."""
-    config: FamilyConfig = _config(values, "language model")
+def config_of(values: Mapping[str, Any], kind: Kind | None = None) -> FamilyConfig:
+    """The options of a language model, with an encoder or without, from a plain dict with the key `family`. Raises
+    ConfigError, also for a family that is not of that kind."""
+    family = FAMILIES.get(str(values.get("family")))
+    is_seq2seq = family is not None and family.kind == "encoder-decoder"
+    config: FamilyConfig = _config(values, kind or ("encoder-decoder" if is_seq2seq else "language model"))
     return config
 
 
@@ -102,7 +110,7 @@ def build_recommender(config: RecommenderConfig, shape: SampleShape, kernels: Ke
 
 def config_of_network(network: nn.Module) -> FamilyConfig | None:
     """The options of a language model of the catalog; None for any other network."""
-    return network.config if isinstance(network, Decoder) else None
+    return network.config if isinstance(network, (Decoder, EncoderDecoder)) else None
 
 
 def exportable_config(model: nn.Module) -> FamilyConfig:
@@ -112,7 +120,7 @@ def exportable_config(model: nn.Module) -> FamilyConfig:
         raise ModelError(
             "only the families can be exported",
             got=type(model).__name__,
-            expected=", ".join(families_of("language model")),
+            expected=", ".join(name for name, each in FAMILIES.items() if each.convert is not None),
         )
     return config
 

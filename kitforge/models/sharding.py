@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from kitforge.core.nn.causal_lm import Shardable
+from kitforge.core.nn.encoder_decoder import EncoderDecoder
 from kitforge.core.parallel.sharding import TENSOR, Sharding, ShardingRule
 
 _ROWS = {"weight": {TENSOR: 0}, "bias": {TENSOR: 0}}
@@ -35,6 +36,33 @@ DECODER = Sharding(
 )
 
 
+def _stack(name: str) -> list[ShardingRule]:
+    """The rules of a stack of an encoder-decoder."""
+    rules = DECODER.with_prefix(name).rules
+    layers = [rule for rule in rules if rule.module.startswith((f"{name}.blocks", f"{name}.norm"))]
+    cross = f"{name}.blocks.*.cross"
+    return [
+        *layers,
+        ShardingRule(module=f"{name}.relative", splits={"weight": {TENSOR: 1}}),
+        ShardingRule(module=cross, input_layout={TENSOR: "gather"}),
+        ShardingRule(module=f"{cross}.query", splits=_ROWS),
+        # Keys and values are those of the encoder's output, which every rank has whole.
+        ShardingRule(module=f"{cross}.key", splits=_ROWS, input_layout={TENSOR: "gather"}),
+        ShardingRule(module=f"{cross}.value", splits=_ROWS, input_layout={TENSOR: "gather"}),
+        ShardingRule(module=f"{cross}.out", splits=_COLUMNS, output_layout={TENSOR: "reduce"}),
+    ]
+
+
+_OUTER = tuple(rule for rule in DECODER.rules if rule.module in ("", "embedding"))
+ENCODER_DECODER = Sharding(
+    rules=(*_OUTER, *_stack("encoder"), *_stack("decoder")),
+    divisible=DECODER.divisible,
+    fsdp_roots=DECODER.fsdp_roots,
+)
+
+
 def sharding_of_network(network: nn.Module) -> Sharding:
     """The declaration of a language model; one without rules for a network that is no configuration of the decoder."""
+    if isinstance(network, EncoderDecoder):
+        return ENCODER_DECODER
     return DECODER if isinstance(network, Shardable) else Sharding(fsdp_roots={"": ("hidden",)})

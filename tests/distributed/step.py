@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kitforge.core.nn.context import Context, DropoutKey, DropoutShard
+from kitforge.core.nn.context import Context, DropoutKey, DropoutShard, Source
 from kitforge.core.nn.init import init_weights
 from kitforge.core.parallel import parallelize as applying
 from kitforge.core.parallel import tensor
@@ -27,12 +27,16 @@ from kitforge.models.glm.model import GLMConfig
 from kitforge.models.gpt2.model import GPT2Config
 from kitforge.models.llama.model import LlamaConfig
 from kitforge.models.loading import build_on_meta
-from kitforge.models.sharding import DECODER
+from kitforge.models.sharding import sharding_of_network
+from kitforge.models.t5.model import T5Config
 
 BATCH, LENGTH = 12, 8
 
 # Widths and vocabularies that 4 does not divide, weights tied and not, biases, norms of heads and of branches.
 FAMILIES: dict[str, Any] = {
+    "t5": T5Config(
+        vocab_size=50, dim=16, num_layers=2, num_heads=4, head_dim=6, mlp_dim=22, activation="geglu", dropout=0.1
+    ),
     "bloom": BloomConfig(vocab_size=50, dim=16, num_layers=2, num_heads=4, attention_dropout=0.1, residual_dropout=0.1),
     "gpt2": GPT2Config(
         vocab_size=50,
@@ -102,7 +106,7 @@ def run_step(rank: int, case: Case, fault: str | None = None) -> Outcome:
 def _step(case: Case, world: World) -> Outcome:
     model = build_on_meta(FAMILIES[case.family], case.level).double()
     model.recompute = case.recompute
-    parallel = parallelize(model, DECODER, world)
+    parallel = parallelize(model, sharding_of_network(model), world)
     parallel.materialize(world.device)
     pieces = parallel.parameters()
     regions = {name: parallel.region(name) for name in pieces}
@@ -122,6 +126,9 @@ def _step(case: Case, world: World) -> Outcome:
         part = slice(start, min(start + size, first + share))
         key = DropoutKey(seed=0, step=0, samples=tuple(range(BATCH)[part]))
         context = Context.packed(batch["positions"][part], batch["documents"][part], key)
+        if case.family == "t5":
+            source = Source(tokens=batch["sources"][part], documents=batch["source_documents"][part])
+            context = dataclasses.replace(context, source=source)
         hidden = model.hidden(batch["tokens"][part], context).flatten(0, 1)
         found = model.kernels.linear_cross_entropy(hidden, model.head_weight, batch["targets"][part].flatten()) / count
         found.backward()
@@ -150,6 +157,8 @@ def make_batch() -> dict[str, Tensor]:
     documents = (places >= cuts).long()
     return {
         "tokens": tokens,
+        "sources": tokens.flip(1)[:, :5],
+        "source_documents": (torch.arange(5) >= cuts % 5).long(),
         "targets": targets,
         "documents": documents,
         "positions": torch.where(documents == 1, places - cuts, places),

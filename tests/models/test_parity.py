@@ -98,7 +98,7 @@ def exact(model: nn.Module) -> Any:
     angles of its rotary positions are fp32 too, but so are ours, bit for bit.)"""
     copied = copy.deepcopy(model).double()
     for module in copied.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        if type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")):
             module.forward = _Norm(module)
     return copied
 

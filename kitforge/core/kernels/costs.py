@@ -78,6 +78,7 @@ def _attention(
     causal: bool,
     scale: float,
     slopes: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Cost:
     """A query of a causal call sees the keys up to its position; a mask is dense here. Flash attention computes the
     scores again in its backward pass, which is not counted."""
@@ -89,7 +90,7 @@ def _attention(
     if causal and mask is None:
         seen = queries * (keys - queries) + queries * (queries + 1) // 2
     flops = 4 * batch * heads * seen * head_dim
-    moved = 2 * _size(query) + _size(key, value, mask)
+    moved = 2 * _size(query) + _size(key, value, mask, bias)
     return Cost(flops, moved, 2 * flops, 2 * moved)
 
 

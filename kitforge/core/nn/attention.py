@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from kitforge.core.kernels.attention.reference import probabilities
+from kitforge.core.kernels.attention.reference import AttentionKernel, probabilities
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.context import AttentionSpec, Context, DropoutKey, dropout, dropout_name_key
 from kitforge.core.nn.linear import Linear
@@ -45,7 +45,7 @@ class AttentionConfig:
 class Attention(nn.Module):
     """Multi-head attention with grouped keys (Ainslie et al., 2023) over input [B, T, dim]."""
 
-    def __init__(self, config: AttentionConfig, layer: int, kernels: Kernels) -> None:
+    def __init__(self, config: AttentionConfig, layer: int, kernels: Kernels, name: str = "") -> None:
         super().__init__()
         self.config = config
         query_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -62,14 +62,15 @@ class Attention(nn.Module):
         factor = torch.tensor(self.scale / common, dtype=torch.float64, device="cpu")
         self._factor = None if config.scale is None else factor
         self.spec = AttentionSpec(layer=layer, kernel=kernels.attention, scale=common, window=config.window)
-        self._noise = dropout_name_key(f"attention.{layer}")
+        self._noise = dropout_name_key(f"{name}attention.{layer}")
         self.first_head = 0  # of the heads on this rank
         self._rotary = kernels.rotary
 
     def forward(self, input: Tensor, positions: PositionEncoding, context: Context) -> Tensor:
         """[B, T, dim] -> [B, T, dim]."""
         rotary = positions.rotary
-        query, key, value = (self._heads(layer(input)) for layer in (self.query, self.key, self.value))
+        head_dim = self.config.head_dim
+        query, key, value = (split_heads(layer(input), head_dim) for layer in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
@@ -80,25 +81,32 @@ class Attention(nn.Module):
         slopes = positions.slopes
         if slopes is not None:
             slopes = slopes[self.first_head : self.first_head + query.shape[1]]
-        mixed = context.attend(query, key, value, self._spec(context.dropout, slopes))
+        mixed = context.attend(query, key, value, self._spec(context.dropout, slopes, positions.bias))
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output
 
-    def _heads(self, features: Tensor) -> Tensor:
-        """[B, T, heads * head_dim] -> [B, heads, T, head_dim]; a shard of the weights has fewer heads."""
-        batch, length, _ = features.shape
-        return features.view(batch, length, -1, self.config.head_dim).transpose(1, 2)
-
-    def _spec(self, noise: DropoutKey | None, slopes: Tensor | None) -> AttentionSpec:
-        """The layer's spec with slopes of ALiBi; under dropout one whose kernel drops attention weights."""
+    def _spec(self, noise: DropoutKey | None, slopes: Tensor | None, bias: Tensor | None) -> AttentionSpec:
+        """The layer's spec with slopes or a bias; under dropout one whose kernel drops attention weights."""
         if self.config.dropout == 0.0 or noise is None:
-            return self.spec if slopes is None else replace(self.spec, slopes=slopes)
-        name, rate = self._noise, self.config.dropout
-
-        def kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-            weights = probabilities(query, key, **options)
-            kept = dropout(weights, rate, name, noise)
-            return kept @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-
+            is_plain = slopes is None and bias is None
+            return self.spec if is_plain else replace(self.spec, slopes=slopes, bias=bias)
+        kernel = dropping_kernel(self.config.dropout, self._noise, noise)
         # Only a cache reads the layer, never with dropout; reading it here would cost torch.compile a graph per layer.
-        return replace(self.spec, layer=-1, kernel=kernel, slopes=slopes)
+        return replace(self.spec, layer=-1, kernel=kernel, slopes=slopes, bias=bias)
+
+
+def split_heads(features: Tensor, head_dim: int) -> Tensor:
+    """[B, T, heads * head_dim] -> [B, heads, T, head_dim]; a shard of the weights has fewer heads."""
+    batch, length, _ = features.shape
+    return features.view(batch, length, -1, head_dim).transpose(1, 2)
+
+
+def dropping_kernel(rate: float, name: Tensor, noise: DropoutKey) -> AttentionKernel:
+    """The definition of `attention`, with dropout of the attention weights."""
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        weights = probabilities(query, key, **options)
+        kept = dropout(weights, rate, name, noise)
+        return kept @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+    return kernel

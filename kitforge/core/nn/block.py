@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kitforge.core.kernels.dispatch import Kernels
 from kitforge.core.nn.attention import Attention, AttentionConfig
 from kitforge.core.nn.context import Context, dropout, dropout_name_key
+from kitforge.core.nn.cross_attention import CrossAttention
 from kitforge.core.nn.mlp import MLP, MLPConfig
 from kitforge.core.nn.norm import Norm, NormKind
 from kitforge.core.nn.positions import PositionEncoding
@@ -29,6 +30,7 @@ class BlockConfig:
     norm_eps: float
     sandwich: bool = False
     dropout: float = 0.0  # of each branch's output
+    cross: AttentionConfig | None = None  # cross-attention to the output of an encoder, between attention and MLP
 
     def __post_init__(self) -> None:
         check(0 <= self.norm_eps < 1, "model.norm_eps", self.norm_eps, "0 or more, less than 1")
@@ -37,26 +39,33 @@ class BlockConfig:
 
 @final
 class Block(nn.Module):
-    """`x += attention(norm(x)); x += mlp(norm(x))` over x [B, T, dim]."""
+    """`x += attention(norm(x)); x += cross(norm(x)); x += mlp(norm(x))` over x [B, T, dim], the second in decoders with
+    an encoder. `name` tells its dropout from that of another stack's blocks."""
 
-    def __init__(self, config: BlockConfig, layer: int, kernels: Kernels) -> None:
+    def __init__(self, config: BlockConfig, layer: int, kernels: Kernels, name: str = "") -> None:
         super().__init__()
         dim = config.attention.dim
         norm = functools.partial(Norm, config.norm, dim, config.norm_eps, kernels)
         self.attention_norm = norm()
-        self.attention = Attention(config.attention, layer, kernels)
+        self.attention = Attention(config.attention, layer, kernels, name)
         self.attention_out_norm = norm() if config.sandwich else None
+        self.cross_norm = norm() if config.cross is not None else None
+        self.cross = None if config.cross is None else CrossAttention(config.cross, layer, kernels)
         self.mlp_norm = norm()
         self.mlp = MLP(config.mlp, kernels)
         self.mlp_out_norm = norm() if config.sandwich else None
         self._rate = config.dropout
-        self._attention_noise = dropout_name_key(f"attention_out.{layer}")
-        self._mlp_noise = dropout_name_key(f"mlp_out.{layer}")
+        self._attention_noise = dropout_name_key(f"{name}attention_out.{layer}")
+        self._cross_noise = dropout_name_key(f"{name}cross_out.{layer}")
+        self._mlp_noise = dropout_name_key(f"{name}mlp_out.{layer}")
 
     def forward(self, hidden: Tensor, positions: PositionEncoding, context: Context) -> Tensor:
         """[B, T, dim] -> [B, T, dim]."""
         branch = self.attention(self.attention_norm(hidden), positions, context)
         branch = self._finish(branch, self.attention_out_norm, self._attention_noise, context)
+        if self.cross is not None and self.cross_norm is not None:
+            hidden, normal = self.cross_norm.add(hidden, branch)
+            branch = self._finish(self.cross(normal, context), None, self._cross_noise, context)
         hidden, normal = self.mlp_norm.add(hidden, branch)
         branch = self.mlp(normal)
         return hidden + self._finish(branch, self.mlp_out_norm, self._mlp_noise, context)

@@ -34,6 +34,7 @@ class AttentionSpec:
     scale: float
     window: int | None = None  # a query sees itself and the `window` - 1 keys before it
     slopes: Tensor | None = None  # of ALiBi [heads], of the heads on this rank
+    bias: Tensor | None = None  # learned [heads, queries, keys], of the heads on this rank
 
 
 class Attend(Protocol):
@@ -70,7 +71,9 @@ class CausalAttend:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """See `Attend`."""
         mask = self._mask(query, query.shape[2], query.shape[3], spec.window)
-        return spec.kernel(query, key, value, mask=mask, causal=True, scale=spec.scale, slopes=spec.slopes)
+        return spec.kernel(
+            query, key, value, mask=mask, causal=True, scale=spec.scale, slopes=spec.slopes, bias=spec.bias
+        )
 
     def _mask(self, input: Tensor, length: int, head_dim: int, window: int | None) -> Mask:
         """For queries of the rows, device and dtype of `input`; None for plain causal attention."""
@@ -86,6 +89,18 @@ class CausalAttend:
             else:
                 self._masks[length, window] = PackedMask(*boundaries, window, dense)
         return self._masks[length, window]
+
+
+class DocumentAttend:
+    """Attention in both directions within each document, as in an encoder. `documents` is that of `CausalAttend`."""
+
+    def __init__(self, documents: Tensor | None = None) -> None:
+        self._mask = None if documents is None else (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """See `Attend`."""
+        added = {"slopes": spec.slopes, "bias": spec.bias}
+        return spec.kernel(query, key, value, mask=self._mask, causal=False, scale=spec.scale, **added)
 
 
 def _dense_mask(documents: Tensor | None, length: int, window: int | None, device: torch.device) -> Tensor:
@@ -154,6 +169,18 @@ def _(key: Tensor, rows: Tensor, start: int, count: int, rate: float) -> Tensor:
     return rows.new_empty(len(rows), count, dtype=torch.bool)
 
 
+@dataclass(slots=True, kw_only=True)
+class Source:
+    """What a decoder with cross-attention reads: tokens [B, S], which the first pass encodes."""
+
+    tokens: Tensor
+    # [B, S]: a target token attends to the source of its own document; those of padding are in no target. None: all.
+    documents: Tensor | None = None
+    keeps_keys: bool = False  # keep the keys of the layers for further passes, as generation does
+    states: Tensor | None = None  # the output of the encoder [B, S, dim], once there is one
+    keys: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of layers [B, heads, S, head_dim]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """Positions, documents, attention and dropout of a batch of tokens [B, T]."""
@@ -164,6 +191,7 @@ class Context:
     documents: Tensor | None = None  # [B, T] document of every token; None: each row is one document
     attend: Attend = field(default_factory=lambda: CausalAttend())
     dropout: DropoutKey | None = None  # None: no dropout
+    source: Source | None = None  # of a decoder with an encoder
 
     def __post_init__(self) -> None:
         # Plain causal attention does not know the documents, which must be isolated.

@@ -63,7 +63,7 @@ class FusedDecodeStep:
         if type(model) is not Decoder or model.kernels.fused_decode_step is None or not _is_plain(model):
             return None
         blocks = cast(list[Block], list(model.blocks))
-        if len(set(map(_shape, blocks))) > 1 or blocks[0].mlp.kind == "geglu":
+        if len(set(map(_shape, blocks))) > 1 or blocks[0].mlp.kind not in ("gelu_tanh", "swiglu"):
             return None
         head_dim = model.geometry.head_dim
         like = model.head_weight.new_empty(1, len(blocks[0].attention.key.weight) // head_dim, 1, head_dim)

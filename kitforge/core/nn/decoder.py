@@ -62,9 +62,23 @@ class FamilyConfig(Protocol):
         ...
 
     @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """The longest text."""
+        ...
+
+    @property
     def dtype(self) -> WeightDtype:
         """The dtype of its published weights, and of an export by default."""
         ...
+
+
+class DecoderFamily(FamilyConfig, Protocol):
+    """The options of a family of decoders."""
 
     def decoder(self) -> DecoderConfig:
         """The decoder of these options."""
@@ -75,7 +89,7 @@ class FamilyConfig(Protocol):
 class Decoder(nn.Module):
     """A causal language model: tokens [B, T] -> logits [B, T, vocab]."""
 
-    def __init__(self, config: FamilyConfig, kernels: Kernels = REFERENCE) -> None:
+    def __init__(self, config: DecoderFamily, kernels: Kernels = REFERENCE) -> None:
         super().__init__()
         shape = config.decoder()
         block = shape.blocks[0]

@@ -19,7 +19,7 @@ from kitforge.foundation.types import Region
 
 INIT_STD = 0.02
 ROWS_PER_BLOCK = 256
-RESIDUAL_OUTPUTS = ("attention.out.weight", "mlp.down.weight")
+RESIDUAL_OUTPUTS = ("attention.out.weight", "cross.out.weight", "mlp.down.weight")
 
 
 def unfilled_embedding(num: int, dim: int) -> nn.Embedding:

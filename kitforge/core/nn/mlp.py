@@ -20,7 +20,7 @@ class MLPConfig:
 
     dim: int
     hidden_dim: int
-    kind: Literal["gelu_tanh", "swiglu", "geglu"]
+    kind: Literal["gelu_tanh", "gelu", "relu", "swiglu", "geglu"]
     bias: bool = False
 
     def __post_init__(self) -> None:
@@ -29,12 +29,12 @@ class MLPConfig:
 
 @final
 class MLP(nn.Module):
-    """`down(gelu(up(x)))`, or with a gate `down(activation(gate(x)) * up(x))` of SwiGLU or GeGLU, over [..., dim]."""
+    """`down(activation(up(x)))`, with a gate (SwiGLU, GeGLU) `down(activation(gate(x)) * up(x))`, over [..., dim]."""
 
     def __init__(self, config: MLPConfig, kernels: Kernels) -> None:
         super().__init__()
         linear = functools.partial(Linear, bias=config.bias, kernels=kernels)
-        self.gate = linear(config.dim, config.hidden_dim) if config.kind != "gelu_tanh" else None
+        self.gate = linear(config.dim, config.hidden_dim) if config.kind in ("swiglu", "geglu") else None
         self.up = linear(config.dim, config.hidden_dim)
         self.down = linear(config.hidden_dim, config.dim)
         self.kind = config.kind
@@ -42,9 +42,11 @@ class MLP(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
-        if self.gate is None:
-            hidden: Tensor = functional.gelu(self.up(input), approximate="tanh")
+        if self.gate is not None:
+            hidden: Tensor = self._gated(self.gate(input), self.up(input))
+        elif self.kind == "relu":
+            hidden = functional.relu(self.up(input))
         else:
-            hidden = self._gated(self.gate(input), self.up(input))
+            hidden = functional.gelu(self.up(input), approximate="tanh" if self.kind == "gelu_tanh" else "none")
         output: Tensor = self.down(hidden)
         return output

@@ -354,7 +354,7 @@ def _samples(
     options: TextGenerationOptions, config: FamilyConfig | None, corpus: Corpus, tokenizer: Tokenizer
 ) -> GenerationSamples:
     """The samples of the report: short enough for the model, which is found out before anything is trained."""
-    limit = options.data.sequence_length if config is None else config.decoder().max_length
+    limit = options.data.sequence_length if config is None else config.max_length
     longest = max(1, min(options.inference.max_new_tokens, limit // 2))
     room = limit - longest
     chosen = dataclasses.replace(options.inference, max_new_tokens=longest)

@@ -92,19 +92,18 @@ def new_config(options: NetworkOptions, tokenizer: Tokenizer) -> FamilyConfig:
 
 def check_fit(config: FamilyConfig, options: NetworkOptions, tokenizer: Tokenizer) -> None:
     """Raise ConfigError for a network that is too small for the tokenizer or the rows."""
-    shape = config.decoder()
     check(
-        shape.vocab_size >= tokenizer.vocab_size,
+        config.vocab_size >= tokenizer.vocab_size,
         "model.vocab_size",
-        shape.vocab_size,
+        config.vocab_size,
         f"at least the tokenizer's {tokenizer.vocab_size}",
         "model.vocab_size=null takes the tokenizer's",
     )
     check(
-        options.data.sequence_length <= shape.max_length,
+        options.data.sequence_length <= config.max_length,
         "data.sequence_length",
         options.data.sequence_length,
-        f"at most the model's max_length={shape.max_length}",
+        f"at most the model's max_length={config.max_length}",
     )
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kitforge.core.kernels.attention import bf16_attention
+from kitforge.core.kernels.attention import bf16_attention, biased_attention
 from kitforge.core.kernels.attention.alibi import FEATURES, with_alibi
-from kitforge.core.kernels.attention.packed_mask import PackedMask, packed_attention, takes_packed
-from kitforge.core.kernels.attention.reference import Mask
-from kitforge.core.kernels.mixed_precision import storage_dtype
+from kitforge.core.kernels.attention.packed_mask import PackedMask, dense_mask, packed_attention, takes_packed
+from kitforge.core.kernels.attention.reference import Mask, alibi_bias, causal_rows
+from kitforge.core.kernels.mixed_precision import compute_dtype, storage_dtype
 
 
 def attention(
@@ -25,8 +25,14 @@ def attention(
     causal: bool,
     scale: float,
     slopes: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """See `AttentionKernel`."""
+    if bias is not None:
+        terms = _bias_and_mask(query, bias, mask, causal, slopes)
+        if query.is_cpu:
+            return biased_attention.attention(query, *_ungrouped(query, key, value), *terms, scale)
+        return _under_bias(query, key, value, *terms, scale)
     if slopes is not None:
         inputs = with_alibi(query, key, value, slopes, scale)
         return attention(*inputs, mask=mask, causal=causal, scale=scale)[..., FEATURES:]
@@ -46,8 +52,11 @@ def traceable_attention(
     causal: bool,
     scale: float,
     slopes: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The same without control over the tensors saved for the backward pass, which is up to the compiler."""
+    if bias is not None:
+        return _under_bias(query, key, value, *_bias_and_mask(query, bias, mask, causal, slopes), scale)
     if slopes is not None:
         inputs = with_alibi(query, key, value, slopes, scale)
         return traceable_attention(*inputs, mask=mask, causal=causal, scale=scale)[..., FEATURES:]
@@ -70,6 +79,35 @@ def traceable_attention(
         return functional.scaled_dot_product_attention(
             query.float(), key.float(), value.float(), attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
         ).to(half)
+
+
+def _bias_and_mask(
+    query: Tensor, bias: Tensor, mask: Mask, causal: bool, slopes: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The bias [heads, length, keys] with that of ALiBi, and the mask [batch or 1, 1, length, keys]."""
+    if slopes is not None:
+        bias = bias + alibi_bias(slopes.to(bias), *bias.shape[-2:])
+    seen = causal_rows(query) if mask is None and causal else dense_mask(mask)
+    return bias, None if seen is None else seen.view(-1, 1, *seen.shape[-2:])
+
+
+def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of as many heads as the queries."""
+    group = query.shape[1] // key.shape[1]
+    if group > 1:
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    return key, value
+
+
+def _under_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """torch's attention under a bias, as an additive mask."""
+    dtype = compute_dtype(query)
+    added = bias.unsqueeze(0) if seen is None else bias.unsqueeze(0).masked_fill(~seen, float("-inf"))
+    key, value = _ungrouped(query, key, value)
+    with torch.autocast(query.device.type, enabled=False):
+        return functional.scaled_dot_product_attention(
+            query.to(dtype), key.to(dtype), value.to(dtype), attn_mask=added.to(dtype), scale=scale
+        )
 
 
 def _stored(half: torch.dtype) -> torch.autograd.graph.saved_tensors_hooks:

@@ -18,7 +18,8 @@ class AttentionKernel(Protocol):
     `mask` is boolean, True where a query attends to a key, broadcastable to [batch, heads, length, keys]. Without one,
     attention is causal (as many keys as queries) or, with `causal` False, unrestricted. A `PackedMask` stands for a
     mask of packed rows, of as many keys as queries. `slopes` [heads] add ALiBi's bias, slope * (position of the key -
-    position of the query), where the last query is at the last key.
+    position of the query), where the last query is at the last key. `bias` [heads, length, keys] is added to the
+    scores.
     """
 
     def __call__(
@@ -31,11 +32,19 @@ class AttentionKernel(Protocol):
         causal: bool,
         scale: float,
         slopes: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor: ...
 
 
 def probabilities(
-    query: Tensor, key: Tensor, *, mask: Mask, causal: bool, scale: float, slopes: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    *,
+    mask: Mask,
+    causal: bool,
+    scale: float,
+    slopes: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attention weights [batch, heads, length, keys]; each key head serves a group of query heads."""
     mask = dense_mask(mask)
@@ -44,12 +53,19 @@ def probabilities(
     exact = torch.promote_types(scores.dtype, torch.float32)
     if slopes is not None:
         scores = scores.to(exact) + alibi_bias(slopes.to(exact), *scores.shape[-2:])
+    if bias is not None:
+        scores = scores.to(exact) + bias.to(exact)
     if mask is None and causal:
-        length = query.shape[2]
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        mask = causal_rows(query)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return torch.softmax(scores, dim=-1, dtype=exact).to(query.dtype)
+
+
+def causal_rows(query: Tensor) -> Tensor:
+    """The causal mask [length, length] of queries [..., length, head_dim]."""
+    length = query.shape[-2]
+    return torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
 
 
 def alibi_bias(slopes: Tensor, queries: int, keys: int) -> Tensor:
@@ -68,7 +84,8 @@ def attention(
     causal: bool,
     scale: float,
     slopes: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """See `AttentionKernel`."""
-    weights = probabilities(query, key, mask=mask, causal=causal, scale=scale, slopes=slopes)
+    weights = probabilities(query, key, mask=mask, causal=causal, scale=scale, slopes=slopes, bias=bias)
     return weights @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)

@@ -406,17 +406,16 @@ def sharding_of(network: nn.Module) -> Sharding:
 
 
 def _check_fit(config: FamilyConfig, options: StageOptions, tokenizer: Tokenizer) -> None:
-    shape = config.decoder()
     check(
-        shape.vocab_size >= tokenizer.vocab_size,
+        config.vocab_size >= tokenizer.vocab_size,
         "model.vocab_size",
-        shape.vocab_size,
+        config.vocab_size,
         f"at least the tokenizer's {tokenizer.vocab_size}",
         "use the tokenizer that the model was trained with",
     )
     check(
-        options.data.sequence_length <= shape.max_length,
+        options.data.sequence_length <= config.max_length,
         "data.sequence_length",
         options.data.sequence_length,
-        f"at most the model's max_length={shape.max_length}",
+        f"at most the model's max_length={config.max_length}",
     )

@@ -1,0 +1,60 @@
+"""Cross-attention of a decoder to the output of an encoder. B batch, S source length, T target length."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from kitforge.core.kernels.dispatch import Kernels
+from kitforge.core.nn.attention import AttentionConfig, dropping_kernel, split_heads
+from kitforge.core.nn.context import Context, dropout_name_key
+from kitforge.core.nn.linear import Linear
+from kitforge.foundation.errors import ModelError
+
+
+@final
+class CrossAttention(nn.Module):
+    """Queries of the stream [B, T, dim] attend to keys and values of `context.source`, which a cache keeps."""
+
+    def __init__(self, config: AttentionConfig, layer: int, kernels: Kernels) -> None:
+        super().__init__()
+        self.config = config
+        query_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.query = Linear(config.dim, query_dim, bias=config.qkv_bias, kernels=kernels)
+        self.key = Linear(config.dim, kv_dim, bias=config.qkv_bias, kernels=kernels)
+        self.value = Linear(config.dim, kv_dim, bias=config.qkv_bias, kernels=kernels)
+        self.out = Linear(query_dim, config.dim, bias=config.out_bias, kernels=kernels)
+        self.scale = config.head_dim**-0.5 if config.scale is None else config.scale
+        self._layer = layer
+        self._kernel = kernels.attention
+        self._noise = dropout_name_key(f"cross.{layer}")
+
+    def forward(self, input: Tensor, context: Context) -> Tensor:
+        """[B, T, dim] -> [B, T, dim]."""
+        source, head_dim = context.source, self.config.head_dim
+        if source is None or source.states is None:
+            raise ModelError("a decoder with cross-attention needs a source", fix="pass Context(source=Source(...))")
+        query = split_heads(self.query(input), head_dim)
+        kept = source.keys.get(self._layer)
+        if kept is None:
+            states = source.states
+            kept = split_heads(self.key(states), head_dim), split_heads(self.value(states), head_dim)
+            if source.keeps_keys:
+                source.keys[self._layer] = kept
+        kernel, noise = self._kernel, context.dropout
+        if noise is not None and self.config.dropout > 0.0:
+            kernel = dropping_kernel(self.config.dropout, self._noise, noise)
+        mask = _mask(source.documents, context.documents)
+        mixed = kernel(query, *kept, mask=mask, causal=False, scale=self.scale)
+        output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return output
+
+
+def _mask(source: Tensor | None, target: Tensor | None) -> Tensor | None:
+    """[B, 1, T or 1, S]: a token attends to the source of its own document; padding without one attends to anything."""
+    if source is None:
+        return None
+    seen = source.unsqueeze(1) == (torch.zeros_like(source[:, :1]) if target is None else target).unsqueeze(2)
+    return (seen | ~seen.any(dim=-1, keepdim=True)).unsqueeze(1)

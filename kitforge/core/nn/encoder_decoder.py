@@ -1,0 +1,196 @@
+"""An encoder and a decoder with cross-attention, as T5: a language model of a target, given a source.
+
+B batch, S source length, T target length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kitforge.core.kernels.dispatch import REFERENCE, Kernels
+from kitforge.core.nn import compiling
+from kitforge.core.nn.block import Block, BlockConfig
+from kitforge.core.nn.causal_lm import Geometry
+from kitforge.core.nn.context import AttentionSpec, Context, DocumentAttend, Source, dropout
+from kitforge.core.nn.decoder import FamilyConfig
+from kitforge.core.nn.init import unfilled_embedding
+from kitforge.core.nn.norm import Norm
+from kitforge.core.nn.positions import PositionEncoding, Relative, RelativeBias
+from kitforge.foundation.config import check_counts
+from kitforge.foundation.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderDecoderConfig:
+    """Both stacks, layer by layer."""
+
+    vocab_size: int
+    max_length: int  # of a source, and of a target
+    encoder: tuple[BlockConfig, ...]
+    decoder: tuple[BlockConfig, ...]
+    positions: Relative
+    tie_embeddings: bool
+    scale_output: bool = False  # multiply the output of the decoder by dim ** -0.5
+    dropout: float = 0.0  # of the embeddings, and of the output of each stack
+
+    def __post_init__(self) -> None:
+        check_counts("model", {"vocab_size": self.vocab_size, "max_length": self.max_length})
+        check_counts("model", {"num_layers": len(self.encoder), "num_decoder_layers": len(self.decoder)})
+
+
+class EncoderDecoderFamily(FamilyConfig, Protocol):
+    """The options of a family of encoder-decoders."""
+
+    def stacks(self) -> EncoderDecoderConfig:
+        """Both stacks of these options."""
+        ...
+
+
+@final
+class DecoderCache:
+    """Keys and values of the target so far, of rows in lockstep. Is an `Attend`."""
+
+    def __init__(self, max_length: int) -> None:
+        self.length = 0  # positions that all layers hold
+        self._max_length = max_length
+        self._slabs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Append the keys and values of new tokens [B, heads, T, D] and attend; see `Attend`."""
+        stop = self.length + key.shape[2]
+        if spec.layer not in self._slabs:
+            shape = (*key.shape[:2], self._max_length, key.shape[3])
+            self._slabs[spec.layer] = key.new_zeros(shape), value.new_zeros(shape)
+        slabs = self._slabs[spec.layer]
+        for slab, new in zip(slabs, (key, value), strict=True):
+            slab[:, :, self.length : stop] = new
+        seen = (slab[:, :, :stop].to(query.dtype) for slab in slabs)
+        # Several new tokens are those of an empty cache.
+        return spec.kernel(query, *seen, mask=None, causal=key.shape[2] > 1, scale=spec.scale, bias=spec.bias)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows [N], in this order; a row may come more than once."""
+        self._slabs = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self._slabs.items()}
+
+
+@final
+class Stack(nn.Module):
+    """Blocks with a relative bias that they share, and a norm."""
+
+    def __init__(self, blocks: tuple[BlockConfig, ...], positions: Relative, name: str, kernels: Kernels) -> None:
+        super().__init__()
+        first = blocks[0]
+        self.relative = RelativeBias(positions, first.attention.num_heads, is_causal=first.cross is not None)
+        self.blocks = nn.ModuleList(Block(each, layer, kernels, name) for layer, each in enumerate(blocks))
+        self.norm = Norm(first.norm, first.attention.dim, first.norm_eps, kernels)
+        self.recompute = False
+        self.run: list[Callable[..., Tensor]] | None = None
+
+    def forward(self, stream: Tensor, start: int, context: Context) -> Tensor:
+        """The normalized output of the last block for embeddings [B, T, dim] of positions from `start` on."""
+        positions = torch.arange(start + stream.shape[1], device=stream.device)
+        encoding = PositionEncoding(bias=self.relative(positions[start:], positions))
+        for block in self.run or self.blocks:
+            if self.recompute and torch.is_grad_enabled():
+                stream = checkpoint(block, stream, encoding, context, use_reentrant=False, preserve_rng_state=False)
+            else:
+                stream = block(stream, encoding, context)
+        hidden: Tensor = self.norm(stream)
+        return hidden
+
+
+@final
+class EncoderDecoder(nn.Module):
+    """Tokens [B, T] of a target and `context.source` -> logits [B, T, vocab]."""
+
+    def __init__(self, config: EncoderDecoderFamily, kernels: Kernels = REFERENCE) -> None:
+        super().__init__()
+        shape = config.stacks()
+        attention = shape.decoder[0].attention
+        self.config = config
+        self.kernels = kernels
+        self.geometry = Geometry(
+            vocab_size=shape.vocab_size,
+            dim=attention.dim,
+            num_layers=len(shape.decoder),
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            max_length=shape.max_length,
+        )
+        self.embedding = unfilled_embedding(shape.vocab_size, attention.dim)
+        self.encoder = Stack(shape.encoder, shape.positions, "encoder.", kernels)
+        self.decoder = Stack(shape.decoder, shape.positions, "", kernels)
+        self.output = None if shape.tie_embeddings else nn.Parameter(torch.empty(shape.vocab_size, attention.dim))
+        self._output_scale = attention.dim**-0.5 if shape.scale_output else 1.0
+        self._rate = shape.dropout
+
+    @property
+    def recompute(self) -> bool:
+        """Activation checkpointing: a block's activations are recomputed in the backward pass."""
+        return self.decoder.recompute
+
+    @recompute.setter
+    def recompute(self, is_on: bool) -> None:
+        self.encoder.recompute = self.decoder.recompute = is_on
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The matrix [vocab, dim] of the head; the embedding's if they are tied."""
+        return self.embedding.weight if self.output is None else self.output
+
+    @property
+    def head_name(self) -> str:
+        """The parameter that is `head_weight`."""
+        return "embedding.weight" if self.output is None else "output"
+
+    def encode(self, source: Source, context: Context) -> Tensor:
+        """The output [B, S, dim] of the encoder."""
+        own = Context(attend=DocumentAttend(source.documents), dropout=context.dropout)
+        stream = dropout(self.embedding(source.tokens), self._rate, "encoder.embedding", context.dropout)
+        return dropout(self.encoder(stream, 0, own), self._rate, "encoder.output", context.dropout)
+
+    def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
+        """Normalized output [B, T, dim] of the decoder for tokens [B, T], which follow those in a `DecoderCache`. The
+        source is encoded by the first call. Raises ModelError without one."""
+        if context is None or context.source is None:
+            raise ModelError("an encoder-decoder needs a source", fix="pass Context(source=Source(tokens=...))")
+        source, attend = context.source, context.attend
+        if source.states is None:
+            source.states = self.encode(source, context)
+        start = attend.length if isinstance(attend, DecoderCache) else 0
+        stream = dropout(self.embedding(tokens), self._rate, "embedding", context.dropout)
+        hidden = dropout(self.decoder(stream, start, context), self._rate, "output", context.dropout)
+        if isinstance(attend, DecoderCache):
+            attend.length += tokens.shape[1]
+        return hidden * self._output_scale
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., vocab] of hidden [..., dim]."""
+        return self.kernels.linear(hidden, self.head_weight)
+
+    def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
+        """Logits [B, T, vocab]."""
+        return self.head(self.hidden(tokens, context))
+
+    def compile_blocks(self) -> None:
+        """Compile each block with torch.compile (level O2), over the same weights."""
+        compiling.make_room()
+        for stack in (self.encoder, self.decoder):
+            stack.run = [torch.compile(block, dynamic=False) for block in stack.blocks]
+
+    def freeze_head(self) -> None:
+        """Do not train the head, for models that read hidden states only. A head tied to the embedding stays."""
+        if self.output is not None:
+            self.output.requires_grad_(False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Compiled blocks are not pickled."""
+        self.encoder.run = self.decoder.run = None
+        return self.__dict__
