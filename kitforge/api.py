@@ -12,7 +12,7 @@ from typing import TypeAlias, final
 
 from torch import nn
 
-from kitforge.composition import check_name, compose_config, dotted, nested, presets, recorded_values
+from kitforge.composition import check_name, compose_config, compose_predict, dotted, nested, presets, recorded_values
 from kitforge.core.parallel.config import ParallelConfig
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.foundation import device as devices
@@ -190,7 +190,7 @@ def pipeline(
 ) -> Pipeline:
     """Inference on inputs of the task, with a run, a step, a Hugging Face folder, a Run, or a model in memory."""
     kit = kit_of(task)
-    chosen = kit.read_options(compose_config(task, dict(options or {})).values)
+    chosen = kit.read_options(compose_predict(task, dict(options or {}), model=model).values)
     if isinstance(processor, (str, Path)):
         processor = load_processor(processor)
     network = load_model(model, chosen.device, kit.load_dtype(chosen))

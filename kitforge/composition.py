@@ -223,6 +223,19 @@ def compose_eval_config(task: str, choices: Mapping[str, Any], ignored_sections:
     return compose_over(base, choices, kit.OPTIONS, ignored_sections)
 
 
+def compose_predict(
+    task: str, choices: Mapping[str, Any], ignored_sections: Sequence[str] = (), model: object = None
+) -> Composition:
+    """The configuration of predictions with the model of a folder or of a run, by default that of `checkpoint`; over
+    the options of its run if `Kit.PREDICTS_AS_TRAINED`."""
+    place = getattr(model, "folder", model)
+    if not kit_of(task).PREDICTS_AS_TRAINED:
+        return compose_config(task, choices, ignored_sections)
+    if isinstance(place, (str, Path)):
+        choices = {**choices, "checkpoint": str(place)}
+    return compose_eval_config(task, choices, ignored_sections)
+
+
 def recorded_values(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The recorded options of a run, with changes by dotted name."""
     return to_plain_dict(OmegaConf.merge(read_yaml(path), nested(changes)))

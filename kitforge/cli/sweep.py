@@ -15,6 +15,7 @@ from kitforge.composition import (
     Composition,
     compose_config,
     compose_eval_config,
+    compose_predict,
     parse,
     task_of,
     text_task_of,
@@ -63,6 +64,7 @@ def sweep_runs(verb: Command, overrides: Sequence[str], *, is_sweep: bool = Fals
         choices.pop("task", None)
         unread = verb.ignored_sections + (kit_of(task).OPTIONS.INFERENCE_ONLY_SECTIONS if verb.starts_run else ())
         compose = compose_eval_config if verb.measures_run else compose_config
+        compose = compose_predict if verb.predicts else compose
         found.append(SweepRun(chosen=compose(task, choices, unread), arguments=tuple(arguments)))
     folders = [folder for member in found if (folder := member.chosen.values.get("output_dir")) is not None]
     if len(folders) != len(set(folders)):

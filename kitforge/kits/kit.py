@@ -116,6 +116,7 @@ class Kit(ABC, Generic[OptionsT, ProcessorT]):
     FINE_TUNING: str | None = None  # optimizer preset of runs that start from weights; None: the same as from scratch
     RATE_SECTIONS: tuple[str, ...] = ("optimizer",)  # sections of options that such a preset sets
     TEXT_TASK: str | None = None  # the task whose options generate text with its models; None: they give scores
+    PREDICTS_AS_TRAINED: bool = False  # whether predictions take the columns and limits of the run's options
     IS_SERVED: bool = False  # whether open_service is implemented; otherwise its models are served by TEXT_TASK
 
     def read_options(self, values: Mapping[str, Any]) -> OptionsT:

@@ -33,7 +33,7 @@ from kitforge.core.parallel.parallelize import ParallelModel, parallel_model_of
 from kitforge.core.parallel.world import ALONE
 from kitforge.data.gguf_file import GGUF_SUFFIX
 from kitforge.data.gguf_tokenizer import tokenizer_metadata
-from kitforge.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, find_tokenizer
+from kitforge.data.tokenizer import TOKENIZER_FOLDER, ByteTokenizer, Tokenizer, TokenizerConfig, find_tokenizer
 from kitforge.foundation.config import check, to_dict
 from kitforge.foundation.dtype import ExportDtype, export_dtype
 from kitforge.foundation.errors import DataError, KitforgeError, ModelError, nearest
@@ -278,6 +278,19 @@ class SaveAdapter(Callback):
             self._tokenizer.save(run.folder / "adapter")
         except ModelError as error:
             run.log_event("adapter", f"PEFT adapter not written: {error}")
+
+
+@final
+class SaveTokenizer(Callback):
+    """Writes tokenizer/ when the run starts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def on_event(self, event: Event, run: RunContext) -> None:
+        """At the start."""
+        if event.kind == "start" and run.folder is not None and run.world.rank == 0:
+            self._tokenizer.save(run.folder / TOKENIZER_FOLDER)
 
 
 def full_lora_factors(network: nn.Module, name: str, parallel: ParallelModel) -> dict[str, tuple[Tensor, ...]]:

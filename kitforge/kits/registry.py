@@ -29,6 +29,8 @@ _MODULES = {
     "recommendation": "kitforge.kits.recommender.build",
     DEFAULT_TASK: "kitforge.kits.transformers.build",
     "text_classification": "kitforge.kits.transformers.build",
+    "translation": "kitforge.kits.transformers.build",
+    "summarization": "kitforge.kits.transformers.build",
     **dict.fromkeys(RLHF_TASKS, "kitforge.kits.rlhf.build"),
 }
 

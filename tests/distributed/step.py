@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kitforge.core.nn.context import Context, DropoutKey, DropoutShard, Source
+from kitforge.core.nn.context import Context, DropoutKey, DropoutShard, EncoderInput
 from kitforge.core.nn.init import init_weights
 from kitforge.core.parallel import parallelize as applying
 from kitforge.core.parallel import tensor
@@ -127,7 +127,7 @@ def _step(case: Case, world: World) -> Outcome:
         key = DropoutKey(seed=0, step=0, samples=tuple(range(BATCH)[part]))
         context = Context.packed(batch["positions"][part], batch["documents"][part], key)
         if case.family == "t5":
-            source = Source(tokens=batch["sources"][part], documents=batch["source_documents"][part])
+            source = EncoderInput(tokens=batch["sources"][part], documents=batch["source_documents"][part])
             context = dataclasses.replace(context, source=source)
         hidden = model.hidden(batch["tokens"][part], context).flatten(0, 1)
         found = model.kernels.linear_cross_entropy(hidden, model.head_weight, batch["targets"][part].flatten()) / count

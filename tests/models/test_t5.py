@@ -17,7 +17,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from kitforge.composition import preset_values
 from kitforge.core.kernels.dispatch import CompileLevel, select
-from kitforge.core.nn.context import Context, DropoutKey, Source
+from kitforge.core.nn.context import Context, DropoutKey, EncoderInput
 from kitforge.core.nn.encoder_decoder import DecoderCache, EncoderDecoder
 from kitforge.core.nn.init import init_weights
 from kitforge.core.nn.positions import Relative, RelativeBias
@@ -92,7 +92,7 @@ SOURCE, TARGET = ids(3, 20), ids(3, 17, seed=1)
 
 @torch.no_grad()
 def logits(model: Any, source: Tensor = SOURCE, target: Tensor = TARGET) -> Tensor:
-    found: Tensor = model(target, Context(source=Source(tokens=source)))
+    found: Tensor = model(target, Context(source=EncoderInput(tokens=source)))
     return found
 
 
@@ -113,7 +113,7 @@ def test_gradients_equal_those_of_transformers(name: str, tmp_path: Path) -> Non
     ours: Any = loading.load(tmp_path, device=CPU).double()
     scores = theirs(input_ids=SOURCE, decoder_input_ids=TARGET).logits
     functional.cross_entropy(scores.flatten(0, 1), TARGET.flatten(), reduction="sum").backward()
-    hidden = ours.hidden(TARGET, Context(source=Source(tokens=SOURCE))).flatten(0, 1)
+    hidden = ours.hidden(TARGET, Context(source=EncoderInput(tokens=SOURCE))).flatten(0, 1)
     ours.kernels.linear_cross_entropy(hidden, ours.head_weight, TARGET.flatten()).backward()
     named = dict(theirs.named_parameters())
     converter = converter_of_type("t5")
@@ -172,7 +172,7 @@ def test_the_old_copies_of_the_embedding_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", [1, 4])
 def test_the_cache_computes_what_a_whole_pass_does(level: CompileLevel, first: int) -> None:
     model = tiny(level)
-    context = Context(source=Source(tokens=SOURCE, keeps_keys=True), attend=DecoderCache(17))
+    context = Context(source=EncoderInput(tokens=SOURCE, keeps_keys=True), attend=DecoderCache(17))
     with torch.no_grad():
         parts = [model(TARGET[:, :first], context)]
         parts += [model(TARGET[:, place : place + 1], context) for place in range(first, 17)]
@@ -191,16 +191,16 @@ def test_pairs_of_a_packed_row_are_those_alone(level: CompileLevel) -> None:
     ]
     source, target = (functional.pad(each, (0, 2)) for each in (source, target))
     documents = [functional.pad(each, (0, 2), value=9).unsqueeze(0) for each in numbers]
-    context = Context(documents=documents[1], source=Source(tokens=source, documents=documents[0]))
+    context = Context(documents=documents[1], source=EncoderInput(tokens=source, documents=documents[0]))
     packed = model(target, context)
     start = 0
     for own, wanted in pairs:
         length = wanted.shape[1]
-        alone = model(wanted, Context(source=Source(tokens=own)))
+        alone = model(wanted, Context(source=EncoderInput(tokens=own)))
         assert (packed[:, start : start + length] - alone).abs().max() < 1e-12
         start += length
     # Padding without a source is finite, and gives no gradient that is not.
-    context = Context(documents=documents[1], source=Source(tokens=source, documents=documents[0] % 9))
+    context = Context(documents=documents[1], source=EncoderInput(tokens=source, documents=documents[0] % 9))
     model(target, context)[:, :start].sum().backward()
     assert all(bool(each.grad.isfinite().all()) for each in model.parameters() if each.grad is not None)
 
@@ -226,13 +226,13 @@ def test_recomputation_and_dropout() -> None:
     found = []
     for recompute in (False, True):
         model.recompute = recompute
-        out = model(TARGET, Context(source=Source(tokens=SOURCE), dropout=key))
+        out = model(TARGET, Context(source=EncoderInput(tokens=SOURCE), dropout=key))
         found.append([out, *torch.autograd.grad(out.logsumexp(-1).sum(), list(model.parameters()))])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    assert not torch.equal(found[0][0], model(TARGET, Context(source=Source(tokens=SOURCE))))
+    assert not torch.equal(found[0][0], model(TARGET, Context(source=EncoderInput(tokens=SOURCE))))
     # Rows of a batch have the noise of their numbers.
     part = DropoutKey(seed=0, step=0, samples=(1, 2))
-    own = model(TARGET[1:], Context(source=Source(tokens=SOURCE[1:]), dropout=part))
+    own = model(TARGET[1:], Context(source=EncoderInput(tokens=SOURCE[1:]), dropout=part))
     torch.testing.assert_close(own, found[0][0][1:], rtol=1e-5, atol=1e-6)
 
 

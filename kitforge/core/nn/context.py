@@ -170,7 +170,7 @@ def _(key: Tensor, rows: Tensor, start: int, count: int, rate: float) -> Tensor:
 
 
 @dataclass(slots=True, kw_only=True)
-class Source:
+class EncoderInput:
     """What a decoder with cross-attention reads: tokens [B, S], which the first pass encodes."""
 
     tokens: Tensor
@@ -191,7 +191,7 @@ class Context:
     documents: Tensor | None = None  # [B, T] document of every token; None: each row is one document
     attend: Attend = field(default_factory=lambda: CausalAttend())
     dropout: DropoutKey | None = None  # None: no dropout
-    source: Source | None = None  # of a decoder with an encoder
+    source: EncoderInput | None = None  # of a decoder with an encoder
 
     def __post_init__(self) -> None:
         # Plain causal attention does not know the documents, which must be isolated.

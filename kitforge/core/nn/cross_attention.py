@@ -35,7 +35,9 @@ class CrossAttention(nn.Module):
         """[B, T, dim] -> [B, T, dim]."""
         source, head_dim = context.source, self.config.head_dim
         if source is None or source.states is None:
-            raise ModelError("a decoder with cross-attention needs a source", fix="pass Context(source=Source(...))")
+            raise ModelError(
+                "a decoder with cross-attention needs a source", fix="pass Context(source=EncoderInput(...))"
+            )
         query = split_heads(self.query(input), head_dim)
         kept = source.keys.get(self._layer)
         if kept is None:

@@ -17,7 +17,7 @@ from kitforge.core.kernels.dispatch import REFERENCE, Kernels
 from kitforge.core.nn import compiling
 from kitforge.core.nn.block import Block, BlockConfig
 from kitforge.core.nn.causal_lm import Geometry
-from kitforge.core.nn.context import AttentionSpec, Context, DocumentAttend, Source, dropout
+from kitforge.core.nn.context import AttentionSpec, Context, DocumentAttend, EncoderInput, dropout
 from kitforge.core.nn.decoder import FamilyConfig
 from kitforge.core.nn.init import unfilled_embedding
 from kitforge.core.nn.norm import Norm
@@ -150,7 +150,7 @@ class EncoderDecoder(nn.Module):
         """The parameter that is `head_weight`."""
         return "embedding.weight" if self.output is None else "output"
 
-    def encode(self, source: Source, context: Context) -> Tensor:
+    def encode(self, source: EncoderInput, context: Context) -> Tensor:
         """The output [B, S, dim] of the encoder."""
         own = Context(attend=DocumentAttend(source.documents), dropout=context.dropout)
         stream = dropout(self.embedding(source.tokens), self._rate, "encoder.embedding", context.dropout)
@@ -160,7 +160,7 @@ class EncoderDecoder(nn.Module):
         """Normalized output [B, T, dim] of the decoder for tokens [B, T], which follow those in a `DecoderCache`. The
         source is encoded by the first call. Raises ModelError without one."""
         if context is None or context.source is None:
-            raise ModelError("an encoder-decoder needs a source", fix="pass Context(source=Source(tokens=...))")
+            raise ModelError("an encoder-decoder needs a source", fix="pass Context(source=EncoderInput(tokens=...))")
         source, attend = context.source, context.attend
         if source.states is None:
             source.states = self.encode(source, context)

@@ -15,7 +15,7 @@ from kitforge.core.kernels.dispatch import CompileLevel
 from kitforge.core.parallel.parallelize import parallel_model_of
 from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.world import World
-from kitforge.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, find_tokenizer
+from kitforge.data.tokenizer import Tokenizer, find_tokenizer
 from kitforge.foundation import device as devices
 from kitforge.foundation.config import check, to_dict, to_yaml
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
@@ -24,7 +24,13 @@ from kitforge.foundation.progress import show_progress
 from kitforge.foundation.untrusted import load_yaml, names_function
 from kitforge.inference.pipeline import TextGenerationPipeline
 from kitforge.kits.kit import Kit, LoadModel, RunAssembly, evaluate_model
-from kitforge.kits.language_model import SaveAdapter, export_language_model, resolved_options, save_language_model
+from kitforge.kits.language_model import (
+    SaveAdapter,
+    SaveTokenizer,
+    export_language_model,
+    resolved_options,
+    save_language_model,
+)
 from kitforge.kits.rlhf import tasks
 from kitforge.kits.rlhf.config import KTOOptions, PreferenceOptions, RewardOptions, RLOptions, SFTOptions, StageOptions
 from kitforge.kits.rlhf.inspection import loss_mask_lines
@@ -43,7 +49,6 @@ from kitforge.kits.rlhf.roles.role_checks import DisableDropout, check_role_toke
 from kitforge.kits.rlhf.roles.value_head import ValueHeadModel, policy_of
 from kitforge.kits.rlhf.tasks import Inputs, TaskBuilder, TaskInputs, task_inputs_of
 from kitforge.models.loading import OpenCheckpoint, StoredModel
-from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.run_folder import Run, default_folder, make_loop
 from kitforge.trainer.signals import interrupt_signals
 from kitforge.trainer.task import RunResult, Task
@@ -292,19 +297,6 @@ def _serve_until_end(task: Task, options: StageOptions) -> RunResult:
 @final
 class PlaceholderModel(nn.Module):
     """The model of a run on an inference-only rank; the trained weights are in the checkpoint."""
-
-
-@final
-class SaveTokenizer(Callback):
-    """Writes the tokenizer to the run folder."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def on_event(self, event: Event, run: RunContext) -> None:
-        """At the start."""
-        if event.kind == "start" and run.folder is not None and run.world.rank == 0:
-            self._tokenizer.save(run.folder / TOKENIZER_FOLDER)
 
 
 def _adapted(model: nn.Module) -> tuple[nn.Module, str, Mapping[str, Tensor] | None]:

@@ -53,6 +53,7 @@ from kitforge.kits.transformers.evaluation_log import log_files, write_log
 from kitforge.kits.transformers.generation_samples import GenerationSamples
 from kitforge.kits.transformers.network import check_fit, find_run_tokenizer, new_config, prepare
 from kitforge.kits.transformers.questions import load_task
+from kitforge.kits.transformers.seq2seq_kit import SUMMARIZATION, TRANSLATION
 from kitforge.kits.transformers.task import TextGenerationTask
 from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, config_of_network, families_of
@@ -387,4 +388,9 @@ def _count(size: int) -> str:
     return f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.1f} M"
 
 
-TASKS: dict[str, AnyKit] = {"text_generation": TextGeneration(), "text_classification": TextClassification()}
+TASKS: dict[str, AnyKit] = {
+    "text_generation": TextGeneration(),
+    "text_classification": TextClassification(),
+    "translation": TRANSLATION,
+    "summarization": SUMMARIZATION,
+}

@@ -5,7 +5,7 @@ B rows, T tokens, C labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, final
 
@@ -27,19 +27,17 @@ from kitforge.data.tokenizer import Tokenizer, TokenizerConfig
 from kitforge.foundation import seed as seeds
 from kitforge.foundation.config import check
 from kitforge.foundation.device import copy_to
-from kitforge.foundation.errors import ConfigError, DataError, nearest
+from kitforge.foundation.errors import DataError, nearest
 from kitforge.foundation.log import logger
 from kitforge.foundation.progress import heartbeat
-from kitforge.foundation.types import Cursor, MicroBatch, Sums
+from kitforge.foundation.types import MicroBatch, Sums
 from kitforge.kits.language_model import LoraOptions
+from kitforge.kits.transformers.rows import RaggedTokens, RowTask
 from kitforge.kits.transformers.task import EMBEDDINGS
 from kitforge.models.sharding import sharding_of_network
 from kitforge.trainer.options import RunOptions
-from kitforge.trainer.task import Task, batch_schedule
 
 BACKBONE, HEAD = "backbone.", "score.weight"
-# Tokens of a micro-batch on a CPU, padding included: with more, activations leave its caches.
-_CPU_TOKENS = 2048
 _log = logger(__name__)
 
 
@@ -94,15 +92,13 @@ class TextClassificationOptions(RunOptions):
 
 @final
 class LabelledRows:
-    """Tokenized rows in memory: all tokens in one array, with the offsets of the rows, and a label for each."""
+    """Tokenized rows in memory, and a label for each."""
 
     def __init__(self, tokens: Sequence[Sequence[int]], labels: Sequence[int], indices: NDArray[np.int64]) -> None:
-        chosen = [tokens[index] for index in indices]
-        self.lengths = np.array([len(each) for each in chosen], np.int64)
-        self._starts = np.concatenate([np.zeros(1, np.int64), self.lengths.cumsum()])
-        self._tokens = np.fromiter((token for row in chosen for token in row), np.uint32, int(self._starts[-1]))
+        self._tokens = RaggedTokens(tokens[index] for index in indices)
+        self.lengths = self._tokens.lengths
         self.labels = np.array([labels[index] for index in indices], np.int64)
-        self.fingerprint = fingerprint_of(self._tokens.tobytes(), self.lengths.tobytes(), self.labels.tobytes())
+        self.fingerprint = fingerprint_of(*self._tokens.identity(), self.labels.tobytes())
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -110,11 +106,7 @@ class LabelledRows:
     def batch(self, rows: NDArray[np.int64], pad_id: int) -> dict[str, Tensor]:
         """Rows padded on the right, which causal attention never reads: tokens [B, T], the position of the last token
         `ends` [B], labels [B] and weights [B]. Without rows, one of weight 0."""
-        longest = int(self.lengths[rows].max()) if len(rows) else 1
-        tokens = torch.full((max(len(rows), 1), longest), pad_id)
-        for row, index in enumerate(rows):
-            own = self._tokens[self._starts[index] : self._starts[index + 1]]
-            tokens[row, : len(own)] = torch.from_numpy(own.astype(np.int64))
+        tokens = self._tokens.padded(rows, pad_id)
         if not len(rows):
             empty = torch.zeros(1, dtype=torch.int64)
             return {"tokens": tokens, "ends": empty, "labels": empty, "weights": empty.float()}
@@ -274,7 +266,7 @@ def sharding_of_classifier(model: SequenceClassifier) -> Sharding:
 
 
 @final
-class TextClassificationTask(Task):
+class TextClassificationTask(RowTask):
     """Cross entropy of the labels. A micro-batch is that of `LabelledRows.batch`, with the numbers of its samples and
     of the step."""
 
@@ -285,37 +277,16 @@ class TextClassificationTask(Task):
         build: Callable[[World], nn.Module],
         world: World,
     ) -> None:
+        rows = options.data
+        super().__init__(options, data, build, world, batch_size=rows.batch_size, shuffle=rows.shuffle)
         self._options = options
         self._data = data
-        self._build = build
-        self._world = world
-        self._schedule = batch_schedule(
-            options,
-            world,
-            num_rows=len(data.train),
-            batch_size=options.data.batch_size,
-            shuffle=options.data.shuffle,
-            max_tokens=_CPU_TOKENS if world.device.type == "cpu" else None,
-        )
-
-    def build(self, world: World) -> nn.Module:
-        """The network, on the device, cut as the world's degrees say."""
-        return self._build(world)
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> list[ParameterGroup]:
         """Weight decay for matrices only: not for embeddings, norms and biases."""
         names = [name for name, _ in model.named_parameters()]
         tables = [name for name in names if name.removeprefix(BACKBONE) in EMBEDDINGS]
         return decay_groups(model.named_parameters(), weight_decay=weight_decay, no_decay=tables, heads=[HEAD])
-
-    def num_steps(self, epochs: float) -> int | None:
-        """Steps in that many passes over the rows; the last one may be smaller."""
-        return self._schedule.num_steps(epochs)
-
-    def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
-        """Batches from the cursor on; rows of like lengths share a micro-batch."""
-        for step, batch in enumerate(self._schedule.batches(cursor.samples), start=cursor.step):
-            yield self._micro_batches(self._data.train, batch.rows, batch.start, step)
 
     def count(self, step: Sequence[MicroBatch]) -> Sums:
         """The rows of this rank: the denominator of the mean loss."""
@@ -325,11 +296,7 @@ class TextClassificationTask(Task):
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Sums:
         """The sums of cross entropies and of right answers."""
-        noise = None
-        if model.training:
-            samples = tuple(micro_batch["samples"].tolist())
-            noise = DropoutKey(seed=self._options.seed, step=micro_batch["step"], samples=samples)
-        logits, labels, weights = self._logits(model, micro_batch, noise)
+        logits, labels, weights = self._logits(model, micro_batch, self.dropout_key(model, micro_batch))
         losses = functional.cross_entropy(logits, labels, reduction="none")
         right = (logits.detach().argmax(-1) == labels).to(weights)
         return {"loss": (losses * weights).sum(), "accuracy": (right * weights).sum()}
@@ -340,11 +307,7 @@ class TextClassificationTask(Task):
         if not len(rows):
             return {}
         total, confusion = torch.zeros((), dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
-        parts = (
-            micro_batch
-            for batch in self._schedule.eval_batches(len(rows))
-            for micro_batch in self._micro_batches(rows, batch, 0, 0)
-        )
+        parts = self.eval_micro_batches()
         for micro_batch in heartbeat(parts, "batches evaluated", enabled=self._options.trainer.progress):
             logits, labels, weights = self._logits(model, micro_batch, None)
             total += (functional.cross_entropy(logits, labels, reduction="none") * weights).sum().double().cpu()
@@ -352,20 +315,6 @@ class TextClassificationTask(Task):
             confusion.view(-1).index_add_(0, pairs, weights.double().cpu())
         summed = self._world.sum({"sums": torch.cat([total.view(1), confusion.flatten()])})["sums"]
         return {f"eval/{name}": value for name, value in metrics_of(summed[0], summed[1:].view(size, size)).items()}
-
-    def state(self) -> dict[str, Any]:
-        """Which rows the cursor counts."""
-        return {"rows": self._data.fingerprint}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Refuse to go on over other rows than those that the run began with."""
-        if state["rows"] != self._data.fingerprint and not self._options.trainer.allow_data_changes:
-            raise ConfigError(
-                "the labelled rows are not those that the run began with",
-                got=f"rows {self._data.fingerprint[:12]}",
-                expected=f"rows {state['rows'][:12]}",
-                fix="put the files back, or add trainer.allow_data_changes=true to go on all the same",
-            )
 
     def _logits(
         self, model: nn.Module, micro_batch: MicroBatch, noise: DropoutKey | None
@@ -377,14 +326,6 @@ class TextClassificationTask(Task):
             copy_to(micro_batch[name], device) for name in ("tokens", "ends", "labels", "weights")
         )
         return network.logits_at(tokens, ends, noise), labels, weights
-
-    def _micro_batches(self, rows: LabelledRows, indices: NDArray[np.int64], first: int, step: int) -> list[MicroBatch]:
-        """This rank's micro-batches of the rows of a step, whose samples are counted from `first` on."""
-        found: list[MicroBatch] = []
-        for part in self._schedule.length_buckets(rows.lengths[indices].tolist()):
-            samples = torch.from_numpy(first + part) if len(part) else torch.full((1,), -1)
-            found.append({**rows.batch(indices[part], self._data.pad_id), "samples": samples, "step": step})
-        return found
 
 
 def metrics_of(loss: Tensor, confusion: Tensor) -> dict[str, float]:

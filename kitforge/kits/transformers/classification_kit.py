@@ -23,7 +23,7 @@ from kitforge.core.parallel.rendezvous import Rendezvous
 from kitforge.core.parallel.sharding import check_geometry
 from kitforge.core.parallel.world import World
 from kitforge.data.source import open_rows
-from kitforge.data.tokenizer import TOKENIZER_FOLDER, ByteTokenizer, Tokenizer
+from kitforge.data.tokenizer import ByteTokenizer, Tokenizer
 from kitforge.foundation.config import check, to_dict, to_yaml
 from kitforge.foundation.dtype import ExportDtype, LoadDtype
 from kitforge.foundation.errors import ConfigError, DataError, ModelError
@@ -34,6 +34,7 @@ from kitforge.kits.language_model import (
     ADAPTER,
     LoraOptions,
     SaveAdapter,
+    SaveTokenizer,
     export_language_model,
     freeze,
     load_weights,
@@ -58,7 +59,6 @@ from kitforge.models import loading as model_folder
 from kitforge.models.catalog import config_of, config_of_network
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.sharding import sharding_of_network
-from kitforge.trainer.callbacks.callback import Callback, Event, RunContext
 from kitforge.trainer.run_folder import Run, default_folder, make_loop
 
 TRAINING_ONLY_OPTIONS = frozenset(
@@ -76,6 +76,7 @@ class TextClassification(Kit[TextClassificationOptions, Tokenizer]):
 
     OPTIONS = TextClassificationOptions
     FINE_TUNING = "adamw_finetune"
+    PREDICTS_AS_TRAINED = True
 
     def assemble(self, options: TextClassificationOptions, inputs: Inputs, rendezvous: Rendezvous) -> Assembly:
         """Everything that a run needs, in the order in which mistakes are cheapest to find."""
@@ -93,7 +94,7 @@ class TextClassification(Kit[TextClassificationOptions, Tokenizer]):
             config=recorded,
             callbacks=[
                 *inputs.callbacks,
-                _SaveTokenizer(prepared.tokenizer),
+                SaveTokenizer(prepared.tokenizer),
                 SaveAdapter(_adapted, options.checkpoint, prepared.tokenizer),
             ],
         )
@@ -368,16 +369,3 @@ def _adapted(model: nn.Module) -> tuple[nn.Module, str, Mapping[str, Tensor] | N
     """The adapted backbone, its adapter's name, and the head."""
     network = cast(SequenceClassifier, model)
     return network.backbone, ADAPTER, {HEAD: network.score.weight}
-
-
-@final
-class _SaveTokenizer(Callback):
-    """Writes tokenizer/ when the run starts."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def on_event(self, event: Event, run: RunContext) -> None:
-        """At the start."""
-        if event.kind == "start" and run.folder is not None and run.world.rank == 0:
-            self._tokenizer.save(run.folder / TOKENIZER_FOLDER)

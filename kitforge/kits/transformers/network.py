@@ -16,7 +16,7 @@ from kitforge.data.tokenizer import Tokenizer, TokenizerConfig, make_tokenizer
 from kitforge.foundation.config import check
 from kitforge.foundation.errors import DataError
 from kitforge.kits.language_model import stored_tokenizer
-from kitforge.models.catalog import config_of
+from kitforge.models.catalog import Kind, config_of
 from kitforge.trainer.options import TrainerOptions
 
 
@@ -82,12 +82,12 @@ def find_run_tokenizer(options: NetworkOptions, given: Tokenizer | None, source:
     return make_tokenizer(options.tokenizer, source, default_root() if cache is None else Path(cache))
 
 
-def new_config(options: NetworkOptions, tokenizer: Tokenizer) -> FamilyConfig:
-    """The options of a network that is to be built."""
+def new_config(options: NetworkOptions, tokenizer: Tokenizer, kind: Kind = "language model") -> FamilyConfig:
+    """The options of a network of that kind that is to be built."""
     values = dict(options.model)
     if values.get("vocab_size") is None:
         values["vocab_size"] = tokenizer.vocab_size
-    return config_of(values)
+    return config_of(values, kind)
 
 
 def check_fit(config: FamilyConfig, options: NetworkOptions, tokenizer: Tokenizer) -> None:

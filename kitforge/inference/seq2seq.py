@@ -1,0 +1,192 @@
+"""Generation by an encoder-decoder: greedy and beam search over a key-value cache, for batches of sources.
+
+N sources, B beams of each, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from kitforge.core.nn.context import Context, EncoderInput
+from kitforge.core.nn.encoder_decoder import DecoderCache, EncoderDecoder
+from kitforge.foundation.config import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seq2SeqInference:
+    """Options of generation from a source."""
+
+    max_new_tokens: int = 128
+    num_beams: int = 1  # 1: greedy
+    length_penalty: float = (
+        1.0  # a finished beam's score is the sum of its log-probabilities / length ** length_penalty
+    )
+    batch_size: int = 32  # sources computed at once
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "num_beams", "batch_size"):
+            check(getattr(self, name) > 0, f"inference.{name}", getattr(self, name), "a whole number of at least 1")
+
+
+@torch.no_grad()
+def generate(
+    model: EncoderDecoder,
+    sources: Sequence[Sequence[int]],
+    options: Seq2SeqInference,
+    *,
+    start_id: int,
+    eos_ids: Sequence[int],
+    pad_id: int,
+) -> list[list[int]]:
+    """The tokens that follow from each source, in order, without `start_id` and the end. Sources of like lengths are
+    computed together."""
+    found: list[list[int]] = [[] for _ in sources]
+    order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))
+    for first in range(0, len(order), options.batch_size):
+        part = order[first : first + options.batch_size]
+        batch = _Batch(model, [sources[index] for index in part], options, start_id, pad_id)
+        search = batch.greedy if options.num_beams == 1 else batch.beams
+        for index, tokens in zip(part, search(tuple(eos_ids)), strict=True):
+            found[index] = tokens
+    return found
+
+
+@final
+class _Batch:
+    """Sources that are decoded together."""
+
+    def __init__(
+        self,
+        model: EncoderDecoder,
+        sources: Sequence[Sequence[int]],
+        options: Seq2SeqInference,
+        start_id: int,
+        pad_id: int,
+    ) -> None:
+        self._model, self._options = model, options
+        device = model.head_weight.device
+        longest = max(1, *map(len, sources))
+        tokens = torch.full((len(sources), longest), pad_id)
+        documents = torch.full((len(sources), longest), -1)
+        for row, source in enumerate(sources):
+            tokens[row, : len(source)] = torch.tensor(source)
+            documents[row, : len(source)] = 0
+        self._source = EncoderInput(tokens=tokens.to(device), documents=documents.to(device), keeps_keys=True)
+        self._cache = DecoderCache(options.max_new_tokens)
+        self._context = Context(source=self._source, attend=self._cache)
+        self._vocab_size = model.geometry.vocab_size
+        self._start = torch.full((len(sources), 1), start_id, device=device)
+
+    def greedy(self, eos_ids: tuple[int, ...]) -> list[list[int]]:
+        """The most probable token each time. Rows that have ended are no longer computed."""
+        found: list[list[int]] = [[] for _ in range(len(self._start))]
+        rows, tokens = list(range(len(found))), self._start
+        for _ in range(self._options.max_new_tokens):
+            chosen = self._logits(tokens).argmax(-1).tolist()
+            going = [place for place, token in enumerate(chosen) if token not in eos_ids]
+            for place in going:
+                found[rows[place]].append(chosen[place])
+            if not going:
+                break
+            if len(going) < len(rows):
+                self._select(torch.tensor(going))
+            rows = [rows[place] for place in going]
+            tokens = torch.tensor([[chosen[place]] for place in going], device=tokens.device)
+        return found
+
+    def beams(self, eos_ids: tuple[int, ...]) -> list[list[int]]:
+        """Beam search: a source is done once no running beam can beat its worst finished one."""
+        finished = [_Finished(self._options) for _ in self._start]
+        running = {row: [_Beam(0.0, 0, [])] for row in range(len(finished))}
+        tokens = self._start
+        for length in range(1, self._options.max_new_tokens + 1):
+            logprobs = self._logits(tokens).log_softmax(-1).double().cpu().view(len(running), -1, self._vocab_size)
+            going = dict[int, list[_Beam]]()
+            kept = list[int]()
+            for place, (row, beams) in enumerate(running.items()):
+                following = self._following(beams, logprobs[place], eos_ids, finished[row], length)
+                if not finished[row].is_done(following[0].score, length):
+                    going[row] = following
+                    kept += [place * len(beams) + each.parent for each in following]
+            running = going
+            if not running:
+                break
+            self._select(torch.tensor(kept))
+            last = [[each.tokens[-1]] for beams in running.values() for each in beams]
+            tokens = torch.tensor(last, device=tokens.device)
+        for row, beams in running.items():
+            for each in beams:
+                finished[row].add(each.score, len(each.tokens), each.tokens)
+        return [each.best() for each in finished]
+
+    def _following(
+        self, beams: list[_Beam], logprobs: Tensor, eos_ids: tuple[int, ...], finished: _Finished, length: int
+    ) -> list[_Beam]:
+        """The best running beams after one more token, from log-probabilities [B, V]; beams that end are finished, if
+        they are among the best."""
+        width = self._options.num_beams
+        totals = (logprobs + torch.tensor([[each.score] for each in beams], dtype=torch.float64)).flatten()
+        best = totals.topk(min(width * (1 + len(eos_ids)), len(totals)))
+        following = list[_Beam]()
+        for rank, (score, index) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+            parent, token = divmod(index, logprobs.shape[-1])
+            if token not in eos_ids:
+                following.append(_Beam(score, parent, [*beams[parent].tokens, token]))
+            elif rank < width:
+                finished.add(score, length, beams[parent].tokens)
+        return following[:width]
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        """Logits [rows, V] of the last of new tokens [rows, 1], in fp32 at least."""
+        logits = self._model.head(self._model.hidden(tokens, self._context)[:, -1])
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _select(self, rows: Tensor) -> None:
+        """Keep these rows of the cache and of the source, in this order."""
+        self._cache.select(rows)
+        source = self._source
+        source.keys = {layer: (keys[rows], values[rows]) for layer, (keys, values) in source.keys.items()}
+        source.documents = None if source.documents is None else source.documents[rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    """A beam that has not ended."""
+
+    score: float  # the sum of its log-probabilities
+    parent: int  # the beam that it continues
+    tokens: list[int]
+
+
+@final
+@dataclass(slots=True)
+class _Finished:
+    """The best finished beams of a source, as many as there are running ones."""
+
+    options: Seq2SeqInference
+    heap: list[tuple[float, int, list[int]]] = field(default_factory=list)
+    count: int = 0  # tells beams of equal scores apart
+
+    def add(self, score: float, length: int, text: list[int]) -> None:
+        """A beam of `length` tokens, its end included, with the sum of their log-probabilities."""
+        self.count += 1
+        heapq.heappush(self.heap, (score / length**self.options.length_penalty, -self.count, text))
+        if len(self.heap) > self.options.num_beams:
+            heapq.heappop(self.heap)
+
+    def is_done(self, best_running: float, length: int) -> bool:
+        """Whether no running beam of `length` tokens can enter."""
+        if len(self.heap) < self.options.num_beams:
+            return False
+        worst, _, _ = self.heap[0]
+        return bool(worst >= best_running / length**self.options.length_penalty)
+
+    def best(self) -> list[int]:
+        """The tokens of the best one."""
+        return max(self.heap)[2] if self.heap else []

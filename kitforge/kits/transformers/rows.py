@@ -1,0 +1,165 @@
+"""Tasks over rows in memory: tokens of any length, padded to the longest of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from kitforge.core.nn.context import DropoutKey
+from kitforge.core.parallel.world import World
+from kitforge.foundation.errors import ConfigError
+from kitforge.foundation.types import Cursor, MicroBatch
+from kitforge.trainer.options import RunOptions
+from kitforge.trainer.task import Task, batch_schedule
+
+# Tokens of a micro-batch on a CPU, padding included: with more, activations leave its caches.
+_CPU_TOKENS = 2048
+
+
+@final
+class RaggedTokens:
+    """Token sequences in one array, with their offsets."""
+
+    def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
+        chosen = list(sequences)
+        self.lengths = np.array([len(each) for each in chosen], np.int64)
+        self._starts = np.concatenate([np.zeros(1, np.int64), self.lengths.cumsum()])
+        self._tokens = np.fromiter((token for each in chosen for token in each), np.uint32, int(self._starts[-1]))
+
+    def row(self, index: int) -> NDArray[np.int64]:
+        """The tokens of a sequence."""
+        return self._tokens[self._starts[index] : self._starts[index + 1]].astype(np.int64)
+
+    def padded(self, rows: NDArray[np.int64], pad_id: int) -> Tensor:
+        """Sequences [B, T] padded on the right; without rows, one of padding."""
+        longest = int(self.lengths[rows].max()) if len(rows) else 1
+        tokens = torch.full((max(len(rows), 1), longest), pad_id)
+        for row, index in enumerate(rows):
+            own = self.row(index)
+            tokens[row, : len(own)] = torch.from_numpy(own)
+        return tokens
+
+    def identity(self) -> tuple[bytes, bytes]:
+        """What a fingerprint is made of."""
+        return self._tokens.tobytes(), self.lengths.tobytes()
+
+
+class TokenizedRows(Protocol):
+    """Rows of a split."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row, by which rows of like lengths share a micro-batch."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def batch(self, rows: NDArray[np.int64], pad_id: int) -> dict[str, Tensor]:
+        """The tensors of some rows; without rows, those of one that does not count."""
+        ...
+
+
+class RowSplits(Protocol):
+    """Training and evaluation rows."""
+
+    @property
+    def train(self) -> TokenizedRows:
+        """Rows of training."""
+        ...
+
+    @property
+    def eval(self) -> TokenizedRows:
+        """Rows of evaluation; may be empty."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills rows."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all rows."""
+        ...
+
+
+class RowTask(Task):
+    """Batches of rows, of which those of like lengths share a micro-batch. A micro-batch is that of
+    `TokenizedRows.batch`, with the numbers of its samples and of the step."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        data: RowSplits,
+        build: Callable[[World], nn.Module],
+        world: World,
+        *,
+        batch_size: int,
+        shuffle: bool,
+    ) -> None:
+        self._seed, self._allows_changes = options.seed, options.trainer.allow_data_changes
+        self._rows = data
+        self._build = build
+        self._world = world
+        self._schedule = batch_schedule(
+            options,
+            world,
+            num_rows=len(data.train),
+            batch_size=batch_size,
+            shuffle=shuffle,
+            max_tokens=_CPU_TOKENS if world.device.type == "cpu" else None,
+        )
+
+    def build(self, world: World) -> nn.Module:
+        """The network, on the device, cut as the world's degrees say."""
+        return self._build(world)
+
+    def num_steps(self, epochs: float) -> int | None:
+        """Steps in that many passes over the rows; the last one may be smaller."""
+        return self._schedule.num_steps(epochs)
+
+    def steps(self, model: nn.Module, cursor: Cursor) -> Iterator[list[MicroBatch]]:
+        """Batches from the cursor on; rows of like lengths share a micro-batch."""
+        for step, batch in enumerate(self._schedule.batches(cursor.samples), start=cursor.step):
+            yield self._micro_batches(self._rows.train, batch.rows, batch.start, step)
+
+    def eval_micro_batches(self) -> Iterator[MicroBatch]:
+        """This rank's evaluation rows."""
+        for batch in self._schedule.eval_batches(len(self._rows.eval)):
+            yield from self._micro_batches(self._rows.eval, batch, 0, 0)
+
+    def dropout_key(self, model: nn.Module, micro_batch: MicroBatch) -> DropoutKey | None:
+        """The key of a training micro-batch; None in evaluation."""
+        if not model.training:
+            return None
+        samples = tuple(micro_batch["samples"].tolist())
+        return DropoutKey(seed=self._seed, step=micro_batch["step"], samples=samples)
+
+    def state(self) -> dict[str, Any]:
+        """Which rows the cursor counts."""
+        return {"rows": self._rows.fingerprint}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Refuse to go on over other rows than those that the run began with."""
+        if state["rows"] != self._rows.fingerprint and not self._allows_changes:
+            raise ConfigError(
+                "the rows are not those that the run began with",
+                got=f"rows {self._rows.fingerprint[:12]}",
+                expected=f"rows {state['rows'][:12]}",
+                fix="put the files back, or add trainer.allow_data_changes=true to go on all the same",
+            )
+
+    def _micro_batches(
+        self, rows: TokenizedRows, indices: NDArray[np.int64], first: int, step: int
+    ) -> list[MicroBatch]:
+        """This rank's micro-batches of the rows of a step, whose samples are counted from `first` on."""
+        found: list[MicroBatch] = []
+        for part in self._schedule.length_buckets(rows.lengths[indices].tolist()):
+            samples = torch.from_numpy(first + part) if len(part) else torch.full((1,), -1)
+            found.append({**rows.batch(indices[part], self._rows.pad_id), "samples": samples, "step": step})
+        return found
