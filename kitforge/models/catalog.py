@@ -98,7 +98,8 @@ def _config(values: Mapping[str, Any], kind: Kind) -> Any:
     family = FAMILIES.get(name)
     if family is None or family.kind != kind:
         fix = nearest(name, families_of(kind)) if family is None else _TASK_HINTS[family.kind]
-        raise ConfigError(f"unknown {kind} family", got=name, fix=fix)
+        message = f"unknown {kind} family" if family is None else "this task trains another kind of network"
+        raise ConfigError(message, got=name, expected=None if family is None else f"of kind {kind}", fix=fix)
     return from_dict(family.config, options, "model")
 
 
@@ -111,6 +112,12 @@ def build_recommender(config: RecommenderConfig, shape: SampleShape, kernels: Ke
 def config_of_network(network: nn.Module) -> FamilyConfig | None:
     """The options of a language model of the catalog; None for any other network."""
     return network.config if isinstance(network, (Decoder, EncoderDecoder)) else None
+
+
+def initial_deviations(config: FamilyConfig) -> Mapping[str, float]:
+    """The standard deviations of a family's own for `init_weights`; empty for one that takes the common ones."""
+    found: Mapping[str, float] = getattr(config, "deviations", {})
+    return found
 
 
 def exportable_config(model: nn.Module) -> FamilyConfig:

@@ -28,7 +28,14 @@ from kitforge.foundation.dtype import DTYPES, EXPORT_DTYPES, ExportDtype, LoadDt
 from kitforge.foundation.errors import ModelError
 from kitforge.foundation.types import Region
 from kitforge.foundation.untrusted import parse_json
-from kitforge.models.catalog import FAMILIES, config_of, converter_of, converter_of_type, exportable_config
+from kitforge.models.catalog import (
+    FAMILIES,
+    config_of,
+    converter_of,
+    converter_of_type,
+    exportable_config,
+    initial_deviations,
+)
 from kitforge.models.gguf import GgufWeights, write_gguf
 from kitforge.models.hub import resolve
 from kitforge.models.llama.model import LlamaConfig
@@ -56,7 +63,8 @@ def build(
     model = build_on_meta(config, level, device.type).to(dtype)
     materialize(model, device)
     if seed is not None:
-        init_weights(model.named_parameters(), model.geometry.num_layers, seed)
+        layers = model.geometry.num_layers
+        init_weights(model.named_parameters(), layers, seed, deviations=initial_deviations(config))
     return model
 
 

@@ -27,7 +27,7 @@ from kitforge.foundation.errors import ModelError
 from kitforge.foundation.files import write_text
 from kitforge.foundation.types import Region
 from kitforge.foundation.untrusted import parse_json
-from kitforge.models.catalog import converter_of, exportable_config
+from kitforge.models.catalog import FAMILIES, converter_of, exportable_config
 from kitforge.models.weight_mapping import TensorMapping, by_theirs, join
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -67,7 +67,7 @@ def save_adapter(
     wider = {names[theirs]: rank for theirs, rank in ranks.items() if rank != config.rank}
     values = {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if head else "CAUSAL_LM",
+        "task_type": _task_type(network, bool(head)),
         "base_model_name_or_path": base,
         "r": config.rank,
         "lora_alpha": config.alpha,
@@ -82,6 +82,14 @@ def save_adapter(
         "inference_mode": True,
     }
     write_text(folder / CONFIG, json.dumps(values, indent=1))
+
+
+def _task_type(network: nn.Module, has_head: bool) -> str:
+    """PEFT's name of what a network is."""
+    if has_head:
+        return "SEQ_CLS"
+    kind = FAMILIES[exportable_config(network).family].kind
+    return "SEQ_2_SEQ_LM" if kind == "encoder-decoder" else "CAUSAL_LM"
 
 
 def _joined(

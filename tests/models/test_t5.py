@@ -262,3 +262,26 @@ PARAMETERS = {"t5_small": 60_506_624}
 def test_a_preset_has_the_published_number_of_parameters(preset: str) -> None:
     network = loading.build_on_meta(config_of(preset_values()[preset]))
     assert sum(each.numel() for each in network.parameters()) == PARAMETERS[preset]
+
+
+def test_initial_weights_keep_unit_variance() -> None:
+    config = T5Config(vocab_size=300, dim=256, num_layers=1, num_heads=4, mlp_dim=512)
+    model: Any = loading.build(config, device=CPU, seed=0)
+    for name, deviation in (("embedding.weight", 1.0), ("encoder.blocks.0.attention.query.weight", 1 / 128)):
+        assert abs(float(model.get_parameter(name).std()) - deviation) < 0.05 * deviation
+    with torch.no_grad():
+        found = logits(model, SOURCE, TARGET)
+    # Under a scaled head the logits of random tokens have the variance of a normalized vector.
+    assert 0.7 < float(found.std()) < 1.4
+
+
+@pytest.mark.slow
+def test_compiled_blocks_compute_what_the_network_does() -> None:
+    model = tiny("O2").float()
+    wanted = model(TARGET, Context(source=EncoderInput(tokens=SOURCE)))
+    grads = torch.autograd.grad(wanted.logsumexp(-1).sum(), list(model.parameters()))
+    model.compile_blocks()
+    found = model(TARGET, Context(source=EncoderInput(tokens=SOURCE)))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for own, right in zip(torch.autograd.grad(found.logsumexp(-1).sum(), list(model.parameters())), grads, strict=True):
+        torch.testing.assert_close(own, right, rtol=1e-3, atol=1e-4)

@@ -34,15 +34,21 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def init_weights(
-    parameters: Iterable[tuple[str, Tensor]], num_layers: int, seed: int, regions: Mapping[str, Region] | None = None
+    parameters: Iterable[tuple[str, Tensor]],
+    num_layers: int,
+    seed: int,
+    regions: Mapping[str, Region] | None = None,
+    deviations: Mapping[str, float] | None = None,
 ) -> None:
-    """Fill a decoder's parameters in place, or the shards of them in `regions`."""
+    """Fill a language model's parameters in place, or the shards of them in `regions`. `deviations` are standard
+    deviations of a family's own, by the end of a parameter's name."""
     for name, parameter in parameters:
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         residual = name.endswith(RESIDUAL_OUTPUTS)
         deviation = INIT_STD / (2 * num_layers) ** 0.5 if residual else INIT_STD
+        deviation = next((own for end, own in (deviations or {}).items() if name.endswith(end)), deviation)
         region = Region.full(parameter.shape) if regions is None else regions[name]
         parameter.copy_(normal_region(seed, name, region) * deviation)
 

@@ -56,7 +56,7 @@ from kitforge.kits.transformers.seq2seq import (
     write_targets,
 )
 from kitforge.models import loading as model_folder
-from kitforge.models.catalog import config_of, config_of_network
+from kitforge.models.catalog import config_of, config_of_network, initial_deviations
 from kitforge.models.loading import OpenCheckpoint, StoredModel
 from kitforge.models.sharding import sharding_of_network
 from kitforge.trainer.run_folder import Run, default_folder, make_loop
@@ -296,7 +296,8 @@ class _Prepared:
         else:
             shards = parallel.parameters()
             regions = {name: parallel.region(name) for name in shards}
-            init_weights(shards.items(), self._config.num_layers, options.seed, regions)
+            own = initial_deviations(self._config)
+            init_weights(shards.items(), self._config.num_layers, options.seed, regions, own)
         return prepare(model, options)
 
     def _network_config(self, stored: StoredModel | None) -> FamilyConfig | None:

@@ -49,6 +49,24 @@ class T5Config:
         """Whether the input of the head is scaled."""
         return self.tie_embeddings if self.scale_output is None else self.scale_output
 
+    @property
+    def deviations(self) -> dict[str, float]:
+        """Standard deviations of the initial weights, by the end of a name: what keeps unscaled attention and a scaled
+        head at unit variance (Raffel et al., 2020)."""
+        width, inner = self.dim**-0.5, (self.num_heads * self.head_dim) ** -0.5
+        return {
+            "embedding.weight": 1.0,
+            "relative.weight": width,
+            "query.weight": width * self.head_dim**-0.5,
+            "key.weight": width,
+            "value.weight": width,
+            "out.weight": inner,
+            "gate.weight": width,
+            "up.weight": width,
+            "down.weight": self.mlp_dim**-0.5,
+            "output": width,
+        }
+
     def stacks(self) -> EncoderDecoderConfig:
         """Both stacks of these options."""
         return EncoderDecoderConfig(
