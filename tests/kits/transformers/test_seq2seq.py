@@ -130,6 +130,15 @@ def test_the_loss_is_that_of_each_pair_alone() -> None:
     assert assembly.loop.evaluate()["eval/loss"] == pytest.approx(float(wanted), rel=1e-6)
 
 
+def test_the_training_loss_is_a_mean_over_target_tokens(tmp_path: Path) -> None:
+    choices = {"data.eval_fraction": 0.0, "data.batch_size": 40, "trainer.max_steps": 1}
+    with torch.no_grad():
+        parts = [alone(begin(None, choices).loop.model, **row) for row in rows()]
+    wanted = torch.stack([loss for loss, _ in parts]).sum() / sum(count for _, count in parts)
+    run(tmp_path, choices)
+    assert tiny.records(tmp_path, "train")[0]["loss"] == pytest.approx(float(wanted), rel=1e-5)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_t5_micro_batches_are_one_batch(size: int) -> None:
     # transformers' Trainer divides by the tokens of each micro-batch: its update is up to 12.8 times off.
